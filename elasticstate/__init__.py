@@ -1,0 +1,125 @@
+"""elasticstate: elastic, fault-tolerant PyTorch training inside the process.
+
+::
+
+    import elasticstate as elastic
+
+    state = elastic.TorchState(model=model, optimizer=optimizer, epoch=0, batch=0)
+
+    @elastic.run
+    def train(state): ...
+
+    train(state)
+
+The names are loaded when they are first used: the driver and the agents, which import this package too, never load
+torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elasticstate.errors import (
+        CollectiveError,
+        DiscoveryError,
+        ElasticError,
+        HostsUpdatedInterrupt,
+        LinkLostError,
+        NotInWorldError,
+        OptionError,
+        StateError,
+        StateLostError,
+        UsageError,
+    )
+    from elasticstate.state.base import State
+    from elasticstate.state.objects import ObjectState
+    from elasticstate.state.sampler import ElasticSampler
+    from elasticstate.state.torch import TorchState
+    from elasticstate.worker.run import run
+    from elasticstate.worker.world import (
+        cross_rank,
+        cross_size,
+        device,
+        generation,
+        local_leader,
+        local_rank,
+        local_size,
+        rank,
+        size,
+        world,
+    )
+
+_HOMES = {
+    "elasticstate.errors": (
+        "CollectiveError",
+        "DiscoveryError",
+        "ElasticError",
+        "HostsUpdatedInterrupt",
+        "LinkLostError",
+        "NotInWorldError",
+        "OptionError",
+        "StateError",
+        "StateLostError",
+        "UsageError",
+    ),
+    "elasticstate.state.base": ("State",),
+    "elasticstate.state.objects": ("ObjectState",),
+    "elasticstate.state.sampler": ("ElasticSampler",),
+    "elasticstate.state.torch": ("TorchState",),
+    "elasticstate.worker.run": ("run",),
+    "elasticstate.worker.world": (
+        "cross_rank",
+        "cross_size",
+        "device",
+        "generation",
+        "local_leader",
+        "local_rank",
+        "local_size",
+        "rank",
+        "size",
+        "world",
+    ),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CollectiveError",
+    "DiscoveryError",
+    "ElasticError",
+    "ElasticSampler",
+    "HostsUpdatedInterrupt",
+    "LinkLostError",
+    "NotInWorldError",
+    "ObjectState",
+    "OptionError",
+    "State",
+    "StateError",
+    "StateLostError",
+    "TorchState",
+    "UsageError",
+    "cross_rank",
+    "cross_size",
+    "device",
+    "generation",
+    "local_leader",
+    "local_rank",
+    "local_size",
+    "rank",
+    "run",
+    "size",
+    "world",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,386 @@
+"""The words of the core: identities, worlds, events that go in, effects that come out. All values are frozen.
+
+Every type here is plain data that msgspec can also put on the wire; nothing in this module reads a clock, a socket or
+the environment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class CommitId(NamedTuple):
+    """Names a commit: the generation and the tick it was made at. Compared in that order.
+
+    ``(g, 0)`` is what ``sync()`` seals when generation ``g`` begins; the user's commits have ``tick >= 1``.
+    """
+
+    generation: int
+    tick: int
+
+    def __str__(self) -> str:
+        return f"({self.generation}, {self.tick})"
+
+
+class SlotId(NamedTuple):
+    """One seat on a host: a device index."""
+
+    host: str
+    slot: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.slot}"
+
+
+class WorkerId(NamedTuple):
+    """One process in a slot. ``incarnation`` counts the processes that the slot has had, from 1."""
+
+    host: str
+    slot: int
+    incarnation: int
+
+    @property
+    def seat(self) -> SlotId:
+        return SlotId(self.host, self.slot)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.slot}#{self.incarnation}"
+
+
+class HostSlots(NamedTuple):
+    """What discovery says of a host: its name and how many workers it takes."""
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one worker stands in a world. Vocabulary of Horovod and torchrun; see DESIGN.md, section 1."""
+
+    worker: WorkerId
+    rank: int
+    local_rank: int  # the slot: the device index, sticky for the life of the worker
+    local_size: int
+    local_leader: bool  # exactly one worker per host and world
+    cross_rank: int  # index of the host
+    cross_size: int  # number of hosts
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The frozen set of (worker -> rank) of one generation. ``members[r].rank == r``."""
+
+    generation: int
+    members: tuple[Placement, ...]
+    root: int  # rank of the oldest worker among those that hold the newest commit
+    lacking: tuple[int, ...]  # ranks that need the root's state, ascending
+    store: str  # "address:port" of the TCPStore server of rank 0
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The options that decide. All times in seconds; None means: no limit. See config.py for what each one does."""
+
+    np: int
+    min_np: int
+    max_np: int | None = None
+    start_timeout_s: float = 600.0
+    elastic_timeout_s: float = 600.0
+    regroup_timeout_s: float = 60.0
+    failure_grace_s: float = 2.0
+    drain_timeout_s: float = 30.0
+    hold_timeout_s: float = 2.0
+    join_window_s: float = 5.0
+    min_interrupt_distance_s: float = 5.0
+    gate_timeout_s: float | None = None
+    reset_limit: int | None = None
+    max_no_progress: int = 3
+    cooldown_min_s: float = 10.0
+    cooldown_max_s: float = 600.0
+    waiting_notice_s: float = 30.0
+
+
+# --------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class HostsDiscovered:
+    """A new answer of discovery (only sent when it differs from the last one)."""
+
+    hosts: tuple[HostSlots, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentJoined:
+    """The agent of a host is connected and takes orders."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLost:
+    """The agent of a host is gone; its workers are counted as dead."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLeaving:
+    """A host has had notice (SIGTERM to its agent): all its workers drain."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """READY: the worker stands in ``run``, has left its generation, and its live state equals its commit (I10)."""
+
+    worker: WorkerId
+    generation: int  # the generation it was in last; 0: none yet
+    commit: CommitId | None  # its newest sealed commit
+    previous: CommitId | None  # the other buffer's
+    store: str  # "address:port" of its own TCPStore server
+    ticks: int = 0  # ticks completed in that generation
+    paused_s: float = 0.0  # since the end of its last completed tick
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """The process has ended. Exactly one of ``exit_code`` and ``signal`` is set."""
+
+    worker: WorkerId
+    exit_code: int | None
+    signal: int | None
+    error: str = ""  # the traceback that the worker reported, or the end of its stderr
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUnresponsive:
+    """No liveness stamp for the heartbeat (or hang) time-out. The agent is killing it; WorkerExited follows."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeaving:
+    """A worker has had notice (SIGTERM): it drains."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class HoldAnswered:
+    """Answer of a worker's sentinel to HOLD(generation): ticks completed, and whether it stands in the exit gate."""
+
+    worker: WorkerId
+    generation: int
+    ticks: int
+    in_gate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReported:
+    """An exception came out of ``train`` (or of regroup or sync) in ``generation``.
+
+    ``certain``: the worker has the fact of a broken generation. Otherwise it is a suspect that waits for a verdict.
+    """
+
+    worker: WorkerId
+    generation: int
+    certain: bool
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class GateEntered:
+    """``train`` has returned; the worker stands in the exit gate of ``generation``."""
+
+    worker: WorkerId
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Proof that the worker lived when the agent heard it last, with where it is and what it has sealed."""
+
+    worker: WorkerId
+    place: str  # boot | regroup | train | gate | done
+    generation: int
+    ticks: int
+    commit: CommitId | None
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTick:
+    """The worker has completed the first tick of ``generation``."""
+
+    worker: WorkerId
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Nothing but the clock: send it at ``next_deadline``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Facts that arrived together: all are applied, then one decision is taken."""
+
+    events: tuple[Event, ...]
+
+
+Event = (
+    HostsDiscovered
+    | AgentJoined
+    | AgentLost
+    | AgentLeaving
+    | WorkerReady
+    | WorkerExited
+    | WorkerUnresponsive
+    | WorkerLeaving
+    | HoldAnswered
+    | FailureReported
+    | GateEntered
+    | Heartbeat
+    | FirstTick
+    | TimePassed
+    | Several
+)
+
+
+# -------------------------------------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class StartAgent:
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopAgent:
+    """The agent stops its workers (SIGTERM, then SIGKILL) and exits."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """SIGTERM, and SIGKILL after the stop time-out; ``kill``: SIGKILL at once."""
+
+    worker: WorkerId
+    reason: str
+    kill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """HOLD(g) to all members: answer with your ticks, then wait at the end of the next one."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """RELEASE(g): the hold is over, nobody is interrupted."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """END(g): at the end of tick ``at_tick`` all save and raise; None: now, all roll back to their last commit."""
+
+    generation: int
+    at_tick: int | None
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class PublishWorld:
+    world: World
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """LEAVE: the worker exits with 0; all who stay hold its tick (I15)."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmOwnError:
+    """Verdict OWN for a suspect: its exception is its own; it is recorded and raised. (BROKEN is ``End(now)``.)"""
+
+    worker: WorkerId
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGate:
+    """Every member of the world stands in the exit gate: all pass."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line of the event file (DESIGN.md, section 8): name and fields, in the order in which they are printed."""
+
+    event: str
+    fields: tuple[tuple[str, object], ...] = ()
+
+    def get(self, key: str) -> object:
+        return dict(self.fields).get(key)
+
+
+@dataclass(frozen=True, slots=True)
+class RootCause:
+    """The first failure that ended the job, over all hosts."""
+
+    reason: str  # one line: what ended the job
+    worker: WorkerId | None = None
+    rank: int | None = None
+    generation: int = 0
+    exit_code: int | None = None
+    signal: int | None = None
+    error: str = ""  # traceback or the end of stderr
+
+
+@dataclass(frozen=True, slots=True)
+class EndJob:
+    """The job is over. Workers and agents that are left are stopped by the driver."""
+
+    succeeded: bool
+    root_cause: RootCause | None = None
+
+
+Effect = (
+    StartAgent
+    | StopAgent
+    | StartWorker
+    | StopWorker
+    | Hold
+    | Release
+    | End
+    | PublishWorld
+    | Leave
+    | ConfirmOwnError
+    | OpenGate
+    | Note
+    | EndJob
+)

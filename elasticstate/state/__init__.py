@@ -1,0 +1,11 @@
+"""What is committed, restored and synced: the states, their snapshots, and the sampler that survives world changes."""
+
+from __future__ import annotations
+
+from elasticstate.state.base import Session, State
+from elasticstate.state.objects import ObjectState
+from elasticstate.state.sampler import ElasticSampler
+from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.torch import TorchState
+
+__all__ = ["ElasticSampler", "ObjectState", "Session", "Snapshot", "State", "TorchState"]

@@ -1,0 +1,323 @@
+"""State: what a job commits, restores and syncs. Independent of what it consists of, and of who runs it."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from elasticstate.core.types import CommitId
+from elasticstate.errors import StateError, UsageError
+from elasticstate.state import rng
+from elasticstate.state.snapshot import Captured, Snapshot
+
+CHUNK_BYTES = 1 << 30  # the most that one broadcast carries
+
+
+class Session(Protocol):
+    """What a state needs to know of the world it lives in. ``run`` binds one."""
+
+    @property
+    def generation(self) -> int:
+        """0: no world yet."""
+
+    @property
+    def ticks(self) -> int:
+        """Ticks completed in this generation."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def root(self) -> int:
+        """The rank that sends its state to those who lack it."""
+
+    @property
+    def lacking(self) -> tuple[int, ...]:
+        """Ranks that need the root's state."""
+
+    @property
+    def worker_key(self) -> str:
+        """This worker's own id, unlike any other's."""
+
+    def commit_id(self) -> CommitId:
+        """The id of a commit made at the end of the present tick: (generation, ticks + 1)."""
+
+    def tick(self) -> None:
+        """End the tick. Raises HostsUpdatedInterrupt or CollectiveError when this generation ends here."""
+
+    def sealed(self, commit: CommitId | None, previous: CommitId | None, /) -> None:
+        """Take note of the ids of both buffers."""
+
+    def synced(self, size_bytes: int, seconds: float, /) -> None:
+        """Take note of a state that was sent or received."""
+
+    def process_group_for(self, ranks: tuple[int, ...], /) -> dist.ProcessGroup | None:
+        """A group of exactly these ranks, ascending; None: the default group. Called by these ranks only."""
+
+
+class State(ABC):
+    """Values that are committed, restored and synced together.
+
+    The keyword arguments become attributes that may be reassigned freely; a name that was not given to the constructor
+    raises AttributeError. For a kind of state of your own, say ``capture`` and ``apply``: all else follows from these
+    two, and so does the random state of python, numpy and torch, which belongs to each rank's commit.
+
+    Used without ``run``, commits are kept in this process under the ids (0, 1), (0, 2), ...
+    """
+
+    def __init__(self, **values: Any) -> None:
+        for name in values:
+            if name.startswith("_") or not name.isidentifier() or hasattr(type(self), name):
+                raise UsageError(f"{name!r} cannot be the name of a value of {type(self).__name__}: choose another")
+        self._names = tuple(values)
+        self._snapshot = Snapshot()
+        self._session: Session = _Alone()
+        self._reset_callbacks: list[Callable[[], object]] = []
+        self._changed_by_callbacks = False
+        self._synced_generation = 0
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(self._unknown(name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in self._names:
+            raise AttributeError(self._unknown(name))
+        object.__setattr__(self, name, value)
+
+    # ------------------------------------------------------------------------------------- what a subclass defines
+
+    @abstractmethod
+    def capture(self) -> dict[str, Any]:
+        """The live state as a flat dict of names and values: tensors, numpy arrays, objects that can be pickled.
+
+        Nothing is copied here; what is captured is copied at once after it.
+        """
+
+    @abstractmethod
+    def apply(self, values: Captured) -> None:
+        """Make ``values``, of the form that ``capture`` gave, the live state.
+
+        Tensors and arrays are views of the commit: copy them *into* your own (``mine.copy_(value)``). To keep one is an
+        error, since the next step would overwrite the commit. Objects are new ones, yours to keep.
+        """
+
+    def _drop_gradients(self) -> None:  # noqa: B027 - nothing to do for most states
+        """Set gradients to None. A failure inside ``backward`` leaves partial ones, different on each rank."""
+
+    # ---------------------------------------------------------------------------------------------- what a user calls
+
+    def commit(self, every: int = 1) -> None:
+        """Make the present state the restore point, and end the tick.
+
+        Args:
+            every: save only at each ``every``-th tick of the generation, and merely end the tick at the others. By
+                count, because ticks must be equal on all ranks.
+
+        Raises:
+            UsageError: ``every`` is less than 1.
+            StateError: something in the state cannot be committed (the message names it).
+        """
+        if every < 1:
+            raise UsageError(f"commit(every={every}): must be at least 1 (1 saves at each tick)")
+        if (self._session.ticks + 1) % every == 0:
+            self._seal(self._session.commit_id())
+        self._session.tick()
+
+    def save(self) -> None:
+        """The same as ``commit()``: a save that ended no tick would give one id two contents."""
+        self.commit()
+
+    def check_host_updates(self) -> None:
+        """End the tick without saving."""
+        self._session.tick()
+
+    def restore(self) -> None:
+        """Back to this worker's own last commit, its random state included; all gradients become None.
+
+        Raises StateError if there is no commit, or it does not fit the live objects.
+        """
+        commit = self._snapshot.newest
+        if commit is None:
+            raise StateError("there is nothing to restore: no commit has been made yet")
+        self.apply(self._snapshot.read(commit))
+        kept = self._snapshot.aliases(self.capture())
+        if kept:
+            raise StateError(f"apply() of {type(self).__name__} kept the commit's own memory ({kept[0]}): copy it")
+        rng.apply(self._snapshot.read_private(commit))
+        self._drop_gradients()
+        self._changed_by_callbacks = False
+
+    def sync(self) -> None:
+        """Bring the root's state to those who lack it, and seal (generation, 0) on all. ``run`` calls it once a world.
+
+        Nothing moves, and no collective runs, if nobody lacks it; only the root and those who do take part otherwise.
+        Later calls in the same generation do nothing. Outside a world it is a save.
+        """
+        session = self._session
+        if session.generation == 0:
+            self._seal(session.commit_id())
+            return
+        if session.generation == self._synced_generation:
+            return
+        start = CommitId(session.generation, 0)
+        if session.rank in session.lacking:
+            self._receive(start)
+            self.restore()
+        else:
+            self._begin(start)
+            if session.lacking and session.rank == session.root:
+                self._send()
+        self._drop_gradients()
+        self._synced_generation = session.generation
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
+        """Add functions to be called, in order, in each new world before ``sync``; not in a worker's first one.
+
+        They must depend on the committed state and the world alone, for they run on each rank.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call the reset callbacks. ``run`` does it in each world but the worker's first."""
+        for callback in self._reset_callbacks:
+            self._changed_by_callbacks = True
+            callback()
+
+    # ------------------------------------------------------------------------------------------------ what run calls
+
+    @property
+    def commits(self) -> tuple[CommitId | None, CommitId | None]:
+        """The ids of the newest commit and of the one before it."""
+        return self._snapshot.newest, self._snapshot.previous
+
+    def _bind(self, session: Session) -> None:
+        """Live in the worlds of ``session``. Commits made outside a world are no commits of the job: forgotten."""
+        newest = self._snapshot.newest
+        if newest is not None and newest.generation == 0:
+            self._snapshot.forget()
+        self._session = session
+
+    def _seal(self, commit: CommitId) -> None:
+        """Save the live state as ``commit``, which must be newer than the newest one: one id, one content."""
+        newest = self._snapshot.newest
+        if newest is not None and commit <= newest:
+            raise StateError(f"commit {commit} is not newer than {newest}, which is sealed already")
+        captured = self.capture()
+        try:
+            self._snapshot.write(captured, rng.capture(), commit)
+        finally:  # a write that failed half-way has cost the previous commit
+            self._session.sealed(*self.commits)
+
+    # ------------------------------------------------------------------------------------------------------ the parts
+
+    def _begin(self, start: CommitId) -> None:
+        """Seal ``start`` on a worker that holds the job's state, if the state is new or goes to others."""
+        session = self._session
+        nothing_yet = self._snapshot.newest is None and session.rank == session.root
+        if nothing_yet or self._changed_by_callbacks:
+            self._seal(start)
+            self._changed_by_callbacks = False
+        elif session.lacking:
+            self._snapshot.restamp(start)
+            session.sealed(*self.commits)
+
+    def _send(self) -> None:
+        started = time.monotonic()
+        ranks = tuple(sorted({self._session.root, *self._session.lacking}))
+        channel = _Channel(self._session.process_group_for(ranks), ranks.index(self._session.root))
+        header, payload = self._snapshot.outgoing()
+        channel.send(msgspec.msgpack.encode((torch.initial_seed(), header)))
+        channel.broadcast(payload)
+        self._session.synced(payload.numel(), time.monotonic() - started)
+
+    def _receive(self, start: CommitId) -> None:
+        session = self._session
+        started = time.monotonic()
+        ranks = tuple(sorted({session.root, *session.lacking}))
+        channel = _Channel(session.process_group_for(ranks), ranks.index(session.root))
+        seed, header = msgspec.msgpack.decode(channel.receive(), type=tuple[int, bytes])
+        try:
+            payload = self._snapshot.incoming(header)
+            channel.broadcast(payload)
+            self._snapshot.seal_incoming(rng.derived(seed, session.worker_key, start.generation), start)
+        finally:
+            session.sealed(*self.commits)
+        session.synced(payload.numel(), time.monotonic() - started)
+
+    def _check_names(self, values: Captured) -> None:
+        missing = [name for name in self._names if name not in values]
+        if missing:
+            raise StateError(f"the commit has no {', '.join(missing)}: were all ranks' states made alike?")
+
+    def _unknown(self, name: str) -> str:
+        known = ", ".join(self.__dict__.get("_names", ())) or "none"
+        return f"{type(self).__name__} has no value {name!r}; those given to the constructor are: {known}"
+
+
+class _Channel:
+    """Broadcasts from one rank of a group to the others: a message of unknown length, and bytes."""
+
+    def __init__(self, group: dist.ProcessGroup | None, root: int) -> None:
+        default = dist.group.WORLD
+        chosen = group if group is not None else default
+        assert chosen is not None, "a generation always has a default process group"
+        self._group = chosen
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = root  # the rank within the group
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        """One collective for each GiB of ``uint8[n]``, in place."""
+        for chunk in torch.split(data, CHUNK_BYTES):
+            self._group.broadcast([chunk], self._options).wait()
+
+    def send(self, message: bytes) -> None:
+        """Two collectives: the length, and the message."""
+        self.broadcast(torch.tensor([len(message)]).view(torch.uint8))
+        self.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+
+    def receive(self) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64)
+        self.broadcast(length.view(torch.uint8))
+        message = torch.empty(int(length), dtype=torch.uint8)
+        self.broadcast(message)
+        return message.numpy().tobytes()
+
+
+class _Alone:
+    """The session of a state without ``run``."""
+
+    generation = 0
+    rank = 0
+    size = 1
+    root = 0
+    lacking: tuple[int, ...] = ()
+    worker_key = "alone"
+
+    def __init__(self) -> None:
+        self.ticks = 0
+        self._saves = 0
+
+    def commit_id(self) -> CommitId:
+        return CommitId(0, self._saves + 1)
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+    def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
+        if commit is not None:
+            self._saves = commit.tick
+
+    def synced(self, size_bytes: int, seconds: float) -> None:
+        raise AssertionError("nothing is sent outside a world")
+
+    def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        raise AssertionError("nothing is sent outside a world")

@@ -1,0 +1,110 @@
+"""ElasticSampler: the remaining samples of an epoch, shared out over the present world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+import elasticstate
+from elasticstate.errors import NotInWorldError, UsageError
+
+_CHUNK = 4096  # indices turned into Python integers at a time
+
+
+def _world_rank() -> int:
+    try:
+        return int(elasticstate.rank())
+    except NotInWorldError:
+        return 0
+
+
+def _world_size() -> int:
+    try:
+        return int(elasticstate.size())
+    except NotInWorldError:
+        return 1
+
+
+class ElasticSampler(Sampler[int]):
+    """Samples each index of an epoch once over all ranks, also when the world changes in mid-epoch.
+
+    Its state is (epoch, consumed, seed): how many samples *all ranks together* have consumed of the epoch's order, a
+    function of seed and epoch alone. Each ``iter()`` shares the rest out over the world of that moment, round robin. So
+    tell it, after each step, what the whole world has consumed::
+
+        for epoch in range(state.epoch, epochs):
+            state.sampler.set_epoch(epoch)
+            for batch in DataLoader(dataset, batch_size, sampler=state.sampler):
+                ...
+                state.sampler.record_batch(batch_size * elasticstate.size())
+                state.commit()
+
+    Args:
+        dataset: anything with a length.
+        shuffle: in an order drawn from ``seed + epoch``; otherwise from first to last.
+        drop_last: leave out the last samples that cannot be shared out evenly (fewer than the world has ranks), so that
+            all ranks get equally many; otherwise some ranks get one more than others, and possibly one batch more.
+        rank, size: asked at each ``iter()`` and ``len()``; by default those of the present world, 0 and 1 outside one.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: Callable[[], int] = _world_rank,
+        size: Callable[[], int] = _world_size,
+    ) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.consumed = 0
+        self._rank = rank
+        self._size = size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch``. Nothing happens if the sampler is in it already: it goes on where it was restored to."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.consumed = 0
+
+    def record_batch(self, n_global: int) -> None:
+        """Count ``n_global`` samples, of all ranks together, as consumed. No more than there are."""
+        if n_global < 0:
+            raise UsageError(f"record_batch({n_global}): the number of samples that all ranks consumed is at least 0")
+        self.consumed = min(self.consumed + n_global, len(self.dataset))
+
+    def __iter__(self) -> Iterator[int]:
+        size = self._size()
+        mine = self._remaining()[self._rank() :: size][: self._count(self._rank(), size)]
+        for chunk in torch.split(mine, _CHUNK):
+            yield from chunk.tolist()
+
+    def __len__(self) -> int:
+        """How many indices ``iter()`` would give now."""
+        return self._count(self._rank(), self._size())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epoch = state_dict["epoch"]
+        self.consumed = state_dict["consumed"]
+        self.seed = state_dict["seed"]
+
+    def _remaining(self) -> torch.Tensor:
+        n = len(self.dataset)
+        if not self.shuffle:
+            return torch.arange(self.consumed, n)
+        return torch.randperm(n, generator=torch.Generator().manual_seed(self.seed + self.epoch))[self.consumed :]
+
+    def _count(self, rank: int, size: int) -> int:
+        remaining = len(self.dataset) - self.consumed
+        return remaining // size if self.drop_last else (remaining + size - 1 - rank) // size

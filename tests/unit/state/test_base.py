@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elasticstate.core.types import CommitId
+from elasticstate.errors import HostsUpdatedInterrupt, StateError, UsageError
+from elasticstate.state import ObjectState, State
+
+
+class Counter(State):
+    """A state of one's own, by capture and apply alone."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n=n)
+        self._table = torch.zeros(n)
+
+    def capture(self) -> dict[str, Any]:
+        return {"n": self.n, "table": self._table}
+
+    def apply(self, values: Any) -> None:
+        self.n = values["n"]
+        self._table.copy_(values["table"])
+
+
+def test_a_name_that_was_not_given_raises_and_names_those_that_were() -> None:
+    state = ObjectState(epoch=0, batch=1)
+    for access in (lambda: state.bacth, lambda: setattr(state, "bacth", 2)):
+        with pytest.raises(AttributeError, match=r"ObjectState has no value 'bacth'; .* are: epoch, batch"):
+            access()
+    state.batch = 7
+    assert state.batch == 7
+    assert not hasattr(state, "bacth")
+
+
+@pytest.mark.parametrize("name", ["commit", "_hidden", "capture", "two words"])
+def test_names_that_would_hide_something_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"'{name}' cannot be the name of a value of ObjectState"):
+        ObjectState(**{name: 1})
+
+
+def test_a_state_of_ones_own_is_committed_and_restored() -> None:
+    state = Counter(3)
+    state._table.fill_(2)
+    state.commit()
+    state._table.fill_(5)
+    state.n = 99
+    state.restore()
+    assert (state.n, state._table.tolist()) == (3, [2, 2, 2])
+
+
+def test_an_apply_that_keeps_the_commits_memory_is_found_out() -> None:
+    class Careless(Counter):
+        def apply(self, values: Any) -> None:
+            self.n = values["n"]
+            self._table = values["table"]
+
+    state = Careless(3)
+    state.commit()
+    with pytest.raises(StateError, match=r"apply\(\) of Careless kept the commit's own memory \(table\)"):
+        state.restore()
+
+
+def test_outside_a_world_commits_are_numbered_and_sync_is_a_save() -> None:
+    state = ObjectState(n=0)
+    assert state.commits == (None, None)
+    state.sync()
+    state.commit()
+    state.check_host_updates()
+    state.save()
+    assert state.commits == (CommitId(0, 3), CommitId(0, 2))
+
+
+def test_without_a_commit_there_is_nothing_to_restore() -> None:
+    with pytest.raises(StateError, match="no commit has been made yet"):
+        ObjectState(n=0).restore()
+
+
+@pytest.mark.parametrize(("every", "saved"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (8, [])])
+def test_commit_every_saves_by_count_and_ticks_always(every: int, saved: list[int], member: Any, world: Any) -> None:
+    session = member(world(1, generation=4))
+    state = ObjectState(n=0)
+    state._bind(session)
+    for _ in range(7):
+        state.commit(every=every)
+    assert session.ticks == 7
+    assert [commit for commit, _ in session.commits] == [CommitId(4, tick) for tick in saved]
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_commit_every_less_than_one_is_refused(every: int) -> None:
+    state = ObjectState(n=0)
+    with pytest.raises(UsageError, match=rf"commit\(every={every}\): must be at least 1"):
+        state.commit(every=every)
+    assert state._session.ticks == 0
+
+
+def test_the_save_comes_before_the_tick_that_interrupts(member: Any, world: Any) -> None:
+    session = member(world(1, generation=2), end_at=2)
+    state = ObjectState(n=0)
+    state._bind(session)
+    state.commit()
+    state.n = 5
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.commit()
+    assert state.commits == (CommitId(2, 2), CommitId(2, 1))
+    state.n = 6
+    state.restore()
+    assert state.n == 5
+
+
+def test_an_id_has_one_content(member: Any, world: Any) -> None:
+    state = ObjectState(n=0)
+    state._bind(member(world(1, generation=2)))
+    state._seal(CommitId(2, 3))
+    for older in (CommitId(2, 3), CommitId(2, 2), CommitId(1, 9)):
+        with pytest.raises(StateError, match=r"is not newer than \(2, 3\)"):
+            state._seal(older)
+    assert state.commits == (CommitId(2, 3), None)
+
+
+def test_a_capture_that_fails_costs_no_commit_and_ends_no_tick(member: Any, world: Any) -> None:
+    session = member(world(1))
+    state = ObjectState(n=0, extra=None)
+    state._bind(session)
+    state.commit()
+    state.n, state.extra = 1, threading.Lock()
+    with pytest.raises(StateError, match=r"state\.extra"):
+        state.commit()
+    assert session.ticks == 1
+    assert state.commits == (CommitId(1, 1), None)
+    assert session.commits[-1] == state.commits, "the session knows what is held"
+    state.restore()
+    assert (state.n, state.extra) == (0, None)
+
+
+def test_random_state_belongs_to_the_commit() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    state = ObjectState(n=0)
+    state.commit()
+    first = draw()
+    assert draw() != first
+    state.restore()
+    assert draw() == first
+
+
+def test_binding_forgets_what_was_committed_outside_a_world(member: Any, world: Any) -> None:
+    state = ObjectState(n=0)
+    state.commit()
+    state._bind(member(world(1)))
+    assert state.commits == (None, None), "all ranks have a (0, 1), each with its own content"
+
+
+def test_reset_callbacks_run_in_order() -> None:
+    calls: list[str] = []
+    state = ObjectState(n=0)
+    state.register_reset_callbacks([lambda: calls.append("a"), lambda: calls.append("b")])
+    state.register_reset_callbacks([lambda: calls.append("c")])
+    state.on_reset()
+    assert calls == ["a", "b", "c"]
+
+
+def test_what_callbacks_made_and_a_restore_undid_is_not_sealed(member: Any, world: Any) -> None:
+    session = member(world(1))
+    state = ObjectState(n=1)
+    state._bind(session)
+    state.commit()
+    state.register_reset_callbacks([lambda: setattr(state, "n", 2)])
+    session.world = world(1, generation=2)
+    state.on_reset()
+    assert state.n == 2
+    state.restore()
+    session.world = world(1, generation=3)
+    state.sync()
+    assert (state.n, state.commits) == (1, (CommitId(1, 1), None))

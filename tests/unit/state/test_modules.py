@@ -1,0 +1,80 @@
+"""Modules with all that a module may have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elasticstate.state import TorchState
+
+
+class Odd(torch.nn.Module):
+    """All that a module may have: tied weights, hidden and late buffers, extra state, a 0-d and an empty parameter."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = torch.nn.Embedding(6, 3)
+        self.head = torch.nn.Linear(3, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = torch.nn.Parameter(torch.randn(()))
+        self.empty = torch.nn.Parameter(torch.randn(0, 3))
+        self.narrow = torch.nn.Parameter(torch.randn(3, 2).to(torch.bfloat16), requires_grad=False)
+        self.register_buffer("kept", torch.randn(2))
+        self.register_buffer("hidden", torch.randn(3), persistent=False)
+        self.register_buffer("cache", torch.randn(2), persistent=False)
+        self.register_buffer("none", None)
+        self.calls = [seed]
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "moment": torch.full((2,), float(len(self.calls)))}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+        self.moment = state["moment"]
+
+
+def picture(module: Odd) -> Any:
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    return {k: (t.dtype, t.shape, bytes(t.detach().flatten().view(torch.uint8))) for k, t in tensors.items()}, [
+        *module.calls
+    ]
+
+
+def test_a_module_comes_back_with_all_it_has() -> None:
+    module, newcomer = Odd(0), Odd(1)
+    module.cache = torch.randn(5)
+    module.register_buffer("late", torch.randn(4), persistent=False)
+    module.embedding.register_buffer("deep", torch.randn(4))
+    state = TorchState(model=module)
+    state.commit()
+    committed = picture(module)
+    weight = module.head.weight
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            tensor.add_(1)
+    module.cache = torch.randn(7)
+    module.calls.append(1)
+    assert picture(module) != committed
+    state.restore()
+    assert picture(module) == committed
+    assert module.head.weight is module.embedding.weight is weight
+    assert module.moment.tolist() == [1, 1]
+    other = TorchState(model=newcomer)
+    other.apply(state._snapshot.read(state.commits[0]))
+    assert picture(newcomer) == committed
+    assert newcomer.head.weight is newcomer.embedding.weight
+    module.moment.fill_(9)
+    module.calls.append(2)
+    module.cache.fill_(9)
+    state.restore()
+    assert module.moment.tolist() == [1, 1], "what was handed out was not the commit's own"
+    assert picture(module) == committed
+
+
+def test_tied_weights_are_stored_once() -> None:
+    state = TorchState(model=Odd(0))
+    state.commit()
+    offsets = {entry.name: entry.offset for entry in state._snapshot._newer.header.entries}
+    assert offsets["model.parameters.head.weight"] == offsets["model.parameters.embedding.weight"]
