@@ -1,0 +1,310 @@
+"""The agent of one host: does what the driver says, tells what it sees, judges whether its workers are alive.
+
+In and out of its phases::
+
+    attach ──JobSpec──► serve ──Shutdown──► stop the workers, exit
+                          │ the driver is gone
+                          ▼
+                        orphan ──driver_timeout, or no worker is left──► stop the workers, exit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from elasticstate.agent.output import Terminal
+from elasticstate.agent.worker_process import WorkerProcess, make_pumps
+from elasticstate.config import WorkerEnvironment, inherited_environment, version
+from elasticstate.core.types import WorkerId
+from elasticstate.net import messages
+from elasticstate.net.link import AgentSocket
+from elasticstate.net.rpc import DriverStream
+
+LOOK_INTERVAL_S = 0.25  # between two looks at the workers' stamps
+STAMPS_INTERVAL_S = 0.5  # between two messages with them: the agent's own sign of life
+
+
+@dataclass(slots=True)
+class Pulse:
+    """What the stamps of one worker say. Instants are of this agent's own monotonic clock."""
+
+    heard_at: float
+    moved_at: float  # when place, generation or ticks changed last
+    stamp: messages.Stamp | None = None
+    is_news: bool = False  # to the driver
+
+    def beat(self, stamp: messages.Stamp, now: float) -> None:
+        last, self.stamp = self.stamp, stamp
+        self.heard_at, self.is_news = now, True
+        moved = last is None or (last.place, last.generation, last.ticks) != (
+            stamp.place,
+            stamp.generation,
+            stamp.ticks,
+        )
+        if moved:
+            self.moved_at = now
+
+    def verdict(self, now: float, heartbeat_timeout_s: float, hang_timeout_s: float | None) -> str:
+        """Why the worker must be given up; "" while it is well. Behind the gate nobody is judged."""
+        place = self.stamp.place if self.stamp is not None else "boot"
+        if place == "done":
+            return ""
+        if now - self.heard_at > heartbeat_timeout_s:
+            return f"no sign of life for --heartbeat-timeout of {heartbeat_timeout_s:g} s"
+        if hang_timeout_s is not None and place == "train" and now - self.moved_at > hang_timeout_s:
+            return f"no tick for --hang-timeout of {hang_timeout_s:g} s"
+        return ""
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A worker of this agent."""
+
+    process: WorkerProcess
+    pulse: Pulse | None = None  # None until it has said hello
+    error: str = ""  # the first that it reported
+    watcher: asyncio.Task[None] | None = None
+    stopping: list[asyncio.TimerHandle] = field(default_factory=list)
+
+
+class Agent:
+    """``await Agent(launch).run()`` returns the exit status."""
+
+    def __init__(self, launch: messages.Launch) -> None:
+        self._launch = launch
+        self._seats: dict[WorkerId, _Seat] = {}
+        self._terminals = (Terminal(1), Terminal(2))
+        self._held: int | None = None  # the generation that a hold of the driver stops
+        self._empty = asyncio.Event()  # no worker is left
+
+    async def run(self) -> int:
+        self._loop = asyncio.get_running_loop()
+        fcntl.flock(os.open(self._launch.job_directory, os.O_RDONLY), fcntl.LOCK_SH)  # until the end of this process
+        hello = messages.AgentHello(self._launch.host, os.getpid(), messages.PROTOCOL_VERSION, version())
+        self._driver = DriverStream(self._launch.address, self._launch.token, hello)
+        self._listen_to_signals()
+        self._socket = AgentSocket(self._launch.socket, self._admit, self._from_worker, self._complain)
+        try:
+            first = await self._driver.receive()
+            assert isinstance(first, messages.JobSpec)
+            self._spec = first
+            self._socket.open()
+        except (ConnectionError, OSError) as error:
+            self._complain(f"cannot serve: {error}")
+            return 1
+        looking = asyncio.ensure_future(self._look_regularly())
+        status = await self._serve()
+        looking.cancel()
+        self._socket.close()
+        await self._driver.flush()
+        await self._driver.close()
+        return status
+
+    async def _serve(self) -> int:
+        serving = asyncio.ensure_future(self._obey())
+        self._watch_stdin(serving)
+        try:
+            reason = await serving
+        except (ConnectionError, asyncio.CancelledError):
+            self._release_hold()
+            await self._orphaned()
+            return 1
+        await self._stop_all(reason)
+        return 0
+
+    async def _obey(self) -> str:
+        """Carry out orders until the one to shut down; returns its reason. Raises ConnectionError without a driver."""
+        while True:
+            order = await self._driver.receive()
+            if isinstance(order, messages.Shutdown):
+                return order.reason
+            self._carry_out(order)
+
+    def _carry_out(self, order: messages.ToAgent) -> None:
+        match order:
+            case messages.Spawn(worker):
+                self._spawn(worker)
+            case messages.Stop(worker, _, kill):
+                self._stop(worker, kill)
+            case messages.ToWorkers(workers, body):
+                self._note_hold(body)
+                data = messages.encode(body)
+                for worker in list(self._seats) if workers is None else workers:
+                    self._socket.send(worker, data)
+                    if isinstance(body, messages.LeaveOrder):
+                        self._kill_later(worker)
+            case messages.WorldsOnHost(worlds):
+                for worker, world in worlds:
+                    self._socket.send(worker, messages.encode(world))
+            case _:
+                self._complain(f"did not expect {type(order).__name__}")
+
+    def _note_hold(self, body: messages.ToWorkerBody) -> None:
+        match body:
+            case messages.HoldOrder(generation):
+                self._held = generation
+            case messages.ReleaseOrder() | messages.EndOrder():
+                self._held = None
+
+    def _release_hold(self) -> None:
+        """A hold must end without the driver; not after END, which the workers may be on their way to."""
+        if self._held is not None:
+            data = messages.encode(messages.ReleaseOrder(self._held))
+            for worker in self._seats:
+                self._socket.send(worker, data)
+
+    # ------------------------------------------------------------------------------------------------- the processes
+
+    def _spawn(self, worker: WorkerId) -> None:
+        spec, launch = self._spec, self._launch
+        try:
+            pumps = make_pumps(worker, self._terminals, spec.tag_output, spec.log_dir)
+            process = WorkerProcess(worker, spec.command, self._environment(worker), launch.directory, *pumps)
+        except OSError as error:
+            self._complain(f"cannot start {worker}: {error}")
+            self._driver.send(messages.Exited(worker, 0, 127, None, f"cannot be started: {error}"))
+            return
+        seat = self._seats[worker] = _Seat(process)
+        self._empty.clear()
+        self._driver.send(messages.Started(worker, process.pid))
+        seat.watcher = asyncio.ensure_future(self._watch(seat))
+
+    def _environment(self, worker: WorkerId) -> Mapping[str, str]:
+        given = dict(self._spec.environment)
+        address = given.pop("ELASTICSTATE_LOCAL_ADDRESS", "127.0.0.1")
+        told = WorkerEnvironment(self._launch.socket, worker, self._spec.job, address)
+        return {"PYTHONUNBUFFERED": "1", **inherited_environment(), **given, **told.variables()}
+
+    async def _watch(self, seat: _Seat) -> None:
+        process = seat.process
+        ending = await process.ended()
+        self._socket.drain(process.worker)
+        for timer in seat.stopping:
+            timer.cancel()
+        del self._seats[process.worker]
+        self._socket.disconnect(process.worker)
+        error = seat.error or (ending.last_words if ending.exit_code != 0 else "")
+        exited = messages.Exited(process.worker, process.pid, ending.exit_code, ending.signal, error)
+        self._driver.send(exited)
+        if not self._seats:
+            self._empty.set()
+
+    def _stop(self, worker: WorkerId, kill: bool) -> None:
+        """Ask a worker that has said hello, SIGTERM to any other; SIGKILL to the session when the time is up."""
+        seat = self._seats.get(worker)
+        if seat is None:
+            return
+        if kill:
+            seat.process.kill()
+        elif self._socket.is_connected(worker):
+            self._socket.send(worker, messages.encode(messages.LeaveOrder()))
+        else:
+            seat.process.terminate()
+        self._kill_later(worker)
+
+    def _kill_later(self, worker: WorkerId) -> None:
+        seat = self._seats.get(worker)
+        if seat is not None:
+            seat.stopping.append(self._loop.call_later(self._spec.stop_timeout_s, seat.process.kill))
+
+    async def _stop_all(self, reason: str) -> None:
+        for worker in list(self._seats):
+            self._stop(worker, kill=False)
+        while self._seats:
+            await self._empty.wait()
+
+    async def _orphaned(self) -> None:
+        """Training goes on without a driver, for a while."""
+        limit_s = self._spec.driver_timeout_s
+        if self._seats:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), limit_s)
+        if self._seats:
+            self._complain(f"no driver for --driver-timeout of {limit_s:g} s: stops its workers")
+        await self._stop_all("the driver is gone")
+        shutil.rmtree(self._launch.job_directory, ignore_errors=True)
+
+    # --------------------------------------------------------------------------------------------------- the workers
+
+    def _admit(self, worker: WorkerId) -> str:
+        return "" if worker in self._seats else "is no worker of this agent"
+
+    def _from_worker(self, worker: WorkerId, message: messages.FromWorkerBody) -> None:
+        seat, now = self._seats[worker], self._loop.time()
+        match message:
+            case messages.Hello():
+                seat.pulse = Pulse(now, now)
+            case messages.Stamp():
+                if seat.pulse is not None:
+                    seat.pulse.beat(message, now)
+            case messages.ErrorReport():
+                seat.error = seat.error or message.error
+            case _:
+                self._driver.send(messages.FromWorker(worker, message))
+
+    async def _look_regularly(self) -> None:
+        looked_at = stamped_at = self._loop.time()
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            now = self._loop.time()
+            stalled_s = now - looked_at - LOOK_INTERVAL_S
+            if stalled_s > self._spec.heartbeat_timeout_s / 2:
+                self._forgive(stalled_s)
+            looked_at = now
+            self._judge(now)
+            if now - stamped_at >= STAMPS_INTERVAL_S:
+                stamped_at = now
+                self._send_stamps()
+
+    def _forgive(self, stalled_s: float) -> None:
+        """This agent itself was stopped, and its workers may have been, too: that time does not count."""
+        for seat in self._seats.values():
+            if seat.pulse is not None:
+                seat.pulse.heard_at += stalled_s
+                seat.pulse.moved_at += stalled_s
+
+    def _judge(self, now: float) -> None:
+        for worker, seat in self._seats.items():
+            if seat.pulse is None:
+                continue
+            reason = seat.pulse.verdict(now, self._spec.heartbeat_timeout_s, self._spec.hang_timeout_s)
+            if reason:
+                seat.pulse = None  # once
+                self._driver.send(messages.Unresponsive(worker, reason))
+                seat.process.kill()
+
+    def _send_stamps(self) -> None:
+        news = [(worker, seat.pulse) for worker, seat in self._seats.items() if seat.pulse and seat.pulse.is_news]
+        for _, pulse in news:
+            pulse.is_news = False
+        stamps = tuple((worker, pulse.stamp) for worker, pulse in news if pulse.stamp is not None)
+        self._driver.send(messages.Stamps(stamps))
+
+    # ------------------------------------------------------------------------------------------------- the outer world
+
+    def _listen_to_signals(self) -> None:
+        """Ctrl-C and a closed terminal are the driver's to judge. No SIG_IGN: the workers would inherit it."""
+        for number in (signal.SIGINT, signal.SIGHUP):
+            self._loop.add_signal_handler(number, lambda: None)
+        self._loop.add_signal_handler(signal.SIGTERM, lambda: self._driver.send(messages.AgentNotice()))
+
+    def _watch_stdin(self, serving: asyncio.Task[str]) -> None:
+        """The driver holds the other end of our stdin for as long as it lives."""
+
+        def ended() -> None:
+            if not os.read(0, 4096):
+                self._loop.remove_reader(0)
+                serving.cancel()
+
+        self._loop.add_reader(0, ended)
+
+    def _complain(self, text: str) -> None:
+        print(f"elasticstate: agent of {self._launch.host}: {text}", file=sys.stderr, flush=True)

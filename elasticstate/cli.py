@@ -1,0 +1,147 @@
+"""``elasticrun``: the command line. Imports what is heavy only when a job runs: ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from elasticstate import config
+from elasticstate.config import FLAG, Kind, Options, option_names, read_options
+from elasticstate.errors import DiscoveryError, OptionError
+
+_STATUS_TIMEOUT_S = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if argv[:1] == ["status"]:
+            return _status(argv[1:])
+        return _run(parse_options(argv))
+    except OptionError as error:
+        print(f"elasticrun: {error}", file=sys.stderr)
+        return 2
+    except DiscoveryError as error:
+        print(f"elasticrun: host discovery: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(options: Options) -> int:
+    config.quiet_grpc()
+    import asyncio
+
+    from elasticstate.driver.driver import Driver
+
+    async def run() -> int:
+        return await Driver(options).run()
+
+    return asyncio.run(run())
+
+
+def _status(argv: Sequence[str]) -> int:
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise OptionError("status takes the name of one job: elasticrun status JOB")
+    config.quiet_grpc()
+    import asyncio
+
+    from elasticstate.driver.record import find_job
+    from elasticstate.net.rpc import ask_status
+
+    record = find_job(argv[0])
+    if record is None:
+        print(f"elasticrun: no job {argv[0]!r} of yours runs on this machine", file=sys.stderr)
+        return 1
+    try:
+        sys.stdout.write(asyncio.run(ask_status(record.address, record.token, _STATUS_TIMEOUT_S)))
+    except ConnectionError as error:
+        print(f"elasticrun: the driver of job {argv[0]!r} does not answer: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------- the options
+
+_EPILOG = """\
+examples:
+  elasticrun -np 4 python train.py --lr 0.1
+  elasticrun -np 4 --min-np 2 -H localhost:2,127.0.0.2:2 train.py
+  elasticrun -np 2 --max-np 8 --host-discovery-script ./discover.sh train.py
+  elasticrun status JOB
+
+Options stand before COMMAND; what follows COMMAND belongs to it. A COMMAND that ends in .py runs with this Python.
+Each --option-name may also be given as ELASTICSTATE_OPTION_NAME in the environment; the command line has precedence.
+Exit status: 0 the workers finished; 1 failed, the root cause is printed last; 2 usage; 130 Ctrl-C; 143 SIGTERM.
+"""
+
+_DESCRIPTION = """\
+Run COMMAND in N workers that survive each other: the world shrinks when a worker or a host is lost, grows when one
+comes, and training goes on in the processes that are there."""
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """Read the command line. Raises OptionError (one line); SystemExit(0) after ``--help`` and ``--version``."""
+    given = vars(_parser().parse_args(argv))
+    texts = {name: _text(given[name]) for name in option_names()}
+    command = [given["program"], *given["arguments"]] if given["program"] else given["arguments"]
+    return read_options(texts, command[1:] if command[:1] == ["--"] else command)
+
+
+def _text(value: object) -> str | None:
+    if value is None:
+        return None
+    return " ".join(value) if isinstance(value, list) else str(value)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        name, _, problem = message.removeprefix("argument ").partition(": ")
+        option = next((option for option in option_names().values() if "/".join(option.names) == name), None)
+        raise OptionError(f"{name}: {problem}: takes {option.kind.takes}" if option else message)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        print(f"elasticstate {config.version()}")
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="elasticrun",
+        usage="elasticrun -np N [options] COMMAND...\n       elasticrun status JOB",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
+        allow_abbrev=False,
+    )
+    defaults = {f.name: f.default for f in fields(Options)}
+    groups: dict[str, Any] = {}
+    for name, option in option_names().items():
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        add = groups[option.group].add_argument
+        if option.kind is FLAG:
+            action: Any = argparse.BooleanOptionalAction if defaults[name] else "store_true"
+            add(*option.names, dest=name, action=action, default=None, help=option.help)
+        else:
+            metavar = tuple(option.kind.metavar.split())
+            shown = _shown(defaults[name], option.kind)
+            text = f"{option.help} (default: {shown})" if shown else option.help
+            values = {"nargs": 2, "metavar": metavar} if len(metavar) == 2 else {"metavar": metavar[0]}
+            add(*option.names, dest=name, default=None, help=text, **values)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("program", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _shown(default: object, kind: Kind) -> str:
+    if default is None:
+        return "off" if "off" in kind.takes else ""
+    if isinstance(default, tuple):
+        return " ".join(f"{part:g}" for part in default)
+    return f"{default:g}" if isinstance(default, float) else str(default or "")

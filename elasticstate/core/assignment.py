@@ -1,0 +1,38 @@
+"""Ranks. Contiguous by host; hosts by their oldest worker; within a host by age, then slot; rank 0 is the oldest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticstate.core.types import Placement, WorkerId
+
+NEWCOMER = 1 << 62
+"""The age of a worker that was not in the last world: younger than every survivor."""
+
+
+def assign(workers: Sequence[tuple[WorkerId, int]]) -> tuple[Placement, ...]:
+    """Place ``(worker, age)`` pairs; a smaller age is older. Ties between hosts: the order in which they are given.
+
+    So survivors keep their order within a host, and hosts keep theirs as long as their oldest worker lives.
+    """
+    hosts: dict[str, list[tuple[int, int, WorkerId]]] = {}
+    for worker, age in workers:
+        hosts.setdefault(worker.host, []).append((age, worker.slot, worker))
+    for members in hosts.values():
+        members.sort()
+    ordered = sorted(hosts.values(), key=lambda members: members[0][0])
+    placements: list[Placement] = []
+    for cross_rank, members in enumerate(ordered):
+        for position, (_, slot, worker) in enumerate(members):
+            placements.append(
+                Placement(
+                    worker=worker,
+                    rank=len(placements),
+                    local_rank=slot,
+                    local_size=len(members),
+                    local_leader=position == 0,
+                    cross_rank=cross_rank,
+                    cross_size=len(ordered),
+                )
+            )
+    return tuple(placements)

@@ -1,0 +1,112 @@
+"""Making a world: whom it takes, who is its root, who needs the root's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from elasticstate.core import types as t
+from elasticstate.core.assignment import NEWCOMER, assign
+from elasticstate.core.records import Draft, Worker
+
+NOTHING = t.CommitId(0, 0)
+"""Older than every commit."""
+
+
+def candidates(d: Draft) -> list[Worker]:
+    """Who may be in the next world: READY and staying, oldest first."""
+    found = [worker for worker in d.ready_workers() if not worker.leaving]
+    found.sort(key=lambda w: (w.age, w.ready_at, d.hosts[w.id.host].order, w.id))
+    return found
+
+
+def held(worker: Worker) -> t.CommitId:
+    """The commit of a READY worker, which is its live state (I10); NOTHING if it has none."""
+    return (worker.ready.commit if worker.ready is not None else None) or NOTHING
+
+
+def newest(workers: Iterable[Worker]) -> t.CommitId:
+    """The newest commit among them; NOTHING if there is none."""
+    return max(map(held, workers), default=NOTHING)
+
+
+def postponed(d: Draft, stay: Sequence[Worker]) -> Worker | None:
+    """The leaving READY worker that must go along once more: it holds a newer commit than all who stay (I3, I15)."""
+    leavers = [worker for worker in d.ready_workers() if worker.leaving]
+    holder = max(leavers, key=lambda w: (held(w), -w.age, w.id), default=None)
+    return holder if holder is not None and held(holder) > newest(stay) else None
+
+
+def choose(d: Draft) -> list[Worker]:
+    """The members of the next world: at most max_np, oldest first, and in any case one that holds the newest commit."""
+    found = candidates(d)
+    holder = postponed(d, found) or max(found, key=held)
+    chosen = found[: d.policy.max_np]
+    if newest(chosen) < held(holder):
+        chosen = [*chosen[: -1 if len(chosen) == d.policy.max_np else None], holder]
+    return chosen
+
+
+def awaited_holder(d: Draft, chosen: Sequence[Worker]) -> Worker | None:
+    """A living worker that is not READY, and was in a generation of which none of the chosen holds a commit.
+
+    Whether it holds one need not have been heard; what all members have sealed must not be lost.
+    """
+    best = newest(chosen).generation
+    return next((w for w in d.workers.values() if w.ready is None and not w.gone and w.joined > best), None)
+
+
+def make_world(d: Draft, chosen: Sequence[Worker]) -> t.World:
+    """Ranks, root and lacking (I2, I3). The root is the oldest among those that hold the newest commit."""
+    in_order = sorted(chosen, key=lambda w: (d.hosts[w.id.host].order, w.id.host, w.id.slot))
+    placements = assign([(worker.id, worker.age) for worker in in_order])
+    commits = [held(d.workers[placement.worker]) for placement in placements]
+    best = newest(chosen)
+    root = commits.index(best)
+    lacking = [rank for rank, commit in enumerate(commits) if rank != root and (commit != best or commit == NOTHING)]
+    first = d.workers[placements[0].worker].ready
+    assert first is not None
+    return t.World(d.generation + 1, placements, root, tuple(lacking), first.store)
+
+
+def enter(d: Draft, world: t.World) -> None:
+    """The members are in the new world: what they said in the last one counts no more. Who is not loses its age."""
+    for worker in list(d.workers.values()):
+        if worker.joined == d.generation and worker.age != NEWCOMER:
+            d.put(worker, age=worker.age if worker.ready is not None else NEWCOMER)
+    age = d.ledger.next_age
+    for placement in world.members:
+        worker = d.workers[placement.worker]
+        newcomer = worker.age == NEWCOMER
+        d.put(
+            worker,
+            joined=world.generation,
+            first_joined=worker.first_joined or world.generation,
+            rank=placement.rank,
+            age=age if newcomer else worker.age,
+            ready=None,
+            answer=None,
+            owed=0,
+            in_gate=False,
+            leaving_at=d.now if worker.leaving else worker.leaving_at,
+            ticks=0,
+            ticks_at=d.now,
+            place="regroup",
+            suspect_at=None,
+            suspect_error="",
+            confirmed_at=None,
+        )
+        age += newcomer
+    d.account(next_age=age, own_errors=0, own_error=None)
+    d.world = world
+
+
+def survivors_of(d: Draft, chosen: Sequence[Worker]) -> list[t.WorkerReady]:
+    """The last words of those who come straight from the present generation."""
+    return [w.ready for w in chosen if w.ready is not None and w.joined == d.generation > 0]
+
+
+def ticks_lost(d: Draft, chosen: Sequence[Worker]) -> int:
+    """The most ticks of the present generation that a survivor has to do again from the root's commit."""
+    best = newest(chosen)
+    kept = best.tick if best.generation == d.generation else 0
+    return max((max(0, ready.ticks - kept) for ready in survivors_of(d, chosen)), default=0)

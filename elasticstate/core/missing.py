@@ -1,0 +1,102 @@
+"""Who is waited for, and why: the words of notices, errors and ``elasticrun status``. Reads, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from elasticstate.core.records import Draft, Finishing, Forming, Host, Membership, Running, Slot, Waiting, Worker
+from elasticstate.core.records import by_discovery as hosts_of
+from elasticstate.core.types import SlotId
+
+SHOWN = 16
+
+
+def names(workers: Sequence[Worker]) -> str:
+    """``a:0#1 (rank 0), b:1#2``: the first sixteen, and how many more."""
+    shown = [f"{w.id} (rank {w.rank})" if w.rank is not None else str(w.id) for w in workers[:SHOWN]]
+    return ", ".join(shown + _more(workers))
+
+
+def listed(items: list[str], separator: str = ", ") -> str:
+    return separator.join(items[:SHOWN] + _more(items))
+
+
+def _more(items: Sequence[object]) -> list[str]:
+    return [f"and {len(items) - SHOWN} more"] if len(items) > SHOWN else []
+
+
+def members_of(m: Draft | Membership) -> list[Worker]:
+    """The living members of the newest world, by rank."""
+    if m.world is None:
+        return []
+    generation = m.world.generation
+    found = (m.workers.get(placement.worker) for placement in m.world.members)
+    return [w for w in found if w is not None and w.joined == generation and not w.gone]
+
+
+def waiting_for(m: Draft | Membership, now: float) -> tuple[str, ...]:
+    """One line for each host, slot or worker that the job waits for at this moment; empty while all train."""
+    members = members_of(m)
+    match m.phase:
+        case Waiting():
+            return tuple(missing(m, now))
+        case Forming():
+            return tuple(f"{w.id} has not left its generation" for w in members if w.ready is None and not w.late)
+        case Running(gate_since=gate_since):
+            suspects = [f"{w.id} waits for the verdict on its error" for w in members if w.suspect_at is not None]
+            inside = [w for w in members if w.in_gate]
+            outside = [f"{w.id} is not in the exit gate" for w in members if not w.in_gate]
+            return (*suspects, *(outside if inside and gate_since is not None else ()))
+        case Finishing():
+            return tuple(f"{w.id} has not exited" for w in members)
+        case _:
+            return ()
+
+
+def missing(m: Draft | Membership, now: float) -> Iterator[str]:
+    """Host by host, what is not READY, and what was last heard of it."""
+    found = False
+    for host in hosts_of(m):
+        if not host.slots:
+            continue
+        found = True
+        about = _about_host(host, now)
+        if about:
+            yield about
+        for index in range(host.slots):
+            seat = SlotId(host.name, index)
+            slot = m.slots.get(seat)
+            text = _about_slot(m, slot, now) if slot is not None else ""
+            if text:
+                yield f"{seat} {text}"
+    if not found:
+        yield "no hosts: discovery names none"
+
+
+def _about_host(host: Host, now: float) -> str:
+    cooling = f"in cooldown for {host.cooldown_until - now:.1f} s: " if host.cooldown_until > now else ""
+    if host.leaving:
+        return f"host {host.name} leaves: {host.leaving}"
+    if host.agent == "joined" and not cooling:
+        return "" if host.slots and host.seats else f"host {host.name}: {host.heard}"
+    return f"host {host.name}: {cooling}{host.heard}"
+
+
+def _about_slot(m: Draft | Membership, slot: Slot, now: float) -> str:
+    worker = m.workers.get(slot.worker) if slot.worker is not None else None
+    if worker is None:
+        if slot.finished:
+            return "has finished"
+        if slot.failure is None:
+            return "is free"
+        again = f", restart in {slot.not_before - now:.1f} s" if slot.not_before > now else ""
+        return f"failed {slot.failures} time(s): {slot.failure.reason}{again}"
+    if worker.gone:
+        return "is being stopped"
+    if worker.leaving:
+        return f"leaves: {worker.leaving}"
+    if worker.ready is not None:
+        return ""
+    if worker.joined:
+        return f"has not left generation {worker.joined}"
+    return f"boots for {now - worker.started_at:.1f} s"

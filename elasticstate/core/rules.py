@@ -1,0 +1,291 @@
+"""The decisions: one rule per phase (the form of etcd's raft); entries to Forming and Over are in ending.py.
+
+A rule looks at the draft, changes the phase if it must, and says why in ``d.reason``. Whatever waits for time asks
+``d.due(at)``, which also sets the next deadline; so TimePassed at the deadline always changes what the rules see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticstate.core import types as t
+from elasticstate.core.ending import (
+    become_over,
+    drain_is_over,
+    end_now,
+    fail_job,
+    is_live,
+    refine,
+    settle,
+    verdict,
+)
+from elasticstate.core.forming import (
+    NOTHING,
+    awaited_holder,
+    candidates,
+    choose,
+    enter,
+    make_world,
+    newest,
+    postponed,
+    survivors_of,
+    ticks_lost,
+)
+from elasticstate.core.missing import listed, members_of, missing, names
+from elasticstate.core.planned import planned_change
+from elasticstate.core.records import Draft, Failure, Finishing, Forming, Over, Running, Waiting, Worker
+from elasticstate.core.seats import leave
+
+
+def decide(d: Draft) -> None:
+    """Follow the rules until the phase rests."""
+    while True:
+        before = d.phase
+        match before:
+            case Waiting():
+                waiting(d, before)
+            case Forming():
+                forming(d, before)
+            case Running():
+                running(d, before)
+            case Finishing():
+                finishing(d, before)
+            case Over():
+                return
+        d.broken = []
+        if d.phase is before:
+            return
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+def running(d: Draft, phase: Running) -> None:
+    members = members_of(d)
+    if d.broken:
+        end_now(d, d.broken[0])
+    elif members and all(member.in_gate for member in members):
+        become_finishing(d)
+    elif not drain_is_over(d, members) and not _gate_is_over(d, phase, members) and not verdict(d, members):
+        _look_around(d, phase, members)
+        planned_change(d, phase if phase is d.phase else _running(d), members)
+
+
+def become_running(d: Draft, chosen: list[Worker]) -> None:
+    """In: a world of ``chosen`` is published. Out: END at a tick or now, or the gate."""
+    before = {w.id for w in chosen if 0 < w.joined == d.generation}
+    left = [p.worker for p in d.world.members if p.worker not in before] if d.world is not None else []
+    if d.generation > 0 and d.ledger.down_since is None:  # planned: nobody has failed since the last first tick
+        paused = [d.workers[ready.worker].ready_at - ready.paused_s for ready in survivors_of(d, chosen)]
+        d.account(planned_at=d.now, down_since=min(paused, default=d.now))
+    elif d.generation > 0:
+        d.account(ticks_lost=d.ledger.ticks_lost + ticks_lost(d, chosen))
+    world = make_world(d, chosen)
+    enter(d, world)
+    d.effects.append(t.PublishWorld(world))
+    d.note(
+        "world_formed",
+        size=world.size,
+        hosts=world.members[0].cross_size,
+        joined=[str(p.worker) for p in world.members if p.worker not in before],
+        left=[str(worker) for worker in left],
+        root=world.root,
+        synced=len(world.lacking),
+    )
+    d.become(Running(since=d.now))
+    d.reason = f"world {world.generation}: {world.size} workers"
+
+
+def _gate_is_over(d: Draft, phase: Running, members: list[Worker]) -> bool:
+    """The gate's time-out, if there is one."""
+    limit_s = d.policy.gate_timeout_s
+    if phase.gate_since is None or limit_s is None or not d.due(phase.gate_since + limit_s):
+        return False
+    outside = names([member for member in members if not member.in_gate])
+    cause = t.RootCause(f"{outside} not in the exit gate within {limit_s:g} s", generation=d.generation)
+    end_now(d, Failure(cause, "reported"))
+    return True
+
+
+def _look_around(d: Draft, phase: Running, members: list[Worker]) -> None:
+    """No silent wait: who is outside the gate, and whose ticks stand still while others are ahead."""
+    notice_s = d.policy.waiting_notice_s
+    if phase.gate_since is not None:
+        outside = names([member for member in members if not member.in_gate])
+        d.reason = f"waits in the exit gate for {outside}"
+        if "gate" not in phase.noticed and d.due(phase.gate_since + notice_s):
+            d.note("waiting", **{"for": "the exit gate", "who": outside})
+            d.phase = replace(phase, noticed=(*phase.noticed, "gate"))
+    elif "ticks" not in phase.noticed:
+        ahead = max(member.ticks for member in members) - 1 if members else 0
+        behind = [w for w in members if w.ticks < ahead and d.due(w.ticks_at + notice_s)]
+        if behind:
+            d.note("waiting", **{"for": f"ticks: others have completed {ahead + 1}", "who": names(behind)})
+            d.phase = replace(phase, noticed=(*phase.noticed, "ticks"))
+
+
+def _running(d: Draft) -> Running:
+    assert isinstance(d.phase, Running)
+    return d.phase
+
+
+# ------------------------------------------------------------------------------------------------------------ forming
+
+
+def forming(d: Draft, phase: Forming) -> None:
+    members = members_of(d)
+    if d.broken:
+        if is_live(d) and any(member.ready is None for member in members):
+            end_now(d, d.broken[0])
+        else:
+            refine(d, phase, d.broken)
+    elif is_live(d) and members and all(member.in_gate for member in members):
+        become_finishing(d)  # train has returned everywhere before tick K: nobody is left to interrupt
+        return
+    drain_is_over(d, members)
+    if is_live(d):
+        verdict(d, members)
+    awaited = [w for w in members_of(d) if w.ready is None and not w.late]
+    phase = _forming(d)
+    if awaited and phase.clock is not None and d.due(phase.clock + d.policy.regroup_timeout_s):
+        _give_up(d, phase, awaited)
+        phase, awaited = _forming(d), []
+    if awaited:
+        if not phase.noticed and d.due(phase.since + d.policy.waiting_notice_s):
+            d.note("waiting", **{"for": f"the end of generation {phase.ended}", "who": names(awaited)})
+            d.phase = replace(phase, noticed=True)
+        d.reason = f"waits for {names(awaited)} to leave generation {phase.ended}"
+        return
+    settle(d, phase)
+    if isinstance(d.phase, Forming) and (len(candidates(d)) < d.policy.min_np or not form(d)):
+        become_waiting(d)
+
+
+def _give_up(d: Draft, phase: Forming, awaited: list[Worker]) -> None:
+    """The regroup time-out: the late ones keep their slots, and may come later, as newcomers."""
+    reason = f"{names(awaited)} did not leave generation {phase.ended} within {d.policy.regroup_timeout_s:g} s"
+    cause = t.RootCause(reason, generation=phase.ended)
+    if phase.at_tick is not None:
+        end_now(d, Failure(cause, "lost"))
+    elif phase.failure is not None and phase.failure.kind == "reported":
+        d.phase = replace(phase, failure=Failure(cause, "lost"))
+    d.note("warning", text=reason)
+    for worker in awaited:
+        d.put(worker, late=True)
+
+
+def _forming(d: Draft) -> Forming:
+    assert isinstance(d.phase, Forming)
+    return d.phase
+
+
+# ------------------------------------------------------------------------------------------------------------ waiting
+
+
+def become_waiting(d: Draft) -> None:
+    """In: an ended generation leaves too few. Out: a world, or the end of the job."""
+    d.become(Waiting(since=d.now))
+
+
+def waiting(d: Draft, phase: Waiting) -> None:
+    policy, first = d.policy, d.generation == 0
+    if d.broken and d.ledger.outage is None:
+        d.account(outage=d.broken[0].cause)
+    if first and (_plain_commands_are_done(d) or _boots_fail(d)):
+        return
+    stay = candidates(d)
+    _let_leavers_go(d, stay)
+    enough = len(stay) >= policy.min_np
+    d.reason = f"{len(stay)} of at least {policy.min_np} workers ready"
+    if enough and (len(stay) >= policy.np or _window_is_over(d, stay, first)) and form(d):
+        return
+    option, limit_s = ("start", policy.start_timeout_s) if first else ("elastic", policy.elastic_timeout_s)
+    if d.due((d.ledger.started_at or 0.0 if first else phase.since) + limit_s):
+        if not (enough and form(d)):
+            reason = f"{d.reason} after --{option}-timeout of {limit_s:g} s"
+            who = listed(list(missing(d, d.now)), "; ")
+            fail_job(d, f"{reason}; missing: {who}", d.ledger.outage)
+    elif not phase.noticed and d.due(phase.since + policy.waiting_notice_s):
+        d.note("waiting", **{"for": d.reason, "who": listed(list(missing(d, d.now)), "; ")})
+        d.phase = replace(phase, noticed=True)
+
+
+def form(d: Draft) -> bool:
+    """Make a world of those who are there. False: a living worker is awaited, as it may hold the newest commit."""
+    chosen = choose(d)
+    holder = awaited_holder(d, chosen)
+    if holder is not None:
+        d.reason = f"waits for {holder.id}, which may hold the newest commit"
+        return False
+    if d.ledger.highest is not None and newest(chosen) == NOTHING:
+        reason = f"StateLostError: the job has committed {d.ledger.highest}, and nobody alive holds a commit"
+        fail_job(d, reason, d.ledger.outage)
+    else:
+        become_running(d, chosen)
+    return True
+
+
+def _window_is_over(d: Draft, stay: list[Worker], first: bool) -> bool:
+    """Whether more workers are not worth waiting for (fewer than np are there)."""
+    ready_at = sorted(worker.ready_at for worker in stay)
+    if first:
+        return d.due(ready_at[-1] + d.policy.join_window_s)
+    if not any(worker.booting for worker in d.workers.values()):
+        return True
+    return d.due(ready_at[d.policy.min_np - 1] + d.policy.join_window_s)
+
+
+def _let_leavers_go(d: Draft, stay: list[Worker]) -> None:
+    """Too few stay for a world: leavers hold nothing back, except the newest commit."""
+    holder = postponed(d, stay)
+    for worker in list(d.ready_workers()):
+        if worker.leaving and worker is not holder:
+            leave(d, worker)
+
+
+def _plain_commands_are_done(d: Draft) -> bool:
+    """Commands that do not use ``run``: all that were started have exited with 0, and no seat waits for its start."""
+    finished = sum(slot.finished for slot in d.slots.values())
+    seats = sum(host.slots for host in d.hosts.values() if not host.leaving)
+    if d.ledger.ever_ready or not finished or d.workers:
+        return False
+    if finished < d.policy.np and (finished < seats or finished < d.policy.min_np):
+        return False
+    become_over(d, True)
+    return True
+
+
+def _boots_fail(d: Draft) -> bool:
+    """Before the first world: too few slots are left that have not failed again and again."""
+    seats = [t.SlotId(host.name, index) for host in d.hosts.values() for index in range(host.slots)]
+    slots = [d.slots[seat] for seat in seats if seat in d.slots]
+    bad = [slot for slot in slots if slot.failures >= d.policy.max_no_progress]
+    if not bad or len(seats) - len(bad) >= d.policy.min_np:
+        return False
+    reason = f"{len(bad)} slot(s) failed {d.policy.max_no_progress} times in a row before they were ready"
+    fail_job(d, reason, d.ledger.outage)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------- finishing
+
+
+def become_finishing(d: Draft) -> None:
+    """In: all members stand in the gate. Out: all have exited."""
+    if isinstance(d.phase, Running) and d.phase.hold_since is not None:
+        d.effects.append(t.Release(d.generation))
+        d.note("release", cause="all members stand in the exit gate")
+    d.effects.append(t.OpenGate(d.generation))
+    d.become(Finishing(since=d.now))
+    d.reason = "all members stand in the exit gate"
+
+
+def finishing(d: Draft, phase: Finishing) -> None:
+    failure = phase.failure or (d.broken[0] if d.broken else None)
+    members = members_of(d)
+    if not members:
+        become_over(d, failure is None, failure.cause if failure else None)
+        return
+    if failure is not phase.failure:
+        d.phase = replace(phase, failure=failure)
+    d.reason = f"behind the exit gate: waits for the exit of {names(members)}"

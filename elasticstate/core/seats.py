@@ -1,0 +1,155 @@
+"""Hosts and slots: whose seat is wanted no more, which agents and workers are started and stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from elasticstate.core import types as t
+from elasticstate.core.records import Draft, Finishing, Forming, Host, Over, Running, Worker, by_discovery
+
+
+def mark_leavers(d: Draft) -> None:
+    """A worker whose seat discovery takes back, or whose host has had notice, drains from now on."""
+    if isinstance(d.phase, Finishing):
+        return  # behind the gate it ends in its own time
+    for worker in list(d.workers.values()):
+        if worker.leaving or worker.gone:
+            continue
+        host = d.hosts[worker.id.host]
+        if host.leaving:
+            reason = host.leaving
+        elif worker.id.slot >= host.slots:
+            reason = "its slot was taken away" if host.slots else f"host {host.name} is gone from discovery"
+        else:
+            continue
+        d.put(worker, leaving=reason, leaving_at=d.now)
+
+
+def stop(d: Draft, worker: Worker, reason: str, *, kill: bool = False) -> None:
+    """It counts no more; its exit is no failure."""
+    d.effects.append(t.StopWorker(worker.id, reason, kill))
+    d.put(worker, gone="stopped", ready=None)
+
+
+def leave(d: Draft, worker: Worker) -> None:
+    d.effects.append(t.Leave(worker.id))
+    d.put(worker, gone="stopped", ready=None)
+
+
+def start_and_stop(d: Draft) -> None:
+    """After the decision on the world: fill the free seats that are wanted, and clear those that are not."""
+    if isinstance(d.phase, Over):
+        return
+    _stop_strangers(d)
+    if isinstance(d.phase, Finishing):
+        return
+    hosts = by_discovery(d)
+    usable = _usable_hosts(d, hosts)
+    for host in hosts:
+        if host.name in usable:
+            if host.agent == "none":
+                d.put_host(host, agent="asked", heard="its agent was asked for")
+                d.effects.append(t.StartAgent(host.name))
+        elif host.agent in ("asked", "joined") and not _wanted(host) and not any(_living(d, host)):
+            d.put_host(host, agent="stopping")
+            d.effects.append(t.StopAgent(host.name, host.leaving or f"host {host.name} is gone from discovery"))
+    _start_workers(d, [d.hosts[host.name] for host in hosts if host.name in usable])
+    bound_boots(d)  # once more: the deadlines of those just started
+
+
+def _stop_strangers(d: Draft) -> None:
+    """Workers outside the present world that nobody wants: leavers, and behind the gate all."""
+    finishing = isinstance(d.phase, Finishing)
+    for worker in list(d.workers.values()):
+        if worker.gone or not (worker.leaving or finishing) or d.breaks(worker):
+            continue
+        reason = worker.leaving or "the job finishes"
+        if worker.ready is None:
+            stop(d, worker, reason)
+        elif isinstance(d.phase, (Running, Finishing)):
+            leave(d, worker)  # while a world is sought it stays: it may hold the newest commit
+
+
+def bound_boots(d: Draft) -> None:
+    """Whoever has been booting for the start time-out is killed, and its slot has failed. (Before the first world the
+    job ends by that time-out.)"""
+    limit_s = d.policy.start_timeout_s
+    if not d.generation or isinstance(d.phase, Finishing):
+        return
+    for worker in list(d.workers.values()):
+        if worker.booting and d.due(worker.started_at + limit_s):
+            d.effects.append(t.StopWorker(worker.id, f"not ready within --start-timeout of {limit_s:g} s", kill=True))
+            d.put(worker, gone="failed")
+
+
+def _wanted(host: Host) -> bool:
+    return host.slots > 0 and not host.leaving
+
+
+def _living(d: Draft, host: Host) -> Iterator[t.WorkerId]:
+    for index in range(host.seats):
+        slot = d.slots.get(t.SlotId(host.name, index))
+        if slot is not None and slot.worker is not None:
+            yield slot.worker
+
+
+def _free_slots(d: Draft, host: Host) -> Iterator[tuple[t.SlotId, float]]:
+    """The seats of a host in which a worker may be started, with the time from when on."""
+    for index in range(host.slots):
+        seat = t.SlotId(host.name, index)
+        slot = d.slots.get(seat)
+        if slot is None:
+            yield seat, -inf
+        elif slot.worker is None and not slot.finished:
+            yield seat, slot.not_before
+
+
+def _taken_seats(d: Draft) -> int:
+    finished = 0 if d.ledger.ever_ready else sum(slot.finished for slot in d.slots.values())
+    return finished + sum(not (worker.leaving or worker.gone) for worker in d.workers.values())
+
+
+def _usable_hosts(d: Draft, hosts: list[Host]) -> set[str]:
+    """Hosts on which something may be started: cooldown refuses, unless the job would be below min_np (I5)."""
+    wanted = [host for host in hosts if _wanted(host)]
+    cooling = [host for host in wanted if host.cooldown_until > d.now]
+    usable = {host.name for host in wanted}
+    if not cooling:
+        return usable
+    usable.difference_update(host.name for host in cooling)
+    enough = _taken_seats(d) + sum(1 for host in wanted if host.name in usable for _ in _free_slots(d, host))
+    for host in sorted(cooling, key=lambda host: (host.cooldown_until, host.order)):
+        if enough < d.policy.min_np:
+            enough += sum(1 for _ in _free_slots(d, host))
+            if d.due(host.gives_way_at):
+                usable.add(host.name)
+        d.due(host.cooldown_until)
+    return usable
+
+
+def _start_workers(d: Draft, hosts: list[Host]) -> None:
+    recovering = isinstance(d.phase, Forming) or (isinstance(d.phase, Running) and not d.phase.first_tick)
+    if recovering and not d.due(d.ledger.quiet_until):
+        return  # a boot would compete with the recovery
+    if recovering and any(worker.confirmed_at is not None and not worker.gone for worker in d.workers.values()):
+        return  # whether all members end by their own errors is not known yet
+    room = inf if d.policy.max_np is None else d.policy.max_np - _taken_seats(d)
+    for host in hosts:
+        if host.agent != "joined":
+            continue
+        for seat, not_before in list(_free_slots(d, host)):
+            if room <= 0:
+                return
+            if d.due(not_before):
+                _start_worker(d, seat)
+                room -= 1
+
+
+def _start_worker(d: Draft, seat: t.SlotId) -> None:
+    incarnation = d.slots[seat].incarnation + 1 if seat in d.slots else 1
+    worker = Worker(t.WorkerId(*seat, incarnation), started_at=d.now)
+    d.workers[worker.id] = worker
+    d.put_slot(seat, incarnation=incarnation, worker=worker.id)
+    d.effects.append(t.StartWorker(worker.id))
+    d.note("worker_started", worker=str(worker.id), host=seat.host, slot=seat.slot)

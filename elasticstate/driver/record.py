@@ -1,0 +1,85 @@
+"""The directory of a running job: claimed by its driver, read by ``elasticrun status``, removed at the end.
+
+It holds the driver's record (address and token) and the sockets of the agents of this machine. Nobody else may look
+into it. Driver and agents lock it (shared) for as long as they live: what nobody locks was left behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from elasticstate.config import runtime_directory
+from elasticstate.errors import OptionError
+
+_RECORD = "driver.json"
+
+
+class Record(NamedTuple):
+    """Where a driver is found."""
+
+    address: str
+    token: str
+
+
+def _path_of(job: str) -> Path:
+    return runtime_directory() / f"elasticstate-{os.getuid()}-{job}"
+
+
+class JobDirectory:
+    """Claims the job's name. Raises OptionError when a living job has it."""
+
+    def __init__(self, job: str) -> None:
+        self.path = _path_of(job)
+        try:
+            if _is_ours(self.path):
+                _remove_what_is_stale(self.path)
+            self.path.mkdir(mode=0o700)
+        except OSError as error:
+            raise OptionError(f"--job-name: {job!r}: takes the name of no running job ({error})") from None
+        self._lock = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def write(self, record: Record) -> None:
+        fd = os.open(self.path / _RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(fd, "wb") as file:
+            file.write(msgspec.json.encode(record))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _remove_what_is_stale(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path)
+    finally:
+        os.close(fd)
+
+
+def _is_ours(path: Path) -> bool:
+    """A directory of this user that nobody else can write to or read."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def find_job(job: str) -> Record | None:
+    """The record of a job of this user; None if there is none."""
+    path = _path_of(job)
+    if not _is_ours(path):
+        return None
+    try:
+        return msgspec.json.decode((path / _RECORD).read_bytes(), type=Record)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,58 @@
+"""The answer of ``elasticrun status``: the world, who is missing, why the job waits, since when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from elasticstate.core.membership import Membership, waiting_for
+from elasticstate.core.records import Over, Slot, Worker
+
+
+def status_text(job: str, m: Membership, reason: str, now: float) -> str:
+    """Lines of plain text. ``now`` is of the clock that ``step`` is given."""
+    return "\n".join(_lines(job, m, reason, now)) + "\n"
+
+
+def _lines(job: str, m: Membership, reason: str, now: float) -> Iterator[str]:
+    since = "" if isinstance(m.phase, Over) else f" for {now - m.phase.since:.1f} s"
+    yield f"job {job}: {m.phase_name}{since}; {reason}"
+    members = [m.workers[p.worker] for p in m.world.members if p.worker in m.workers] if m.world else []
+    if m.world is not None:
+        hosts = len({worker.id.host for worker in members})
+        yield f"world {m.generation}: {len(members)} of {m.world.size} workers live, on {hosts} hosts"
+    for worker in members:
+        yield f"  rank {worker.rank}  {worker.id}  {_doing(worker, now)}"
+    seated = {worker.id for worker in members}
+    others = [worker for worker in m.workers.values() if worker.id not in seated]
+    empty = [(seat, slot) for seat, slot in m.slots.items() if slot.worker is None]
+    if others or empty:
+        yield "not in the world:"
+    for worker in others:
+        yield f"  {worker.id}  {_doing(worker, now)}"
+    for seat, slot in empty:
+        yield f"  {seat}  {_why_empty(slot, now)}"
+    waiting = waiting_for(m, now)
+    if waiting:
+        yield "waits for:"
+    for line in waiting:
+        yield f"  {line}"
+
+
+def _doing(worker: Worker, now: float) -> str:
+    if worker.leaving:
+        return f"leaves: {worker.leaving}"
+    if worker.ready is not None:
+        return f"ready for {now - worker.ready_at:.1f} s"
+    if worker.booting:
+        return f"boots for {now - worker.started_at:.1f} s"
+    heard = f", last heard {now - worker.heard_at:.1f} s ago" if worker.heard_at > 0 else ""
+    return f"{worker.place}, tick {worker.ticks}{heard}"
+
+
+def _why_empty(slot: Slot, now: float) -> str:
+    if slot.finished:
+        return "has finished"
+    if slot.failure is None:
+        return "empty"
+    again = f", starts again in {slot.not_before - now:.1f} s" if slot.not_before > now else ""
+    return f"empty: {slot.failure.reason}{again}"

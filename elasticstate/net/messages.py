@@ -1,0 +1,271 @@
+"""What travels on the control plane: typed, validated msgspec messages. Nothing is ever unpickled here.
+
+::
+
+    driver                       agent                        worker's sentinel
+      | <- AgentHello  ----------- |                              |
+      | -- StartWorker ----------> | --- spawn ------------------> |
+      |                            | <- Hello ------------------- |
+      | <- Ready ----------------- | <- Ready ------------------- |
+      | -- WorldMessage ---------> | -- WorldMessage -----------> |   init_process_group, sync, train
+      | -- Hold -----------------> | -- Hold -------------------> |
+      | <- HoldAnswer ------------ | <- HoldAnswer -------------- |
+      | -- End(at tick K) -------> | -- End --------------------> |   all save and raise at tick K
+      | <- Ready ----------------- | <- Ready ------------------- |
+
+Messages from a worker reach the driver as :class:`FromWorker`, which names the worker; messages to a worker travel as
+:class:`ToWorkers`. What concerns a generation names it, and is without effect on any other.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from elasticstate.core.types import CommitId, Placement, WorkerId
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages: an array ``[tag, field, ...]`` in MessagePack."""
+
+
+# ------------------------------------------------------------------------------------------------ worker -> agent
+
+
+class Hello(_Message, frozen=True):
+    """First message on the socket: who I am."""
+
+    worker: WorkerId
+    pid: int
+    protocol: int
+
+
+class Ready(_Message, frozen=True):
+    generation: int
+    commit: CommitId | None
+    previous: CommitId | None
+    store: str
+    ticks: int
+    paused_s: float
+
+
+class HoldAnswer(_Message, frozen=True):
+    generation: int
+    ticks: int
+    in_gate: bool
+
+
+class Failure(_Message, frozen=True):
+    generation: int
+    certain: bool
+    error: str
+
+
+class Gate(_Message, frozen=True):
+    generation: int
+
+
+class Stamp(_Message, frozen=True):
+    """Liveness: sent every HEARTBEAT_INTERVAL_S by the sentinel."""
+
+    place: str
+    generation: int
+    ticks: int
+    commit: CommitId | None
+
+
+class First(_Message, frozen=True):
+    """The first tick of this generation is complete."""
+
+    generation: int
+
+
+class Synced(_Message, frozen=True):
+    """What ``sync`` moved into this worker (or out of it, at the root)."""
+
+    generation: int
+    bytes: int
+    seconds: float
+
+
+class ErrorReport(_Message, frozen=True):
+    """The worker's own exception, before it propagates: the traceback and when it was raised (unix nanoseconds)."""
+
+    error: str
+    time_ns: int
+
+
+class Notice(_Message, frozen=True):
+    """The worker has had SIGTERM: it drains."""
+
+
+FromWorkerBody = Hello | Ready | HoldAnswer | Failure | Gate | Stamp | First | Synced | ErrorReport | Notice
+
+
+# ------------------------------------------------------------------------------------------------ agent -> worker
+
+
+class WorldMessage(_Message, frozen=True):
+    """A worker's part of a world."""
+
+    job: str
+    generation: int
+    placement: Placement
+    size: int
+    root: int
+    lacking: tuple[int, ...]
+    store: str
+    collective_timeout_s: float
+    regroup_timeout_s: float
+
+
+class HoldOrder(_Message, frozen=True):
+    generation: int
+
+
+class ReleaseOrder(_Message, frozen=True):
+    generation: int
+
+
+class EndOrder(_Message, frozen=True):
+    """``at_tick`` None: now."""
+
+    generation: int
+    at_tick: int | None
+    cause: str
+
+
+class OwnError(_Message, frozen=True):
+    """Verdict OWN for the suspect of this generation."""
+
+    generation: int
+
+
+class GateOpen(_Message, frozen=True):
+    generation: int
+
+
+class LeaveOrder(_Message, frozen=True):
+    """Exit with 0: all who stay hold your tick."""
+
+
+ToWorkerBody = WorldMessage | HoldOrder | ReleaseOrder | EndOrder | OwnError | GateOpen | LeaveOrder
+
+
+# ------------------------------------------------------------------------------------------------ agent -> driver
+
+
+class AgentHello(_Message, frozen=True):
+    host: str
+    pid: int
+    protocol: int
+    version: str
+
+
+class FromWorker(_Message, frozen=True):
+    worker: WorkerId
+    body: FromWorkerBody
+
+
+class Started(_Message, frozen=True):
+    worker: WorkerId
+    pid: int
+
+
+class Exited(_Message, frozen=True):
+    worker: WorkerId
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    error: str
+
+
+class Unresponsive(_Message, frozen=True):
+    worker: WorkerId
+    reason: str
+
+
+class Stamps(_Message, frozen=True):
+    """The latest stamp of each worker of the host that was heard since the last message of this kind."""
+
+    stamps: tuple[tuple[WorkerId, Stamp], ...]
+
+
+class AgentNotice(_Message, frozen=True):
+    """The agent has had SIGTERM: its host drains."""
+
+
+FromAgent = AgentHello | FromWorker | Started | Exited | Unresponsive | Stamps | AgentNotice
+
+
+# ------------------------------------------------------------------------------------------------ driver -> agent
+
+
+class JobSpec(_Message, frozen=True):
+    """First message to an agent: what to run, and the options that concern an agent."""
+
+    job: str
+    command: tuple[str, ...]
+    heartbeat_timeout_s: float
+    hang_timeout_s: float | None
+    start_timeout_s: float
+    stop_timeout_s: float
+    driver_timeout_s: float
+    tag_output: bool
+    log_dir: str | None
+    environment: tuple[tuple[str, str], ...]
+
+
+class Spawn(_Message, frozen=True):
+    worker: WorkerId
+
+
+class Stop(_Message, frozen=True):
+    worker: WorkerId
+    reason: str
+    kill: bool
+
+
+class ToWorkers(_Message, frozen=True):
+    """``workers`` None: to every worker of the host (each ignores what is not its generation's)."""
+
+    workers: tuple[WorkerId, ...] | None
+    body: ToWorkerBody
+
+
+class WorldsOnHost(_Message, frozen=True):
+    """The world's part that concerns one host: one WorldMessage for each member there."""
+
+    worlds: tuple[tuple[WorkerId, WorldMessage], ...]
+
+
+class Shutdown(_Message, frozen=True):
+    """Stop all workers and exit."""
+
+    reason: str
+
+
+ToAgent = JobSpec | Spawn | Stop | ToWorkers | WorldsOnHost | Shutdown
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorkerBody).decode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorkerBody).decode
+decode_from_agent = msgspec.msgpack.Decoder(FromAgent).decode
+decode_to_agent = msgspec.msgpack.Decoder(ToAgent).decode
+
+
+class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an agent reads from its stdin, as one line of JSON: the token must not be seen in a list of processes.
+
+    The pipe stays open for as long as its driver lives.
+    """
+
+    host: str
+    address: str  # of the driver
+    token: str
+    socket: str  # path at which the workers of this host find their agent
+    directory: str  # in which the workers run
+    job_directory: str  # removed by whoever is last: the driver, or an agent that has lost it

@@ -1,0 +1,309 @@
+"""``@elastic.run``: the loop that takes a training function from world to world.
+
+::
+
+            ┌─────────────────────────────────────────────────────────────────┐
+            ▼                                                                 │
+    READY → WORLD → process group → callbacks → sync → train(state) ── interrupt: save ──► leave
+                                                         │   └──────── failure: leave ──► restore
+                                                         ▼
+                                                     exit gate → the code after train(state)
+
+READY means: my live state equals my commit. An exception that is nobody's but the worker's own leaves the loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, ParamSpec, TypeVar, cast, overload
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from elasticstate.config import WorkerEnvironment, foreign_world_size, worker_environment
+from elasticstate.core.types import CommitId
+from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, UsageError
+from elasticstate.net import messages
+from elasticstate.net.link import WorkerLink
+from elasticstate.state.base import State
+from elasticstate.worker import world
+from elasticstate.worker.regroup import Regrouper, chain, let_go
+from elasticstate.worker.sentinel import Sentinel
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_used = False
+
+
+@overload
+def run(function: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def run(*, warmup: Callable[[], object]) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def run(
+    function: Callable[P, R] | None = None, /, *, warmup: Callable[[], object] | None = None
+) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make ``function(state, ...)`` elastic: it is called again, in this process, with each new world.
+
+    The first argument is a :class:`State`. On a failure of the world the state is brought back to its last commit, on
+    a planned change it goes on as it is; either way ``function`` is called anew and picks up from the state. What
+    belongs to a world (the DDP wrapper, a sub-group) is made inside ``function``.
+
+    ``warmup`` is called once, before the worker says that it is ready (compile, allocate, import), so that a newcomer
+    is warm when the others stop for it.
+
+    Under plain ``python train.py`` the function runs in a world of one.
+
+    Raises:
+        UsageError: a second decorated call in one process, or a process group that was made outside.
+        Whatever ``function`` raises on its own account.
+    """
+    if function is None:
+        return functools.partial(_decorate, warmup=warmup)
+    return _decorate(function, warmup=None)
+
+
+def _decorate(function: Callable[P, R], warmup: Callable[[], object] | None) -> Callable[P, R]:
+    @functools.wraps(function)
+    def elastic(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not args or not isinstance(args[0], State):
+            raise UsageError(
+                f"{function.__name__}() is decorated with @elasticstate.run: its first argument has to be a State, "
+                f"for example elasticstate.TorchState(model=model, optimizer=optimizer)"
+            )
+        _use_once(function.__name__)
+        environment = worker_environment()
+        call = functools.partial(function, *args, **kwargs)
+        if environment is None:
+            return _run_alone(args[0], call, warmup)
+        return cast(R, _Loop(args[0], call, environment).run(warmup))
+
+    return elastic
+
+
+def _use_once(name: str) -> None:
+    global _used
+    if _used:
+        raise UsageError(
+            f"{name}(): a process runs one function decorated with @elasticstate.run, once; put both phases into one "
+            f"function and keep the phase in the state"
+        )
+    _used = True
+    if dist.is_initialized():
+        raise UsageError(
+            f"{name}(): a process group exists already; elasticstate makes and remakes it: remove your own "
+            f"init_process_group()"
+        )
+
+
+def _refuse_second_group(*args: object, **kwargs: object) -> None:
+    raise UsageError(
+        "init_process_group() inside a function decorated with @elasticstate.run: the default process group is there "
+        "already and changes with the world; use it, or torch.distributed.new_group()"
+    )
+
+
+class _OwnProcessGroups:
+    """While it lasts, user code cannot make a default process group of its own."""
+
+    def __enter__(self) -> None:
+        self._init = dist.init_process_group
+        dist.init_process_group = _refuse_second_group
+
+    def __exit__(self, *_: object) -> None:
+        dist.init_process_group = self._init
+
+
+def _run_alone(state: State, call: Callable[[], R], warmup: Callable[[], object] | None) -> R:
+    """A world of one, without a driver: commits in ordinary memory, nobody to wait for."""
+    others = foreign_world_size()
+    if others > 1:
+        raise UsageError(
+            f"WORLD_SIZE is {others}, but this process was not started by elasticrun: start it with "
+            f"'elasticrun -np {others} python ...' instead of another launcher"
+        )
+    if warmup is not None:
+        warmup()
+    excepthook = sys.excepthook
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    sys.excepthook = excepthook
+    world.enter(world.alone())
+    try:
+        with _OwnProcessGroups():
+            state.sync()
+            return call()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Outcome(Enum):
+    """How a generation ended."""
+
+    FINISHED = auto()
+    INTERRUPTED = auto()  # at a tick that all completed: nothing is lost
+    FAILED = auto()  # back to the last commit
+
+
+class _Session:
+    """What the state sees of the present generation (see state.base.Session)."""
+
+    def __init__(self, sentinel: Sentinel, worker_key: str) -> None:
+        self._sentinel = sentinel
+        self.worker_key = worker_key
+        self.view: world.WorldView = world.alone()
+
+    @property
+    def generation(self) -> int:
+        return self.view.generation
+
+    @property
+    def rank(self) -> int:
+        return self.view.rank
+
+    @property
+    def size(self) -> int:
+        return self.view.size
+
+    @property
+    def root(self) -> int:
+        return self.view.root
+
+    @property
+    def lacking(self) -> tuple[int, ...]:
+        return self.view.lacking
+
+    @property
+    def ticks(self) -> int:
+        return self._sentinel.ticks
+
+    def commit_id(self) -> CommitId:
+        return CommitId(self.view.generation, self._sentinel.ticks + 1)
+
+    def tick(self) -> None:
+        self._sentinel.tick()
+
+    def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
+        self._sentinel.sealed(commit, previous)
+
+    def synced(self, bytes: int, seconds: float) -> None:
+        self._sentinel.say(messages.Synced(self.view.generation, bytes, seconds))
+
+    def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """A group of exactly these ranks, which includes this one; None is the default group: all ranks."""
+        if len(ranks) == self.view.size:
+            return None
+        group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
+        return group
+
+
+class _Loop:
+    """The elastic loop of one worker."""
+
+    def __init__(self, state: State, call: Callable[[], Any], environment: WorkerEnvironment) -> None:
+        link = WorkerLink(environment.socket)
+        link.connect()
+        self._state = state
+        self._call = call
+        self._sentinel = Sentinel(link, environment.worker)
+        self._session = _Session(self._sentinel, str(environment.worker))
+        self._regrouper = Regrouper(environment, self._sentinel)
+        self._worlds = 0  # entered so far
+        self._result: Any = None
+
+    def run(self, warmup: Callable[[], object] | None) -> Any:
+        self._sentinel.start()
+        self._state._bind(self._session)
+        _import_ahead()
+        if warmup is not None:
+            warmup()
+        # Whatever has survived the start is here to stay; later collections, one in each regroup, need not look at it
+        # (100 ms with torch imported).
+        gc.collect()
+        gc.freeze()
+        while (outcome := self._generation()) is not _Outcome.FINISHED:
+            self._recover(outcome)
+        self._regrouper.leave()
+        self._sentinel.finish()
+        return self._result
+
+    def _generation(self) -> _Outcome:
+        """Live through one generation. Raises the worker's own exception, recorded, with the generation left."""
+        try:
+            self._session.view = self._regrouper.enter()
+            self._worlds += 1
+            if self._worlds > 1:
+                self._state.on_reset()
+            self._state.sync()
+            self._sentinel.train()
+            with _OwnProcessGroups():
+                self._result = self._call()
+            self._sentinel.gate()
+            return _Outcome.FINISHED
+        except HostsUpdatedInterrupt as interrupt:
+            let_go(interrupt)
+            return _Outcome.INTERRUPTED
+        except (SystemExit, KeyboardInterrupt):
+            self._regrouper.leave()
+            raise
+        except BaseException as error:
+            outcome = self._judge(error)
+            if outcome is None:
+                self._sentinel.say(messages.ErrorReport(_text(error), time.time_ns()))
+                self._regrouper.leave()
+                raise
+            let_go(error)
+            return outcome
+
+    def _judge(self, error: BaseException) -> _Outcome | None:
+        """Decide by fact, not by text or type: every Gloo error is a plain RuntimeError. None: the worker's own."""
+        if not self._sentinel.in_generation:
+            return None
+        causes = chain(error)
+        if any(isinstance(cause, HostsUpdatedInterrupt) for cause in causes):
+            return _Outcome.INTERRUPTED  # wrapped by user code
+        text = _text(error)
+        if (
+            self._sentinel.ended(self._sentinel.generation)
+            or self._regrouper.context.broken()
+            or any(isinstance(cause, (CollectiveError, dist.DistError)) for cause in causes)
+        ):
+            self._sentinel.failed(text)
+            return _Outcome.FAILED
+        return None if self._sentinel.is_own_error(text) else _Outcome.FAILED
+
+    def _recover(self, outcome: _Outcome) -> None:
+        """Leave the generation with the live state equal to the newest commit."""
+        if outcome is _Outcome.INTERRUPTED:
+            here = CommitId(self._sentinel.generation, self._sentinel.ticks)
+            if self._state.commits[0] != here:
+                self._state._seal(here)
+            self._state._drop_gradients()
+            self._regrouper.leave()
+        else:
+            self._regrouper.leave()
+            if self._state.commits[0] is not None:
+                self._state.restore()
+
+
+def _text(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _import_ahead() -> None:
+    """What torch would import in the middle of the first generation.
+
+    The first DDP imports ``torch.distributed.nn.functional``, whose default arguments bind ``group.WORLD`` of that
+    moment and would keep generation 1's group for ever; the first optimizer step imports ``torch._dynamo``.
+    """
+    import torch._dynamo
+    import torch.distributed.nn.functional  # noqa: F401

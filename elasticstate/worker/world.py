@@ -1,0 +1,115 @@
+"""Where this worker stands: ``rank()``, ``size()`` and their like, and the environment variables that say the same."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elasticstate.config import worker_environment
+from elasticstate.core.types import Placement, WorkerId
+from elasticstate.errors import NotInWorldError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class WorldView:
+    """A world as one of its members sees it."""
+
+    generation: int
+    placement: Placement
+    size: int
+    root: int  # rank whose state is the newest
+    lacking: tuple[int, ...]  # ranks that need it
+    store_host: str
+    store_port: int
+
+    @property
+    def rank(self) -> int:
+        return self.placement.rank
+
+
+_present: WorldView | None = None
+
+
+def enter(view: WorldView) -> None:
+    """Make ``view`` the world that the functions below speak of, here and in the environment."""
+    global _present
+    _present = view
+    place = view.placement
+    os.environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(view.size),
+        LOCAL_RANK=str(place.local_rank),
+        LOCAL_WORLD_SIZE=str(place.local_size),
+        MASTER_ADDR=view.store_host,
+        MASTER_PORT=str(view.store_port),
+    )
+
+
+def alone() -> WorldView:
+    """The world of one, of a script that was not started by ``elasticrun``."""
+    me = WorkerId("localhost", 0, 1)
+    return WorldView(1, Placement(me, 0, 0, 1, True, 0, 1), 1, 0, (), "127.0.0.1", 0)
+
+
+def world() -> WorldView:
+    """The present world; after it, the last one. Raises NotInWorldError before the first."""
+    if _present is None:
+        raise NotInWorldError(
+            "there is no world yet: rank(), size() and their like answer inside a function decorated with "
+            "@elasticstate.run; local_rank() and device() answer at once"
+        )
+    return _present
+
+
+def rank() -> int:
+    """This worker's rank in the world, 0 to size() - 1. Raises NotInWorldError outside a world."""
+    return world().placement.rank
+
+
+def size() -> int:
+    """Number of workers in the world. Raises NotInWorldError outside a world."""
+    return world().size
+
+
+def local_rank() -> int:
+    """This worker's slot on its host: the device index, the same for the life of the worker. Answers at once."""
+    if _present is not None:
+        return _present.placement.local_rank
+    started = worker_environment()
+    return 0 if started is None else started.worker.slot
+
+
+def local_size() -> int:
+    """Number of workers of the world on this host. Raises NotInWorldError outside a world."""
+    return world().placement.local_size
+
+
+def local_leader() -> bool:
+    """Whether this worker is the one of its host that does what is done once per host. Raises NotInWorldError."""
+    return world().placement.local_leader
+
+
+def cross_rank() -> int:
+    """Index of this host among the hosts of the world. Raises NotInWorldError outside a world."""
+    return world().placement.cross_rank
+
+
+def cross_size() -> int:
+    """Number of hosts in the world. Raises NotInWorldError outside a world."""
+    return world().placement.cross_size
+
+
+def generation() -> int:
+    """The world's number, +1 with each new one. Raises NotInWorldError outside a world."""
+    return world().generation
+
+
+def device() -> torch.device:
+    """The device of this worker's slot: ``cuda:<local_rank()>`` where there is CUDA, else ``cpu``. Answers at once."""
+    import torch
+
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")

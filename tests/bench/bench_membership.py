@@ -1,0 +1,86 @@
+"""How long the core takes for one death and the new world, against the number of slots. Run it as a script.
+
+The facts arrive as the driver sends them: the READYs of all survivors in 16 batches. Printed: the sum over all steps
+from the death to the published world, and the longest single step; the growth of both from size to size (linear: 4).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+
+from elasticstate.core.membership import Membership, new_membership, step
+from elasticstate.core.types import (
+    AgentJoined,
+    CommitId,
+    Event,
+    FirstTick,
+    HostsDiscovered,
+    HostSlots,
+    Policy,
+    PublishWorld,
+    Several,
+    WorkerExited,
+    WorkerReady,
+)
+
+SIZES = (1024, 4096, 16384)
+SLOTS_PER_HOST = 8
+BATCHES = 16
+LIMIT_S = 1.0
+
+
+def batches(events: list[Event]) -> Iterable[Event]:
+    size = -(-len(events) // BATCHES)
+    return (Several(tuple(events[i : i + size])) for i in range(0, len(events), size))
+
+
+def trained_world(slots: int) -> tuple[Membership, float]:
+    """A running world of ``slots`` workers, and how long it took to form it."""
+    m = new_membership(Policy(np=slots, min_np=slots // 2))
+    hosts = tuple(HostSlots(f"h{i:05}", SLOTS_PER_HOST) for i in range(slots // SLOTS_PER_HOST))
+    began = time.perf_counter()
+    m = step(m, HostsDiscovered(hosts), 0.0).next
+    m = step(m, Several(tuple(AgentJoined(host.name) for host in hosts)), 1.0).next
+    for batch in batches([WorkerReady(w, 0, None, None, f"{w}:1") for w in m.workers]):
+        m = step(m, batch, 2.0).next
+    took_s = time.perf_counter() - began
+    assert m.world is not None
+    assert m.world.size == slots
+    return step(m, FirstTick(m.world.members[0].worker, 1), 3.0).next, took_s
+
+
+def one_death(m: Membership) -> tuple[float, float]:
+    """Seconds for the whole regroup, and for its longest step."""
+    assert m.world is not None
+    dead, *survivors = (placement.worker for placement in m.world.members)
+    commit = CommitId(1, 10)
+    ready: list[Event] = [WorkerReady(w, 1, commit, None, f"{w}:1", 10) for w in survivors]
+    published: list[PublishWorld] = []
+    times = []
+    for event in (WorkerExited(dead, None, 9), *batches(ready)):
+        began = time.perf_counter()
+        m, effects, _ = step(m, event, 4.0)
+        times.append(time.perf_counter() - began)
+        published += [effect for effect in effects if isinstance(effect, PublishWorld)]
+    assert [p.world.size for p in published] == [len(survivors)]
+    return sum(times), max(times)
+
+
+def main() -> int:
+    print("| slots | first world, s | one death to the new world, s | growth | longest step, s |")
+    print("|---|---|---|---|---|")
+    before = 0.0
+    for slots in SIZES:
+        m, first_s = trained_world(slots)
+        whole_s, longest_s = min(one_death(m) for _ in range(3))
+        growth = f"{whole_s / before:.1f}" if before else ""
+        print(f"| {slots} | {first_s:.3f} | {whole_s:.3f} | {growth} | {longest_s:.3f} |", flush=True)
+        before = whole_s
+    print(f"limit at {SIZES[-1]} slots: {LIMIT_S:g} s")
+    return 0 if before < LIMIT_S else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""How long survivors stand still: after a death, and when a worker joins. All systems in one run, by turns.
+
+Four workers with one thread each train a perceptron of 10.03 M parameters by SGD with momentum, batch 8, with a commit
+or checkpoint at every step. After step 30 a worker that is not rank 0 is killed; or a fourth joins three.
+
+- floor: bare Gloo, no framework, everybody knows beforehand what is going to happen (floor_worker.py).
+- torchrun: one agent, all workers restarted, checkpoint in memory (torchrun_worker.py).
+- elasticstate: elasticrun, a commit at every step (elastic_worker.py).
+
+The kill comes at another point of the step in each run, and at the same ones for all systems. Prints markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+from workload import Step
+
+HERE = Path(__file__).parent
+CHANGE_AT = 30  # steps
+STEPS_AFTER = 8
+VICTIM = 2  # rank
+JOB_TIMEOUT_S = 120.0
+
+Figures = defaultdict[tuple[str, str], list[float]]  # (system, figure) -> one value per run
+
+
+def read_steps(folder: Path) -> dict[int, list[Step]]:
+    """The steps that each process has completed, by process id."""
+    return {
+        int(path.stem): [Step(*map(int, line.split())) for line in path.read_text().splitlines()]
+        for path in folder.glob("*.steps")
+    }
+
+
+def wait_for_step(folder: Path, step: int, rank: int, job: subprocess.Popen[bytes]) -> list[Step]:
+    """Wait until the worker of a rank has completed a step; returns all it has completed."""
+    deadline = time.monotonic() + JOB_TIMEOUT_S
+    while time.monotonic() < deadline and job.poll() is None:
+        for steps in read_steps(folder).values():
+            if steps and steps[-1].rank == rank and steps[-1].step >= step:
+                return steps
+        time.sleep(0.002)
+    raise RuntimeError(f"rank {rank} has not completed step {step}: {job.args!r}")
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[object], folder: Path, status: int = 0, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A job with its output in the folder; it has to end with this status."""
+    output = folder / f"output-{len(list(folder.glob('output-*')))}"
+    with output.open("w") as file:
+        job = subprocess.Popen(
+            list(map(str, command)),
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield job
+        if job.wait(JOB_TIMEOUT_S) != status:
+            raise RuntimeError(f"status {job.returncode}: {job.args!r}")
+    except BaseException:
+        print(output.read_text()[-5000:], file=sys.stderr)
+        raise
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.wait(JOB_TIMEOUT_S)
+
+
+def kill(folder: Path, job: subprocess.Popen[bytes], phase: float) -> int:
+    """SIGKILL the victim ``phase`` of a step after its step CHANGE_AT; returns when."""
+    steps = wait_for_step(folder, CHANGE_AT, VICTIM, job)
+    step_ns = (steps[-1].end_ns - steps[-11].end_ns) / 10
+    time.sleep(phase * step_ns / 1e9)
+    killed_ns = time.monotonic_ns()
+    os.kill(steps[-1].pid, signal.SIGKILL)
+    return killed_ns
+
+
+def note_steady_state(system: str, folder: Path, figures: Figures) -> None:
+    """Step time and cost of a checkpoint of rank 0 before the change, the first five steps left out."""
+    steps = next(steps for steps in read_steps(folder).values() if steps[0].rank == 0 and steps[0].generation == 1)
+    steady = [step for step in steps if 5 <= step.step < CHANGE_AT and step.generation == 1]
+    figures[system, "step"].append(median(b.end_ns - a.end_ns for a, b in pairwise(steady)) / 1e6)
+    figures[system, "checkpoint"].append(median(step.checkpoint_ns for step in steady) / 1e6)
+
+
+def note_recovery(system: str, folder: Path, killed_ns: int, size: int, figures: Figures) -> None:
+    """From the kill to the end of the first step of generation 2 on the last of its workers."""
+    first = [
+        min(s.end_ns for s in steps if s.generation == 2)
+        for steps in read_steps(folder).values()
+        if steps[-1].generation >= 2
+    ]
+    if len(first) < size:
+        raise RuntimeError(f"{system}: {len(first)} of {size} workers went on after the kill")
+    figures[system, "recovery"].append((sorted(first)[size - 1] - killed_ns) / 1e6)
+
+
+def note_pause(system: str, folder: Path, figures: Figures) -> None:
+    """The longest time between two steps of an old worker, from two steps before the change to two after it."""
+    pauses = []
+    for steps in read_steps(folder).values():
+        old = [i for i, step in enumerate(steps) if step.generation == 1]
+        if old and len(steps) > old[-1] + 3:
+            around = steps[old[-1] - 2 : old[-1] + 4]
+            pauses.append(max(b.end_ns - a.end_ns for a, b in pairwise(around)))
+    if len(pauses) < 3:
+        raise RuntimeError(f"{system}: {len(pauses)} of 3 workers went on after the change")
+    figures[system, "pause"].append(max(pauses) / 1e6)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def run_floor(folder: Path, size: int, *change: object, during: Callable[[subprocess.Popen[bytes]], None]) -> None:
+    """Bare Gloo: four processes, whether they train from the start or join."""
+    common = ["--size", size, "--port", free_port(), "--folder", folder, "--steps-after", STEPS_AFTER, *change]
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for rank in range(4):
+            command = [sys.executable, HERE / "floor_worker.py", "--rank", rank, *common]
+            status = -signal.SIGKILL if "--victim" in change and rank == VICTIM else 0
+            jobs.append(stack.enter_context(started(command, folder, status)))
+        during(jobs[0])
+
+
+def floor_death(folder: Path, phase: float, figures: Figures) -> None:
+    killed_ns = 0
+
+    def during(job: subprocess.Popen[bytes]) -> None:
+        nonlocal killed_ns
+        killed_ns = kill(folder, job, phase)
+
+    run_floor(folder, 4, "--victim", VICTIM, during=during)
+    note_steady_state("floor", folder, figures)
+    note_recovery("floor", folder, killed_ns, 3, figures)
+    note_parts(folder, killed_ns, figures)
+
+
+def note_parts(folder: Path, killed_ns: int, figures: Figures) -> None:
+    """What the floor's recovery consists of, on rank 0."""
+    steps = next(steps for steps in read_steps(folder).values() if steps[0].rank == 0)
+    marks = [line.split() for line in (folder / f"{steps[0].pid}.marks").read_text().splitlines()]
+    marks.append(["first step", str(next(step.end_ns for step in steps if step.generation == 2))])
+    before = killed_ns
+    for part, at in marks:
+        figures["floor", part].append((int(at) - before) / 1e6)
+        before = int(at)
+
+
+def floor_join(folder: Path, phase: float, figures: Figures) -> None:
+    run_floor(folder, 3, "--join-at", CHANGE_AT, during=lambda job: None)
+    note_pause("floor", folder, figures)
+
+
+def torchrun_death(folder: Path, phase: float, figures: Figures) -> None:
+    script = [HERE / "torchrun_worker.py", "--folder", folder, "--checkpoint", folder / "checkpoint"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        4,
+        "--max-restarts",
+        3,
+    ]
+    command = [*torchrun, *script, "--steps", CHANGE_AT + STEPS_AFTER]
+    # As shipped, a restart with Gloo reads the addresses of the last attempt, and never comes back.
+    with started(command, folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as job:
+        killed_ns = kill(folder, job, phase)
+    note_steady_state("torchrun", folder, figures)
+    note_recovery("torchrun", folder, killed_ns, 4, figures)
+
+
+def elasticrun(*options: object) -> list[object]:
+    return [Path(sys.executable).with_name("elasticrun"), *options, sys.executable, HERE / "elastic_worker.py"]
+
+
+def elastic_death(folder: Path, phase: float, figures: Figures) -> None:
+    command = [*elasticrun("-np", "4", "--min-np", "2"), "--folder", folder, "--steps-after", STEPS_AFTER]
+    with started(command, folder) as job:
+        killed_ns = kill(folder, job, phase)
+    note_steady_state("elasticstate", folder, figures)
+    note_recovery("elasticstate", folder, killed_ns, 3, figures)
+    figures["elasticstate", "tick"].append(float((folder / "tick_ns").read_text()) / 1e3)
+
+
+def elastic_join(folder: Path, phase: float, figures: Figures) -> None:
+    hosts, script = folder / "hosts", folder / "discover.sh"
+    hosts.write_text("localhost:3\n")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    options = ["-np", "3", "--max-np", "4", "--host-discovery-script", script]
+    with started([*elasticrun(*options), "--folder", folder, "--steps-after", STEPS_AFTER], folder) as job:
+        wait_for_step(folder, CHANGE_AT, 0, job)
+        hosts.write_text("localhost:4\n")
+    note_pause("elasticstate", folder, figures)
+
+
+BENCHES = {
+    "floor": [floor_death, floor_join],
+    "torchrun": [torchrun_death],
+    "elasticstate": [elastic_death, elastic_join],
+}
+
+
+def row(*cells: str) -> None:
+    print("| " + " | ".join(cells) + " |")
+
+
+def report(figures: Figures, systems: list[str], runs: int) -> None:
+    """Print the medians, and what they are of the floor."""
+
+    def cell(system: str, figure: str, unit: str = "ms") -> str:
+        values = figures[system, figure]
+        return f"{median(values):.{0 if median(values) >= 10 else 1}f} {unit}" if values else "-"
+
+    def ratio(system: str, figure: str, to: str) -> str:
+        values, base = figures[system, figure], figures[to, figure]
+        return f"{median(values) / median(base):.2f}" if values and base else "-"
+
+    cores = len(os.sched_getaffinity(0))
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {cores} cores; medians of {runs} runs.\n")
+    row(
+        "system",
+        "kill → next step",
+        "of torchrun's",
+        "of the floor's",
+        "pause at a join",
+        "of the floor's",
+        "step",
+        "commit or checkpoint",
+    )
+    row(*["---"] * 8)
+    for name in systems:
+        recovery = [cell(name, "recovery"), ratio(name, "recovery", "torchrun"), ratio(name, "recovery", "floor")]
+        pause = [cell(name, "pause"), ratio(name, "pause", "floor")]
+        row(name, *recovery, *pause, cell(name, "step"), cell(name, "checkpoint"))
+    parts = ["detect", "destroy", "init", "DDP", "first step"]
+    if figures["floor", "detect"]:
+        print("\nThe floor's recovery on rank 0: " + ", ".join(f"{part} {cell('floor', part)}" for part in parts) + ".")
+    if figures["elasticstate", "tick"]:
+        print(f"\n`check_host_updates()`: {cell('elasticstate', 'tick', 'µs')}.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--systems", nargs="+", choices=BENCHES, default=list(BENCHES))
+    args = parser.parse_args()
+
+    figures: Figures = defaultdict(list)
+    for run in range(args.runs):
+        for system in args.systems:
+            for bench in BENCHES[system]:
+                print(f"run {run + 1} of {args.runs}: {bench.__name__}", file=sys.stderr)
+                with tempfile.TemporaryDirectory(prefix="elasticstate-bench-", dir="/dev/shm") as folder:
+                    bench(Path(folder), run / args.runs, figures)
+    report(figures, args.systems, args.runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""For elasticrun: a commit at every step. At the end, what a tick costs."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from torch.nn.parallel import DistributedDataParallel
+from workload import StepLog, make_training, train_step
+
+import elasticstate as elastic
+
+TICKS = 2_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="for logs")
+    parser.add_argument("--steps-after", type=int, required=True, help="steps in generation 2, the last one")
+    args = parser.parse_args()
+
+    model, optimizer = make_training()
+    log = StepLog(args.folder)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, last=None)
+
+    @elastic.run
+    def train(state: elastic.TorchState) -> float:
+        if elastic.generation() > 1 and state.last is None:
+            state.last = state.step + args.steps_after
+        ddp = DistributedDataParallel(state.model, init_sync=False)
+        while state.last is None or state.step < state.last:
+            end_ns = train_step(ddp, state.optimizer, state.step, elastic.rank())
+            state.step += 1
+            try:
+                state.commit()
+            finally:  # the step is complete, also when the commit is the last of its generation
+                log.write(state.step, elastic.generation(), elastic.rank(), end_ns, time.monotonic_ns() - end_ns)
+        start_ns = time.monotonic_ns()
+        for _ in range(TICKS):
+            state.check_host_updates()
+        return (time.monotonic_ns() - start_ns) / TICKS
+
+    tick_ns = train(state)
+    if elastic.rank() == 0:
+        (args.folder / "tick_ns").write_text(str(tick_ns))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What every test leaves behind is looked at: processes, threads, shared memory, temporary directories of jobs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+def leftover_processes() -> list[str]:
+    """Our descendants, and whoever carries the mark of a job that this test process has started."""
+    me = psutil.Process()
+    found = {p.pid: p for p in me.children(recursive=True)}
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+        except psutil.Error:
+            continue
+        if environment.get("ELASTICSTATE_TEST_RUN") == str(os.getpid()) and process.pid != me.pid:
+            found[process.pid] = process
+    described = []
+    for process in found.values():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                described.append(f"{process.pid}: {' '.join(process.cmdline())}")
+        except psutil.Error:
+            continue
+    return described
+
+
+@pytest.fixture(scope="session")
+def runtime_directory() -> Iterator[Path]:
+    """Where the jobs of this test run keep their records and sockets: short, for the kernel takes 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="es-") as name:
+        os.environ["XDG_RUNTIME_DIR"] = name
+        yield Path(name)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(runtime_directory: Path) -> Iterator[None]:
+    os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
+    threads = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 10
+    while True:
+        found = leftover_processes()
+        found += [f"thread {t.name}" for t in set(threading.enumerate()) - threads]
+        found += map(str, runtime_directory.iterdir())
+        if not found:
+            return
+        if time.monotonic() > deadline:
+            pytest.fail("left behind: " + "; ".join(found))
+        time.sleep(0.02)

@@ -1,0 +1,186 @@
+"""A real job under test: ``elasticrun`` with real agents and workers, its event file, and the workers' own logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent / "scripts"
+Line = dict[str, Any]
+
+
+class Job:
+    """One run of ``elasticrun``. Use it as a context manager: what is left at the end of a failed test is killed."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        command: list[str] | None = None,
+        before: list[str] | None = None,
+        **script: object,
+    ) -> None:
+        self.directory = directory
+        self.logs = directory / "logs"
+        self.logs.mkdir()
+        self.events_file = directory / "events.jsonl"
+        self.output_file = directory / "output.txt"
+        self.stop_file = directory / "stop"
+        command = command or [*(before or []), sys.executable, str(SCRIPTS / "train.py"), *self._arguments(script)]
+        arguments = ["--events-file", str(self.events_file), *options, "--", *command]
+        with open(self.output_file, "wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "elasticstate", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS)},
+            )
+
+    def _arguments(self, script: dict[str, object]) -> list[str]:
+        arguments = ["--log", str(self.logs)]
+        for name, value in script.items():
+            flag = "--" + name.replace("_", "-")
+            if value is True:
+                arguments.append(flag)
+            elif isinstance(value, list | tuple):
+                arguments += [part for item in value for part in (flag, str(item))]
+            else:
+                arguments += [flag, str(value)]
+        return arguments
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(30)
+
+    # ------------------------------------------------------------------------------------------------------ looking
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text(errors="replace")
+
+    def events(self, name: str | None = None) -> list[Line]:
+        return [e for e in _lines(self.events_file) if name is None or e["event"] == name]
+
+    def log(self, what: str | None = None) -> list[Line]:
+        """The workers' own lines, by time."""
+        lines = [line for path in sorted(self.logs.glob("*.jsonl")) for line in _lines(path)]
+        return sorted((line for line in lines if what is None or line["what"] == what), key=lambda line: line["time"])
+
+    def fired(self) -> int:
+        """How many faults have really struck."""
+        return len(list(self.logs.glob("fired-*")))
+
+    def pid_of(self, rank: int, generation: int | None = None) -> int:
+        """The process that has this rank in the newest (or the given) generation that is training."""
+        entered = [e for e in self.log("enter") if e["rank"] == rank]
+        if generation is not None:
+            entered = [e for e in entered if e["generation"] == generation]
+        newest = max(entered, key=lambda e: int(e["generation"]))
+        return int(newest["pid"])
+
+    def wait_for(self, what: str, condition: Callable[[], Any], timeout: float = 60.0) -> Any:
+        """Wait until ``condition()`` is true, and return it; on time-out say what was missing."""
+        deadline = time.monotonic() + timeout
+        while not (found := condition()):
+            ended = self.process.poll()
+            if time.monotonic() > deadline or (ended is not None and not condition()):
+                state = "still runs" if ended is None else f"ended with {ended}"
+                raise AssertionError(f"no {what} within {timeout} s; the job {state}:\n{self.output[-6000:]}")
+            time.sleep(0.01)
+        return found
+
+    def wait_for_event(self, name: str, count: int = 1, timeout: float = 60.0, **fields: object) -> Line:
+        def found() -> Line | None:
+            matching = [e for e in self.events(name) if all(e.get(k) == v for k, v in fields.items())]
+            return matching[count - 1] if len(matching) >= count else None
+
+        event: Line = self.wait_for(f"event {name} #{count} {fields or ''}", found, timeout)
+        return event
+
+    def wait_for_step(self, step: int, timeout: float = 60.0) -> None:
+        self.wait_for(f"commit of step {step}", lambda: any(c["step"] >= step for c in self.log("commit")), timeout)
+
+    def finish(self, status: int = 0, timeout: float = 60.0) -> None:
+        """Wait for the end of the job, which must have this exit status."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job has not ended within {timeout} s:\n{self.output[-6000:]}") from None
+        assert self.process.returncode == status, self.output[-6000:]
+
+    # ----------------------------------------------------------------------------------------------------- checking
+
+    def check_survival(self, faults: int | None = None) -> None:
+        """What holds in every job that survived: no committed step lost, all members equal at each start and at the end."""
+        if faults is not None:
+            assert self.fired() == faults, f"{self.fired()} of {faults} faults have struck"
+        self._check_members_equal("enter")
+        self._check_no_committed_step_lost()
+        finals = self.log("final")
+        assert finals, self.output[-6000:]
+        assert len({f["digest"] for f in finals}) == 1, finals
+        assert len({f["step"] for f in finals}) == 1, finals
+        last = max(int(e["generation"]) for e in self.log("enter"))
+        assert len(finals) == len({e["rank"] for e in self.log("enter") if e["generation"] == last})
+
+    def _check_members_equal(self, what: str) -> None:
+        by_generation: dict[int, set[tuple[str, int]]] = {}
+        for line in self.log(what):
+            by_generation.setdefault(line["generation"], set()).add((line["digest"], line["step"]))
+        unequal = {g: values for g, values in by_generation.items() if len(values) > 1}
+        assert not unequal, unequal
+
+    def _check_no_committed_step_lost(self) -> None:
+        """A step that all members had committed is never trained again."""
+        members: dict[int, int] = {}
+        for line in self.log("enter"):
+            members[line["generation"]] = max(members.get(line["generation"], 0), line["size"])
+        committed: dict[tuple[int, int], int] = {}
+        for line in self.log("commit"):
+            key = (line["generation"], line["step"])
+            committed[key] = committed.get(key, 0) + 1
+        for (generation, step), count in committed.items():
+            if count < members[generation]:
+                continue
+            again = [e for e in self.log("enter") if e["generation"] > generation and e["step"] < step]
+            assert not again, f"step {step} was committed in generation {generation}, and lost: {again}"
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.endswith("}"):  # a killed worker may have left half a line
+                yield json.loads(line)
+
+
+class Hosts:
+    """A hosts file with a discovery script over it: what a cluster says of itself, changed at will."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / "hosts"
+        self.script = directory / "discover.sh"
+        self.script.write_text(f"#!/bin/sh\ncat {self._file}\n")
+        self.script.chmod(0o755)
+
+    def set(self, *hosts: str) -> Hosts:
+        fresh = self._file.with_suffix(".new")
+        fresh.write_text("".join(f"{host}\n" for host in hosts))
+        fresh.replace(self._file)
+        return self
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return ("--host-discovery-script", str(self.script), "--discovery-interval", "0.1")

@@ -1,0 +1,141 @@
+"""Faults as data, for train.py: what happens, where, at which step, to which rank. Each fires once per job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import elasticstate as elastic
+from elasticstate.state.base import _Channel
+from elasticstate.worker.contexts.gloo import GlooContext
+from elasticstate.worker.regroup import Regrouper
+
+POINTS = ("import", "step", "backward", "new_group", "callback", "gate", "init", "store", "sync", "leave")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``kill@30:rank=1`` · ``raise@30:rank=all`` · ``kill@init:generation=2`` · ``exit0@step=40:rank=0``."""
+
+    what: str  # kill | raise | exit0 | exit3 | segv
+    point: str
+    step: int | None
+    rank: int | None
+    generation: int | None
+    times: int
+
+    @staticmethod
+    def parse(text: str) -> Fault:
+        head, *rest = text.split(":")
+        what, _, where = head.partition("@")
+        fields = dict(item.split("=") for item in rest)
+        step = int(where) if where.isdigit() else int(fields["step"]) if "step" in fields else None
+        point = "step" if where.isdigit() else where
+        if point not in POINTS:
+            raise ValueError(f"no such point: {point}")
+        rank = fields.get("rank")
+        return Fault(
+            what,
+            point,
+            step,
+            None if rank in (None, "all") else int(rank),
+            int(fields["generation"]) if "generation" in fields else None,
+            int(fields.get("times", 1)),
+        )
+
+
+class Faults:
+    """Fires the faults of one worker; files in ``directory`` make each fire once (``times``) per job, and prove it."""
+
+    def __init__(self, faults: list[Fault], directory: Path) -> None:
+        self._faults = list(enumerate(faults))
+        self._directory = directory
+
+    def at(self, point: str, *, rank: int | None = None, step: int | None = None) -> None:
+        for number, fault in self._faults:
+            if fault.point != point or (fault.step is not None and step != fault.step):
+                continue
+            if fault.rank is not None and rank != fault.rank:
+                continue
+            if fault.generation is not None and fault.generation != elastic.generation():
+                continue
+            if self._claim(number, fault, rank):
+                self._fire(fault)
+
+    def _claim(self, number: int, fault: Fault, rank: int | None) -> bool:
+        everybody = fault.rank is None and fault.point in ("step", "backward")
+        for turn in range(fault.times):
+            who = f"-rank{rank}" if everybody else ""
+            try:
+                os.close(os.open(self._directory / f"fired-{number}-{turn}{who}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            return True
+        return False
+
+    def _fire(self, fault: Fault) -> None:
+        sys.stdout.flush()
+        match fault.what:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "segv":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "exit0":
+                os._exit(0)
+            case "exit3":
+                sys.exit(3)
+            case "raise":
+                raise ValueError(f"a bug of the user's at {fault.point}")
+
+    def arm(self) -> None:
+        """Put the faults that strike inside elasticstate and torch where they belong."""
+        create = GlooContext.create
+
+        def watched_create(context: GlooContext, store: dist.Store, rank: int, size: int, **timeouts: Any) -> None:
+            create(context, _Watched(store, lambda point: self.at(point, rank=rank)), rank, size, **timeouts)
+
+        if any(fault.point in ("init", "store") for _, fault in self._faults):
+            GlooContext.create = watched_create  # type: ignore[method-assign]
+        self._before(_Channel, "broadcast", "sync")
+        self._before(Regrouper, "leave", "leave")
+
+    def _before(self, owner: type, method: str, point: str) -> None:
+        original = getattr(owner, method)
+
+        def struck(*args: Any) -> Any:
+            self.at(point, rank=elastic.rank())
+            return original(*args)
+
+        setattr(owner, method, struck)
+
+
+class _Watched(dist.Store):
+    """A store that tells when its user has published its address (``init``), and when it is about to (``store``)."""
+
+    def __init__(self, store: dist.Store, tell: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._tell = tell
+
+    def set(self, key: str, value: Any) -> None:
+        self._tell("store")
+        self._store.set(key, value)
+        self._tell("init")
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait(keys, *timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)

@@ -1,0 +1,103 @@
+"""One rank of test_sever.py: makes groups when told on stdin, and is severed by a thread when told.
+
+Commands, one per line: ``create NAME RANK SIZE`` · ``new_group`` · ``all_reduce`` · ``connect PORT`` · ``leave`` ·
+``sever`` (at once and for good, until ``leave``) · ``quit``. Each but ``sever`` and ``quit`` answers with a JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import selectors
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from elasticstate.worker.contexts.gloo import GlooContext
+
+LONG = timedelta(seconds=120)
+SLICE = timedelta(seconds=1)  # regroup connects in such slices
+context = GlooContext()
+severed = threading.Event()
+commands: queue.Queue[list[str]] = queue.Queue()
+store_port = int(sys.argv[1])
+
+
+def listen() -> None:
+    for line in sys.stdin:
+        if line.strip() == "sever":
+            severed.set()
+        else:
+            commands.put(line.split())
+
+
+def sweep() -> None:
+    while True:
+        severed.wait()
+        context.sever()
+        time.sleep(0.003)
+
+
+class UsersOwnSockets:
+    """A connection and an event loop of the user's, made before and while groups are: nobody may touch them."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.client = socket.create_connection(self.listener.getsockname())
+        self.server, _ = self.listener.accept()
+        self.selector = selectors.EpollSelector()
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.selector.register(self.server, selectors.EVENT_READ)
+
+    def check(self) -> None:
+        self.client.sendall(b"still here")
+        assert self.server.recv(100) == b"still here"
+        late = socket.create_connection(self.listener.getsockname())
+        accepted, _ = self.listener.accept()
+        accepted.close()
+        late.close()
+
+
+def carry_out(words: list[str]) -> None:
+    match words:
+        case ["create", name, rank, size]:
+            store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
+            context.watch_store(("127.0.0.1", store_port))
+            prefix = dist.PrefixStore(name, store)
+            context.create(prefix, int(rank), int(size), init_timeout=LONG, collective_timeout=LONG)
+        case ["new_group"]:
+            dist.new_group(list(range(dist.get_world_size())))
+        case ["all_reduce"]:
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor)
+            assert tensor.item() == dist.get_world_size()
+        case ["connect", port]:
+            context.watch_store(("127.0.0.1", int(port)))
+            dist.TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False, timeout=SLICE)
+
+
+def leave() -> None:
+    global context
+    context.destroy()
+    severed.clear()
+    context = GlooContext()
+
+
+threading.Thread(target=listen, daemon=True).start()
+threading.Thread(target=sweep, daemon=True).start()
+users = UsersOwnSockets()
+print(json.dumps({"booted": True}), flush=True)
+while (words := commands.get()) != ["quit"]:
+    print(json.dumps({"began": words[0]}), flush=True)
+    try:
+        leave() if words == ["leave"] else carry_out(words)
+        answer = {"done": words[0], "error": None, "broken": context.broken()}
+    except Exception as error:
+        answer = {"done": words[0], "error": type(error).__name__, "broken": context.broken()}
+    users.check()
+    print(json.dumps(answer), flush=True)

@@ -1,0 +1,138 @@
+"""The training script of the fault tests: tiny, deterministic, and it writes down all that it does.
+
+Faults are data: ``--fault kill@40:rank=1`` (what, at which step, which rank). Each fires once in the whole job, and a
+file in the log directory says that it did. The lines of ``<log>/<host>-<slot>-<incarnation>.jsonl`` are::
+
+    {"what": "enter" | "commit" | "callback" | "final", "generation": g, "rank": r, "step": s, ...}
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from faults import Fault, Faults
+from torch.nn.parallel import DistributedDataParallel
+
+import elasticstate as elastic
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--commit-every", type=int, default=1)
+    parser.add_argument("--step-seconds", type=float, default=0.01)
+    parser.add_argument("--fault", action="append", default=[], type=Fault.parse)
+    parser.add_argument("--wrap", action="store_true", help="wrap every exception in one of our own")
+    parser.add_argument("--zero-grad-last", action="store_true")
+    parser.add_argument("--callback", action="store_true")
+    parser.add_argument("--until", type=Path, help="train on until this file exists, then --steps steps more")
+    return parser.parse_args()
+
+
+args = options()
+seat = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
+log = open(args.log / f"{seat}.jsonl", "a", buffering=1)
+faults = Faults(args.fault, args.log)
+
+
+def note(what: str, **fields: object) -> None:
+    log.write(json.dumps({"what": what, "pid": os.getpid(), "time": time.time(), **fields}) + "\n")
+
+
+class Wrapped(Exception):
+    """What a framework on top of torch might raise instead."""
+
+
+def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    state = [p.detach() for p in model.parameters()]
+    state += [optimizer.state[p]["momentum_buffer"] for p in model.parameters() if p in optimizer.state]
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in state)).hexdigest()
+
+
+faults.at("import")
+torch.manual_seed(int(os.environ["ELASTICSTATE_WORKER"].split(":")[1]) + 1)  # newcomers begin elsewhere
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.01)
+state = elastic.TorchState(model=model, optimizer=optimizer, step=0, until=-1)
+faults.arm()
+
+
+def on_change() -> None:
+    faults.at("callback", rank=elastic.rank(), step=state.step)
+    note("callback", generation=elastic.generation(), rank=elastic.rank(), step=state.step)
+
+
+if args.callback:
+    state.register_reset_callbacks([on_change])
+
+
+def one_step(ddp: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1000 * state.step + elastic.rank())
+    x = torch.randn(4, 8, generator=generator)
+    if not args.zero_grad_last:
+        optimizer.zero_grad()
+    loss = ddp(x).square().mean()
+    faults.at("backward", rank=elastic.rank(), step=state.step)
+    loss.backward()
+    optimizer.step()
+    if args.zero_grad_last:
+        optimizer.zero_grad()
+
+
+def done() -> bool:
+    """All ranks stop at the same step: whether the file exists is rank 0's to say, once in a while."""
+    if args.until is None:
+        return state.step >= args.steps
+    if state.until < 0 and state.step % 10 == 0:
+        flag = torch.tensor([int(args.until.exists())])
+        dist.broadcast(flag, 0)
+        if flag.item():
+            state.until = state.step + args.steps
+    return 0 <= state.until <= state.step
+
+
+@elastic.run
+def train(state: elastic.TorchState) -> int:
+    g, rank = elastic.generation(), elastic.rank()
+    note("enter", generation=g, rank=rank, size=elastic.size(), step=state.step, digest=digest(model, optimizer))
+    faults.at("new_group", rank=rank, step=state.step)
+    if any(fault.point == "new_group" for fault in args.fault):
+        pair = dist.new_group(list(range(elastic.size())))
+        dist.all_reduce(torch.ones(1), group=pair)
+    ddp = DistributedDataParallel(model, init_sync=False)
+    try:
+        while not done():
+            faults.at("step", rank=elastic.rank(), step=state.step)
+            one_step(ddp)
+            time.sleep(args.step_seconds)
+            state.step += 1
+            before = state.commits[0]
+            state.commit(every=args.commit_every)
+            if state.commits[0] != before:
+                note("commit", generation=g, rank=rank, step=state.step, id=list(state.commits[0]))
+    except Exception as error:
+        if args.wrap:
+            raise Wrapped("training went wrong") from error
+        raise
+    faults.at("gate", rank=rank, step=state.step)
+    return state.step
+
+
+result = train(state)
+note("final", generation=elastic.generation(), rank=elastic.rank(), step=result, digest=digest(model, optimizer))
+leftover = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+if leftover:
+    sys.exit(f"threads left: {leftover}")
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

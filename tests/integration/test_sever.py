@@ -1,0 +1,216 @@
+"""Whoever waits for a peer that is gone is freed at once: in init, in new_group, in the store, in a collective."""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+SCRIPT = Path(__file__).parent / "scripts" / "sever_worker.py"
+SOON_S = 15.0  # a wait that is not cut lasts 120 s, or five times as long
+
+
+class Rank:
+    """A process that makes groups when told."""
+
+    def __init__(self, store_port: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(store_port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
+        self._heard = b""
+
+    def tell(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n".encode())
+
+    def hear(self, key: str) -> dict[str, Any]:
+        """The next line that has this key."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + SOON_S
+        while True:
+            left = deadline - time.monotonic()
+            line, newline, rest = self._heard.partition(b"\n")
+            if not newline:
+                if not select.select([self.process.stdout], [], [], max(0.0, left))[0]:
+                    raise AssertionError(f"no {key!r} from process {self.process.pid} within {SOON_S} s")
+                heard = self.process.stdout.read(65536)
+                assert heard, f"process {self.process.pid} ended with {self.process.wait()}"
+                self._heard += heard
+                continue
+            self._heard = rest
+            answer: dict[str, Any] = json.loads(line)
+            if key in answer:
+                return answer
+
+    def begin(self, command: str) -> None:
+        self.tell(command)
+        self.hear("began")
+
+    def do(self, command: str) -> dict[str, Any]:
+        self.tell(command)
+        return self.hear("done")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Ranks:
+    def __init__(self) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.all: list[Rank] = []
+
+    def boot(self, count: int) -> list[Rank]:
+        fresh = [Rank(self.store.port) for _ in range(count)]
+        self.all += fresh
+        for rank in fresh:
+            rank.hear("booted")
+        return fresh
+
+    def create(self, name: str, members: list[Rank]) -> None:
+        for number, rank in enumerate(members):
+            rank.begin(f"create {name} {number} {len(members)}")
+        for rank in members:
+            assert rank.hear("done")["error"] is None
+
+    def wait_for_keys(self, count: int) -> None:
+        deadline = time.monotonic() + SOON_S
+        while self.store.num_keys() < count:
+            assert time.monotonic() < deadline, f"{self.store.num_keys()} of {count} addresses published"
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    for rank in made.all:
+        rank.end()
+
+
+def go_on(ranks: Ranks, survivors: list[Rank], name: str = "next") -> None:
+    """The survivors leave, make the next generation without the dead, and use it."""
+    for rank in survivors:
+        assert rank.do("leave")["error"] is None
+    ranks.create(name, survivors)
+    for rank in survivors:
+        rank.begin("all_reduce")
+    for rank in survivors:
+        answer = rank.hear("done")
+        assert (answer["error"], answer["broken"]) == (None, False)
+
+
+def test_a_peer_dies_in_init_after_it_has_published_its_address(ranks: Ranks) -> None:
+    first, *others = ranks.boot(4)
+    for attempt in range(4):  # who has to connect and who to accept is a coin flip for each pair
+        victim = ranks.boot(1)[0]
+        members = [others[0], victim, others[1], others[2]]
+        keys = ranks.store.num_keys()
+        for number, rank in enumerate(members):
+            rank.begin(f"create broken{attempt} {number} 5")
+        ranks.wait_for_keys(keys + 4)
+        victim.end()
+        first.begin(f"create broken{attempt} 4 5")  # the last address: now all connect, the victim's is dead
+        ranks.wait_for_keys(keys + 5)
+        survivors = [*others, first]
+        for rank in survivors:
+            rank.tell("sever")
+        for rank in survivors:
+            answer = rank.hear("done")
+            assert answer["error"] or answer["broken"], "the init came back, and all its pairs live"
+        go_on(ranks, survivors, f"next{attempt}")
+        for rank in survivors:
+            rank.do("leave")
+
+
+def test_a_peer_dies_in_new_group(ranks: Ranks) -> None:
+    members = ranks.boot(3)
+    ranks.create("first", members)
+    victim, *survivors = members
+    for rank in survivors:
+        rank.begin("new_group")
+    victim.end()
+    for rank in survivors:
+        rank.tell("sever")
+    for rank in survivors:
+        assert rank.hear("done")["error"] is not None
+    go_on(ranks, survivors)
+
+
+def test_the_end_comes_before_there_is_a_socket(ranks: Ranks) -> None:
+    members = ranks.boot(2)
+    for rank in members:
+        rank.tell("sever")
+    for number, rank in enumerate(members):
+        rank.begin(f"create ended {number} 2")
+    for rank in members:
+        assert rank.hear("done")["error"] is not None
+    go_on(ranks, members)
+
+
+def test_the_end_comes_in_the_middle_of_a_store_wait(ranks: Ranks) -> None:
+    members = ranks.boot(2)
+    for number, rank in enumerate(members):
+        rank.begin(f"create ended {number} 3")  # the third never comes
+    ranks.wait_for_keys(2)
+    for rank in members:
+        rank.tell("sever")
+    for rank in members:
+        assert rank.hear("done")["error"] == "DistNetworkError"
+    go_on(ranks, members)
+
+
+def test_a_connect_to_a_stopped_store_is_cut(ranks: Ranks) -> None:
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import torch.distributed as d, sys; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+            "print(s.port, flush=True); sys.stdin.read()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with holder:
+        try:
+            assert holder.stdout is not None
+            port = int(holder.stdout.readline())
+            holder.send_signal(signal.SIGSTOP)
+            rank = ranks.boot(1)[0]
+            rank.begin(f"connect {port}")
+            rank.tell("sever")
+            assert rank.hear("done")["error"] is not None
+        finally:
+            holder.kill()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_collective_with_a_stopped_peer_is_cut_and_broken_says_so(ranks: Ranks, victim: int) -> None:
+    members = ranks.boot(3)
+    ranks.create("first", members)
+    stopped = members.pop(victim)
+    stopped.process.send_signal(signal.SIGSTOP)
+    for rank in members:
+        rank.begin("all_reduce")
+        rank.tell("sever")
+    for rank in members:
+        answer = rank.hear("done")
+        assert (answer["error"], answer["broken"]) == ("RuntimeError", True)
+    go_on(ranks, members)

@@ -1,0 +1,245 @@
+"""What must be true after every step of the core (DESIGN.md, section 4), checked from the outside.
+
+The checker keeps its own books, made of events and effects only; the core's records are read for what has no event.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from elasticstate.core import types as t
+from elasticstate.core.membership import Membership, Transition, next_deadline
+from elasticstate.core.records import Finishing, Host, Over, Running, Waiting
+from tests.simulation.oracle import naive_placements
+
+ENDS = ("StateLostError", "no progress", "reset limit", "--elastic-timeout", "--start-timeout", "times in a row before")
+
+
+def each(event: t.Event) -> Iterator[t.Event]:
+    if isinstance(event, t.Several):
+        for part in event.events:
+            yield from each(part)
+    else:
+        yield event
+
+
+class Checker:
+    """Follows one schedule. ``reached`` counts what the schedule came by, to show that schedules come by everything."""
+
+    def __init__(self) -> None:
+        self.reached: Counter[str] = Counter()
+        self.world: t.World | None = None
+        self._ages: dict[t.WorkerId, int] = {}
+        self._next_age = 0
+        self._joined: dict[t.WorkerId, int] = {}
+        self._held: dict[t.WorkerId, t.CommitId | None] = {}
+        self._committed = False
+        self._incarnations: dict[t.SlotId, int] = {}
+        self._living: dict[t.SlotId, t.WorkerId] = {}
+        self._unresponsive: set[t.WorkerId] = set()
+        self._ended: dict[int, list[int | None]] = {}  # generation: at which ticks
+        self._planned_at: float | None = None
+        self._over = False
+
+    @property
+    def generation(self) -> int:
+        return self.world.generation if self.world else 0
+
+    def see(self, before: Membership, event: t.Event, now: float, transition: Transition) -> None:
+        after, effects, reason = transition
+        assert reason, "every transition says why"
+        deadline = next_deadline(after)
+        assert deadline is None or deadline > now, f"a deadline in the past: {deadline} at {now}"
+        if self._over:
+            assert not effects
+            assert after is before
+            return
+        for part in each(event):
+            self._hear(before, part)
+        for effect in effects:
+            self._see_effect(before, after, effects, effect, now)
+        limit = after.policy.max_np
+        new = any(isinstance(effect, t.StartWorker) for effect in effects)
+        living = sum(not (w.leaving or w.gone) for w in after.workers.values())
+        assert limit is None or not new or living <= limit, "more workers were started than max_np"
+
+    def _hear(self, before: Membership, event: t.Event) -> None:
+        match event:
+            case t.WorkerReady(worker=worker, commit=commit) if self._lives(before, worker):
+                if self._joined.get(worker, 0) == event.generation:
+                    self._held[worker] = commit
+                    self._committed |= any(c is not None and c.tick > 0 for c in (commit, event.previous))
+            case t.Heartbeat(worker=worker, commit=commit) if self._living.get(worker.seat) == worker:
+                self._committed |= commit is not None and commit.tick > 0
+            case t.WorkerUnresponsive(worker=worker) if self._living.get(worker.seat) == worker:
+                self._unresponsive.add(worker)
+            case t.WorkerExited(worker=worker) if self._living.get(worker.seat) == worker:
+                del self._living[worker.seat]
+            case t.AgentLost(host) if host in before.hosts and before.hosts[host].agent != "none":
+                self._living = {seat: worker for seat, worker in self._living.items() if seat.host != host}
+
+    def _lives(self, before: Membership, worker: t.WorkerId) -> bool:
+        gone = worker in before.workers and before.workers[worker].gone
+        return self._living.get(worker.seat) == worker and not gone and worker not in self._unresponsive
+
+    def _see_effect(
+        self, before: Membership, after: Membership, effects: tuple[t.Effect, ...], effect: t.Effect, now: float
+    ) -> None:
+        match effect:
+            case t.PublishWorld(world):
+                self._publish(before, after, world, now)
+            case t.StartWorker(worker):
+                self._start(after, worker, now)
+            case t.StartAgent(host):
+                assert after.hosts[host].slots
+                self._respect_cooldown(after, after.hosts[host], now)
+            case t.Hold(generation):
+                self._hold(before, after, generation, now)
+            case t.Release():
+                self.reached["release"] += 1
+            case t.End(generation, at_tick, _):
+                self._end(before, generation, at_tick, now)
+            case t.Leave(worker):
+                assert isinstance(after.phase, Running | Waiting | Finishing | Over)
+                published = [e.world for e in effects if isinstance(e, t.PublishWorld)]
+                assert all(worker != p.worker for world in published for p in world.members)
+                assert worker not in after.workers or after.workers[worker].gone
+                self.reached["leave"] += 1
+            case t.StopWorker(worker):
+                assert worker not in after.workers or after.workers[worker].gone
+                self.reached["stop"] += 1
+            case t.ConfirmOwnError(worker, generation):
+                self._verdict(before, after, worker, generation, now)
+            case t.OpenGate(generation):
+                assert generation == self.generation
+                assert all(w.in_gate for w in after.workers.values() if w.joined == generation and not w.gone)
+                self.reached["gate"] += 1
+            case t.EndJob(succeeded, cause):
+                assert succeeded == (cause is None)
+                assert effect is effects[-1], "the end of the job comes last"
+                assert isinstance(after.phase, Over)
+                self._over = True
+                self.reached["job succeeded" if succeeded else "job failed"] += 1
+                if cause is not None:
+                    self.reached.update(f"end: {name}" for name in ENDS if name in cause.reason)
+            case t.Note(event):
+                self.reached[f"note {event}"] += 1
+
+    # ---------------------------------------------------------------------------------------------------- worlds
+
+    def _publish(self, before: Membership, after: Membership, world: t.World, now: float) -> None:
+        policy, members = after.policy, [placement.worker for placement in world.members]
+        assert world.generation == self.generation + 1, "I1: one world per generation, strictly rising"
+        assert not self.world or world.generation - 1 in self._ended, "I1: the last generation has been ended"
+        assert policy.min_np <= world.size, "I4"
+        assert policy.max_np is None or world.size <= policy.max_np, "I4"
+        order = [host.name for host in sorted(after.hosts.values(), key=lambda host: (host.order, host.name))]
+        survivors = {worker: self._ages[worker] for worker in members if worker in self._ages}
+        assert world.members == naive_placements(members, survivors, order), "I2"
+        self._root(world, members)
+        self._who_is_in(after, members)
+        if any(tick is not None for tick in self._ended.get(self.generation, [])):
+            self._planned_at = now if self._ended[self.generation][-1] is not None else self._planned_at
+        self._grow_older(members)
+        self._joined.update((worker, world.generation) for worker in members)
+        self.world = world
+        self.reached["world"] += 1
+
+    def _root(self, world: t.World, members: list[t.WorkerId]) -> None:
+        held = [self._held.get(worker) for worker in members]
+        best = max((commit for commit in held if commit is not None), default=None)
+        assert world.root == held.index(best), "I3: the root is the oldest that holds the newest commit"
+        if best is None:
+            assert not self._committed, "I3: never silently from scratch"
+        lacking = {rank for rank in range(world.size) if rank != world.root and (best is None or held[rank] != best)}
+        assert world.lacking == tuple(sorted(lacking)), "I3: all others need the state, and nobody else"
+
+    def _who_is_in(self, after: Membership, members: list[t.WorkerId]) -> None:
+        leaving = [worker for worker in members if after.workers[worker].leaving]
+        if leaving:
+            assert len(leaving) == 1, "I5: no leaving worker in a world"
+            held = [(self._held.get(worker) or (0, 0), worker in leaving) for worker in members]
+            assert max(held)[1], "I5: but for the only holder of the newest commit"
+            assert len([1 for commit, _ in held if commit == max(held)[0]]) == 1
+            self.reached["postponed leave"] += 1
+        left_out = [w for w in after.workers.values() if w.ready is not None and not w.leaving and not w.gone]
+        assert not left_out or len(members) == after.policy.max_np, "I6: who is READY joins"
+
+    def _grow_older(self, members: list[t.WorkerId]) -> None:
+        self._ages = {worker: self._ages[worker] for worker in members if worker in self._ages}
+        for worker in members:
+            if worker not in self._ages:
+                self._ages[worker] = self._next_age
+                self._next_age += 1
+
+    # ------------------------------------------------------------------------------------------- starts and ends
+
+    def _start(self, after: Membership, worker: t.WorkerId, now: float) -> None:
+        assert worker.seat not in self._living, "two workers in one slot"
+        assert worker.incarnation == self._incarnations.get(worker.seat, 0) + 1
+        self._incarnations[worker.seat] = worker.incarnation
+        self._living[worker.seat] = worker
+        host = after.hosts[worker.host]
+        assert host.agent == "joined"
+        assert worker.slot < host.slots
+        self._respect_cooldown(after, host, now)
+        self.reached["start"] += 1
+
+    def _respect_cooldown(self, after: Membership, host: Host, now: float) -> None:
+        """I5: nothing starts on a host in cooldown, unless the others cannot make min_np."""
+        if host.cooldown_until <= now:
+            return
+        elsewhere = 0
+        for other in after.hosts.values():
+            usable = other.slots and not other.leaving and other.cooldown_until <= now
+            for index in range(other.seats):
+                slot = after.slots.get(t.SlotId(other.name, index))
+                worker = after.workers.get(slot.worker) if slot and slot.worker else None
+                if worker is not None:
+                    is_new = worker.started_at == now and other.cooldown_until > now
+                    elsewhere += not (worker.leaving or worker.gone or is_new)
+                elif slot is not None and slot.finished:
+                    elsewhere += 1
+                else:
+                    elsewhere += bool(usable) and index < other.slots
+        assert elsewhere < after.policy.min_np, "I5"
+        self.reached["cooldown gave way"] += 1
+
+    def _hold(self, before: Membership, after: Membership, generation: int, now: float) -> None:
+        assert generation == self.generation
+        assert generation not in self._ended
+        leaving = any(w.leaving for w in after.workers.values() if w.joined == generation and not w.gone)
+        ready = any(w.ready is not None and not w.leaving for w in after.workers.values())
+        assert leaving or ready, "I6: newcomers cause an interrupt only when they are ready"
+        distance_s = after.policy.min_interrupt_distance_s
+        assert leaving or self._planned_at is None or now >= self._planned_at + distance_s, "I6: minimum distance"
+        self.reached["hold"] += 1
+        self.reached["drain"] += leaving
+
+    def _end(self, before: Membership, generation: int, at_tick: int | None, now: float) -> None:
+        assert generation == self.generation, "I1: only the present generation is ended"
+        ends = self._ended.setdefault(generation, [])
+        assert None not in ends, "END now is said once"
+        assert at_tick is None or not ends, "END at a tick comes first, and once"
+        if at_tick is not None:
+            phase = before.phase
+            assert isinstance(phase, Running)
+            assert phase.hold_since is not None, "END at a tick ends a hold"
+            self.reached["interrupt"] += 1
+        else:
+            self.reached["escalation" if ends else "failure"] += 1
+        ends.append(at_tick)
+
+    def _verdict(self, before: Membership, after: Membership, worker: t.WorkerId, generation: int, now: float) -> None:
+        assert generation == self.generation
+        assert None not in self._ended.get(generation, []), "no verdict OWN on a generation that has failed"
+        suspects = [w for w in after.workers.values() if w.suspect_at is not None and not w.gone]
+        first = min(w.suspect_at for w in suspects if w.suspect_at is not None)
+        proof_at = first + after.policy.failure_grace_s
+        assert now >= proof_at
+        unproven = [
+            w for w in after.workers.values() if w.joined == generation and not w.gone and w.heard_at < proof_at
+        ]
+        assert all(w.suspect_at == first for w in unproven), "OWN needs proof that all others live"
+        self.reached["verdict"] += 1

@@ -1,0 +1,227 @@
+"""Random schedules for the core alone: events made from the present state, most of them likely, some of them rubbish.
+
+The maker knows what a real job would say next (who may be READY, who is held, who has been told to stop), and lies now
+and then: an older incarnation, another generation, a worker nobody knows, an order of things that cannot be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from elasticstate.core import types as t
+from elasticstate.core.records import Finishing, Forming, Membership, Running, Worker
+
+HOSTS = ("a", "b", "c", "d")
+
+
+def random_policy(rng: random.Random) -> t.Policy:
+    """Short time-outs, so that schedules of some tens of events run into all of them."""
+    np = rng.randint(1, 4)
+    return t.Policy(
+        np=np,
+        min_np=rng.randint(1, np),
+        max_np=rng.choice((None, np, np + 1, np + 2)),
+        start_timeout_s=rng.choice((20.0, 60.0)),
+        elastic_timeout_s=rng.choice((6.0, 30.0)),
+        regroup_timeout_s=3.0,
+        failure_grace_s=rng.choice((0.0, 0.5, 1.0)),
+        drain_timeout_s=rng.choice((1.0, 4.0)),
+        hold_timeout_s=1.0,
+        join_window_s=rng.choice((0.0, 2.0)),
+        min_interrupt_distance_s=rng.choice((0.0, 2.0)),
+        gate_timeout_s=rng.choice((None, 3.0)),
+        reset_limit=rng.choice((None, None, 3)),
+        max_no_progress=rng.randint(2, 4),
+        cooldown_min_s=2.0,
+        cooldown_max_s=rng.choice((2.0, 16.0)),
+        waiting_notice_s=2.0,
+    )
+
+
+class EventMaker:
+    """Draws the next event for a membership. ``commits`` is what each worker has sealed, as far as the maker let it."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.commits: dict[t.WorkerId, t.CommitId | None] = {}
+        self._hosts: tuple[t.HostSlots, ...] = ()
+
+    def draw(self, m: Membership) -> t.Event:
+        if self.rng.random() < 0.12:
+            return t.Several(tuple(self._one(m) for _ in range(self.rng.randint(2, 4))))
+        return self._one(m)
+
+    def published(self, world: t.World) -> None:
+        """Mostly the sync succeeds, and seals (g, 0) in everybody."""
+        for placement in world.members:
+            if self.rng.random() < 0.95:
+                self.commits[placement.worker] = t.CommitId(world.generation, 0)
+
+    def _one(self, m: Membership) -> t.Event:
+        likely = self._likely(m)
+        make, _ = self.rng.choices(likely, [weight for _, weight in likely])[0]
+        return make(m)
+
+    def _likely(self, m: Membership) -> list[tuple[Callable[[Membership], t.Event], float]]:
+        some: list[tuple[Callable[[Membership], t.Event], float]] = [
+            (self._rubbish, 2.0),
+            (self._discovery, 12.0 if not self._hosts else 0.7),
+            (self._time, 4.0),
+        ]
+        if any(host.agent == "asked" for host in m.hosts.values()):
+            some.append((self._agent_joins, 8.0))
+        if any(host.agent != "none" for host in m.hosts.values()):
+            some += [(self._agent_lost, 0.4), (self._agent_leaving, 0.2)]
+        workers = list(m.workers.values())
+        if not workers:
+            return some
+        some += [(self._exit, 1.2), (self._heartbeat, 3.0), (self._unresponsive, 0.2), (self._leaving, 0.3)]
+        if any(w.ready is None and (not w.joined or not isinstance(m.phase, Running)) for w in workers):
+            some.append((self._ready, 14.0))
+        if any(w.gone for w in workers):
+            some.append((self._exit_of_the_gone, 5.0))
+        if any(w.confirmed_at is not None for w in workers):
+            some.append((self._exit_of_the_confirmed, 8.0))
+        if isinstance(m.phase, Running):
+            some += [(self._failure, 0.7), (self._suspect, 0.6), (self._all_suspect, 0.3), (self._gate, 0.6)]
+            some += [(self._tick, 3.0 if m.phase.first_tick else 12.0), (self._stray_ready, 0.05)]
+            if any(w.suspect_at is not None for w in workers):
+                some.append((self._all_heard, 8.0))
+            if m.phase.hold_since is not None:
+                some.append((self._answers, 14.0))
+            if m.phase.gate_since is not None:
+                some.append((self._gate, 8.0))
+        elif isinstance(m.phase, Forming) and m.phase.at_tick is not None:
+            some += [(self._gate, 0.5), (self._suspect, 0.4), (self._failure, 0.4)]
+        elif isinstance(m.phase, Finishing):
+            some.append((self._clean_exit, 10.0))
+        return some
+
+    # ------------------------------------------------------------------------------------------ hosts and time
+
+    def _discovery(self, m: Membership) -> t.Event:
+        names = [name for name in HOSTS if self.rng.random() < (0.9 if not self._hosts else 0.7)]
+        self._hosts = tuple(t.HostSlots(name, self.rng.randint(0, 3) or 2) for name in names)
+        return t.HostsDiscovered(self._hosts)
+
+    def _time(self, m: Membership) -> t.Event:
+        return t.TimePassed()
+
+    def _agent_joins(self, m: Membership) -> t.Event:
+        return t.AgentJoined(self.rng.choice([h.name for h in m.hosts.values() if h.agent == "asked"]))
+
+    def _agent_lost(self, m: Membership) -> t.Event:
+        host = self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"])
+        return t.AgentLost(host, "connection closed")
+
+    def _agent_leaving(self, m: Membership) -> t.Event:
+        return t.AgentLeaving(self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"]))
+
+    # ------------------------------------------------------------------------------------------------ workers
+
+    def _any(self, m: Membership) -> Worker:
+        return self.rng.choice(list(m.workers.values()))
+
+    def _ready_of(self, m: Membership, worker: Worker) -> t.Event:
+        commit = self.commits.get(worker.id)
+        phase = m.phase
+        if worker.joined and isinstance(phase, Forming) and phase.at_tick is not None and self.rng.random() < 0.95:
+            commit = t.CommitId(phase.ended, phase.at_tick)
+        self.commits[worker.id] = commit
+        ticks = worker.ticks + self.rng.randint(0, 2)
+        store = f"{worker.id}:1"
+        return t.WorkerReady(worker.id, worker.joined, commit, None, store, ticks, self.rng.random())
+
+    def _ready(self, m: Membership) -> t.Event:
+        late = isinstance(m.phase, Running)
+        able = [w for w in m.workers.values() if w.ready is None and (not late or w.joined != m.generation)]
+        return self._ready_of(m, self.rng.choice(able) if able else self._any(m))
+
+    def _stray_ready(self, m: Membership) -> t.Event:
+        return self._ready_of(m, self._any(m))
+
+    def _exit(self, m: Membership) -> t.Event:
+        worker = self._any(m).id
+        if self.rng.random() < 0.6:
+            return t.WorkerExited(worker, None, self.rng.choice((9, 11, 15, 77)))
+        return t.WorkerExited(worker, self.rng.choice((0, 1, 1, 3)), None, "Traceback: boom")
+
+    def _clean_exit(self, m: Membership) -> t.Event:
+        return t.WorkerExited(self._any(m).id, 0, None)
+
+    def _exit_of_the_gone(self, m: Membership) -> t.Event:
+        worker = self.rng.choice([w for w in m.workers.values() if w.gone])
+        return t.WorkerExited(worker.id, None, 9) if worker.gone == "failed" else t.WorkerExited(worker.id, 0, None)
+
+    def _exit_of_the_confirmed(self, m: Membership) -> t.Event:
+        worker = self.rng.choice([w for w in m.workers.values() if w.confirmed_at is not None])
+        return t.WorkerExited(worker.id, 1, None, "Traceback: own")
+
+    def _heartbeat(self, m: Membership) -> t.Event:
+        worker = self._any(m)
+        if worker.joined and worker.joined == m.generation and self.rng.random() < 0.5:
+            self.commits[worker.id] = t.CommitId(m.generation, worker.ticks + 1)
+        ticks = worker.ticks + self.rng.choice((0, 1, 1, 3))
+        return t.Heartbeat(worker.id, "train", worker.joined, ticks, self.commits.get(worker.id))
+
+    def _all_heard(self, m: Membership) -> t.Event:
+        beats = [t.Heartbeat(w.id, "train", w.joined, w.ticks, None) for w in m.workers.values()]
+        return t.Several(tuple(beats))
+
+    def _unresponsive(self, m: Membership) -> t.Event:
+        return t.WorkerUnresponsive(self._any(m).id, "no stamp for 10 s")
+
+    def _leaving(self, m: Membership) -> t.Event:
+        return t.WorkerLeaving(self._any(m).id)
+
+    def _tick(self, m: Membership) -> t.Event:
+        return t.FirstTick(self._any(m).id, m.generation)
+
+    def _failure(self, m: Membership) -> t.Event:
+        return t.FailureReported(self._any(m).id, m.generation, True, "Connection closed by peer")
+
+    def _suspect(self, m: Membership) -> t.Event:
+        return t.FailureReported(self._any(m).id, m.generation, False, "ValueError")
+
+    def _all_suspect(self, m: Membership) -> t.Event:
+        return t.Several(tuple(t.FailureReported(w, m.generation, False, "ValueError") for w in m.workers))
+
+    def _gate(self, m: Membership) -> t.Event:
+        outside = [w.id for w in m.workers.values() if w.joined == m.generation and not w.in_gate]
+        if outside and self.rng.random() < 0.4:
+            return t.Several(tuple(t.GateEntered(worker, m.generation) for worker in outside))
+        return t.GateEntered(self.rng.choice(outside) if outside else self._any(m).id, m.generation)
+
+    def _answers(self, m: Membership) -> t.Event:
+        silent = [w for w in m.workers.values() if w.joined == m.generation and w.answer is None]
+        in_gate = self.rng.random() < 0.05
+        answers = [t.HoldAnswered(w.id, m.generation, w.ticks, in_gate) for w in silent]
+        return t.Several(tuple(answers if self.rng.random() < 0.7 else answers[:1]))
+
+    # ------------------------------------------------------------------------------------------------ rubbish
+
+    def _rubbish(self, m: Membership) -> t.Event:
+        rng = self.rng
+        worker = t.WorkerId(rng.choice((*HOSTS, "z")), rng.randint(0, 3), rng.randint(1, 3))
+        generation = rng.randint(0, m.generation + 1)
+        return rng.choice(rubbish(worker, generation, t.CommitId(generation or 1, 0)))
+
+
+def rubbish(worker: t.WorkerId, generation: int, commit: t.CommitId) -> list[t.Event]:
+    """One event of each kind about this worker and generation."""
+    return [
+        t.WorkerReady(worker, generation, commit, None, f"{worker}:1"),
+        t.WorkerExited(worker, 0, None),
+        t.WorkerUnresponsive(worker, "?"),
+        t.WorkerLeaving(worker),
+        t.HoldAnswered(worker, generation, 3, False),
+        t.FailureReported(worker, generation, True, "?"),
+        t.FailureReported(worker, generation, False, "?"),
+        t.GateEntered(worker, generation),
+        t.Heartbeat(worker, "train", generation, 1, commit),
+        t.FirstTick(worker, generation),
+        t.AgentJoined("z"),
+        t.AgentLost("z", "?"),
+        t.AgentLeaving("z"),
+    ]

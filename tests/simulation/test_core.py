@@ -1,0 +1,106 @@
+"""The invariants I1 to I9 of the core alone, over random schedules of likely and unlikely events.
+
+Replay a failure with ``run_schedule(seed, length, Counter())``: hypothesis prints both numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from math import inf
+
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from elasticstate.core import types as t
+from elasticstate.core.membership import Membership, new_membership, next_deadline, step
+from elasticstate.core.records import Over
+from tests.simulation.invariants import ENDS, Checker
+from tests.simulation.recovery import world_or_end_is_reached
+from tests.simulation.schedules import EventMaker, random_policy, rubbish
+
+SCHEDULES = 10_000
+MUST_BE_REACHED = (
+    *("world", "start", "stop", "hold", "release", "interrupt", "escalation", "failure", "drain", "leave", "gate"),
+    *("verdict", "postponed leave", "cooldown gave way", "forming", "below min-np", "job succeeded", "job failed"),
+    *(f"end: {name}" for name in ENDS),
+    *("note host_cooldown", "note agent_lost", "note waiting", "note warning", "note training_resumed"),
+    *("note worker_unresponsive", "note host_removed", "note root_cause"),
+)
+reached: Counter[str] = Counter()
+
+
+def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
+    """One schedule; the transcript of it. Everything follows from the two numbers."""
+    rng = random.Random(seed)
+    maker, checker = EventMaker(rng), Checker()
+    m, now = new_membership(random_policy(rng)), 0.0
+    transcript: list[object] = []
+    for _ in range(length):
+        now = _next_time(rng, m, now)
+        event = maker.draw(m)
+        transition = step(m, event, now)
+        checker.see(m, event, now, transition)
+        for effect in transition.effects:
+            if isinstance(effect, t.PublishWorld):
+                maker.published(effect.world)
+        m = transition.next
+        transcript.append((now, event, transition.effects, transition.reason, m.deadline))
+        if rng.random() < 0.03:
+            _what_is_stale_has_no_effect(rng, m, now)
+        checker.reached["below min-np"] += m.phase_name == "WAITING" and m.generation > 0
+        checker.reached["forming"] += m.phase_name.startswith("FORMING")
+        if isinstance(m.phase, Over):
+            break
+    reached["events"] += len(transcript)
+    if seed % 8 == 0:
+        world_or_end_is_reached(m, now, one_is_deaf=seed % 16 == 0)
+    reached.update(checker.reached)
+    return transcript
+
+
+def _next_time(rng: random.Random, m: Membership, now: float) -> float:
+    """Mostly at once, often a little later, sometimes exactly at the deadline; never beyond it."""
+    deadline = next_deadline(m)
+    kind = rng.random()
+    later = now + (0.0 if kind < 0.4 else rng.random() * 0.6 if kind < 0.9 else rng.random() * 4.0)
+    if deadline is None:
+        return later
+    return deadline if kind > 0.96 else min(later, deadline)
+
+
+def _what_is_stale_has_no_effect(rng: random.Random, m: Membership, now: float) -> None:
+    """I1: older incarnations, other generations, strangers. And the decision rests: asked again, it says no more."""
+    again = step(m, t.TimePassed(), now)
+    assert not again.effects, again.effects
+    assert replace(again.next, deadline=m.deadline) == m
+    assert (m.deadline or inf) <= (again.next.deadline or inf), "a deadline was missed"
+    worker = rng.choice(list(m.workers) or [t.WorkerId("a", 0, 1)])
+    stranger = rng.choice((worker._replace(incarnation=worker.incarnation - 1), t.WorkerId("z", 0, 1)))
+    for event in rubbish(stranger, m.generation, t.CommitId(m.generation, 1)):
+        stale = step(m, event, now)
+        assert not stale.effects, (event, stale.effects)
+        assert replace(stale.next, deadline=m.deadline) == m, event
+    for event in rubbish(worker, m.generation + 1, t.CommitId(1, 0)):
+        if isinstance(event, t.WorkerReady | t.HoldAnswered | t.FailureReported | t.GateEntered | t.FirstTick):
+            assert replace(step(m, event, now).next, deadline=m.deadline) == m, event
+
+
+@settings(max_examples=SCHEDULES, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+@given(seed=st.integers(0, 2**64 - 1), length=st.integers(50, 150))
+def explore(seed: int, length: int) -> None:
+    reached["schedules"] += 1
+    counted = Counter[str]()
+    transcript = run_schedule(seed, length, reached)
+    if seed % 16 == 0:
+        assert repr(run_schedule(seed, length, counted)) == repr(transcript), (
+            "I8: the same events give the same transcript"
+        )
+
+
+def test_invariants_hold_in_random_schedules_that_come_by_everything() -> None:
+    explore()
+    assert reached["schedules"] >= SCHEDULES
+    assert reached["events"] >= 40 * reached["schedules"]
+    assert [what for what in MUST_BE_REACHED if not reached[what]] == []

@@ -1,0 +1,48 @@
+"""I10, I11, I14, I15 (and I1 to I9 again) in a model of whole jobs: core, links, workers, sentinels, faults.
+
+Replay a failure with ``play(seed, actions)``: hypothesis prints both numbers, the error shows the last sixty events.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.simulation.job import FAULTS, play
+
+SCHEDULES = 10_000
+MUST_BE_REACHED = (
+    *(
+        "world",
+        "hold",
+        "interrupt",
+        "release",
+        "escalation",
+        "failure",
+        "drain",
+        "gate",
+        "verdict",
+        "leave",
+        "restored",
+    ),
+    *("postponed leave", "cooldown gave way", "nothing lost", "I15", "job succeeded", "job failed"),
+    *("end: StateLostError", "end: no progress", "note worker_unresponsive"),
+    *(f"fault {name}" for name in FAULTS),
+)
+reached: Counter[str] = Counter()
+
+
+@settings(max_examples=SCHEDULES, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+@given(seed=st.integers(0, 2**64 - 1), actions=st.integers(30, 250))
+def explore(seed: int, actions: int) -> None:
+    reached.update(play(seed, actions))
+    reached["schedules"] += 1
+
+
+def test_replicas_never_diverge_and_every_job_ends() -> None:
+    explore()
+    assert reached["schedules"] >= SCHEDULES
+    assert reached["events"] >= 40 * reached["schedules"]
+    assert [what for what in MUST_BE_REACHED if not reached[what]] == []

@@ -1,0 +1,42 @@
+"""The golden transcripts: what the core says in the scenarios that matter, byte for byte, to be read by people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.transcripts import TRANSCRIPTS, replay
+
+SCENARIOS = (
+    "all_but_one_die",
+    "below_min_np_and_back",
+    "below_min_np_for_too_long",
+    "death_while_forming",
+    "finish_in_the_gate",
+    "host_joins",
+    "host_leaves",
+    "hosts_in_cooldown",
+    "leave_and_death_together",
+    "newcomer_dies_before_it_is_ready",
+    "no_progress",
+    "one_worker_dies",
+    "own_error_of_all",
+    "own_error_of_one",
+    "plain_commands",
+    "rank_0_dies",
+    "reset_limit",
+    "start",
+    "state_lost",
+)
+
+
+def test_every_scenario_has_its_transcript() -> None:
+    assert sorted(path.stem for path in TRANSCRIPTS.glob("*.txt")) == sorted(SCENARIOS)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_core_says_what_the_transcript_says(scenario: str) -> None:
+    text = Path(TRANSCRIPTS, f"{scenario}.txt").read_text()
+    assert text.startswith("# "), "the header says which property it shows"
+    assert replay(text) == text, "if this is meant: python -m tests.simulation.transcripts --update, and read the diff"

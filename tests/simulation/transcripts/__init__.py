@@ -1,0 +1,142 @@
+"""Golden transcripts of the core: ``python -m tests.simulation.transcripts --update`` writes the answers anew.
+
+A transcript (``*.txt`` here) begins with comments that say which property it shows, and a line ``policy``. Then
+``> t=SECONDS EVENT`` (``EVENT + EVENT``: they arrive together), and below it what the core says: one line for each
+effect, and ``= PHASE: reason``, with the next deadline. What follows ``>`` is written by hand, the rest is made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elasticstate.core import types as t
+from elasticstate.core.membership import new_membership, next_deadline, step
+
+TRANSCRIPTS = Path(__file__).parent
+
+
+def replay(text: str) -> str:
+    """The transcript with the core's answers of today."""
+    lines: list[str] = []
+    m = new_membership(t.Policy(np=1, min_np=1))
+    for line in text.splitlines():
+        if line.startswith("policy "):
+            m = new_membership(replace(m.policy, **{key: _value(value) for key, value in _pairs(line.split()[1:])}))
+            lines.append(line)
+        elif line.startswith("> "):
+            at, _, events = line[2:].partition(" ")
+            parts = tuple(parse_event(event.split()) for event in events.split(" + "))
+            event = parts[0] if len(parts) == 1 else t.Several(parts)
+            m, effects, reason = step(m, event, float(at.removeprefix("t=")))
+            deadline = next_deadline(m)
+            until = f" (until {deadline:g})" if deadline is not None else ""
+            lines += ["", line, *(f"  {say(effect)}" for effect in effects), f"  = {m.phase_name}: {reason}{until}"]
+        elif line.startswith("#"):
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
+    for word in words:
+        key, _, value = word.partition("=")
+        yield key, value
+
+
+def _value(text: str) -> Any:
+    return None if text == "off" else float(text) if "." in text else int(text)
+
+
+def _worker(name: str) -> t.WorkerId:
+    seat, _, incarnation = name.partition("#")
+    host, _, slot = seat.rpartition(":")
+    return t.WorkerId(host, int(slot), int(incarnation))
+
+
+def _commit(text: str | None) -> t.CommitId | None:
+    return t.CommitId(*map(int, text.split("."))) if text else None
+
+
+def parse_event(words: list[str]) -> t.Event:
+    """``ready a:0#1 in=1 commit=1.6`` and so on; ``in`` is the generation."""
+    kind, *rest = words
+    if kind == "time":
+        return t.TimePassed()
+    if kind == "hosts":
+        return t.HostsDiscovered(tuple(t.HostSlots(name, int(slots)) for name, slots in (w.split(":") for w in rest)))
+    if kind.startswith("agent-"):
+        events: dict[str, t.Event] = {
+            "agent-joined": t.AgentJoined(rest[0]),
+            "agent-lost": t.AgentLost(rest[0], " ".join(rest[1:])),
+            "agent-leaving": t.AgentLeaving(rest[0]),
+        }
+        return events[kind]
+    worker, given = _worker(rest[0]), dict(_pairs(rest[1:]))
+    generation, ticks, commit = int(given.get("in", "0")), int(given.get("ticks", "0")), _commit(given.get("commit"))
+    match kind:
+        case "ready":
+            store, paused_s = f"{worker.host}:5000", float(given.get("paused", "0"))
+            return t.WorkerReady(worker, generation, commit, None, store, ticks, paused_s)
+        case "exit":
+            code, signal = (int(given[key]) if key in given else None for key in ("code", "signal"))
+            return t.WorkerExited(worker, code, signal, given.get("error", ""))
+        case "unresponsive":
+            return t.WorkerUnresponsive(worker, "no stamp for 10 s")
+        case "leaving":
+            return t.WorkerLeaving(worker)
+        case "answer":
+            return t.HoldAnswered(worker, generation, ticks, "gate" in given)
+        case "failure" | "suspect":
+            return t.FailureReported(worker, generation, kind == "failure", given.get("error", ""))
+        case "gate":
+            return t.GateEntered(worker, generation)
+        case "beat":
+            return t.Heartbeat(worker, "train", generation, ticks, commit)
+        case "first":
+            return t.FirstTick(worker, generation)
+    raise ValueError(f"no such event: {kind}")
+
+
+def say(effect: t.Effect) -> str:
+    """One line for an effect, made to be read."""
+    match effect:
+        case t.PublishWorld(world):
+            hosts: dict[str, list[str]] = {}
+            for p in world.members:
+                hosts.setdefault(p.worker.host, []).append(f"{p.rank}={p.worker}")
+            lacking = f", state from {world.root} to {list(world.lacking)}" if world.lacking else ", all hold the state"
+            return f"PublishWorld {world.generation}: {' | '.join(' '.join(m) for m in hosts.values())}{lacking}"
+        case t.End(generation, at_tick, cause):
+            return f"End {generation} {'now' if at_tick is None else f'at tick {at_tick}'}: {cause}"
+        case t.Note(event, fields):
+            shown = " ".join(f"{key}={value!r}" for key, value in fields if value not in ((), [], None, ""))
+            return f"note {event} {shown}"
+        case t.EndJob(succeeded, cause):
+            return f"EndJob succeeded: {succeeded}" if cause is None else f"EndJob succeeded: {succeeded}; {cause}"
+        case t.StopWorker(worker, reason, kill):
+            return f"StopWorker {worker}{' (kill)' if kill else ''}: {reason}"
+        case t.StopAgent(host, reason):
+            return f"StopAgent {host}: {reason}"
+        case t.StartAgent(host):
+            return f"StartAgent {host}"
+        case t.StartWorker(worker) | t.Leave(worker) | t.ConfirmOwnError(worker, _):
+            return f"{type(effect).__name__} {worker}"
+        case t.Hold(generation) | t.Release(generation) | t.OpenGate(generation):
+            return f"{type(effect).__name__} {generation}"
+
+
+def main() -> int:
+    """Replay all; with ``--update`` write the answers."""
+    changed = 0
+    for path in sorted(TRANSCRIPTS.glob("*.txt")):
+        before = path.read_text()
+        after = replay(before)
+        if after != before:
+            changed += 1
+            print(f"{'updated' if '--update' in sys.argv else 'differs'}: {path.name}")
+            if "--update" in sys.argv:
+                path.write_text(after)
+    return 0 if "--update" in sys.argv else bool(changed)

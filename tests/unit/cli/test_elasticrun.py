@@ -1,0 +1,386 @@
+"""Whole jobs of plain commands and of workers without torch: real driver, real agents, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+STUBBORN = ["sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"]
+QUICK = ["--driver-timeout", "0.5", "--stop-timeout", "0.5", "--cooldown-range", "0", "0"]
+
+
+class Job:
+    """A running ``elasticrun``."""
+
+    def __init__(self, directory: Path, *argv: str) -> None:
+        self.events_file = directory / "events"
+        self.name = f"test-{os.getpid()}"
+        options = ["--events-file", str(self.events_file), "--job-name", self.name]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "elasticstate", *options, *argv],
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        try:
+            lines = self.events_file.read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            if time.monotonic() > deadline:
+                self.process.kill()
+                pytest.fail(f"has not come: {what}; {self.process.communicate()}")
+            time.sleep(0.005)
+
+    def wait_for(self, name: str, count: int = 1) -> list[dict[str, Any]]:
+        self.wait(lambda: len(self.events(name)) >= count, f"{count} times the event {name}")
+        return self.events(name)
+
+    def agents(self) -> list[psutil.Process]:
+        return [p for p in psutil.Process(self.process.pid).children() if "elasticstate.agent" in p.cmdline()]
+
+    def workers(self) -> list[psutil.Process]:
+        return [worker for agent in self.agents() for worker in agent.children()]
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, stdout, stderr."""
+        try:
+            stdout, stderr = self.process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            pytest.fail(f"does not end; {self.process.communicate()}")
+        return self.process.returncode, stdout, stderr
+
+
+@contextmanager
+def running(directory: Path, *argv: str) -> Iterator[Job]:
+    job = Job(directory, *argv)
+    try:
+        yield job
+    finally:
+        if job.process.poll() is None:
+            job.process.kill()
+            job.process.communicate()
+
+
+def started(job: Job, count: int) -> list[psutil.Process]:
+    """The workers of a job whose command is ``sleep`` or a shell, when they have become it."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        try:
+            found[:] = [p for p in job.workers() if p.name() in ("sh", "sleep")]
+        except psutil.NoSuchProcess:  # ended while we looked
+            return False
+        return len(found) == count
+
+    job.wait(look, f"{count} workers")
+    return found
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+# ------------------------------------------------------------------------------------------------------ the usual
+
+
+def test_output_is_tagged_and_kept_apart(tmp_path: Path) -> None:
+    script = "import sys; print('one'); print('two'); print('err', file=sys.stderr)"
+    with running(tmp_path, "-np", "2", "--log-dir", "logs", sys.executable, "-c", script) as job:
+        status, stdout, stderr = job.end()
+    assert status == 0
+    assert sorted(stdout.splitlines()) == [f"[localhost:{slot}] {word}" for slot in (0, 1) for word in ("one", "two")]
+    assert {"[localhost:0] err", "[localhost:1] err"} <= set(stderr.splitlines())
+    assert f"elasticrun: job {job.name} succeeded after" in stderr.splitlines()[-1]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        f"localhost-{slot}.{end}" for slot in (0, 1) for end in ("err", "out")
+    ]
+    assert (tmp_path / "logs" / "localhost-1.out").read_text() == "one\ntwo\n"
+    assert [event["status"] for event in job.events("job_finished")] == ["succeeded"]
+    pids = [event["pid"] for event in job.events("worker_exited")]
+    assert len(set(pids)) == 2
+    assert all(pids)
+
+
+def test_without_tags_output_is_as_it_was(tmp_path: Path) -> None:
+    with running(tmp_path, "-np", "1", "--no-tag-output", "printf", "no end") as job:
+        assert job.end()[:2] == (0, "no end")
+
+
+def test_a_worker_finds_its_place_in_the_environment(tmp_path: Path) -> None:
+    names = "ELASTICSTATE_WORKER ELASTICSTATE_JOB ELASTICSTATE_LOCAL_ADDRESS OMP_NUM_THREADS GRPC_VERBOSITY"
+    script = f"import os; print([os.environ.get(name) for name in {names.split()}])"
+    with running(tmp_path, "-np", "2", "-H", "localhost,127.0.0.2", sys.executable, "-c", script) as job:
+        status, stdout, _ = job.end()
+    assert status == 0
+    assert sorted(stdout.splitlines()) == [
+        f"[127.0.0.2:0] ['127.0.0.2:0:1', '{job.name}', '127.0.0.2', '1', None]",
+        f"[localhost:0] ['localhost:0:1', '{job.name}', '127.0.0.1', '1', None]",
+    ]
+
+
+def test_a_command_that_fails_again_and_again_ends_the_job_with_its_error_last(tmp_path: Path) -> None:
+    script = "raise KeyError('the cause')"
+    with running(tmp_path, "-np", "1", "--max-no-progress", "2", sys.executable, "-c", script) as job:
+        status, _, stderr = job.end()
+    assert status == 1
+    last = stderr.partition("elasticrun: root cause")[2].splitlines()
+    assert last[0].startswith(": 1 slot(s) failed 2 times in a row before they were ready; first failure: localhost:0#1")
+    assert last[1] == "elasticrun:   worker localhost:0 on host localhost, without a rank, generation 0, exit code 1"
+    assert last[-1] == "elasticrun:   KeyError: 'the cause'"
+    assert job.events("root_cause")[0]["exit_code"] == 1
+
+
+def test_discovery_that_fails_at_first_ends_the_job(tmp_path: Path) -> None:
+    with running(tmp_path, "-np", "1", "--host-discovery-script", "false", "true") as job:
+        status, _, stderr = job.end()
+    assert status == 1
+    assert stderr.splitlines()[-1].startswith("elasticrun: host discovery: false exited with 1")
+
+
+def test_a_host_that_is_taken_away_is_left_and_comes_back(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:1\n127.0.0.2:1\n")
+    argv = ["-np", "2", "--hostfile", str(hosts), "--discovery-interval", "0.05", *QUICK, *STUBBORN]
+    with running(tmp_path, *argv) as job:
+        started(job, 2)
+        hosts.write_text("localhost:1\n")
+        job.wait_for("host_removed")
+        job.wait(lambda: len(job.agents()) == 1, "the end of the agent of 127.0.0.2")
+        hosts.write_text("localhost:1\n127.0.0.2:1\n")
+        started(job, 2)
+        assert [event["worker"] for event in job.events("worker_started")][2:] == ["127.0.0.2:0#2"]
+        job.process.terminate()
+        assert job.end()[0] == 143
+    assert job.events("agent_lost") == []
+
+
+def test_status_and_sigusr1_tell_the_same(tmp_path: Path) -> None:
+    with running(tmp_path, "-np", "1", *QUICK, "sleep", "100") as job:
+        started(job, 1)
+        ask = [sys.executable, "-m", "elasticstate", "status", job.name]
+        asked = subprocess.run(ask, capture_output=True, text=True, timeout=20)
+        assert asked.returncode == 0, asked.stderr
+        assert f"job {job.name}: WAITING" in asked.stdout
+        assert "localhost:0 boots for" in asked.stdout
+        job.process.send_signal(signal.SIGUSR1)
+        taken = subprocess.run(
+            [sys.executable, "-m", "elasticstate", "--job-name", job.name, "-np", "1", "true"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+        assert taken.returncode == 2
+        assert "takes the name of no running job" in taken.stderr
+        job.process.terminate()
+        status, _, stderr = job.end()
+    assert status == 143
+    assert f"elasticrun: job {job.name}: WAITING" in stderr
+
+
+def test_the_token_is_seen_in_no_list_of_processes(tmp_path: Path) -> None:
+    with running(tmp_path, "-np", "1", *QUICK, "sleep", "100") as job:
+        workers = started(job, 1)
+        runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
+        token = json.loads((runtime / f"elasticstate-{os.getuid()}-{job.name}" / "driver.json").read_text())[1]
+        assert len(token) > 20
+        for process in [psutil.Process(job.process.pid), *job.agents(), *workers]:
+            assert token not in " ".join(process.cmdline())
+            assert token not in process.environ().values()
+        job.process.terminate()
+        job.end()
+
+
+# ---------------------------------------------------------------------------------------------- ends of all kinds
+
+
+def test_ctrl_c_ends_with_130_and_a_second_one_kills_at_once(tmp_path: Path) -> None:
+    with running(tmp_path, "-np", "2", "--stop-timeout", "60", *STUBBORN) as job:
+        workers = started(job, 2)
+        job.process.send_signal(signal.SIGINT)
+        assert job.process.stderr is not None
+        line = ""
+        while "SIGINT" not in line:
+            line = job.process.stderr.readline()
+            assert line, "the driver did not say that it stops"
+        job.process.send_signal(signal.SIGINT)
+        assert job.end()[0] == 130
+        assert all(map(is_gone, workers))
+
+
+def test_ctrl_c_reaches_only_the_driver(tmp_path: Path) -> None:
+    """The terminal sends SIGINT to the whole foreground group."""
+    with running(tmp_path, "-np", "2", "sleep", "100") as job:
+        workers = started(job, 2)
+        group = os.getpgid(job.process.pid)
+        assert all(os.getpgid(p.pid) != group for p in [*job.agents(), *workers])
+        job.process.send_signal(signal.SIGINT)
+        assert job.end()[0] == 130
+
+
+def test_who_ignores_sigterm_is_killed_after_the_stop_timeout(tmp_path: Path) -> None:
+    with running(tmp_path, "-np", "2", "--stop-timeout", "0.3", *STUBBORN) as job:
+        workers = started(job, 2)
+        job.process.terminate()
+        status, _, stderr = job.end()
+        assert all(map(is_gone, workers))
+    assert status == 143
+    assert "was stopped by SIGTERM after" in stderr.splitlines()[-1]
+    assert job.events("job_finished")[0]["status"] == "failed"
+
+
+def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
+    """What is left, files too, is looked for after every test; here also within the driver time-out."""
+    with running(tmp_path, "-np", "2", "-H", "localhost,127.0.0.2", *QUICK, *STUBBORN) as job:
+        workers, agents = started(job, 2), job.agents()
+        job.process.kill()
+        stderr = job.end()[2]  # waits for all who hold the pipe
+        job.wait(lambda: all(map(is_gone, [*workers, *agents])), "the end of agents and workers")
+    assert stderr.count("no driver for --driver-timeout of 0.5 s: stops its workers") == 2
+
+
+def test_the_workers_of_a_killed_agent_go_too_and_come_back(tmp_path: Path) -> None:
+    with running(tmp_path, "-np", "2", "-H", "localhost,127.0.0.2", *QUICK, *STUBBORN) as job:
+        started(job, 2)
+        agent = job.agents()[0]
+        worker = agent.children()[0]
+        agent.kill()
+        lost = job.wait_for("agent_lost")
+        assert [event["reason"] for event in lost] == ["was killed by SIGKILL"]
+        job.wait(lambda: is_gone(worker), "the death of its worker")
+        started(job, 2)
+        assert len(job.events("worker_started")) == 3
+        job.process.terminate()
+        assert job.end()[0] == 143
+
+
+def test_an_agent_that_stands_still_is_as_good_as_dead(tmp_path: Path) -> None:
+    with running(tmp_path, "-np", "1", "--heartbeat-timeout", "1", *QUICK, *STUBBORN) as job:
+        worker = started(job, 1)[0]
+        agent = job.agents()[0]
+        agent.suspend()
+        lost = job.wait_for("agent_lost")
+        assert [event["reason"] for event in lost] == ["was silent for 1 s"]
+        job.wait(lambda: is_gone(worker) and is_gone(agent), "the death of both")
+        job.process.terminate()
+        assert job.end()[0] == 143
+
+
+# --------------------------------------------------------------------------- workers that speak with their agent
+
+SPEAK = """
+import os, sys, time
+from elasticstate.config import worker_environment
+from elasticstate.net import messages
+from elasticstate.net.link import WorkerLink
+told = worker_environment()
+link = WorkerLink(told.socket)
+link.connect()
+link.send(messages.Hello(told.worker, os.getpid(), messages.PROTOCOL_VERSION))
+def receive():
+    while True:
+        try:
+            return link.receive()
+        except BlockingIOError:
+            link.send(messages.Stamp("boot", 0, 0, None))
+            time.sleep(0.02)
+print("up", flush=True)
+"""
+
+
+def test_a_worker_that_falls_silent_is_killed(tmp_path: Path) -> None:
+    argv = ["-np", "1", "--heartbeat-timeout", "0.5", "--max-no-progress", "1"]
+    with running(tmp_path, *argv, sys.executable, "-c", SPEAK + "time.sleep(100)") as job:
+        assert job.end()[0] == 1
+    unresponsive = job.events("worker_unresponsive")
+    assert [event["reason"] for event in unresponsive] == ["no sign of life for --heartbeat-timeout of 0.5 s"]
+    assert [event["signal"] for event in job.events("worker_exited")] == [signal.SIGKILL]
+
+
+def test_a_worker_that_hangs_is_killed(tmp_path: Path) -> None:
+    script = SPEAK + "while True: link.send(messages.Stamp('train', 1, 5, None)); time.sleep(0.02)"
+    argv = ["-np", "1", "--hang-timeout", "1", "--max-no-progress", "1"]
+    with running(tmp_path, *argv, sys.executable, "-c", script) as job:
+        assert job.end()[0] == 1
+    assert [event["reason"] for event in job.events("worker_unresponsive")] == ["no tick for --hang-timeout of 1 s"]
+
+
+def test_the_error_that_a_worker_reports_is_the_root_cause(tmp_path: Path) -> None:
+    script = SPEAK + (
+        "link.send(messages.ErrorReport('the first error', 1)); link.send(messages.ErrorReport('a later one', 2))\n"
+        "sys.stderr.write('noise'); os._exit(5)"
+    )
+    with running(tmp_path, "-np", "1", "--max-no-progress", "1", sys.executable, "-c", script) as job:
+        status, _, stderr = job.end()
+    assert status == 1
+    assert stderr.splitlines()[-1] == "elasticrun:   the first error"
+
+
+def test_a_worker_that_speaks_is_asked_to_leave_and_not_sent_sigterm(tmp_path: Path) -> None:
+    script = SPEAK + "print(type(receive()).__name__, flush=True); os._exit(0)"
+    with running(tmp_path, "-np", "1", sys.executable, "-c", script) as job:
+        assert job.process.stdout is not None
+        assert job.process.stdout.readline() == "[localhost:0] up\n"
+        job.process.terminate()
+        status, stdout, _ = job.end()
+    assert status == 143
+    assert stdout == "[localhost:0] LeaveOrder\n"
+
+
+def test_worlds_and_the_gate_reach_the_workers_and_their_words_the_core(tmp_path: Path) -> None:
+    """A whole job: READY, world, first tick, gate, exit. Without torch."""
+    script = SPEAK + (
+        "link.send(messages.Ready(0, None, None, '127.0.0.1:9', 0, 0.0))\n"
+        "world = receive()\n"
+        "print(world.placement.rank, world.size, world.store, world.job == told.job, flush=True)\n"
+        "link.send(messages.First(world.generation))\n"
+        "link.send(messages.Synced(world.generation, 10, 0.5))\n"
+        "link.send(messages.Gate(world.generation))\n"
+        "assert receive() == messages.GateOpen(world.generation)\n"
+    )
+    with running(tmp_path, "-np", "2", "-H", "localhost,127.0.0.2", sys.executable, "-c", script) as job:
+        status, stdout, stderr = job.end()
+    assert status == 0, stderr
+    assert sorted(line for line in stdout.splitlines() if "up" not in line) == [
+        "[127.0.0.2:0] 1 2 127.0.0.1:9 True",
+        "[localhost:0] 0 2 127.0.0.1:9 True",
+    ]
+    assert "generation 1: 2 workers on 2 hosts" in stderr
+    assert [event["size"] for event in job.events("world_formed")] == [2]
+    assert [event["bytes"] for event in job.events("sync")] == [10, 10]
+    finished = job.events("job_finished")[0]
+    assert finished["generations"] == 1
+    assert 0 < finished["goodput"] < 1
+
+
+def test_sigterm_to_an_agent_drains_its_host(tmp_path: Path) -> None:
+    with running(tmp_path, "-np", "2", "--min-np", "1", "-H", "localhost,127.0.0.2", *QUICK, *STUBBORN) as job:
+        started(job, 2)
+        agent = job.agents()[0]
+        agent.terminate()
+        job.wait(lambda: is_gone(agent), "the end of the agent")
+        job.process.terminate()
+        assert job.end()[0] == 143
+    assert job.events("agent_lost") == []

@@ -1,0 +1,187 @@
+"""Options: from texts, from the environment, from defaults; and the words for what cannot be used."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from elasticstate import config
+from elasticstate.config import Options, WorkerEnvironment, option_names, parse_host, read_options, worker_environment
+from elasticstate.core.types import HostSlots, Policy, WorkerId
+from elasticstate.errors import OptionError
+
+COMMAND = ["python", "train.py"]
+
+
+def read(environ: dict[str, str] | None = None, **given: str) -> Options:
+    return read_options({"np": "2", **given}, COMMAND, environ or {})
+
+
+def test_what_is_not_given_has_the_default_of_the_contract() -> None:
+    options = read()
+    assert (options.np, options.min_np, options.max_np) == (2, 2, 2)
+    assert options.heartbeat_timeout_s == 10
+    assert options.hang_timeout_s is None
+    assert options.cooldown_range_s == (10, 600)
+    assert options.tag_output
+
+
+def test_a_discovery_script_sets_no_limit_unless_one_is_given() -> None:
+    assert read(host_discovery_script="x").max_np is None
+    assert read(host_discovery_script="x", max_np="3").max_np == 3
+
+
+def test_every_option_has_a_line_of_help_and_a_twin_for_each_long_name() -> None:
+    for option in option_names().values():
+        assert option.help
+        assert option.help == option.help.strip()
+        assert len(option.twins) == sum(name.startswith("--") for name in option.names) >= 1
+
+
+@pytest.mark.parametrize("name", option_names())
+def test_the_twin_of_an_option_is_read(name: str) -> None:
+    samples = {"hosts": "a:3", "backend": "gloo", "cooldown_range_s": "1 2", "tag_output": "0", "verbose": "yes"}
+    samples |= {"min_np": "1", "max_np": "7", "job_name": "j"}
+    text = samples.get(name, "6")
+    given = {} if name == "np" else {"np": "2"}
+    values = [getattr(read_options(given, COMMAND, {twin: text}), name) for twin in option_names()[name].twins]
+    plain = getattr(read_options({**given, "np": "9"}, COMMAND, {}), name)
+    assert all(value != plain for value in values)
+
+
+def test_the_command_line_has_precedence_over_the_environment() -> None:
+    assert read({"ELASTICSTATE_HOLD_TIMEOUT": "7"}).hold_timeout_s == 7
+    assert read({"ELASTICSTATE_HOLD_TIMEOUT": "7"}, hold_timeout_s="3").hold_timeout_s == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("np", "0"),
+        ("np", "two"),
+        ("min_np", "-1"),
+        ("hosts", "a:b"),
+        ("hosts", "a,,b"),
+        ("slots_per_host", "0"),
+        ("backend", "nccl"),
+        ("start_timeout_s", "nan"),
+        ("start_timeout_s", "inf"),
+        ("heartbeat_timeout_s", "0.1"),
+        ("hang_timeout_s", "never"),
+        ("reset_limit", "-1"),
+        ("cooldown_range_s", "5"),
+        ("cooldown_range_s", "5 1"),
+        ("tag_output", "maybe"),
+        ("job_name", "a/b"),
+        ("job_name", ".."),
+    ],
+)
+def test_a_bad_value_names_option_value_and_what_is_taken(name: str, text: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        read(**{name: text})
+    said = str(caught.value)
+    option = option_names()[name]
+    assert said == f"{'/'.join(option.names)}: {text!r}: takes {option.kind.takes}"
+    assert "\n" not in said
+
+
+def test_a_bad_value_in_the_environment_names_the_variable() -> None:
+    with pytest.raises(OptionError, match=r"^ELASTICSTATE_ORPHAN_TIMEOUT: 'x': takes seconds"):
+        read({"ELASTICSTATE_ORPHAN_TIMEOUT": "x"})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"min_np": "3"}, "--min-np: 3: takes a number up to -np, which is 2"),
+        ({"max_np": "1"}, "--max-np: 1: takes a number from -np on, which is 2"),
+        ({"hosts": "a", "hostfile": "f"}, "--hosts and --hostfile are given: takes one of them"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(given: dict[str, str], said: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        read(**given)
+    assert str(caught.value) == said
+
+
+def test_np_and_command_are_needed() -> None:
+    with pytest.raises(OptionError, match="-np/--num-proc is missing"):
+        read_options({}, COMMAND, {})
+    with pytest.raises(OptionError, match="COMMAND is missing"):
+        read_options({"np": "2"}, [], {})
+
+
+def test_a_python_file_runs_with_this_python_unbuffered() -> None:
+    assert read_options({"np": "1"}, ["train.py", "--x"], {}).command == (sys.executable, "-u", "train.py", "--x")
+
+
+def test_the_policy_is_made_of_the_options() -> None:
+    options = read(
+        min_np="1", max_np="4", failure_grace_s="0.5", reset_limit="2", gate_timeout_s="9", cooldown_range_s="1 2"
+    )
+    policy = options.policy()
+    assert policy == Policy(
+        np=2,
+        min_np=1,
+        max_np=4,
+        failure_grace_s=0.5,
+        reset_limit=2,
+        gate_timeout_s=9.0,
+        cooldown_min_s=1.0,
+        cooldown_max_s=2.0,
+    )
+
+
+def test_options_and_policy_agree_on_defaults() -> None:
+    from_options, from_policy = read().policy(), Policy(np=2, min_np=2, max_np=2)
+    for each in fields(Policy):
+        assert getattr(from_options, each.name) == getattr(from_policy, each.name), each.name
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("a", HostSlots("a", 1)),
+        (" a:4 ", HostSlots("a", 4)),
+        ("127.0.0.2:0", HostSlots("127.0.0.2", 0)),
+        ("node-1.x slots=8", HostSlots("node-1.x", 8)),
+        ("n slots = 8", HostSlots("n", 8)),
+    ],
+)
+def test_hosts_are_read(text: str, host: HostSlots) -> None:
+    assert parse_host(text, 1) == host
+
+
+@pytest.mark.parametrize("text", ["", ":4", "a:", "a:-1", "a:4:5", "a b", "$(x)"])
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="takes host or host:slots"):
+        parse_host(text, 1)
+
+
+def test_a_worker_reads_what_its_agent_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = WorkerEnvironment("/s", WorkerId("127.0.0.2", 1, 3), "job", "127.0.0.2")
+    for name, value in told.variables().items():
+        monkeypatch.setenv(name, value)
+    assert worker_environment() == told
+    monkeypatch.setenv("ELASTICSTATE_WORKER", "x")
+    with pytest.raises(OptionError, match="variables of a worker"):
+        worker_environment()
+    monkeypatch.delenv("ELASTICSTATE_SOCKET")
+    assert worker_environment() is None
+
+
+def test_what_quiets_grpc_is_not_inherited_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    config.quiet_grpc()
+    assert "GRPC_VERBOSITY" not in config.inherited_environment()
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    config.quiet_grpc()
+    assert config.inherited_environment()["GRPC_VERBOSITY"] == "DEBUG"
+
+
+def test_the_record_of_a_job_is_kept_where_only_the_user_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert config.runtime_directory() == tmp_path

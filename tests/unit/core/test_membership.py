@@ -1,0 +1,239 @@
+"""Decisions that the transcripts do not show, one sentence each; driven by the same little language."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticstate.core import types as t
+from elasticstate.core.membership import Membership, new_membership, next_deadline, step, waiting_for
+from tests.simulation.transcripts import parse_event
+
+POLICY = t.Policy(np=3, min_np=2, max_np=3)
+RUNNING = """
+0.0 hosts a:3
+0.1 agent-joined a
+1.0 ready a:0#1 + ready a:1#1 + ready a:2#1
+1.1 first a:0#1 in=1
+"""
+
+
+def drive(script: str, m: Membership | None = None, **policy: object) -> tuple[Membership, list[t.Effect]]:
+    """The membership after the script, and all effects of its last line."""
+    m = m or new_membership(replace(POLICY, **policy))  # type: ignore[arg-type]
+    effects: tuple[t.Effect, ...] = ()
+    for line in script.strip().splitlines():
+        at, _, events = line.strip().partition(" ")
+        parts = tuple(parse_event(event.split()) for event in events.split(" + "))
+        m, effects, _ = step(m, t.Several(parts), float(at))
+    return m, list(effects)
+
+
+def kinds(effects: list[t.Effect]) -> list[str]:
+    return [effect.event if isinstance(effect, t.Note) else type(effect).__name__ for effect in effects]
+
+
+def only(effects: list[t.Effect], kind: type[t.Effect]) -> t.Effect:
+    (found,) = [effect for effect in effects if isinstance(effect, kind)]
+    return found
+
+
+def ended(effects: list[t.Effect]) -> t.EndJob:
+    found = only(effects, t.EndJob)
+    assert isinstance(found, t.EndJob)
+    return found
+
+
+def published(effects: list[t.Effect]) -> t.World:
+    found = only(effects, t.PublishWorld)
+    assert isinstance(found, t.PublishWorld)
+    return found.world
+
+
+def test_an_exit_with_0_in_mid_training_is_a_failure() -> None:
+    _, effects = drive(RUNNING + "2.0 exit a:1#1 code=0")
+    end = only(effects, t.End)
+    assert isinstance(end, t.End)
+    assert end.at_tick is None
+    assert end.cause == "a:1#1 exited with 0 without returning from train"
+
+
+def test_an_answer_to_a_hold_that_was_released_does_not_count() -> None:
+    script = RUNNING + "2.0 leaving a:2#1\n4.0 time\n9.0 time\n9.1 answer a:0#1 in=1 ticks=3"
+    script += " + answer a:1#1 in=1 ticks=3 + answer a:2#1 in=1 ticks=3"
+    m, effects = drive(script)
+    assert effects == [], "these were sent before the release: the workers have run on"
+    _, effects = drive("9.2 answer a:0#1 in=1 ticks=9 + answer a:1#1 in=1 ticks=9 + answer a:2#1 in=1 ticks=9", m)
+    end = only(effects, t.End)
+    assert isinstance(end, t.End)
+    assert end.at_tick == 10
+
+
+def test_three_holds_in_a_row_that_fail_name_the_likely_mistake() -> None:
+    _, effects = drive(
+        RUNNING + "2.0 leaving a:2#1\n4.0 time\n9.0 time\n11.0 time\n16.0 time\n18.0 time", drain_timeout_s=60.0
+    )
+    warnings = [
+        str(effect.get("text")) for effect in effects if isinstance(effect, t.Note) and effect.event == "warning"
+    ]
+    assert len(warnings) == 2
+    assert "3 holds in a row" in warnings[1]
+    assert "commit() called on some ranks only" in warnings[1]
+
+
+def test_nobody_is_interrupted_while_a_member_stands_in_the_gate() -> None:
+    held, _ = drive(RUNNING + "2.0 leaving a:2#1")
+    m, effects = drive("2.1 answer a:0#1 in=1 ticks=3 gate", held)
+    assert kinds(effects) == ["Release", "release"]
+    m, effects = drive("2.2 gate a:0#1 in=1\n8.0 time", m)
+    assert effects == []
+    _, effects = drive("8.1 gate a:1#1 in=1 + gate a:2#1 in=1", m)
+    assert "OpenGate" in kinds(effects)
+
+
+def test_train_returning_everywhere_before_tick_k_opens_the_gate() -> None:
+    script = RUNNING + "2.0 leaving a:2#1\n2.1 answer a:0#1 in=1 ticks=3 + answer a:1#1 in=1 ticks=3"
+    script += " + answer a:2#1 in=1 ticks=3\n2.2 gate a:0#1 in=1 + gate a:1#1 in=1 + gate a:2#1 in=1"
+    m, effects = drive(script)
+    assert kinds(effects) == ["OpenGate"]
+    assert m.phase_name == "FINISHING(1)"
+
+
+def test_the_gate_time_out_ends_the_generation() -> None:
+    _, effects = drive(RUNNING + "2.0 gate a:0#1 in=1\n5.0 time", gate_timeout_s=3.0)
+    end = only(effects, t.End)
+    assert isinstance(end, t.End)
+    assert end.cause == "a:1#1 (rank 1), a:2#1 (rank 2) not in the exit gate within 3 s"
+
+
+@pytest.mark.parametrize(("how", "code", "signal"), [("code=3", 3, None), ("signal=11", None, 11)])
+def test_an_end_behind_the_gate_other_than_0_fails_the_job_when_all_have_exited(
+    how: str, code: int | None, signal: int | None
+) -> None:
+    script = RUNNING + f"2.0 gate a:0#1 in=1 + gate a:1#1 in=1 + gate a:2#1 in=1\n2.1 exit a:1#1 {how}"
+    m, effects = drive(script)
+    assert kinds(effects) == ["worker_exited"]
+    _, effects = drive("2.2 exit a:0#1 code=0 + exit a:2#1 code=0", m)
+    cause = ended(effects).root_cause
+    assert cause is not None
+    assert (cause.worker, cause.rank, cause.exit_code, cause.signal) == (t.WorkerId("a", 1, 1), 1, code, signal)
+
+
+def test_a_late_member_keeps_its_slot_and_comes_back_as_a_newcomer() -> None:
+    m, effects = drive(
+        RUNNING + "2.0 exit a:0#1 signal=9\n2.1 ready a:1#1 in=1 commit=1.5\n2.2 ready a:2#1 in=1 commit=1.5"
+    )
+    assert published(effects).size == 2
+    m, effects = drive(
+        RUNNING + "2.0 failure a:0#1 in=1\n2.1 ready a:1#1 in=1 commit=1.5 + ready a:2#1 in=1 commit=1.5\n62.0 time"
+    )
+    assert [str(p.worker) for p in published(effects).members] == ["a:1#1", "a:2#1"]
+    m, _ = drive("62.1 first a:1#1 in=2", m)
+    m, effects = drive("70.0 ready a:0#1 in=1 commit=1.5", m)
+    assert "Hold" in kinds(effects)
+    m, effects = drive("70.1 answer a:1#1 in=2 ticks=4 + answer a:2#1 in=2 ticks=4", m)
+    m, effects = drive("70.2 ready a:1#1 in=2 commit=2.5 + ready a:2#1 in=2 commit=2.5", m)
+    world = published(effects)
+    assert [str(p.worker) for p in world.members] == ["a:1#1", "a:2#1", "a:0#1"]
+    assert world.lacking == (2,)
+
+
+def test_a_world_waits_for_the_late_one_that_alone_may_hold_a_commit() -> None:
+    script = "0.0 hosts a:1\n0.1 agent-joined a\n1.0 ready a:0#1\n1.1 first a:0#1 in=1\n2.0 hosts a:2\n4.0 ready a:1#1"
+    script += "\n4.1 answer a:0#1 in=1 ticks=3\n10.0 failure a:0#1 in=1\n70.0 time"
+    m, effects = drive(script, np=1, min_np=1, max_np=2)
+    assert m.phase_name == "WAITING"
+    assert "PublishWorld" not in kinds(effects)
+    m, effects = drive("71.0 ready a:0#1 in=1 commit=1.3", m)
+    world = published(effects)
+    assert world.members[world.root].worker == t.WorkerId("a", 0, 1)
+
+
+def test_a_drain_that_is_not_reached_becomes_a_failure_without_the_leaver() -> None:
+    _, effects = drive(RUNNING + "2.0 leaving a:2#1\n4.0 time\n32.0 time")
+    assert kinds(effects) == ["StopWorker", "End", "end"]
+
+
+def test_the_only_holder_of_the_newest_commit_leaves_one_world_later() -> None:
+    script = (
+        "0.0 hosts a:1 b:1\n0.1 agent-joined a\n1.0 ready a:0#1\n6.0 time\n6.1 first a:0#1 in=1\n7.0 agent-joined b"
+    )
+    script += "\n8.0 ready b:0#1 + leaving a:0#1 + beat a:0#1 in=1 ticks=3 commit=1.3\n8.1 failure a:0#1 in=1"
+    m, effects = drive(script + "\n8.2 ready a:0#1 in=1 commit=1.3 ticks=4", np=2, min_np=1, max_np=2)
+    world = published(effects)
+    assert world.members[world.root].worker == t.WorkerId("a", 0, 1)
+    _, effects = drive("8.3 first b:0#1 in=2", m)
+    assert "Hold" in kinds(effects), "and it drains again after that world's first tick"
+
+
+def test_boots_that_fail_again_and_again_end_the_job_with_the_first_error() -> None:
+    script = "0.0 hosts a:2\n0.1 agent-joined a\n"
+    script += (
+        "1.0 exit a:0#1 code=1 error=first + exit a:1#1 code=1\n3.0 exit a:0#2 code=1 + exit a:1#2 code=1\n4.0 time\n"
+    )
+    _, effects = drive(script + "6.0 exit a:0#3 code=1 + exit a:1#3 code=1", np=2)
+    cause = ended(effects).root_cause
+    assert cause is not None
+    assert cause.error == "first"
+
+
+def test_the_start_time_out_lists_host_by_host_what_was_last_heard() -> None:
+    _, effects = drive(
+        "0.0 hosts a:1 b:1 c:1\n0.1 agent-joined a\n0.2 agent-lost b no_route\n1.0 ready a:0#1\n600.0 time"
+    )
+    cause = ended(effects).root_cause
+    assert cause is not None
+    assert "1 of at least 2 workers ready after --start-timeout of 600 s" in cause.reason
+    assert "host c: its agent was asked for" in cause.reason
+
+
+def test_a_command_that_uses_run_after_all_has_its_finished_slots_restarted() -> None:
+    script = "0.0 hosts a:3\n0.1 agent-joined a\n0.5 exit a:0#1 code=0\n"
+    m, effects = drive(script)
+    assert kinds(effects) == ["worker_exited"]
+    _, effects = drive("1.0 ready a:1#1", m)
+    assert t.StartWorker(t.WorkerId("a", 0, 2)) in effects
+
+
+def test_a_running_world_names_who_stands_behind_by_more_than_a_tick() -> None:
+    _, effects = drive(
+        RUNNING + "3.0 beat a:0#1 in=1 ticks=8 + beat a:1#1 in=1 ticks=2 + beat a:2#1 in=1 ticks=8\n"
+        "33.0 beat a:0#1 in=1 ticks=9 + beat a:2#1 in=1 ticks=9 + beat a:1#1 in=1 ticks=2"
+    )
+    (note,) = [effect for effect in effects if isinstance(effect, t.Note)]
+    assert (note.event, note.get("who")) == ("waiting", "a:1#1 (rank 1)")
+
+
+def test_a_newcomer_that_does_not_become_ready_is_killed_and_its_slot_has_failed() -> None:
+    m, effects = drive(
+        RUNNING + "2.0 exit a:2#1 signal=9\n2.1 ready a:0#1 in=1 + ready a:1#1 in=1\n2.2 first a:0#1 in=2"
+    )
+    assert t.StartWorker(t.WorkerId("a", 2, 2)) in effects
+    m, effects = drive("602.2 time", m)
+    assert kinds(effects) == ["StopWorker"]
+    m, effects = drive("602.3 exit a:2#2 signal=9\n603.3 time", m)
+    assert t.StartWorker(t.WorkerId("a", 2, 3)) in effects
+
+
+def test_who_is_waited_for_can_be_asked_at_any_time() -> None:
+    m, _ = drive("0.0 hosts a:1 b:1\n0.1 agent-joined a")
+    assert waiting_for(m, 3.1) == ("a:0 boots for 3.0 s", "host b: its agent was asked for")
+    m, _ = drive(RUNNING + "2.0 exit a:0#1 signal=9")
+    assert waiting_for(m, 2.0) == ("a:1#1 has not left its generation", "a:2#1 has not left its generation")
+    m, _ = drive(RUNNING)
+    assert waiting_for(m, 2.0) == ()
+
+
+def test_a_job_without_hosts_ends_at_the_start_time_out() -> None:
+    m, _ = drive("0.0 time")
+    assert next_deadline(m) == 30.0
+    _, effects = drive("600.0 time", m)
+    cause = ended(effects).root_cause
+    assert cause is not None
+    assert "no hosts: discovery names none" in cause.reason
+
+
+def test_after_the_end_nothing_has_an_effect() -> None:
+    m, _ = drive("0.0 time\n600.0 time")
+    assert step(m, t.HostsDiscovered((t.HostSlots("a", 1),)), 601.0).next is m

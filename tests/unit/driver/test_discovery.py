@@ -1,0 +1,211 @@
+"""Host discovery, with real scripts and files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from elasticstate.config import Options, read_options
+from elasticstate.core.types import HostSlots
+from elasticstate.driver.discovery import Discovery, Fault, Hosts, parse_hosts, run_script
+from elasticstate.errors import DiscoveryError
+
+
+def hosts(*named: tuple[str, int]) -> Hosts:
+    return tuple(HostSlots(*each) for each in named)
+
+
+def script(path: Path, body: str) -> str:
+    """Put an executable in place of what is there, at once."""
+    new = path.with_suffix(".new")
+    new.write_text(f"#!/bin/sh\n{body}\n")
+    new.chmod(new.stat().st_mode | stat.S_IXUSR)
+    new.replace(path)
+    return str(path)
+
+
+def options(**given: str) -> Options:
+    return read_options({"np": "1", "discovery_interval_s": "0.05", **given}, ["x"], {})
+
+
+class Watch:
+    """Discovery that runs, with its answers and warnings."""
+
+    def __init__(self, chosen: Options, refused: str = "") -> None:
+        self.answers: list[Hosts] = []
+        self.warnings: list[str] = []
+        self._discovery = Discovery(
+            chosen, lambda host: f"{host} is refused" if host == refused else "", self.warnings.append
+        )
+
+    async def run(self, meanwhile: Callable[[Watch], Awaitable[None]]) -> None:
+        self.answers.append(await self._discovery.first())
+        following = asyncio.ensure_future(self._follow())
+        try:
+            await meanwhile(self)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        async for answer in self._discovery.changes():
+            self.answers.append(answer)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async def look() -> None:
+            while not condition():
+                await asyncio.sleep(0.005)
+
+        try:
+            await asyncio.wait_for(look(), 10)
+        except asyncio.TimeoutError:
+            pytest.fail(f"answers {self.answers}, warnings {self.warnings}")
+
+
+def test_hosts_are_read_line_by_line() -> None:
+    text = "# our hosts\na:2\n\n  b   # the slow one\nc slots=4\r\na:1\n"
+    assert parse_hosts(text, 8) == hosts(("a", 3), ("b", 8), ("c", 4))
+    assert parse_hosts("", 1) == ()
+    with pytest.raises(Fault, match="'oops, no' is no host") as caught:
+        parse_hosts("a:2\noops, no\n", 1)
+    assert caught.value.kind == "rubbish"
+
+
+def test_without_anything_the_host_is_localhost_with_np_slots() -> None:
+    async def nothing(_: Watch) -> None: ...
+
+    watch = Watch(read_options({"np": "3"}, ["x"], {}))
+    asyncio.run(watch.run(nothing))
+    assert watch.answers == [hosts(("localhost", 3))]
+
+
+def test_the_list_of_the_command_line_is_taken_with_slots_per_host() -> None:
+    async def nothing(_: Watch) -> None: ...
+
+    watch = Watch(read_options({"np": "3", "hosts": "a:2,b", "slots_per_host": "4"}, ["x"], {}))
+    asyncio.run(watch.run(nothing))
+    assert watch.answers == [hosts(("a", 2), ("b", 4))]
+
+
+def test_a_hostfile_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a:1\n")
+
+    async def change(watch: Watch) -> None:
+        file.write_text("a:1\nb:2\n")
+        await watch.until(lambda: len(watch.answers) == 2)
+        file.unlink()
+        await watch.until(lambda: bool(watch.warnings))
+
+    watch = Watch(options(hostfile=str(file)))
+    asyncio.run(watch.run(change))
+    assert watch.answers == [hosts(("a", 1)), hosts(("a", 1), ("b", 2))]
+    assert watch.warnings == [f"host discovery: hostfile {file}: No such file or directory; the last good answer stands"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("echo a:1; echo no luck >&2; exit 3", r"exited with 3: no luck$"),
+        ("echo 'a:1:2'", "'a:1:2' is no host: takes host or host:slots"),
+        ("sleep 100", "took longer than --discovery-timeout of 0.5 s"),
+        ("echo far:1", "far is refused"),
+    ],
+)
+def test_the_first_answer_must_be_good(tmp_path: Path, body: str, said: str) -> None:
+    async def never(_: Watch) -> None:
+        pytest.fail("the first answer was taken")
+
+    path = script(tmp_path / "discover.sh", body)
+    watch = Watch(options(host_discovery_script=path, discovery_timeout_s="0.5"), refused="far")
+    with pytest.raises(DiscoveryError, match=said):
+        asyncio.run(watch.run(never))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("exit 3", "exited with 3: and said nothing on stderr"),
+        ("echo 'x y z'", "'x y z' is no host"),
+        ("sleep 100", "took longer than --discovery-timeout of 0.3 s"),
+        ("echo far:1", "far is refused"),
+    ],
+)
+def test_a_bad_answer_later_changes_nothing_and_is_told_once(tmp_path: Path, body: str, said: str) -> None:
+    path = tmp_path / "discover.sh"
+    script(path, "echo a:1")
+    calls = tmp_path / "calls"
+
+    async def spoil(watch: Watch) -> None:
+        script(path, f"echo >> {calls}\n{body}")
+        await watch.until(lambda: calls.exists() and calls.read_text().count("\n") >= 3)
+        assert watch.answers == [hosts(("a", 1))]
+        script(path, "echo b:1")
+        await watch.until(lambda: len(watch.answers) == 2)
+
+    watch = Watch(options(host_discovery_script=str(path), discovery_timeout_s="0.3"), refused="far")
+    asyncio.run(watch.run(spoil))
+    assert watch.answers == [hosts(("a", 1)), hosts(("b", 1))]
+    assert len(watch.warnings) == 1
+    assert said in watch.warnings[0]
+
+
+def test_an_empty_answer_counts_when_it_is_given_twice_in_a_row(tmp_path: Path) -> None:
+    path, calls = tmp_path / "discover.sh", tmp_path / "calls"
+    script(path, "echo a:1")
+
+    async def empty(watch: Watch) -> None:
+        script(path, f"echo >> {calls}\n[ $(wc -l < {calls}) -eq 2 ] || echo a:1")  # empty in the second call only
+        await watch.until(lambda: calls.exists() and calls.read_text().count("\n") >= 4)
+        assert watch.answers == [hosts(("a", 1))]
+        script(path, "")
+        await watch.until(lambda: len(watch.answers) == 2)
+
+    watch = Watch(options(host_discovery_script=str(path)))
+    asyncio.run(watch.run(empty))
+    assert watch.answers == [hosts(("a", 1)), ()]
+    assert watch.warnings == []
+
+
+def test_a_script_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    path = script(tmp_path / "discover.sh", f"sleep 100 &\necho $! $$ > {pids}\nwait")
+
+    async def run() -> None:
+        with pytest.raises(Fault, match="took longer") as caught:
+            await run_script(path, 0.5)
+        assert caught.value.kind == "timeout"
+
+    asyncio.run(run())
+    for pid in map(int, pids.read_text().split()):
+        state = _state(pid)
+        assert state in ("", "Z"), f"{pid} lives: {state}"
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def test_a_script_may_have_arguments_and_need_not_be_in_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path / "discover.sh", 'echo "$1:$2"')
+    monkeypatch.chdir(tmp_path)
+    assert asyncio.run(run_script("discover.sh a 3", 5)) == "a:3\n"
+
+
+def test_a_script_that_cannot_be_run_says_why(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("echo a")
+    if os.access(tmp_path / "plain", os.X_OK):
+        pytest.fail("a plain file is executable here")
+    for command in (str(tmp_path / "plain"), str(tmp_path / "nope")):
+        with pytest.raises(Fault, match="cannot be run"):
+            asyncio.run(run_script(command, 5))

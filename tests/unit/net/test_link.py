@@ -1,0 +1,206 @@
+"""The Unix socket between agent and workers, with real sockets on both ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from elasticstate.core.types import CommitId, WorkerId
+from elasticstate.net import messages
+from elasticstate.net.link import MAX_DATAGRAM_BYTES, AgentSocket, WorkerLink
+
+W = WorkerId("h", 0, 1)
+HELLO = messages.Hello(W, os.getpid(), messages.PROTOCOL_VERSION)
+STAMP = messages.Stamp("train", 3, 17, CommitId(3, 16))
+
+
+class Agent:
+    """An agent's socket, and what it has received."""
+
+    def __init__(self, directory: Path, known: tuple[WorkerId, ...] = (W,)) -> None:
+        self.received: list[tuple[WorkerId, object]] = []
+        self.complaints: list[str] = []
+        self.socket = AgentSocket(
+            str(directory / "agent"),
+            lambda worker: "" if worker in known else "is no worker of this agent",
+            lambda worker, message: self.received.append((worker, message)),
+            self.complaints.append,
+        )
+        self.socket.open()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async def look() -> None:
+            while not condition():
+                await asyncio.sleep(0.001)
+
+        try:
+            await asyncio.wait_for(look(), 5)
+        except asyncio.TimeoutError:
+            pytest.fail(f"received {self.received}, complained {self.complaints}")
+
+
+def link_to(agent: Agent) -> WorkerLink:
+    link = WorkerLink(agent.socket.path)
+    link.connect()
+    return link
+
+
+def with_agent(directory: Path, scenario: Callable[[Agent], Awaitable[None]]) -> None:
+    async def run() -> None:
+        agent = Agent(directory)
+        try:
+            await scenario(agent)
+        finally:
+            agent.socket.close()
+
+    asyncio.run(run())
+
+
+def test_messages_of_a_worker_arrive_whole_and_in_order(tmp_path: Path) -> None:
+    async def scenario(agent: Agent) -> None:
+        link = link_to(agent)
+        sent = [HELLO, STAMP, messages.Gate(3), messages.Notice()]
+        for message in sent:
+            link.send(message)
+        await agent.until(lambda: len(agent.received) == 4)
+        assert agent.received == [(W, message) for message in sent]
+        link.close()
+        await agent.until(lambda: not agent.socket.is_connected(W))
+
+    with_agent(tmp_path, scenario)
+
+
+def test_a_worker_reads_without_blocking_and_sees_the_end_of_its_agent(tmp_path: Path) -> None:
+    async def scenario(agent: Agent) -> None:
+        link = link_to(agent)
+        link.send(HELLO)
+        await agent.until(lambda: agent.socket.is_connected(W))
+        with pytest.raises(BlockingIOError):
+            link.receive()
+        agent.socket.send(W, messages.encode(messages.HoldOrder(4)))
+        assert link.receive() == messages.HoldOrder(4)
+        agent.socket.close()
+        assert link.receive() is None
+        link.close()
+
+    with_agent(tmp_path, scenario)
+
+
+def test_sending_to_a_worker_that_does_not_read_never_blocks_and_loses_nothing(tmp_path: Path) -> None:
+    async def scenario(agent: Agent) -> None:
+        link = link_to(agent)
+        link.send(HELLO)
+        await agent.until(lambda: agent.socket.is_connected(W))
+        orders = [messages.EndOrder(g, None, "x" * 10_000) for g in range(500)]  # far more than the socket holds
+        for order in orders:
+            agent.socket.send(W, messages.encode(order))
+        got = []
+        while len(got) < len(orders):
+            try:
+                got.append(link.receive())
+            except BlockingIOError:
+                await asyncio.sleep(0)
+        assert got == orders
+        link.close()
+
+    with_agent(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("first", "complaint"),
+    [
+        (STAMP, "did not say hello first"),
+        (messages.Hello(WorkerId("h", 0, 2), 1, messages.PROTOCOL_VERSION), "is no worker of this agent"),
+        (messages.Hello(W, 1, 99), "speaks protocol 99, this is 1"),
+    ],
+)
+def test_who_does_not_introduce_itself_is_disconnected(
+    tmp_path: Path, first: messages.FromWorkerBody, complaint: str
+) -> None:
+    async def scenario(agent: Agent) -> None:
+        link = link_to(agent)
+        link.send(first)
+        await agent.until(lambda: bool(agent.complaints))
+        assert complaint in agent.complaints[0]
+        assert link.receive() is None
+        assert agent.received == []
+        link.close()
+
+    with_agent(tmp_path, scenario)
+
+
+def test_nobody_takes_the_place_of_a_connected_worker(tmp_path: Path) -> None:
+    async def scenario(agent: Agent) -> None:
+        link, other = link_to(agent), link_to(agent)
+        link.send(HELLO)
+        await agent.until(lambda: agent.socket.is_connected(W))
+        other.send(HELLO)
+        await agent.until(lambda: bool(agent.complaints))
+        assert "which is connected" in agent.complaints[0]
+        agent.socket.send(W, messages.encode(messages.GateOpen(1)))
+        assert link.receive() == messages.GateOpen(1)
+        link.close()
+        other.close()
+
+    with_agent(tmp_path, scenario)
+
+
+def test_rubbish_disconnects(tmp_path: Path) -> None:
+    async def scenario(agent: Agent) -> None:
+        raw = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        raw.connect(agent.socket.path)
+        raw.send(b"\xc1rubbish")
+        await agent.until(lambda: bool(agent.complaints))
+        assert raw.recv(10) == b""
+        raw.close()
+
+    with_agent(tmp_path, scenario)
+
+
+def test_the_last_words_of_a_dead_worker_are_read(tmp_path: Path) -> None:
+    async def scenario(agent: Agent) -> None:
+        link = link_to(agent)
+        link.send(HELLO)
+        link.send(messages.ErrorReport("boom", 1))
+        link.close()
+        agent.socket.drain(W)  # without a turn of the loop: not even its connection was seen before
+        assert agent.received == [(W, HELLO), (W, messages.ErrorReport("boom", 1))]
+
+    with_agent(tmp_path, scenario)
+
+
+def test_a_traceback_that_is_too_long_is_cut_in_its_middle(tmp_path: Path) -> None:
+    async def scenario(agent: Agent) -> None:
+        link = link_to(agent)
+        link.send(HELLO)
+        link.send(messages.ErrorReport("begin" + "é" * MAX_DATAGRAM_BYTES + "end", 1))
+        await agent.until(lambda: len(agent.received) == 2)
+        report = agent.received[1][1]
+        assert isinstance(report, messages.ErrorReport)
+        assert report.error.startswith("begin")
+        assert report.error.endswith("end")
+        assert "... cut ..." in report.error
+        link.close()
+
+    with_agent(tmp_path, scenario)
+
+
+def test_a_worker_can_poll_its_link(tmp_path: Path) -> None:
+    async def scenario(agent: Agent) -> None:
+        link = link_to(agent)
+        link.send(HELLO)
+        await agent.until(lambda: agent.socket.is_connected(W))
+        poller = select.poll()
+        poller.register(link.fileno(), select.POLLIN)
+        assert poller.poll(0) == []
+        agent.socket.send(W, messages.encode(messages.LeaveOrder()))
+        assert [fd for fd, _ in poller.poll(1000)] == [link.fileno()]
+        link.close()
+
+    with_agent(tmp_path, scenario)

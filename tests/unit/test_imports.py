@@ -1,0 +1,131 @@
+"""Who may import whom (DESIGN.md, section 6), read from the sources: an import inside a function counts too."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import elasticstate._native
+
+PACKAGE = Path(elasticstate._native.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+PARTS = {"agent", "config", "cli", "core", "driver", "errors", "net", "processes", "state", "worker"}
+
+# What a part may import of ours besides itself; the command line may import everything.
+ALLOWED = {
+    "core": set[str](),
+    "errors": set[str](),
+    "processes": set[str](),
+    "net": {"core", "errors"},
+    "config": {"core", "errors"},
+    "driver": PARTS - {"agent", "worker", "state", "cli"},
+    "agent": PARTS - {"driver", "worker", "state", "cli"},
+    "worker": PARTS - {"driver", "agent", "cli"} | {"_native"},
+    "state": PARTS - {"driver", "agent", "cli"} | {"_native"},
+    "cli": PARTS,
+    "__main__": {"cli"},
+}
+WITH_TORCH = {"worker", "state"}
+MAY_TOUCH_SOCKETS = {
+    "elasticstate.worker.contexts.gloo": "cuts the sockets that Gloo opened",
+    "elasticstate.worker.sentinel": "wakes its own thread by a socket pair",
+}
+SOCKET_MODULES = {"socket", "socketserver", "grpc", "asyncio.streams", "http", "urllib"}
+
+
+def name(source: Path) -> str:
+    return ".".join(source.relative_to(PACKAGE.parent).with_suffix("").parts)
+
+
+def part(source: Path) -> str:
+    return source.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(source: Path) -> Iterator[str]:
+    """Dotted names of all modules (and names out of them) that a source imports, those for type checkers left out."""
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    only_for_types = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
+        for statement in branch.body
+        for node in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if id(node) in only_for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name(source)}: a relative import hides what is imported"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_sources_are_found() -> None:
+    assert {part(source) for source in SOURCES} >= {"core", "errors", "net"}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_a_module_imports_only_the_parts_it_may(source: Path) -> None:
+    if part(source) == "__init__":
+        return  # the public names: lazy, of every part; its laziness has its own test
+    assert part(source) in ALLOWED, f"{name(source)}: a new part needs its line in ALLOWED"
+    allowed = ALLOWED[part(source)] | {part(source)}
+    for imported in imports(source):
+        if imported.startswith("elasticstate."):
+            ours = imported.split(".")[1]
+            assert ours in allowed, f"{name(source)} imports {imported}"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_torch_is_imported_only_where_workers_run(source: Path) -> None:
+    if part(source) not in WITH_TORCH:
+        assert not [imported for imported in imports(source) if imported.split(".")[0] in {"torch", "numpy"}]
+
+
+def test_driver_agent_and_command_line_run_without_torch() -> None:
+    modules = [
+        name(source).removesuffix(".__init__")
+        for source in SOURCES
+        if part(source) not in WITH_TORCH and source.stem != "__main__"
+    ]
+    program = (
+        f"import importlib, sys\nfor m in {modules}: importlib.import_module(m)\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_sockets_are_opened_only_in_net(source: Path) -> None:
+    if part(source) != "net" and name(source) not in MAY_TOUCH_SOCKETS:
+        assert not SOCKET_MODULES.intersection(imported.split(".")[0] for imported in imports(source))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_the_environment_is_read_only_in_config(source: Path) -> None:
+    if part(source) == "config":
+        return
+    nodes = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
+    # Writing is allowed: each world sets RANK, WORLD_SIZE, … for the libraries that look there.
+    written = {
+        id(node.value) for node in nodes if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+    }
+    written |= {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in {"update", "pop"}}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}:
+            assert id(node) in written, f"{name(source)}:{node.lineno} reads the environment"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_no_file_is_longer_than_one_reads_in_a_sitting(source: Path) -> None:
+    assert len(source.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_a_name_says_what_a_module_is_for(source: Path) -> None:
+    assert not {"util", "utils", "common", "helpers"}.intersection(name(source).split("."))
