@@ -179,14 +179,16 @@ class Agent:
 
     def _environment(self, worker: WorkerId) -> Mapping[str, str]:
         given = dict(self._spec.environment)
-        address = given.pop("ELASTICSTATE_LOCAL_ADDRESS", "127.0.0.1")
-        told = WorkerEnvironment(self._launch.socket, worker, self._spec.job, address)
-        return {"PYTHONUNBUFFERED": "1", **inherited_environment(), **given, **told.variables()}
+        told = WorkerEnvironment(self._launch.socket, worker, self._spec.job, self._launch.local_address)
+        # torch's own words on a peer's death are a page of C++ frames each; the worker's exception tells the same.
+        quiet = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+        return {**quiet, **inherited_environment(), **given, **told.variables()}
 
     async def _watch(self, seat: _Seat) -> None:
         process = seat.process
         ending = await process.ended()
         self._socket.drain(process.worker)
+        self._send_stamps()  # its last words on its commits come before its end
         for timer in seat.stopping:
             timer.cancel()
         del self._seats[process.worker]

@@ -70,9 +70,10 @@ def make_world(d: Draft, chosen: Sequence[Worker]) -> t.World:
 
 def enter(d: Draft, world: t.World) -> None:
     """The members are in the new world: what they said in the last one counts no more. Who is not loses its age."""
+    members = {placement.worker for placement in world.members}
     for worker in list(d.workers.values()):
-        if worker.joined == d.generation and worker.age != NEWCOMER:
-            d.put(worker, age=worker.age if worker.ready is not None else NEWCOMER)
+        if worker.age != NEWCOMER and worker.id not in members:
+            d.put(worker, age=NEWCOMER)
     age = d.ledger.next_age
     for placement in world.members:
         worker = d.workers[placement.worker]

@@ -55,11 +55,12 @@ def waiting_for(m: Draft | Membership, now: float) -> tuple[str, ...]:
 
 def missing(m: Draft | Membership, now: float) -> Iterator[str]:
     """Host by host, what is not READY, and what was last heard of it."""
-    found = False
     for host in hosts_of(m):
         if not host.slots:
+            yield f"host {host.name}: gone from discovery"
             continue
-        found = True
+        if host.seats > host.slots:
+            yield f"host {host.name}: discovery has taken away {host.seats - host.slots} of its {host.seats} slots"
         about = _about_host(host, now)
         if about:
             yield about
@@ -69,7 +70,7 @@ def missing(m: Draft | Membership, now: float) -> Iterator[str]:
             text = _about_slot(m, slot, now) if slot is not None else ""
             if text:
                 yield f"{seat} {text}"
-    if not found:
+    if not m.hosts:
         yield "no hosts: discovery names none"
 
 

@@ -145,7 +145,7 @@ def forming(d: Draft, phase: Forming) -> None:
     drain_is_over(d, members)
     if is_live(d):
         verdict(d, members)
-    awaited = [w for w in members_of(d) if w.ready is None and not w.late]
+    awaited = _awaited(d)
     phase = _forming(d)
     if awaited and phase.clock is not None and d.due(phase.clock + d.policy.regroup_timeout_s):
         _give_up(d, phase, awaited)
@@ -159,6 +159,15 @@ def forming(d: Draft, phase: Forming) -> None:
     settle(d, phase)
     if isinstance(d.phase, Forming) and (len(candidates(d)) < d.policy.min_np or not form(d)):
         become_waiting(d)
+
+
+def _awaited(d: Draft) -> list[Worker]:
+    """Members that may still be READY. Who raises its own error will not be; whether all do is worth waiting for."""
+    members = members_of(d)
+    found = [w for w in members if w.ready is None and not w.late]
+    if all(w.confirmed_at is not None for w in members):
+        return found
+    return [w for w in found if w.confirmed_at is None]
 
 
 def _give_up(d: Draft, phase: Forming, awaited: list[Worker]) -> None:

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from elasticstate.core import types as t
 from elasticstate.driver.launcher import LocalAgent
 from elasticstate.net import messages
@@ -18,6 +16,7 @@ from elasticstate.net.names import address_of
 from elasticstate.net.rpc import AgentStream, ControlServer
 
 _WATCH_INTERVAL_S = 0.5
+_LAST_MOMENT_S = 0.1
 _EXIT_TIMEOUT_S = 5.0  # for an agent, after the time that its workers may take
 
 
@@ -67,6 +66,7 @@ class Agents:
             host=host,
             address=self._address,
             token=self.token,
+            local_address=address_of(host),
             socket=str(self._directory / f"agent-{self._started}"),
             directory=os.getcwd(),
             job_directory=str(self._directory),
@@ -163,9 +163,7 @@ class Agents:
             return
         agent.stream = stream
         agent.heard_at = self._loop.time()
-        address = ("ELASTICSTATE_LOCAL_ADDRESS", address_of(agent.host))
-        environment = (*self._spec.environment, address)
-        stream.send(messages.encode(msgspec.structs.replace(self._spec, environment=environment)))
+        stream.send(messages.encode(self._spec))
         self._post(t.AgentJoined(agent.host))
 
     def _from_stream(self, stream: AgentStream, message: messages.FromAgent) -> None:
@@ -182,5 +180,5 @@ class Agents:
 
     def _stream_lost(self, stream: AgentStream, reason: str) -> None:
         agent = self._agents.get(stream.hello.host)
-        if agent is not None and agent.stream is stream:
-            self._lose(agent, agent.process.how_it_ended() or reason)
+        if agent is not None and agent.stream is stream:  # the sockets of a process close a moment before it has ended
+            self._loop.call_later(_LAST_MOMENT_S, self._lose, agent, reason)

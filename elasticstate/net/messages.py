@@ -266,6 +266,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str
     address: str  # of the driver
     token: str
+    local_address: str  # at which other hosts reach this one
     socket: str  # path at which the workers of this host find their agent
     directory: str  # in which the workers run
     job_directory: str  # removed by whoever is last: the driver, or an agent that has lost it

@@ -56,7 +56,8 @@ def wait_for_step(folder: Path, step: int, rank: int, job: subprocess.Popen[byte
             if steps and steps[-1].rank == rank and steps[-1].step >= step:
                 return steps
         time.sleep(0.002)
-    raise RuntimeError(f"rank {rank} has not completed step {step}: {job.args!r}")
+    state = "runs" if job.poll() is None else f"has ended with status {job.returncode}"
+    raise RuntimeError(f"rank {rank} has not completed step {step}; the job {state}: {job.args!r}")
 
 
 @contextlib.contextmanager

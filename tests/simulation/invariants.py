@@ -234,7 +234,7 @@ class Checker:
     def _verdict(self, before: Membership, after: Membership, worker: t.WorkerId, generation: int, now: float) -> None:
         assert generation == self.generation
         assert None not in self._ended.get(generation, []), "no verdict OWN on a generation that has failed"
-        suspects = [w for w in after.workers.values() if w.suspect_at is not None and not w.gone]
+        suspects = [w for w in after.workers.values() if w.suspect_at is not None]  # one may be sent away at once
         first = min(w.suspect_at for w in suspects if w.suspect_at is not None)
         proof_at = first + after.policy.failure_grace_s
         assert now >= proof_at

@@ -18,9 +18,10 @@ def world_or_end_is_reached(m: Membership, now: float, *, one_is_deaf: bool) -> 
         m, effects, _ = step(m, t.WorkerExited(member.id, None, 9), now)
         if any(isinstance(effect, t.PublishWorld) for effect in effects):
             return
+    members = [w for w in m.workers.values() if w.joined == m.generation > 0 and not w.gone]
     deaf = None
-    if one_is_deaf and not isinstance(m.phase, Finishing):
-        deaf = next((w.id for w in m.workers.values() if w.joined and w.ready is None and not w.gone), None)
+    if one_is_deaf and len(members) > 1 and not isinstance(m.phase, Finishing):
+        deaf = next((w.id for w in members if w.ready is None), None)
     while not isinstance(m.phase, Over):
         answers = tuple(_answers(m, deaf))
         if not answers:

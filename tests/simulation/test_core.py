@@ -47,15 +47,15 @@ def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
                 maker.published(effect.world)
         m = transition.next
         transcript.append((now, event, transition.effects, transition.reason, m.deadline))
-        if rng.random() < 0.03:
+        if rng.random() < 0.015:
             _what_is_stale_has_no_effect(rng, m, now)
         checker.reached["below min-np"] += m.phase_name == "WAITING" and m.generation > 0
         checker.reached["forming"] += m.phase_name.startswith("FORMING")
         if isinstance(m.phase, Over):
             break
     reached["events"] += len(transcript)
-    if seed % 8 == 0:
-        world_or_end_is_reached(m, now, one_is_deaf=seed % 16 == 0)
+    if seed % 32 == 0:
+        world_or_end_is_reached(m, now, one_is_deaf=seed % 64 == 0)
     reached.update(checker.reached)
     return transcript
 
@@ -88,12 +88,12 @@ def _what_is_stale_has_no_effect(rng: random.Random, m: Membership, now: float) 
 
 
 @settings(max_examples=SCHEDULES, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
-@given(seed=st.integers(0, 2**64 - 1), length=st.integers(50, 150))
+@given(seed=st.integers(0, 2**64 - 1), length=st.integers(45, 130))
 def explore(seed: int, length: int) -> None:
     reached["schedules"] += 1
     counted = Counter[str]()
     transcript = run_schedule(seed, length, reached)
-    if seed % 16 == 0:
+    if seed % 32 == 1:
         assert repr(run_schedule(seed, length, counted)) == repr(transcript), (
             "I8: the same events give the same transcript"
         )

@@ -51,7 +51,7 @@ class _Watched:
 
 @dataclass(frozen=True)
 class _Device:
-    """One Gloo device: its epoll descriptor, known by the inode of its listener; its pairs (0 with lazy connections)."""
+    """One Gloo device: its epoll descriptor, known by the inode of its listener; its pairs (0 if lazy)."""
 
     epoll_fd: int
     listener_inode: int

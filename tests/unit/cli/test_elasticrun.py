@@ -44,7 +44,14 @@ class Job:
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + 20
-        while not condition():
+
+        def holds() -> bool:
+            try:
+                return condition()
+            except psutil.NoSuchProcess:  # ended while we looked
+                return False
+
+        while not holds():
             if time.monotonic() > deadline:
                 self.process.kill()
                 pytest.fail(f"has not come: {what}; {self.process.communicate()}")
@@ -86,10 +93,7 @@ def started(job: Job, count: int) -> list[psutil.Process]:
     found: list[psutil.Process] = []
 
     def look() -> bool:
-        try:
-            found[:] = [p for p in job.workers() if p.name() in ("sh", "sleep")]
-        except psutil.NoSuchProcess:  # ended while we looked
-            return False
+        found[:] = [p for p in job.workers() if p.name() in ("sh", "sleep")]
         return len(found) == count
 
     job.wait(look, f"{count} workers")
@@ -147,7 +151,9 @@ def test_a_command_that_fails_again_and_again_ends_the_job_with_its_error_last(t
         status, _, stderr = job.end()
     assert status == 1
     last = stderr.partition("elasticrun: root cause")[2].splitlines()
-    assert last[0].startswith(": 1 slot(s) failed 2 times in a row before they were ready; first failure: localhost:0#1")
+    assert last[0].startswith(
+        ": 1 slot(s) failed 2 times in a row before they were ready; first failure: localhost:0#1"
+    )
     assert last[1] == "elasticrun:   worker localhost:0 on host localhost, without a rank, generation 0, exit code 1"
     assert last[-1] == "elasticrun:   KeyError: 'the cause'"
     assert job.events("root_cause")[0]["exit_code"] == 1

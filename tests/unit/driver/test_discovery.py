@@ -105,7 +105,9 @@ def test_a_hostfile_is_read_again(tmp_path: Path) -> None:
     watch = Watch(options(hostfile=str(file)))
     asyncio.run(watch.run(change))
     assert watch.answers == [hosts(("a", 1)), hosts(("a", 1), ("b", 2))]
-    assert watch.warnings == [f"host discovery: hostfile {file}: No such file or directory; the last good answer stands"]
+    assert watch.warnings == [
+        f"host discovery: hostfile {file}: No such file or directory; the last good answer stands"
+    ]
 
 
 @pytest.mark.parametrize(

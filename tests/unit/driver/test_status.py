@@ -32,9 +32,7 @@ def test_it_says_who_is_missing_and_since_when() -> None:
 
 
 def test_it_shows_the_world_by_rank_and_why_a_slot_is_empty() -> None:
-    m = after(
-        t.Several((ready(A), ready(B))), t.Heartbeat(A, "train", 1, 7, None), t.WorkerExited(B, None, 9)
-    )
+    m = after(t.Several((ready(A), ready(B))), t.Heartbeat(A, "train", 1, 7, None), t.WorkerExited(B, None, 9))
     m = step(m, t.WorkerReady(A, 1, None, None, "127.0.0.1:1"), 10.5).next
     assert status_text("j", m, "world 2: 1 workers", 10.6).splitlines() == [
         "job j: RUNNING(2) for 0.1 s; world 2: 1 workers",

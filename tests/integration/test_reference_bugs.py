@@ -1,0 +1,88 @@
+"""Bugs of the reference, numbered as in its users' reports: each test here fails on that behaviour.
+
+Numbers 2 to 5 (a newcomer's optimizer state, its learning rate, the sampler after a removal, in-place changes of lists)
+are in ``tests/unit/state``; 7b (cooldown against min-np) is in ``tests/simulation``; 7c, 8 and 9a (below min-np after a
+removal, a second failure in the recovery, an early exit with 0) are in ``test_survival.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from job import Hosts, Job
+
+FAST = ("--failure-grace", "0.5", "--join-window", "1", "--min-interrupt-distance", "0.2")
+
+
+def test_1_a_joiner_holds_the_synced_state_before_its_first_commit(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path).set("localhost:1")
+    stop = tmp_path / "stop"
+    fault = ["kill@backward:rank=0:generation=2"]  # the only old worker, before anybody has committed there
+    with Job(tmp_path, "-np", "1", *hosts.options, *FAST, steps=10, until=stop, fault=fault, commit_every=3) as job:
+        job.wait_for_step(12)
+        hosts.set("localhost:2")
+        job.wait_for_event("worker_exited", signal=9)
+        job.wait_for_event("world_formed", generation=3)
+        stop.touch()
+        job.finish(0)
+        job.check_survival(faults=1)
+        second = [e for e in job.log("enter") if e["generation"] == 2]
+        third = [e for e in job.log("enter") if e["generation"] == 3]
+        assert len(second) == 2
+        assert {(e["step"], e["digest"]) for e in third} == {(e["step"], e["digest"]) for e in second}
+        assert second[0]["step"] >= 12
+
+
+def test_6_no_notice_of_hosts_is_lost_while_the_job_boots_regroups_or_changes_twice_in_a_second(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path).set("localhost:1")
+    with Job(tmp_path, "-np", "1", *hosts.options, *FAST, steps=10, until=tmp_path / "stop") as job:
+        job.wait_for_event("worker_started")
+        hosts.set("localhost:1", "127.0.0.2:1")  # nobody has registered yet
+        job.wait_for_event("host_added", host="127.0.0.2")
+        job.wait_for_event("world_formed", size=2)
+        hosts.set("localhost:2", "127.0.0.2:1")
+        hosts.set("localhost:2", "127.0.0.2:1", "127.0.0.3:1")  # twice within a discovery interval
+        job.wait_for_event("hold")
+        hosts.set("localhost:2", "127.0.0.3:1")  # in the middle of an interrupt
+        job.wait_for_event("host_removed", host="127.0.0.2")
+        kill = job.pid_of(0)
+        os.kill(kill, signal.SIGKILL)
+        hosts.set("localhost:1", "127.0.0.3:1")  # in the middle of a recovery
+        job.wait_for(
+            "world of the last answer of discovery",
+            lambda: (job.events("world_formed") or [{}])[-1].get("size") == 2 and _hosts_of_last_world(job) == 2,
+        )
+        job.stop_file.touch()
+        job.finish(0)
+        job.check_survival()
+
+
+def _hosts_of_last_world(job: Job) -> int:
+    hosts: int = job.events("world_formed")[-1]["hosts"]
+    removed = {e["host"] for e in job.events("host_removed")}
+    return hosts if "127.0.0.2" in removed else 0
+
+
+def test_7_a_newcomer_that_never_gets_ready_blocks_nobody(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path).set("localhost:2")
+    silent = ["sh", "-c", 'case "$ELASTICSTATE_WORKER" in 127.0.0.2:*) exec sleep 1000;; esac; exec "$@"', "sh"]
+    options = ("-np", "2", *hosts.options, *FAST, "--stop-timeout", "1")
+    with Job(tmp_path, *options, steps=20, until=tmp_path / "stop", before=silent) as job:
+        job.wait_for_step(5)
+        hosts.set("localhost:3", "127.0.0.2:1")
+        job.wait_for_event("worker_started", host="127.0.0.2")
+        job.wait_for_event("world_formed", size=3)  # the other newcomer is let in all the same
+        job.stop_file.touch()
+        job.finish(0)
+        job.check_survival()
+
+
+def test_9_one_bad_slot_does_not_cost_the_host(tmp_path: Path) -> None:
+    bad = ["sh", "-c", 'case "$ELASTICSTATE_WORKER" in *:1:*) exit 7;; esac; exec "$@"', "sh"]
+    with Job(tmp_path, "-np", "3", "--min-np", "2", *FAST, steps=30, before=bad) as job:
+        job.finish(0)
+        job.check_survival()
+        assert job.events("world_formed")[0]["size"] == 2
+        assert job.events("worker_exited")[0]["exit_code"] == 7
