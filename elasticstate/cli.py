@@ -10,7 +10,7 @@ from typing import Any
 
 from elasticstate import config
 from elasticstate.config import FLAG, Kind, Options, option_names, read_options
-from elasticstate.errors import DiscoveryError, OptionError
+from elasticstate.errors import OptionError
 
 _STATUS_TIMEOUT_S = 5.0
 
@@ -25,9 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OptionError as error:
         print(f"elasticrun: {error}", file=sys.stderr)
         return 2
-    except DiscoveryError as error:
-        print(f"elasticrun: host discovery: {error}", file=sys.stderr)
-        return 1
 
 
 def _run(options: Options) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -18,19 +19,14 @@ def leftover_processes() -> list[str]:
     me = psutil.Process()
     found = {p.pid: p for p in me.children(recursive=True)}
     for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-        except psutil.Error:
-            continue
-        if environment.get("ELASTICSTATE_TEST_RUN") == str(os.getpid()) and process.pid != me.pid:
-            found[process.pid] = process
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("ELASTICSTATE_TEST_RUN") == str(me.pid) and process.pid != me.pid:
+                found[process.pid] = process
     described = []
     for process in found.values():
-        try:
+        with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE:
                 described.append(f"{process.pid}: {' '.join(process.cmdline())}")
-        except psutil.Error:
-            continue
     return described
 
 

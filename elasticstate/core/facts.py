@@ -176,7 +176,7 @@ def _bury(d: Draft, worker: Worker, exit_code: int | None, signal: int | None) -
         worker=str(worker.id),
         host=worker.id.host,
         slot=worker.id.slot,
-        rank=worker.rank if d.breaks(worker) else None,
+        rank=worker.rank,
         exit_code=exit_code,
         signal=signal,
     )

@@ -285,8 +285,7 @@ class Draft:
 
     def root_cause(self, worker: Worker, reason: str, error: str = "", **values: int | None) -> RootCause:
         """``reason`` of ``worker``, with all that is known of it."""
-        rank = worker.rank if worker.joined == self.generation else None
-        return RootCause(reason, worker.id, rank, worker.joined, error=error, **values)
+        return RootCause(reason, worker.id, worker.rank, worker.joined, error=error, **values)
 
     def breaks(self, worker: Worker) -> bool:
         """Whether the end of this worker concerns the present generation."""

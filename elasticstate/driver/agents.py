@@ -52,6 +52,7 @@ class Agents:
         self._agents: dict[str, _Agent] = {}  # the present one of each host
         self._processes: set[_Agent] = set()  # whose process lives, or has not been cleared up
         self._started = 0
+        self._silence: asyncio.Task[None] | None = None
 
     async def listen(self) -> str:
         """Returns the address for agents and ``elasticrun status``."""
@@ -80,12 +81,22 @@ class Agents:
         self._processes.add(agent)
         agent.watcher = asyncio.ensure_future(self._watch(agent))
 
+    def pid_of(self, host: str) -> int | None:
+        """The process id of a host's agent."""
+        agent = self._agents.get(host)
+        return agent.process.pid if agent is not None else None
+
     def send(self, host: str, message: messages.ToAgent) -> None:
         """Send to the agent of a host, after all that it was sent before; without effect when it is lost."""
         agent = self._agents.get(host)
         if agent is not None and agent.stream is not None:
-            agent.is_stopping |= isinstance(message, messages.Shutdown)
             agent.stream.send(messages.encode(message))
+
+    def stop_host(self, host: str, reason: str) -> None:
+        """Let the agent of a host stop its workers and exit; AgentLost follows."""
+        agent = self._agents.get(host)
+        if agent is not None:
+            self._shut_down(agent, reason)
 
     def broadcast(self, body: messages.ToWorkerBody) -> None:
         """Send to every worker of every host."""
@@ -96,7 +107,8 @@ class Agents:
 
     async def stop(self, reason: str, hurry: asyncio.Event) -> None:
         """End all agents and all that is theirs; at once when ``hurry`` is set."""
-        self._silence.cancel()
+        if self._silence is not None:
+            self._silence.cancel()
         for agent in list(self._processes):
             self._shut_down(agent, reason)
         watchers = [agent.watcher for agent in self._processes if agent.watcher is not None]

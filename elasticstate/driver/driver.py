@@ -25,7 +25,7 @@ from elasticstate.driver.launcher import refuse
 from elasticstate.driver.record import JobDirectory, Record
 from elasticstate.driver.report import Report
 from elasticstate.driver.status import status_text
-from elasticstate.errors import OptionError
+from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net import messages
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -43,7 +43,7 @@ class Outcome:
 class Driver:
     """One job: ``await Driver(options).run()`` returns the exit status.
 
-    Raises OptionError for what cannot be used, DiscoveryError when the first call of host discovery fails.
+    Raises OptionError for what cannot be used.
     """
 
     def __init__(self, options: Options) -> None:
@@ -90,19 +90,24 @@ class Driver:
             max_np=options.max_np,
         )
         self._say_threads()
-        self._post(t.HostsDiscovered(await discovery.first()))
         following = asyncio.ensure_future(self._follow(discovery))
+        following.add_done_callback(lambda _: self._wake.set())
         try:
             while self._outcome is None:
                 await self._something()
                 if following.done():
                     following.result()  # whatever it raised
                 self._step()
+        except DiscoveryError as error:
+            self._outcome = Outcome(
+                1, "failed", t.RootCause("the first call of host discovery failed", error=str(error))
+            )
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
     async def _follow(self, discovery: Discovery) -> None:
+        self._post(t.HostsDiscovered(await discovery.first()))
         async for hosts in discovery.changes():
             self._post(t.HostsDiscovered(hosts))
 
@@ -135,7 +140,7 @@ class Driver:
             case t.StartAgent(host):
                 agents.start(host)
             case t.StopAgent(host, reason):
-                agents.send(host, messages.Shutdown(reason))
+                agents.stop_host(host, reason)
             case t.StartWorker(worker):
                 agents.send(worker.host, messages.Spawn(worker))
             case t.StopWorker(worker, reason, kill):
@@ -224,6 +229,8 @@ class Driver:
             self._goodput.end(self._loop.time())
         elif name == "training_resumed":
             self._goodput.lost(fields["ticks_lost"])
+        elif name == "agent_joined":
+            fields["pid"] = self._agents.pid_of(fields["host"])
         elif name == "worker_exited":
             fields["pid"] = self._pids.pop(fields["worker"], None)
         self._report.event(name, fields)

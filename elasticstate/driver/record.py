@@ -19,6 +19,7 @@ from elasticstate.config import runtime_directory
 from elasticstate.errors import OptionError
 
 _RECORD = "driver.json"
+_LONGEST_BYTES = 107 - len("/agent-99999")  # what the kernel takes as the path of a Unix socket
 
 
 class Record(NamedTuple):
@@ -37,6 +38,8 @@ class JobDirectory:
 
     def __init__(self, job: str) -> None:
         self.path = _path_of(job)
+        if len(os.fsencode(self.path)) > _LONGEST_BYTES:
+            raise OptionError(f"--job-name: {job!r}: takes a shorter one: sockets have no room below {self.path}")
         try:
             if _is_ours(self.path):
                 _remove_what_is_stale(self.path)

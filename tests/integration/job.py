@@ -124,9 +124,9 @@ class Job:
     # ----------------------------------------------------------------------------------------------------- checking
 
     def check_survival(self, faults: int | None = None) -> None:
-        """What holds in every job that survived: no committed step lost, all members equal at each start and at the end."""
+        """What holds in every job that survived: no committed step lost, members equal at each start and at the end."""
         if faults is not None:
-            assert self.fired() == faults, f"{self.fired()} of {faults} faults have struck"
+            assert self.fired() == faults, f"{self.fired()} of {faults} faults have struck:\n{self.output[-4000:]}"
         self._check_members_equal("enter")
         self._check_no_committed_step_lost()
         finals = self.log("final")

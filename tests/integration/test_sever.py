@@ -181,8 +181,9 @@ def test_a_connect_to_a_stopped_store_is_cut(ranks: Ranks) -> None:
         [
             sys.executable,
             "-c",
-            "import torch.distributed as d, sys; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
-            "print(s.port, flush=True); sys.stdin.read()",
+            "import torch.distributed as d, sys\n"
+            "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+            "print(store.port, flush=True); sys.stdin.read()",
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

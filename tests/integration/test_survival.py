@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job import Hosts, Job
 
-FAST = ("--failure-grace", "0.5", "--join-window", "1", "--min-interrupt-distance", "0.5")
+FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
 
 
 def kill(pid: int) -> None:
@@ -186,8 +186,8 @@ def test_a_host_is_added_while_another_worker_dies(tmp_path: Path) -> None:
 def test_newcomers_that_crash_while_importing_disturb_nobody(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("localhost:2")
     options = ("-np", "2", "--min-np", "1", *hosts.options, *FAST)
-    command = ["sh", "-c", 'case "$ELASTICSTATE_WORKER" in 127.0.0.2:*) exec "$1" -c "import no_such_module";; esac; exec "$@"', "sh"]  # fmt: skip
-    with Job(tmp_path, *options, steps=20, until=tmp_path / "stop", before=command) as job:
+    crash = 'case "$ELASTICSTATE_WORKER" in 127.0.0.2:*) exec "$1" -c "import no_such_module";; esac; exec "$@"'
+    with Job(tmp_path, *options, steps=20, until=tmp_path / "stop", before=["sh", "-c", crash, "sh"]) as job:
         job.wait_for_step(10)
         hosts.set("localhost:2", "127.0.0.2:1")
         job.wait_for_event("worker_exited", 2, host="127.0.0.2", exit_code=1)

@@ -1,4 +1,4 @@
-"""The names that other programs use are those of DESIGN.md, sections 2, 3 and 8, minus what section 9 says is not there."""
+"""The names that other programs use are those of DESIGN.md, sections 2, 3 and 8, minus those that come later."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import elasticstate as elastic
 
-log = open(sys.argv[1], "a", buffering=1)
+log = open(sys.argv[1], "a", buffering=1)  # noqa: SIM115 - open for life
 generations = int(sys.argv[2])
 torch.set_num_threads(1)
 model = torch.nn.Linear(64, 64)

@@ -42,7 +42,7 @@ def options() -> argparse.Namespace:
 
 args = options()
 seat = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
-log = open(args.log / f"{seat}.jsonl", "a", buffering=1)
+log = open(args.log / f"{seat}.jsonl", "a", buffering=1)  # noqa: SIM115 - open for life
 faults = Faults(args.fault, args.log)
 
 

@@ -163,7 +163,10 @@ def test_discovery_that_fails_at_first_ends_the_job(tmp_path: Path) -> None:
     with running(tmp_path, "-np", "1", "--host-discovery-script", "false", "true") as job:
         status, _, stderr = job.end()
     assert status == 1
-    assert stderr.splitlines()[-1].startswith("elasticrun: host discovery: false exited with 1")
+    assert stderr.splitlines()[-2:] == [
+        "elasticrun: root cause: the first call of host discovery failed",
+        "elasticrun:   false exited with 1: and said nothing on stderr",
+    ]
 
 
 def test_a_host_that_is_taken_away_is_left_and_comes_back(tmp_path: Path) -> None:

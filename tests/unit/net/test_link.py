@@ -104,7 +104,7 @@ def test_sending_to_a_worker_that_does_not_read_never_blocks_and_loses_nothing(t
         while len(got) < len(orders):
             try:
                 got.append(link.receive())
-            except BlockingIOError:
+            except BlockingIOError:  # noqa: PERF203
                 await asyncio.sleep(0)
         assert got == orders
         link.close()

@@ -109,7 +109,7 @@ def test_the_status_is_answered() -> None:
 def test_another_protocol_is_refused_with_what_to_do() -> None:
     async def scenario(driver: Driver, address: str) -> None:
         agent = DriverStream(address, "secret", messages.AgentHello("h", 1, 99, "9.9"))
-        with pytest.raises(ConnectionError, match="protocol 99 .elasticstate 9.9.*install the same version"):
+        with pytest.raises(ConnectionError, match=r"protocol 99 \(elasticstate 9.9\).*install the same version"):
             await agent.receive()
         await agent.close()
         assert driver.streams == []
