@@ -304,6 +304,11 @@ def version() -> str:
 # ------------------------------------------------------------------------------------------------ the environment
 
 
+def socket_variable(path: str) -> tuple[str, str]:
+    """The environment variable, and its value, that all workers of one agent have."""
+    return PREFIX + "SOCKET", path
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerEnvironment:
     """What an agent tells the worker that it starts."""
@@ -317,7 +322,7 @@ class WorkerEnvironment:
         """As environment variables; :func:`worker_environment` reads them."""
         host, slot, incarnation = self.worker
         return {
-            PREFIX + "SOCKET": self.socket,
+            **dict([socket_variable(self.socket)]),
             PREFIX + "WORKER": f"{host}:{slot}:{incarnation}",
             PREFIX + "JOB": self.job,
             PREFIX + "LOCAL_ADDRESS": self.local_address,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,26 +28,45 @@ async def ended(pid: int) -> None:
         os.close(pidfd)
 
 
-def session_members(session: int) -> list[int]:
-    """The living processes of a session, from /proc."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with suppress(OSError, IndexError):
-                fields = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()
-                if int(fields[3]) == session and fields[0] != b"Z":
-                    found.append(int(entry))
-    return found
+def session_members(session: int) -> set[int]:
+    """The living processes of a session."""
+
+    def belongs(process: Path) -> bool:
+        fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
+        return int(fields[3]) == session and fields[0] != b"Z"
+
+    return _processes(belongs)
 
 
 def kill_session(session: int) -> None:
     """SIGKILL to every process of a session, its other process groups and new children included."""
+    _kill_all(lambda: session_members(session))
+
+
+def kill_marked(name: str, value: str) -> None:
+    """SIGKILL to every process of this user that was started with this environment variable, in whatever session."""
+    mark = f"\0{name}={value}\0".encode()
+    _kill_all(lambda: _processes(lambda process: mark in b"\0" + (process / "environ").read_bytes()))
+
+
+def _processes(belongs: Callable[[Path], bool]) -> set[int]:
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with suppress(OSError, IndexError):  # it has ended meanwhile, or is another user's
+                if belongs(Path("/proc", entry)):
+                    found.add(int(entry))
+    return found
+
+
+def _kill_all(find: Callable[[], set[int]]) -> None:
+    """Until there are no others: who is killed cannot have more children."""
     killed: set[int] = set()
-    while members := set(session_members(session)) - killed:
-        for pid in members:
+    while more := find() - killed:
+        for pid in more:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        killed |= members
+        killed |= more
 
 
 def signal_name(number: int) -> str:

@@ -94,7 +94,8 @@ class Agent:
         self._socket = AgentSocket(self._launch.socket, self._admit, self._from_worker, self._complain)
         try:
             first = await self._driver.receive()
-            assert isinstance(first, messages.JobSpec)
+            if not isinstance(first, messages.JobSpec):
+                raise ConnectionError(f"the driver says {first}")
             self._spec = first
             self._socket.open()
         except (ConnectionError, OSError) as error:

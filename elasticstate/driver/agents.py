@@ -183,11 +183,6 @@ class Agents:
         if agent is None or agent.stream is not stream:
             return
         agent.heard_at = self._loop.time()
-        match message:
-            case messages.Started(worker, pid):
-                agent.process.sessions[worker] = pid
-            case messages.Exited(worker):
-                agent.process.sessions.pop(worker, None)
         self._received(agent.host, message)
 
     def _stream_lost(self, stream: AgentStream, reason: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from elasticstate import processes
-from elasticstate.core.types import WorkerId
+from elasticstate.config import socket_variable
 from elasticstate.net.messages import Launch
 from elasticstate.net.names import is_this_machine
 
@@ -33,7 +33,7 @@ class LocalAgent:
             cwd=Path(__file__).parents[2],  # first in its path: it runs this very package, and nothing of the user's
             start_new_session=True,  # Ctrl-C in the terminal is for the driver
         )
-        self.sessions: dict[WorkerId, int] = {}  # of its living workers
+        self._mark = socket_variable(launch.socket)
         assert self._process.stdin is not None
         self._stdin = self._process.stdin
         with suppress(BrokenPipeError):
@@ -47,21 +47,13 @@ class LocalAgent:
     async def ended(self) -> str:
         """Wait for its end; says how it ended."""
         await processes.ended(self.pid)
-        return self.how_it_ended()
-
-    def how_it_ended(self) -> str:
-        """ "" while it lives."""
-        code = self._process.poll()
-        if code is None:
-            return ""
+        code = self._process.wait()
         return f"was killed by {processes.signal_name(-code)}" if code < 0 else f"exited with {code}"
 
     def kill(self) -> None:
-        """SIGKILL to the agent, to its workers, and to what is left of their sessions."""
+        """SIGKILL to the agent, and to all that its workers have started, wherever it has fled to."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
         self._stdin.close()
-        for session in self.sessions.values():
-            processes.kill_session(session)
-        self.sessions.clear()
+        processes.kill_marked(*self._mark)

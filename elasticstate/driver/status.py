@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from elasticstate.core.membership import Membership, waiting_for
 from elasticstate.core.records import Over, Slot, Worker
+from elasticstate.driver.report import number_of
 
 
 def status_text(job: str, m: Membership, reason: str, now: float) -> str:
@@ -19,7 +20,8 @@ def _lines(job: str, m: Membership, reason: str, now: float) -> Iterator[str]:
     members = [m.workers[p.worker] for p in m.world.members if p.worker in m.workers] if m.world else []
     if m.world is not None:
         hosts = len({worker.id.host for worker in members})
-        yield f"world {m.generation}: {len(members)} of {m.world.size} workers live, on {hosts} hosts"
+        living = f"{len(members)} of {number_of(m.world.size, 'worker')} alive"
+        yield f"world {m.generation}: {living}, on {number_of(hosts, 'host')}"
     for worker in members:
         yield f"  rank {worker.rank}  {worker.id}  {_doing(worker, now)}"
     seated = {worker.id for worker in members}

@@ -46,7 +46,7 @@ def run(
             if meanwhile is not None:
                 await meanwhile(process)
             ending = await asyncio.wait_for(process.ended(), 20)
-            assert session_members(process.pid) == []
+            assert not session_members(process.pid)
             for terminal in terminals:
                 terminal.close()
             return ending
@@ -151,9 +151,9 @@ asyncio.run(main())
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", agent, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
         worker = int(await process.stdout.readline())
-        assert session_members(worker) == [worker]
+        assert session_members(worker) == {worker}
         process.kill()
         await process.wait()
-        await until(lambda: session_members(worker) == [], "the death of the worker")
+        await until(lambda: not session_members(worker), "the death of the worker")
 
     asyncio.run(scenario())

@@ -285,6 +285,18 @@ def test_the_workers_of_a_killed_agent_go_too_and_come_back(tmp_path: Path) -> N
         assert job.end()[0] == 143
 
 
+def test_what_has_fled_the_session_ends_with_the_job(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    flee = f"setsid sh -c 'echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; exec sleep 100' & exec sleep 100"
+    with running(tmp_path, "-np", "1", *QUICK, "sh", "-c", flee) as job:
+        started(job, 1)
+        job.wait(pid_file.exists, "the pid of the fugitive")
+        fugitive = psutil.Process(int(pid_file.read_text()))
+        job.process.terminate()
+        assert job.end()[0] == 143
+        job.wait(lambda: is_gone(fugitive), "the end of the fugitive")
+
+
 def test_an_agent_that_stands_still_is_as_good_as_dead(tmp_path: Path) -> None:
     with running(tmp_path, "-np", "1", "--heartbeat-timeout", "1", *QUICK, *STUBBORN) as job:
         worker = started(job, 1)[0]

@@ -36,7 +36,7 @@ def test_it_shows_the_world_by_rank_and_why_a_slot_is_empty() -> None:
     m = step(m, t.WorkerReady(A, 1, None, None, "127.0.0.1:1"), 10.5).next
     assert status_text("j", m, "world 2: 1 workers", 10.6).splitlines() == [
         "job j: RUNNING(2) for 0.1 s; world 2: 1 workers",
-        "world 2: 1 of 1 workers live, on 1 hosts",
+        "world 2: 1 of 1 worker alive, on 1 host",
         "  rank 0  a:0#1  regroup, tick 0, last heard 0.1 s ago",
         "not in the world:",
         "  a:1  empty: a:1#1 was killed by SIGKILL",

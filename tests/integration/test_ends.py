@@ -1,0 +1,129 @@
+"""How jobs end, and how workers leave: signals to the driver and to workers, hangs, errors of use."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from job import SCRIPTS, Job
+
+FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_mid_training_ends_the_job_and_leaves_nothing(tmp_path: Path, number: int, status: int) -> None:
+    with Job(tmp_path, "-np", "2", *FAST, "--stop-timeout", "20", steps=100000) as job:
+        job.wait_for_step(5)
+        started = [int(line["pid"]) for line in job.log("enter")]
+        job.process.send_signal(number)
+        job.finish(status, timeout=15)  # they leave when asked: nobody waits for the stop time-out
+        assert not [pid for pid in started if psutil.pid_exists(pid)]
+
+
+def test_a_job_does_not_outlive_its_killed_driver(tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "2", *FAST, "--driver-timeout", "1", steps=100000) as job:
+        job.wait_for_step(5)
+        processes = psutil.Process(job.process.pid).children(recursive=True)
+        assert len(processes) >= 3
+        at_the_kill = job.log("commit")[-1]["step"]
+        job.process.kill()
+        job.process.wait()
+        _, alive = psutil.wait_procs(processes, timeout=20)
+        assert not alive
+        assert job.log("commit")[-1]["step"] > at_the_kill, "training goes on while the driver is gone"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_worker_is_found_by_its_heartbeat(tmp_path: Path, rank: int) -> None:
+    options = ("-np", "3", "--min-np", "2", *FAST, "--heartbeat-timeout", "2")
+    with Job(tmp_path, *options, steps=20, until=tmp_path / "stop") as job:
+        job.wait_for_step(5)
+        os.kill(job.pid_of(rank), signal.SIGSTOP)
+        job.wait_for_event("worker_unresponsive")
+        job.wait_for_event("training_resumed")
+        job.stop_file.touch()
+        job.finish(0)
+        job.check_survival()
+        assert [e["rank"] for e in job.events("worker_exited") if e["signal"] == signal.SIGKILL] == [rank]
+
+
+def test_a_worker_with_notice_drains_and_loses_nothing(tmp_path: Path) -> None:
+    options = ("-np", "3", "--min-np", "2", *FAST)
+    with Job(tmp_path, *options, steps=20, until=tmp_path / "stop", commit_every=50) as job:
+        job.wait_for("three workers that train", lambda: len(job.log("enter")) == 3)
+        os.kill(job.pid_of(1), signal.SIGTERM)
+        left = job.wait_for_event("worker_exited")
+        assert (left["exit_code"], left["rank"]) == (0, 1)
+        resumed = job.wait_for_event("training_resumed")
+        assert resumed["ticks_lost"] == 0
+        job.stop_file.touch()
+        job.finish(0)
+        job.check_survival()
+
+
+def test_the_death_of_all_who_hold_a_commit_is_never_a_silent_start_from_scratch(tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "2", "--min-np", "1", *FAST, steps=100000) as job:
+        job.wait_for_step(5)
+        for pid in [job.pid_of(0), job.pid_of(1)]:
+            os.kill(pid, signal.SIGKILL)
+        job.finish(1)
+        assert "StateLostError" in job.output
+
+
+SECOND_CALL = """
+import elasticstate as elastic
+state = elastic.ObjectState(step=0)
+@elastic.run
+def train(state):
+    return 1
+train(state)
+train(state)
+"""
+OWN_GROUP = """
+import torch.distributed as dist
+import elasticstate as elastic
+@elastic.run
+def train(state):
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:1", rank=0, world_size=1)
+train(elastic.ObjectState(step=0))
+"""
+NO_STATE = """
+import elasticstate as elastic
+@elastic.run
+def train(model):
+    pass
+train(object())
+"""
+NO_WORLD = """
+import elasticstate as elastic
+print(elastic.local_rank(), elastic.device())
+elastic.rank()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (SECOND_CALL, "UsageError: train(): a process runs one function"),
+        (OWN_GROUP, "UsageError: init_process_group() inside a function"),
+        (NO_STATE, "UsageError: train() is decorated with @elasticstate.run: its first argument has to be a State"),
+        (NO_WORLD, "NotInWorldError: there is no world yet"),
+    ],
+)
+def test_misuse_is_an_error_that_says_what_to_do(script: str, said: str) -> None:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+def test_plain_python_trains_in_a_world_of_one(tmp_path: Path) -> None:
+    environment = {**os.environ, "ELASTICSTATE_WORKER": "localhost:0:1", "PYTHONPATH": str(SCRIPTS)}
+    command = [sys.executable, str(SCRIPTS / "train.py"), "--log", str(tmp_path), "--steps", "20"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert '"step": 20' in (tmp_path / "localhost-0-1.jsonl").read_text()
