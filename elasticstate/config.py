@@ -317,6 +317,7 @@ class WorkerEnvironment:
     worker: WorkerId
     job: str
     local_address: str  # at which other hosts reach this one
+    reserve_bytes: int = 0  # what a commit of the job takes, as far as is known
 
     def variables(self) -> dict[str, str]:
         """As environment variables; :func:`worker_environment` reads them."""
@@ -326,6 +327,7 @@ class WorkerEnvironment:
             PREFIX + "WORKER": f"{host}:{slot}:{incarnation}",
             PREFIX + "JOB": self.job,
             PREFIX + "LOCAL_ADDRESS": self.local_address,
+            PREFIX + "RESERVE_BYTES": str(self.reserve_bytes),
         }
 
 
@@ -337,7 +339,8 @@ def worker_environment() -> WorkerEnvironment | None:
     try:
         host, slot, incarnation = os.environ[PREFIX + "WORKER"].rsplit(":", 2)
         worker = WorkerId(host, int(slot), int(incarnation))
-        return WorkerEnvironment(socket, worker, os.environ[PREFIX + "JOB"], os.environ[PREFIX + "LOCAL_ADDRESS"])
+        job, address = os.environ[PREFIX + "JOB"], os.environ[PREFIX + "LOCAL_ADDRESS"]
+        return WorkerEnvironment(socket, worker, job, address, int(os.environ.get(PREFIX + "RESERVE_BYTES", 0)))
     except (KeyError, ValueError):
         raise OptionError(f"{PREFIX}SOCKET is set, but the other variables of a worker are not") from None
 

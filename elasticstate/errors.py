@@ -12,8 +12,7 @@
           │    └── StateLostError   the job has committed, and nobody alive holds a commit
           ├── UsageError            the API was used in a way that cannot work; the message says what to do
           ├── OptionError           an option has a bad value; names the option, the value and what it takes
-          ├── DiscoveryError        the first call of host discovery failed
-          └── LinkLostError         the agent of this worker is gone: the job is over
+          └── DiscoveryError        the first call of host discovery failed
 """
 
 from __future__ import annotations
@@ -57,7 +56,3 @@ class OptionError(ElasticError):
 
 class DiscoveryError(ElasticError):
     """The first call of host discovery failed; the message carries the script's stderr."""
-
-
-class LinkLostError(ElasticError):
-    """The agent of this worker is gone; a worker does not outlive its agent."""

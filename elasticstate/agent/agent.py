@@ -131,8 +131,8 @@ class Agent:
 
     def _carry_out(self, order: messages.ToAgent) -> None:
         match order:
-            case messages.Spawn(worker):
-                self._spawn(worker)
+            case messages.Spawn(worker, reserve_bytes):
+                self._spawn(worker, reserve_bytes)
             case messages.Stop(worker, _, kill):
                 self._stop(worker, kill)
             case messages.ToWorkers(workers, body):
@@ -164,11 +164,13 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------- the processes
 
-    def _spawn(self, worker: WorkerId) -> None:
+    def _spawn(self, worker: WorkerId, reserve_bytes: int) -> None:
         spec, launch = self._spec, self._launch
         try:
             pumps = make_pumps(worker, self._terminals, spec.tag_output, spec.log_dir)
-            process = WorkerProcess(worker, spec.command, self._environment(worker), launch.directory, *pumps)
+            process = WorkerProcess(
+                worker, spec.command, self._environment(worker, reserve_bytes), launch.directory, *pumps
+            )
         except OSError as error:
             self._complain(f"cannot start {worker}: {error}")
             self._driver.send(messages.Exited(worker, 0, 127, None, f"cannot be started: {error}"))
@@ -178,9 +180,9 @@ class Agent:
         self._driver.send(messages.Started(worker, process.pid))
         seat.watcher = asyncio.ensure_future(self._watch(seat))
 
-    def _environment(self, worker: WorkerId) -> Mapping[str, str]:
+    def _environment(self, worker: WorkerId, reserve_bytes: int) -> Mapping[str, str]:
         given = dict(self._spec.environment)
-        told = WorkerEnvironment(self._launch.socket, worker, self._spec.job, self._launch.local_address)
+        told = WorkerEnvironment(self._launch.socket, worker, self._spec.job, self._launch.local_address, reserve_bytes)
         # torch's own words on a peer's death are a page of C++ frames each; the worker's exception tells the same.
         quiet = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         return {**quiet, **inherited_environment(), **given, **told.variables()}

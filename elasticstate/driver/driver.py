@@ -59,6 +59,7 @@ class Driver:
         self._wake = asyncio.Event()
         self._outcome: Outcome | None = None
         self._hurry = asyncio.Event()  # Ctrl-C for the second time
+        self._commit_bytes = 0  # what a commit takes in the largest worker
         self._pids: dict[str, int] = {}  # of workers, by their names in the event file
 
     async def run(self) -> int:
@@ -142,7 +143,7 @@ class Driver:
             case t.StopAgent(host, reason):
                 agents.stop_host(host, reason)
             case t.StartWorker(worker):
-                agents.send(worker.host, messages.Spawn(worker))
+                agents.send(worker.host, messages.Spawn(worker, self._commit_bytes))
             case t.StopWorker(worker, reason, kill):
                 self._report.sent_away(worker)
                 agents.send(worker.host, messages.Stop(worker, reason, kill))
@@ -219,6 +220,8 @@ class Driver:
                 self._post(t.FirstTick(worker, generation))
             case messages.Notice():
                 self._post(t.WorkerLeaving(worker))
+            case messages.CommitSize(size):
+                self._commit_bytes = max(self._commit_bytes, size)
             case messages.Synced(generation, size, seconds):
                 self._event("sync", worker=str(worker), generation=generation, bytes=size, seconds=seconds)
 

@@ -90,6 +90,12 @@ class Synced(_Message, frozen=True):
     seconds: float
 
 
+class CommitSize(_Message, frozen=True):
+    """What a commit of this worker takes; said when it grows."""
+
+    bytes: int
+
+
 class ErrorReport(_Message, frozen=True):
     """The worker's own exception, before it propagates: the traceback and when it was raised (unix nanoseconds)."""
 
@@ -101,7 +107,9 @@ class Notice(_Message, frozen=True):
     """The worker has had SIGTERM: it drains."""
 
 
-FromWorkerBody = Hello | Ready | HoldAnswer | Failure | Gate | Stamp | First | Synced | ErrorReport | Notice
+FromWorkerBody = (
+    Hello | Ready | HoldAnswer | Failure | Gate | Stamp | First | Synced | CommitSize | ErrorReport | Notice
+)
 
 
 # ------------------------------------------------------------------------------------------------ agent -> worker
@@ -220,6 +228,7 @@ class JobSpec(_Message, frozen=True):
 
 class Spawn(_Message, frozen=True):
     worker: WorkerId
+    reserve_bytes: int = 0  # what a commit of the job takes: room to make before the first READY
 
 
 class Stop(_Message, frozen=True):

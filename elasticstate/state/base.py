@@ -199,6 +199,15 @@ class State(ABC):
         """The ids of the newest commit and of the one before it."""
         return self._snapshot.newest, self._snapshot.previous
 
+    @property
+    def commit_bytes(self) -> int:
+        """What the newest commit takes."""
+        return self._snapshot.size_bytes
+
+    def _reserve(self, size_bytes: int) -> None:
+        """Make room for commits of this size now, as fresh memory costs more than the copy into it."""
+        self._snapshot.reserve(size_bytes)
+
     def _bind(self, session: Session) -> None:
         """Live in the worlds of ``session``. Commits made outside a world are no commits of the job: forgotten."""
         newest = self._snapshot.newest

@@ -97,6 +97,18 @@ class Snapshot:
         """The id of the commit before it; None also while, and if, its buffer could not be overwritten."""
         return self._older.commit
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the newest commit."""
+        return self._newer.header.size_bytes
+
+    def reserve(self, size_bytes: int) -> None:
+        """Take memory for two commits of this size, and touch it: what is held already stays as it is."""
+        for buffer in (self._newer, self._older):
+            if buffer.commit is None:
+                buffer.make_room(size_bytes)
+                buffer.memory.zero_()
+
     def write(self, captured: Captured, private: bytes, commit: CommitId) -> None:
         """Copy ``captured`` into the older buffer and seal it as ``commit``. ``private`` is never sent to others.
 
@@ -183,10 +195,13 @@ class _Buffer:
         """Make room for what ``header`` describes; what was here is given up. Returns all the memory."""
         self.commit = None
         self.header = header
-        if self.memory.numel() < header.size_bytes:
-            self.memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
-            self.memory = torch.empty(_round_up(header.size_bytes, GRANULE_BYTES), dtype=torch.uint8)
+        self.make_room(header.size_bytes)
         return self.memory
+
+    def make_room(self, size_bytes: int) -> None:
+        if self.memory.numel() < size_bytes:
+            self.memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+            self.memory = torch.empty(_round_up(size_bytes, GRANULE_BYTES), dtype=torch.uint8)
 
     def contains(self, address: int | None) -> bool:
         start = self.memory.data_ptr()

@@ -157,8 +157,10 @@ class _Outcome(Enum):
 class _Session:
     """What the state sees of the present generation (see state.base.Session)."""
 
-    def __init__(self, sentinel: Sentinel, worker_key: str) -> None:
+    def __init__(self, sentinel: Sentinel, state: State, worker_key: str) -> None:
         self._sentinel = sentinel
+        self._state = state
+        self._told_bytes = 0
         self.worker_key = worker_key
         self.view: world.WorldView = world.alone()
 
@@ -194,6 +196,9 @@ class _Session:
 
     def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
         self._sentinel.sealed(commit, previous)
+        if self._state.commit_bytes > self._told_bytes:
+            self._told_bytes = self._state.commit_bytes
+            self._sentinel.say(messages.CommitSize(self._told_bytes))
 
     def synced(self, bytes: int, seconds: float) -> None:
         self._sentinel.say(messages.Synced(self.view.generation, bytes, seconds))
@@ -212,10 +217,11 @@ class _Loop:
     def __init__(self, state: State, call: Callable[[], Any], environment: WorkerEnvironment) -> None:
         link = WorkerLink(environment.socket)
         link.connect()
+        self._environment = environment
         self._state = state
         self._call = call
         self._sentinel = Sentinel(link, environment.worker)
-        self._session = _Session(self._sentinel, str(environment.worker))
+        self._session = _Session(self._sentinel, state, str(environment.worker))
         self._regrouper = Regrouper(environment, self._sentinel)
         self._worlds = 0  # entered so far
         self._result: Any = None
@@ -223,6 +229,7 @@ class _Loop:
     def run(self, warmup: Callable[[], object] | None) -> Any:
         self._sentinel.start()
         self._state._bind(self._session)
+        self._state._reserve(self._environment.reserve_bytes)
         _import_ahead()
         if warmup is not None:
             warmup()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -168,6 +169,21 @@ def test_slots_of_a_host_are_reduced_and_rank0_goes(tmp_path: Path) -> None:
         job.stop_file.touch()
         survived(job)
         assert {e["exit_code"] for e in job.events("worker_exited")} == {0}
+
+
+def test_a_newcomer_knows_before_it_is_ready_how_much_a_commit_takes(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path).set("localhost:1")
+    told = ["sh", "-c", 'echo "room for $ELASTICSTATE_RESERVE_BYTES bytes"; exec "$@"', "sh"]
+    options = ("-np", "1", *hosts.options, *FAST)
+    with Job(tmp_path, *options, steps=20, until=tmp_path / "stop", before=told) as job:
+        job.wait_for_step(10)
+        hosts.set("localhost:2")
+        joined = job.wait_for_event("sync", generation=2)
+        job.wait_for_event("training_resumed")
+        job.stop_file.touch()
+        survived(job)
+        room = max(int(said) for said in re.findall(r"room for (\d+) bytes", job.output))
+        assert room >= 0.9 * joined["bytes"]
 
 
 def test_a_host_is_added_while_another_worker_dies(tmp_path: Path) -> None:

@@ -285,3 +285,15 @@ def test_write_into_writes_in_place_only_where_all_is_alike() -> None:
     assert array.tolist() == [1, 1, 1]
     array.setflags(write=False)
     assert write_into(array, np.zeros(3)) is not array
+
+
+def test_room_that_was_made_ahead_is_used_and_what_is_held_is_kept() -> None:
+    snapshot = Snapshot()
+    snapshot.reserve(1 << 20)
+    rooms = {buffer.memory.data_ptr() for buffer in (snapshot._newer, snapshot._older)}
+    for tick in (1, 2):
+        snapshot.write({"x": torch.full((1000,), tick)}, b"", CommitId(1, tick))
+    assert {buffer.memory.data_ptr() for buffer in (snapshot._newer, snapshot._older)} == rooms
+    snapshot.reserve(1 << 22)
+    assert snapshot.read(CommitId(1, 2))["x"].sum() == 2000
+    assert snapshot.read(CommitId(1, 1))["x"].sum() == 1000
