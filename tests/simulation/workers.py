@@ -64,7 +64,7 @@ class OwnError(Exception):
 
 @dataclass
 class Sentinel:
-    """What the sentinel of a worker knows; the same words as elasticstate/worker/sentinel.py."""
+    """What the sentinel of a worker knows; the same words as the real one."""
 
     generation: int = 0
     word: int = 0
