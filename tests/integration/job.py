@@ -63,7 +63,11 @@ class Job:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             self.process.send_signal(signal.SIGINT)
-            self.process.wait(30)
+            try:
+                self.process.wait(30)
+            finally:
+                self.process.kill()
+                self.process.wait()
 
     # ------------------------------------------------------------------------------------------------------ looking
 
