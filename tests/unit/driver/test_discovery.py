@@ -211,3 +211,24 @@ def test_a_script_that_cannot_be_run_says_why(tmp_path: Path) -> None:
     for command in (str(tmp_path / "plain"), str(tmp_path / "nope")):
         with pytest.raises(Fault, match="cannot be run"):
             asyncio.run(run_script(command, 5))
+
+
+def test_a_cancellation_at_the_moment_a_script_ends_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio.wait_for, before Python 3.12, would return the answer, and the driver would wait for its end for ever."""
+    command = script(tmp_path / "discover", "echo a:1")
+    communicate = asyncio.subprocess.Process.communicate
+
+    async def scenario() -> None:
+        async def ended_as_the_job_ends(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
+            answer = await communicate(process)
+            asking.cancel()
+            return answer
+
+        monkeypatch.setattr(asyncio.subprocess.Process, "communicate", ended_as_the_job_ends)
+        asking = asyncio.ensure_future(run_script(command, 5))
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(scenario())
