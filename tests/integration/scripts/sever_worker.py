@@ -21,7 +21,7 @@ import torch.distributed as dist
 from elasticstate.worker.contexts.gloo import GlooContext
 
 LONG = timedelta(seconds=120)
-SLICE = timedelta(seconds=1)  # regroup connects in such slices
+SLICE = timedelta(seconds=1)  # short, as in regroup: torch goes on trying for so long
 context = GlooContext()
 severed = threading.Event()
 commands: queue.Queue[list[str]] = queue.Queue()
