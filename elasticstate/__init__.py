@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from elasticstate.errors import (
         CollectiveError,
+        CommitSpaceError,
         DiscoveryError,
         ElasticError,
         HostsUpdatedInterrupt,
         NotInWorldError,
         OptionError,
+        StateDivergedError,
         StateError,
         StateLostError,
         UsageError,
@@ -53,11 +55,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "elasticstate.errors": (
         "CollectiveError",
+        "CommitSpaceError",
         "DiscoveryError",
         "ElasticError",
         "HostsUpdatedInterrupt",
         "NotInWorldError",
         "OptionError",
+        "StateDivergedError",
         "StateError",
         "StateLostError",
         "UsageError",
@@ -84,6 +88,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CollectiveError",
+    "CommitSpaceError",
     "DiscoveryError",
     "ElasticError",
     "ElasticSampler",
@@ -92,6 +97,7 @@ __all__ = [
     "ObjectState",
     "OptionError",
     "State",
+    "StateDivergedError",
     "StateError",
     "StateLostError",
     "TorchState",

@@ -48,3 +48,42 @@ class HoldWord:
 
     def load(self) -> int:
         """The word as it is."""
+
+class ControlPage:
+    """One page of shared memory for each slot: written by the worker, read by its agent; outlives the worker.
+
+    It holds the worker's two stamps, where it is, its hold word, and the seals of its two commit buffers.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        """Map the file at ``path`` (4096 bytes or more), shared; None: memory of this process alone.
+
+        Raises OSError when it cannot be mapped, ValueError when it is shorter than a page.
+        """
+
+    def reset(self) -> None:
+        """A new process begins: all is forgotten but the seals."""
+
+    def beat(self) -> None:
+        """Add one to *alive*."""
+
+    def progress(self) -> None:
+        """Add one to *progress*."""
+
+    def stamp(self) -> tuple[int, int, int, int, int]:
+        """(alive, progress, place, generation, ticks), all of one moment."""
+
+    def seal(
+        self, index: int, owner: bytes, generation: int, tick: int, layout: int, length: int, checksum: int
+    ) -> None:
+        """Make buffer ``index`` (0 or 1) hold the commit (generation, tick) of ``owner`` (16 bytes).
+
+        ``layout`` is a digest of the buffer's header; ``checksum`` the CRC-32C of its first ``length`` bytes, written
+        before. The last seal stays whole until the new one is: whoever dies in between has lost nothing.
+        """
+
+    def unseal(self, index: int) -> None:
+        """Buffer ``index`` holds no commit any more: call it before its bytes are changed."""
+
+    def sealed(self, index: int, owner: bytes) -> tuple[int, int, int, int, int] | None:
+        """(generation, tick, layout, length, checksum) of buffer ``index``; None: no whole seal, or not ``owner``'s."""

@@ -9,7 +9,9 @@
           ├── CollectiveError       the generation has failed: back to the last commit; caught by ``run``
           ├── NotInWorldError       ``rank()`` and its like were asked outside a world
           ├── StateError            a state cannot be captured, applied or restored as asked
-          │    └── StateLostError   the job has committed, and nobody alive holds a commit
+          │    ├── StateLostError       the job has committed, and nobody holds a commit any more
+          │    ├── StateDivergedError   the members of a world hold different states; names the tensors that differ
+          │    └── CommitSpaceError     commits do not fit into --commit-dir; names what they need and what is free
           ├── UsageError            the API was used in a way that cannot work; the message says what to do
           ├── OptionError           an option has a bad value; names the option, the value and what it takes
           └── DiscoveryError        the first call of host discovery failed
@@ -43,7 +45,15 @@ class StateError(ElasticError):
 
 
 class StateLostError(StateError):
-    """The job has committed, and no living worker holds a commit. Never silently from scratch."""
+    """The job has committed, and no memory holds a commit any more. Never silently from scratch."""
+
+
+class StateDivergedError(StateError):
+    """The members of a world hold different states; the message names the tensors that differ."""
+
+
+class CommitSpaceError(StateError):
+    """Commits do not fit into ``--commit-dir``; the message names the bytes needed, those free, and what to do."""
 
 
 class UsageError(ElasticError):

@@ -1,20 +1,29 @@
 // Everything that Python sees of the native code. Types and docstrings for Python stand in elasticstate/_native.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <cstring>
+#include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
+#include "control_page.hpp"
 #include "gather.hpp"
 #include "hold_word.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using elasticstate::ControlPage;
 using elasticstate::HoldWord;
+using elasticstate::Seal;
 
 namespace {
 
@@ -48,6 +57,59 @@ void gather(Destination destination, const std::vector<Source> &sources, const s
     elasticstate::gather(bytes, pieces, std::min<std::size_t>(MAX_THREADS, std::thread::hardware_concurrency()));
 }
 
+std::size_t checked_index(std::size_t index) {
+    if (index > 1) {
+        throw nb::value_error("a slot has two buffers: index 0 or 1");
+    }
+    return index;
+}
+
+std::array<std::uint8_t, 16> owner_of(const nb::bytes &owner) {
+    std::array<std::uint8_t, 16> result{};
+    if (owner.size() != result.size()) {
+        throw nb::value_error("an owner is 16 bytes");
+    }
+    std::memcpy(result.data(), owner.c_str(), result.size());
+    return result;
+}
+
+void seal(ControlPage &page, std::size_t index, const nb::bytes &owner, std::uint64_t generation, std::uint64_t tick,
+          std::uint64_t layout, std::uint64_t length, std::uint32_t checksum) {
+    page.seal(checked_index(index), Seal{owner_of(owner), 0, generation, tick, layout, length, checksum, 0});
+}
+
+nb::object sealed(const ControlPage &page, std::size_t index, const nb::bytes &owner) {
+    const std::optional<Seal> found = page.sealed(checked_index(index), owner_of(owner));
+    if (!found) {
+        return nb::none();
+    }
+    return nb::make_tuple(found->generation, found->tick, found->layout, found->length, found->checksum);
+}
+
+nb::tuple stamp(const ControlPage &page) {
+    const elasticstate::Stamp found = page.stamp();
+    return nb::make_tuple(found.alive, found.progress, found.place, found.generation, found.ticks);
+}
+
+void bind_control_page(nb::module_ &m) {
+    nb::register_exception_translator([](const std::exception_ptr &error, void *) {
+        try {
+            std::rethrow_exception(error);
+        } catch (const std::system_error &found) {
+            PyErr_SetObject(PyExc_OSError, nb::make_tuple(found.code().value(), found.what()).ptr());
+        }
+    });
+    nb::class_<ControlPage>(m, "ControlPage")
+        .def(nb::init<const std::optional<std::string> &>(), "path"_a.none())
+        .def("reset", &ControlPage::reset)
+        .def("beat", &ControlPage::beat)
+        .def("progress", &ControlPage::progress)
+        .def("stamp", &stamp)
+        .def("seal", &seal, "index"_a, "owner"_a, "generation"_a, "tick"_a, "layout"_a, "length"_a, "checksum"_a)
+        .def("unseal", [](ControlPage &page, std::size_t index) { page.unseal(checked_index(index)); }, "index"_a)
+        .def("sealed", &sealed, "index"_a, "owner"_a);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -65,4 +127,5 @@ NB_MODULE(_native, m) {
         .def("reset", &HoldWord::reset)
         .def("load", &HoldWord::load);
     hold_word.attr("HOLD") = HoldWord::HOLD;
+    bind_control_page(m);
 }

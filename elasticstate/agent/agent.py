@@ -137,14 +137,14 @@ class Agent:
                 self._stop(worker, kill)
             case messages.ToWorkers(workers, body):
                 self._note_hold(body)
-                data = messages.encode(body)
+                data = messages.encode_to_worker(body)
                 for worker in list(self._seats) if workers is None else workers:
                     self._socket.send(worker, data)
                     if isinstance(body, messages.LeaveOrder):
                         self._kill_later(worker)
             case messages.WorldsOnHost(worlds):
                 for worker, world in worlds:
-                    self._socket.send(worker, messages.encode(world))
+                    self._socket.send(worker, messages.encode_to_worker(world))
             case _:
                 self._complain(f"did not expect {type(order).__name__}")
 
@@ -158,7 +158,7 @@ class Agent:
     def _release_hold(self) -> None:
         """A hold must end without the driver; not after END, which the workers may be on their way to."""
         if self._held is not None:
-            data = messages.encode(messages.ReleaseOrder(self._held))
+            data = messages.encode_to_worker(messages.ReleaseOrder(self._held))
             for worker in self._seats:
                 self._socket.send(worker, data)
 
@@ -210,7 +210,7 @@ class Agent:
         if kill:
             seat.process.kill()
         elif self._socket.is_connected(worker):
-            self._socket.send(worker, messages.encode(messages.LeaveOrder()))
+            self._socket.send(worker, messages.encode_to_worker(messages.LeaveOrder()))
         else:
             seat.process.terminate()
         self._kill_later(worker)

@@ -19,6 +19,9 @@ Messages from a worker reach the driver as :class:`FromWorker`, which names the 
 
 from __future__ import annotations
 
+import struct
+from enum import IntEnum
+
 import msgspec
 
 from elasticstate.core.types import CommitId, Placement, WorkerId
@@ -96,6 +99,19 @@ class CommitSize(_Message, frozen=True):
     bytes: int
 
 
+class NeedSpace(_Message, frozen=True):
+    """Commit buffer ``index`` (0 or 1) of this worker has to take so many bytes: the agent answers with Space."""
+
+    index: int
+    bytes: int
+
+
+class Committed(_Message, frozen=True):
+    """The first commit of a generation: if all holders die right after it, there was something to lose."""
+
+    commit: CommitId
+
+
 class ErrorReport(_Message, frozen=True):
     """The worker's own exception, before it propagates: the traceback and when it was raised (unix nanoseconds)."""
 
@@ -108,7 +124,19 @@ class Notice(_Message, frozen=True):
 
 
 FromWorkerBody = (
-    Hello | Ready | HoldAnswer | Failure | Gate | Stamp | First | Synced | CommitSize | ErrorReport | Notice
+    Hello
+    | Ready
+    | HoldAnswer
+    | Failure
+    | Gate
+    | Stamp
+    | First
+    | Synced
+    | CommitSize
+    | NeedSpace
+    | Committed
+    | ErrorReport
+    | Notice
 )
 
 
@@ -159,7 +187,62 @@ class LeaveOrder(_Message, frozen=True):
     """Exit with 0: all who stay hold your tick."""
 
 
-ToWorkerBody = WorldMessage | HoldOrder | ReleaseOrder | EndOrder | OwnError | GateOpen | LeaveOrder
+class Space(_Message, frozen=True):
+    """Commit buffer ``index`` is a file of ``bytes`` by now; or ``error`` says why it cannot be."""
+
+    index: int
+    bytes: int
+    error: str
+
+
+ToWorkerBody = WorldMessage | HoldOrder | ReleaseOrder | EndOrder | OwnError | GateOpen | LeaveOrder | Space
+
+
+class OrderKind(IntEnum):
+    """What the sentinel has to know of a message before Python reads it (native/sentinel.cpp has the same numbers)."""
+
+    OTHER = 0
+    WORLD = 1
+    HOLD = 2
+    RELEASE = 3
+    END_NOW = 4
+    END_AT = 5
+    OWN_ERROR = 6
+    GATE_OPEN = 7
+    LEAVE = 8
+
+
+ORDER_HEAD = struct.Struct("<QQQ")
+"""Before each message to a worker: kind, generation and tick (0 where there is none)."""
+
+
+def encode_to_worker(message: ToWorkerBody) -> bytes:
+    """The message as the worker's socket carries it: a head of fixed size for the sentinel, then MessagePack."""
+    kind, generation, tick = OrderKind.OTHER, 0, 0
+    match message:
+        case WorldMessage(generation=generation):
+            kind = OrderKind.WORLD
+        case HoldOrder(generation):
+            kind = OrderKind.HOLD
+        case ReleaseOrder(generation):
+            kind = OrderKind.RELEASE
+        case EndOrder(generation, None, _):
+            kind = OrderKind.END_NOW
+        case EndOrder(generation, int(tick), _):
+            kind = OrderKind.END_AT
+        case OwnError(generation):
+            kind = OrderKind.OWN_ERROR
+        case GateOpen(generation):
+            kind = OrderKind.GATE_OPEN
+        case LeaveOrder():
+            kind = OrderKind.LEAVE
+    return ORDER_HEAD.pack(kind, generation, tick) + encode(message)
+
+
+def decode_to_worker(data: bytes) -> ToWorkerBody:
+    """The reverse of :func:`encode_to_worker`. Raises msgspec.DecodeError on rubbish."""
+    message: ToWorkerBody = _decode_to_worker(data[ORDER_HEAD.size :])
+    return message
 
 
 # ------------------------------------------------------------------------------------------------ agent -> driver
@@ -261,7 +344,7 @@ ToAgent = JobSpec | Spawn | Stop | ToWorkers | WorldsOnHost | Shutdown
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorkerBody).decode
-decode_to_worker = msgspec.msgpack.Decoder(ToWorkerBody).decode
+_decode_to_worker = msgspec.msgpack.Decoder(ToWorkerBody).decode
 decode_from_agent = msgspec.msgpack.Decoder(FromAgent).decode
 decode_to_agent = msgspec.msgpack.Decoder(ToAgent).decode
 

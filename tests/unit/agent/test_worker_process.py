@@ -83,17 +83,20 @@ def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 def test_what_a_command_leaves_in_its_session_ends_with_it(tmp_path: Path) -> None:
     """Children in process groups of their own, too, that ignore every signal one can ignore."""
+    seen = tmp_path / "seen"
     child = "import os, time; os.setpgid(0, 0); print('up', flush=True); time.sleep(100)"
     script = (
-        "import signal, subprocess, sys\n"
+        "import os, signal, subprocess, sys, time\n"
         "for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
         f"children = [subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE) for _ in range(3)]\n"
         "for child in children: child.stdout.readline()\n"
+        f"while not os.path.exists({str(seen)!r}): time.sleep(0.01)\n"
         "print('all up')\n"
     )
 
     async def see_them(process: WorkerProcess) -> None:
         await until(lambda: len(session_members(process.pid)) >= 4, "three children")
+        seen.touch()
 
     assert run(tmp_path, [sys.executable, "-c", script], see_them) == Ending(0, None, "")
     assert (tmp_path / "h-1.out").read_text() == "all up\n"

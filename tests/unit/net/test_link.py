@@ -83,7 +83,7 @@ def test_a_worker_reads_without_blocking_and_sees_the_end_of_its_agent(tmp_path:
         await agent.until(lambda: agent.socket.is_connected(W))
         with pytest.raises(BlockingIOError):
             link.receive()
-        agent.socket.send(W, messages.encode(messages.HoldOrder(4)))
+        agent.socket.send(W, messages.encode_to_worker(messages.HoldOrder(4)))
         assert link.receive() == messages.HoldOrder(4)
         agent.socket.close()
         assert link.receive() is None
@@ -99,7 +99,7 @@ def test_sending_to_a_worker_that_does_not_read_never_blocks_and_loses_nothing(t
         await agent.until(lambda: agent.socket.is_connected(W))
         orders = [messages.EndOrder(g, None, "x" * 10_000) for g in range(500)]  # far more than the socket holds
         for order in orders:
-            agent.socket.send(W, messages.encode(order))
+            agent.socket.send(W, messages.encode_to_worker(order))
         got = []
         while len(got) < len(orders):
             try:
@@ -143,7 +143,7 @@ def test_nobody_takes_the_place_of_a_connected_worker(tmp_path: Path) -> None:
         other.send(HELLO)
         await agent.until(lambda: bool(agent.complaints))
         assert "which is connected" in agent.complaints[0]
-        agent.socket.send(W, messages.encode(messages.GateOpen(1)))
+        agent.socket.send(W, messages.encode_to_worker(messages.GateOpen(1)))
         assert link.receive() == messages.GateOpen(1)
         link.close()
         other.close()
@@ -199,7 +199,7 @@ def test_a_worker_can_poll_its_link(tmp_path: Path) -> None:
         poller = select.poll()
         poller.register(link.fileno(), select.POLLIN)
         assert poller.poll(0) == []
-        agent.socket.send(W, messages.encode(messages.LeaveOrder()))
+        agent.socket.send(W, messages.encode_to_worker(messages.LeaveOrder()))
         assert [fd for fd, _ in poller.poll(1000)] == [link.fileno()]
         link.close()
 

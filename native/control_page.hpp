@@ -1,0 +1,89 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "hold_word.hpp"
+
+namespace elasticstate {
+
+/// Names one sealed commit. Valid if `own_checksum` is right: it is the CRC-32C of all bytes before it.
+struct Seal {
+    std::array<std::uint8_t, 16> owner;  // whose commits these are: a digest of job, host and slot
+    std::uint64_t sequence;              // of the seals that were written for this buffer: the highest counts
+    std::uint64_t generation;
+    std::uint64_t tick;
+    std::uint64_t layout;    // a digest of the buffer's header
+    std::uint64_t length;    // bytes that the checksum is over, from the start of the buffer
+    std::uint32_t checksum;  // CRC-32C of these bytes
+    std::uint32_t own_checksum;
+};
+static_assert(sizeof(Seal) == 64);
+
+/// One page of shared memory for each slot. The worker writes it, its agent reads it, and it outlives the worker.
+///
+///     alive       +1 by the sentinel at each beat
+///     progress    +1 by state.progress()
+///     version     odd while place, generation and the hold word are being changed together
+///     word        ticks and hold bit
+///     seals       of both buffers, two places each: a new seal never overwrites the one that counts
+struct ControlLayout {
+    std::atomic<std::uint64_t> alive;
+    std::atomic<std::uint64_t> progress;
+    std::atomic<std::uint64_t> version;
+    std::atomic<std::uint64_t> place;
+    std::atomic<std::uint64_t> generation;
+    HoldWord word;
+    alignas(64) Seal seals[2][2];
+};
+static_assert(sizeof(ControlLayout) <= 4096);
+
+/// Liveness and whereabouts, all of one moment.
+struct Stamp {
+    std::uint64_t alive;
+    std::uint64_t progress;
+    std::uint64_t place;
+    std::uint64_t generation;
+    std::uint64_t ticks;
+};
+
+/// A mapping of a control page. Memory of its own if there is no path.
+class ControlPage {
+public:
+    static constexpr std::size_t SIZE = 4096;
+
+    /// Throws std::system_error if the file cannot be mapped, std::invalid_argument if it is shorter than a page.
+    explicit ControlPage(const std::optional<std::string> &path);
+    ~ControlPage();
+    ControlPage(const ControlPage &) = delete;
+    ControlPage &operator=(const ControlPage &) = delete;
+
+    HoldWord &word() noexcept { return page_->word; }
+    std::uint64_t generation() const noexcept { return page_->generation.load(); }
+    std::uint64_t place() const noexcept { return page_->place.load(); }
+
+    void beat() noexcept { page_->alive.fetch_add(1); }
+    void progress() noexcept { page_->progress.fetch_add(1); }
+    void set_place(std::uint64_t place) noexcept { page_->place.store(place); }
+    /// A generation begins: no ticks, no hold.
+    void enter(std::uint64_t generation) noexcept;
+    /// A new process: it has no past but the seals.
+    void reset() noexcept;
+    Stamp stamp() const noexcept;
+
+    /// Seals buffer `index` (0 or 1); fills in sequence and own_checksum. What the seal speaks of was written before.
+    void seal(std::size_t index, Seal seal) noexcept;
+    /// From now on buffer `index` holds no commit. To be called before its bytes are changed.
+    void unseal(std::size_t index) noexcept;
+    /// The seal of buffer `index` that counts, if there is one and it is `owner`'s.
+    std::optional<Seal> sealed(std::size_t index, const std::array<std::uint8_t, 16> &owner) const noexcept;
+
+private:
+    ControlLayout *page_;
+};
+
+}  // namespace elasticstate

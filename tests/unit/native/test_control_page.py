@@ -1,0 +1,80 @@
+"""The page that worker and agent share: stamps of one moment, and seals that are whole or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elasticstate._native import ControlPage
+
+ME, OTHER = b"job, host, slot!", b"another job's..."
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "control"
+    file.write_bytes(bytes(4096))
+    return file
+
+
+def test_what_one_process_writes_another_reads(path: Path) -> None:
+    worker, agent = ControlPage(str(path)), ControlPage(str(path))
+    worker.beat()
+    worker.beat()
+    worker.progress()
+    assert agent.stamp() == (2, 1, 0, 0, 0)
+    worker.seal(1, ME, 5, 9, 1234, 4096, 0xDEADBEEF)
+    assert agent.sealed(1, ME) == (5, 9, 1234, 4096, 0xDEADBEEF)
+    assert agent.sealed(0, ME) is None
+
+
+def test_a_reset_forgets_all_but_the_seals(path: Path) -> None:
+    page = ControlPage(str(path))
+    page.seal(0, ME, 1, 2, 3, 4, 5)
+    page.progress()
+    page.reset()
+    assert page.stamp()[1:] == (0, 0, 0, 0)
+    assert page.sealed(0, ME) == (1, 2, 3, 4, 5)
+
+
+def test_the_last_seal_counts_and_none_after_unseal(path: Path) -> None:
+    page = ControlPage(str(path))
+    for tick in range(1, 6):
+        page.seal(0, ME, 1, tick, 0, 0, 0)
+        assert page.sealed(0, ME) == (1, tick, 0, 0, 0)
+    page.unseal(0)
+    assert page.sealed(0, ME) is None
+
+
+def test_a_seal_of_another_job_is_none(path: Path) -> None:
+    page = ControlPage(str(path))
+    page.seal(0, OTHER, 7, 7, 0, 0, 0)
+    assert page.sealed(0, ME) is None
+    assert page.sealed(0, OTHER) is not None
+
+
+def test_every_bit_of_a_seal_counts(path: Path) -> None:
+    page = ControlPage(str(path))
+    page.seal(0, ME, 5, 9, 1, 2, 3)
+    data = bytearray(path.read_bytes())
+    start = data.index(ME)
+    for bit in range(64 * 8):
+        data[start + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        assert ControlPage(str(path)).sealed(0, ME) is None, bit
+        data[start + bit // 8] ^= 1 << bit % 8
+
+
+def test_a_page_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ControlPage(str(tmp_path / "none"))
+    short = tmp_path / "short"
+    short.write_bytes(bytes(4095))
+    with pytest.raises(ValueError, match="shorter"):
+        ControlPage(str(short))
+    page = ControlPage(None)
+    with pytest.raises(ValueError, match="0 or 1"):
+        page.seal(2, ME, 0, 0, 0, 0, 0)
+    with pytest.raises(ValueError, match="16 bytes"):
+        page.sealed(0, b"short")
