@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -12,6 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # "make test &" in a script: jobs under test would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def leftover_processes() -> list[str]:
