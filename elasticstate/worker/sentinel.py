@@ -25,11 +25,12 @@ import threading
 import time
 from typing import Protocol
 
-from elasticstate._native import HoldWord
+from elasticstate._native import ControlPage, HoldWord
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
 from elasticstate.net import messages
 from elasticstate.net.link import WorkerLink
+from elasticstate.net.messages import Place
 
 STAMP_INTERVAL_S = 0.25
 SWEEP_INTERVAL_S = 0.003
@@ -45,16 +46,17 @@ class Severable(Protocol):
 class Sentinel:
     """Speaks with the agent for the worker. One per process; ``start()`` it once."""
 
-    def __init__(self, link: WorkerLink, worker: WorkerId) -> None:
+    def __init__(self, link: WorkerLink, worker: WorkerId, page: ControlPage | None = None) -> None:
         self._link = link
         self._worker = worker
-        self._word = HoldWord()
+        self._page = page or ControlPage(None)
+        self._word = HoldWord() if page is None else page.word
         self._changed = threading.Condition()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._context: Severable | None = None  # of the generation that is not left yet
-        self._place = "boot"
+        self._place = Place.BOOT
         self._generation = 0
         self._world: messages.WorldMessage | None = None  # the newest one heard of
         self._commit: CommitId | None = None
@@ -81,7 +83,7 @@ class Sentinel:
     def finish(self) -> None:
         """The worker is behind the gate: from here on it is a plain process that ends in its own time."""
         with self._changed:
-            self._place = "done"
+            self._go(Place.DONE)
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -128,7 +130,7 @@ class Sentinel:
             and commit.tick
             and (known is None or (known.generation, known.tick) < (commit.generation, 1))
         ):
-            self._stamp()
+            self.say(messages.Committed(commit))
 
     def say(self, message: messages.FromWorkerBody) -> None:
         self._link.send(message)
@@ -136,7 +138,7 @@ class Sentinel:
     def ready(self, store: str) -> messages.WorldMessage:
         """Say READY and wait for the next world. Raises SystemExit(0) when told to LEAVE."""
         with self._changed:
-            self._place = "regroup"
+            self._go(Place.REGROUP)
             paused_s = 0.0 if self._paused_at is None else time.monotonic() - self._paused_at
             joined = self._generation
         self.say(messages.Ready(joined, self._commit, self._previous, store, self.ticks, paused_s))
@@ -153,6 +155,7 @@ class Sentinel:
         with self._changed:
             self._generation = world.generation
             self._word.reset()
+            self._page.enter(world.generation)
             self._held = False
             self._end_tick = None
             self._paused_at = None
@@ -161,7 +164,7 @@ class Sentinel:
     def train(self) -> None:
         """The generation is made and synced: the user's function has the word."""
         with self._changed:
-            self._place = "train"
+            self._go(Place.TRAIN)
         self.check()
 
     def tick(self) -> None:
@@ -215,7 +218,7 @@ class Sentinel:
         """Wait in the exit gate until all members are there; CollectiveError if the generation ends before that."""
         generation = self._generation
         with self._changed:
-            self._place = "gate"
+            self._go(Place.GATE)
         self.say(messages.Gate(generation))
         with self._changed:
             while self._open_gate < generation:
@@ -239,7 +242,7 @@ class Sentinel:
             sweeping = self._sweep()
             now = time.monotonic()
             if now >= next_stamp:
-                self._stamp()
+                self._page.beat()
                 next_stamp = now + STAMP_INTERVAL_S
             wait_s = SWEEP_INTERVAL_S if sweeping else next_stamp - now
             for fd, _ in poller.poll(max(0.0, wait_s) * 1000):
@@ -248,11 +251,9 @@ class Sentinel:
                 else:
                     self._woken()
 
-    def _stamp(self) -> None:
-        try:
-            self.say(messages.Stamp(self._place, self._generation, self.ticks, self._commit))
-        except OSError:
-            self._link_lost()
+    def _go(self, place: Place) -> None:
+        self._place = place
+        self._page.set_place(place)
 
     def _sweep(self) -> bool:
         """Cut what has ended and is not left yet. Tells whether there is such a thing."""
@@ -282,7 +283,7 @@ class Sentinel:
             case messages.HoldOrder(generation=generation) if generation == self._generation:
                 self._held = True
                 ticks = self._word.hold() & _TICKS
-                self.say(messages.HoldAnswer(generation, ticks, self._place == "gate"))
+                self.say(messages.HoldAnswer(generation, ticks, self._place == Place.GATE))
             case messages.ReleaseOrder(generation=generation) if generation == self._generation:
                 self._held = False
                 if self._end_tick is None and self._ended < generation:
@@ -313,13 +314,13 @@ class Sentinel:
     def _leave(self) -> None:
         self._leaving = True
         match self._place:
-            case "regroup":
+            case Place.REGROUP:
                 pass  # ready() raises SystemExit
-            case "boot":
+            case Place.BOOT:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(0)
-            case "done":
+            case Place.DONE:
                 os.kill(os.getpid(), signal.SIGTERM)
             case _:
                 self._end_now(self._generation, "told to leave")
@@ -340,7 +341,7 @@ class Sentinel:
 
     def _link_lost(self) -> None:
         """The agent is gone: so is the job. A worker does not outlive its agent."""
-        if self._place != "done":
+        if self._place != Place.DONE:
             sys.stderr.write("elasticstate: the agent of this worker is gone; the worker ends\n")
             sys.stderr.flush()
             os._exit(1)
