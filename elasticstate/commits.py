@@ -126,9 +126,12 @@ def _directories(base: str, beginning: str) -> list[Path]:
 def _is_ours(path: Path) -> bool:
     """A directory of this user that nobody else can read or write."""
     try:
-        found = path.lstat()
+        return _is_private(path.lstat())
     except OSError:
         return False
+
+
+def _is_private(found: os.stat_result) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
@@ -138,12 +141,13 @@ def _claim(path: Path) -> int:
     while True:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        if not _is_ours(path):
-            raise PermissionError(f"{path} is no directory of this user alone")
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        if _try_lock(fd) and _is_still(path, fd):
-            return fd
-        os.close(fd)
+        with suppress(FileNotFoundError):  # somebody who looks for leftovers was quicker
+            if not _is_private(path.lstat()):
+                raise PermissionError(f"{path} is no directory of this user alone")
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            if _try_lock(fd) and _is_still(path, fd):
+                return fd
+            os.close(fd)
         if time.monotonic() > deadline:
             raise TimeoutError(f"another agent has {path}")
         time.sleep(0.01)
