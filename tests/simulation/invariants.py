@@ -62,6 +62,7 @@ class Checker:
         limit = after.policy.max_np
         new = any(isinstance(effect, t.StartWorker) for effect in effects)
         living = sum(not (w.leaving or w.gone) for w in after.workers.values())
+        limit = limit + 1 if limit is not None and self._waits_for_memory(after) else limit
         assert limit is None or not new or living <= limit, "more workers were started than max_np"
 
     def _hear(self, before: Membership, event: t.Event) -> None:
@@ -70,7 +71,9 @@ class Checker:
                 if self._joined.get(worker, 0) == event.generation:
                     self._held[worker] = commit
                     self._committed |= any(c is not None and c.tick > 0 for c in (commit, event.previous))
-            case t.Heartbeat(worker=worker, commit=commit) if self._living.get(worker.seat) == worker:
+            case t.Heartbeat(worker=worker, commit=commit) | t.CommitSealed(worker=worker, commit=commit) if (
+                self._living.get(worker.seat) == worker
+            ):
                 self._committed |= commit is not None and commit.tick > 0
             case t.WorkerUnresponsive(worker=worker) if self._living.get(worker.seat) == worker:
                 self._unresponsive.add(worker)
@@ -125,6 +128,7 @@ class Checker:
                     self.reached.update(f"end: {name}" for name in ENDS if name in cause.reason)
             case t.Note(event):
                 self.reached[f"note {event}"] += 1
+                self.reached["memory given up"] += "is given up" in str(effect.get("text"))
 
     # ---------------------------------------------------------------------------------------------------- worlds
 
@@ -203,8 +207,12 @@ class Checker:
                     elsewhere += 1
                 else:
                     elsewhere += bool(usable) and index < other.slots
-        assert elsewhere < after.policy.min_np, "I5"
+        holds = any(slot.memory is not None for seat, slot in after.slots.items() if seat.host == host.name)
+        assert elsewhere < after.policy.min_np or (holds and self._waits_for_memory(after)), "I5"
         self.reached["cooldown gave way"] += 1
+
+    def _waits_for_memory(self, after: Membership) -> bool:
+        return isinstance(after.phase, Waiting) and after.phase.memory_since is not None
 
     def _hold(self, before: Membership, after: Membership, generation: int, now: float) -> None:
         assert generation == self.generation
