@@ -1,7 +1,7 @@
 """The compiled part (native/, C++20, nanobind): what needs to be atomic, or fast without the GIL."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol, overload
+from typing import ClassVar, Protocol
 
 class _Array(Protocol):
     """What exports one-dimensional, contiguous ``uint8`` memory of the CPU by DLPack or the buffer protocol."""
@@ -22,24 +22,6 @@ class Pieces:
         the piece).
         """
 
-@overload
-def gather(destination: _Array, sources: Sequence[_Array], offsets: Sequence[int]) -> None:
-    """Copy the bytes of every source to its offset in the destination, without the GIL.
-
-    Large copies are spread over up to four threads. Sources must not overlap in the destination, nor with it.
-
-    Args:
-        destination: ``uint8[n]``, contiguous, on the CPU; written in place.
-        sources: ``uint8[m]`` each, contiguous, on the CPU; may be empty.
-        offsets: where each source begins in the destination, in bytes.
-
-    Raises:
-        ValueError: a source does not fit at its offset (the message names its index; nothing has been copied then),
-            or there are not as many offsets as sources.
-        TypeError: an array has another type, number of dimensions, device, or is not contiguous. Nothing is converted.
-    """
-
-@overload
 def gather(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int = 0) -> int:
     """Copy the pieces into bytes [begin, end) of the buffer, in one pass with their checksum, without the GIL.
 
@@ -121,7 +103,10 @@ class ControlPage:
         """Add one to *progress*."""
 
     def stamp(self) -> tuple[int, int, int, int, int]:
-        """(alive, progress, place, generation, ticks), all of one moment."""
+        """(alive, progress, place, generation, ticks), all of one moment.
+
+        (Unless the writer was stopped or killed in the very middle of a change.)
+        """
 
     def seal(
         self, index: int, owner: bytes, generation: int, tick: int, layout: int, length: int, checksum: int

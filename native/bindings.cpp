@@ -5,18 +5,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
 #include <optional>
 #include <string>
 #include <system_error>
-#include <thread>
 #include <vector>
 
 #include "control_page.hpp"
-#include "gather.hpp"
 #include "hold_word.hpp"
 #include "pieces.hpp"
 
@@ -28,35 +25,8 @@ using elasticstate::Seal;
 
 namespace {
 
-using Destination = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Source = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-constexpr std::size_t MAX_THREADS = 4;
-
-void gather(Destination destination, const std::vector<Source> &sources, const std::vector<std::int64_t> &offsets) {
-    if (sources.size() != offsets.size()) {
-        const std::string message =
-            std::to_string(sources.size()) + " sources, but " + std::to_string(offsets.size()) + " offsets";
-        throw nb::value_error(message.c_str());
-    }
-    std::vector<elasticstate::Piece> pieces;
-    pieces.reserve(sources.size());
-    for (std::size_t i = 0; i < sources.size(); ++i) {
-        const std::size_t size = sources[i].size();
-        // Written so that nothing can overflow: first the size, then the offset against the room that is left.
-        if (offsets[i] < 0 || size > destination.size() ||
-            static_cast<std::uint64_t>(offsets[i]) > destination.size() - size) {
-            const std::string message = "sources[" + std::to_string(i) + "]: " + std::to_string(size) +
-                                        " bytes at offset " + std::to_string(offsets[i]) +
-                                        " do not fit into a destination of " + std::to_string(destination.size());
-            throw nb::value_error(message.c_str());
-        }
-        pieces.push_back({sources[i].data(), size, static_cast<std::size_t>(offsets[i])});
-    }
-    std::uint8_t *const bytes = destination.data();
-    const nb::gil_scoped_release nogil;
-    elasticstate::gather(bytes, pieces, std::min<std::size_t>(MAX_THREADS, std::thread::hardware_concurrency()));
-}
+using Writable = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Readable = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 using Numbers = std::vector<std::uint64_t>;
 
@@ -68,27 +38,27 @@ void check_range(std::size_t begin, std::size_t end, std::size_t size) {
     }
 }
 
-std::uint32_t gather_pieces(Destination buffer, const elasticstate::Pieces &pieces, std::size_t begin, std::size_t end,
+std::uint32_t gather_pieces(Writable buffer, const elasticstate::Pieces &pieces, std::size_t begin, std::size_t end,
                             std::uint32_t checksum) {
     check_range(begin, end, buffer.size());
     const nb::gil_scoped_release nogil;
     return elasticstate::gather(buffer.data(), pieces, begin, end, checksum);
 }
 
-std::uint32_t scatter_pieces(Source buffer, const elasticstate::Pieces &pieces, std::size_t begin, std::size_t end,
+std::uint32_t scatter_pieces(Readable buffer, const elasticstate::Pieces &pieces, std::size_t begin, std::size_t end,
                              std::uint32_t checksum) {
     check_range(begin, end, buffer.size());
     const nb::gil_scoped_release nogil;
     return elasticstate::scatter(buffer.data(), pieces, begin, end, checksum);
 }
 
-std::uint32_t checksum_of(Source buffer, std::size_t begin, std::size_t end, std::uint32_t checksum) {
+std::uint32_t checksum_of(Readable buffer, std::size_t begin, std::size_t end, std::uint32_t checksum) {
     check_range(begin, end, buffer.size());
     const nb::gil_scoped_release nogil;
     return elasticstate::checksum_of(buffer.data(), begin, end, checksum);
 }
 
-std::vector<std::uint32_t> checksums_of(Source buffer, const Numbers &offsets, const Numbers &sizes) {
+std::vector<std::uint32_t> checksums_of(Readable buffer, const Numbers &offsets, const Numbers &sizes) {
     if (offsets.size() != sizes.size()) {
         const std::string message =
             std::to_string(offsets.size()) + " offsets, but " + std::to_string(sizes.size()) + " sizes";
@@ -182,9 +152,6 @@ void bind_control_page(nb::module_ &m) {
 NB_MODULE(_native, m) {
     // A worker may end with its sentinel's objects alive: no leak, and no lines for it in the user's log.
     nb::set_leak_warnings(false);
-
-    // Without noconvert() a destination that does not fit is silently copied, and the copy is what gets written.
-    m.def("gather", &gather, "destination"_a.noconvert(), "sources"_a.noconvert(), "offsets"_a);
 
     nb::class_<HoldWord> hold_word(m, "HoldWord");
     hold_word.def(nb::init<>())

@@ -1,7 +1,7 @@
-// CRC-32C as fast as memory: the processor's instruction has a latency of three cycles and takes eight bytes each cycle,
-// so three runs of bytes are checksummed side by side and put together by a table (V. Gopal et al., "Fast CRC
-// Computation for iSCSI Polynomial Using CRC32 Instruction", Intel 2011; M. Adler's crc32c.c, 2013). Putting together is
-// multiplication by a power of x modulo the polynomial, as in crc32_combine() of zlib.
+// CRC-32C as fast as memory: the processor's instruction takes three cycles, and one can begin in each cycle. So three
+// runs of bytes are checksummed side by side and put together by a table (V. Gopal et al., "Fast CRC Computation for
+// iSCSI Polynomial Using CRC32 Instruction", Intel 2011; M. Adler's crc32c.c, 2013). Putting together is multiplication
+// by a power of x modulo the polynomial, as in crc32_combine() of zlib.
 #include "crc32c.hpp"
 
 #include <algorithm>
@@ -82,7 +82,7 @@ std::uint64_t load(const std::uint8_t *from) noexcept {
     return word;
 }
 
-/// Bytes are taken eight at a time: M. Kounavis, F. Berry, "Novel Table Lookup-Based Algorithms for High-Performance CRC
+/// Eight bytes at a time: M. Kounavis, F. Berry, "Novel Table Lookup-Based Algorithms for High-Performance CRC
 /// Generation", 2008. `crc` is the register, not yet inverted.
 std::uint32_t by_table(std::uint32_t crc, const std::uint8_t *from, std::size_t size) noexcept {
     if constexpr (std::endian::native == std::endian::little) {
@@ -187,7 +187,8 @@ WITH_CRC inline std::uint64_t three_runs(std::uint64_t crc, std::uint8_t *to, co
 }
 
 template <Mode MODE>
-WITH_CRC std::uint64_t by_bytes(std::uint64_t crc, std::uint8_t *to, const std::uint8_t *from, std::size_t size) noexcept {
+WITH_CRC inline std::uint64_t by_bytes(std::uint64_t crc, std::uint8_t *to, const std::uint8_t *from,
+                                       std::size_t size) noexcept {
     for (std::size_t i = 0; i < size; ++i) {
         crc = step_byte(crc, from[i]);
         if constexpr (MODE != Mode::READ) {

@@ -16,7 +16,7 @@ namespace elasticstate {
 namespace {
 
 constexpr std::size_t MAX_THREADS = 4;
-constexpr std::size_t BLOCK = std::size_t{4} << 20;  // what a thread takes at a time: one that is held up delays no other
+constexpr std::size_t BLOCK = std::size_t{4} << 20;  // what a thread takes at a time, so that none waits for a slow one
 constexpr std::size_t MIN_BYTES_PER_THREAD = 2 * BLOCK;  // below this a thread's start costs more than it saves
 constexpr std::size_t MAX_OFFSET = std::numeric_limits<std::int64_t>::max();
 
@@ -96,10 +96,12 @@ Pieces::Pieces(std::span<const std::uint64_t> addresses, std::span<const std::ui
     std::size_t end = 0;
     for (std::size_t i = 0; i < addresses.size(); ++i) {
         if (offsets[i] > MAX_OFFSET || sizes[i] > MAX_OFFSET - offsets[i]) {
-            refuse(i, "offset " + std::to_string(offsets[i]) + " and size " + std::to_string(sizes[i]) + " are too large");
+            refuse(i, "offset " + std::to_string(offsets[i]) + " and size " + std::to_string(sizes[i]) +
+                          " are too large");
         }
         if (offsets[i] < end) {
-            refuse(i, "offset " + std::to_string(offsets[i]) + " lies before the last one's end, " + std::to_string(end));
+            refuse(i, "offset " + std::to_string(offsets[i]) + " lies before the last one's end, " +
+                          std::to_string(end));
         }
         end = offsets[i] + sizes[i];
         if (sizes[i] > 0 && addresses[i] != 0) {
@@ -154,7 +156,8 @@ std::vector<std::uint32_t> checksums_of(const std::uint8_t *buffer, std::span<co
         bytes += range.size;
     }
     std::vector<std::uint32_t> found(parts.size());
-    in_parallel(parts.size(), bytes, [&](std::size_t i) { found[i] = crc32c(0, buffer + parts[i].offset, parts[i].size); });
+    in_parallel(parts.size(), bytes,
+                [&](std::size_t i) { found[i] = crc32c(0, buffer + parts[i].offset, parts[i].size); });
     std::vector<std::uint32_t> results;
     results.reserve(ranges.size());
     std::size_t next = 0;

@@ -20,7 +20,7 @@ public:
         std::size_t size;
     };
 
-    /// Throws std::invalid_argument if the lists differ in length, or pieces are not in order, overlap or are too large.
+    /// Throws std::invalid_argument if lists differ in length, or pieces are out of order, overlap or are too large.
     Pieces(std::span<const std::uint64_t> addresses, std::span<const std::uint64_t> sizes,
            std::span<const std::uint64_t> offsets);
 
