@@ -196,6 +196,11 @@ class _Session:
     def tick(self) -> None:
         self._sentinel.tick()
 
+    verify_sync = False
+
+    def progress(self) -> None:
+        """Counts from the native sentinel on."""
+
     def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
         self._sentinel.sealed(commit, previous)
         if self._state.commit_bytes > self._told_bytes:
