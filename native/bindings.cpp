@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "bind_sentinel.hpp"
 #include "control_page.hpp"
 #include "gather.hpp"
 #include "hold_word.hpp"
@@ -128,4 +129,5 @@ NB_MODULE(_native, m) {
         .def("load", &HoldWord::load);
     hold_word.attr("HOLD") = HoldWord::HOLD;
     bind_control_page(m);
+    elasticstate::bind_sentinel(m);
 }

@@ -198,8 +198,18 @@ class Space(_Message, frozen=True):
 ToWorkerBody = WorldMessage | HoldOrder | ReleaseOrder | EndOrder | OwnError | GateOpen | LeaveOrder | Space
 
 
+class Place(IntEnum):
+    """Where a worker is, in its control page (native/sentinel.hpp has the same numbers)."""
+
+    BOOT = 0
+    REGROUP = 1
+    TRAIN = 2
+    GATE = 3
+    DONE = 4
+
+
 class OrderKind(IntEnum):
-    """What the sentinel has to know of a message before Python reads it (native/sentinel.cpp has the same numbers)."""
+    """What the sentinel has to know of a message before Python reads it (native/sentinel.hpp has the same numbers)."""
 
     OTHER = 0
     WORLD = 1

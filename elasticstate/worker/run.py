@@ -26,6 +26,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from elasticstate import _native
 from elasticstate.config import WorkerEnvironment, foreign_world_size, worker_environment
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, UsageError
@@ -220,7 +221,7 @@ class _Loop:
         self._environment = environment
         self._state = state
         self._call = call
-        self._sentinel = Sentinel(link, environment.worker)
+        self._sentinel = Sentinel(link, environment.worker, _native.ControlPage(None))
         self._session = _Session(self._sentinel, state, str(environment.worker))
         self._regrouper = Regrouper(environment, self._sentinel)
         self._worlds = 0  # entered so far
