@@ -65,6 +65,16 @@ class ControlPage:
     def reset(self) -> None:
         """A new process begins: all is forgotten but the seals."""
 
+    @property
+    def word(self) -> HoldWord:
+        """The hold word that lies on the page."""
+
+    def enter(self, generation: int) -> None:
+        """A generation begins: no ticks, no hold."""
+
+    def set_place(self, place: int) -> None:
+        """Where the worker is from now on (net.messages.Place)."""
+
     def beat(self) -> None:
         """Add one to *alive*."""
 

@@ -21,9 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elasticstate.agent.output import Terminal
+from elasticstate.agent.pulse import Pulse
 from elasticstate.agent.worker_process import WorkerProcess, make_pumps
+from elasticstate.commits import CommitDirectory, owner_of
 from elasticstate.config import WorkerEnvironment, inherited_environment, version
 from elasticstate.core.types import WorkerId
+from elasticstate.errors import CommitSpaceError
 from elasticstate.net import messages
 from elasticstate.net.link import AgentSocket
 from elasticstate.net.rpc import DriverStream
@@ -33,43 +36,11 @@ STAMPS_INTERVAL_S = 0.5  # between two messages with them: the agent's own sign 
 
 
 @dataclass(slots=True)
-class Pulse:
-    """What the stamps of one worker say. Instants are of this agent's own monotonic clock."""
-
-    heard_at: float
-    moved_at: float  # when place, generation or ticks changed last
-    stamp: messages.Stamp | None = None
-    is_news: bool = False  # to the driver
-
-    def beat(self, stamp: messages.Stamp, now: float) -> None:
-        last, self.stamp = self.stamp, stamp
-        self.heard_at, self.is_news = now, True
-        moved = last is None or (last.place, last.generation, last.ticks) != (
-            stamp.place,
-            stamp.generation,
-            stamp.ticks,
-        )
-        if moved:
-            self.moved_at = now
-
-    def verdict(self, now: float, heartbeat_timeout_s: float, hang_timeout_s: float | None) -> str:
-        """Why the worker must be given up; "" while it is well. Behind the gate nobody is judged."""
-        place = self.stamp.place if self.stamp is not None else "boot"
-        if place == "done":
-            return ""
-        if now - self.heard_at > heartbeat_timeout_s:
-            return f"no sign of life for --heartbeat-timeout of {heartbeat_timeout_s:g} s"
-        if hang_timeout_s is not None and place == "train" and now - self.moved_at > hang_timeout_s:
-            return f"no tick for --hang-timeout of {hang_timeout_s:g} s"
-        return ""
-
-
-@dataclass(slots=True)
 class _Seat:
     """A worker of this agent."""
 
     process: WorkerProcess
-    pulse: Pulse | None = None  # None until it has said hello
+    pulse: Pulse
     error: str = ""  # the first that it reported
     watcher: asyncio.Task[None] | None = None
     stopping: list[asyncio.TimerHandle] = field(default_factory=list)
@@ -97,6 +68,9 @@ class Agent:
             if not isinstance(first, messages.JobSpec):
                 raise ConnectionError(f"the driver says {first}")
             self._spec = first
+            self._commits = CommitDirectory(
+                first.commit_dir, first.job_id, self._launch.host, self._launch.job_directory
+            )
             self._socket.open()
         except (ConnectionError, OSError) as error:
             self._complain(f"cannot serve: {error}")
@@ -105,6 +79,7 @@ class Agent:
         status = await self._serve()
         looking.cancel()
         self._socket.close()
+        self._commits.remove()
         await self._driver.flush()
         await self._driver.close()
         return status
@@ -167,22 +142,31 @@ class Agent:
     def _spawn(self, worker: WorkerId, reserve_bytes: int) -> None:
         spec, launch = self._spec, self._launch
         try:
+            pulse = Pulse(self._commits.make_page(worker.slot), owner_of(spec.job_id, worker.host, worker.slot))
             pumps = make_pumps(worker, self._terminals, spec.tag_output, spec.log_dir)
             process = WorkerProcess(
                 worker, spec.command, self._environment(worker, reserve_bytes), launch.directory, *pumps
             )
-        except OSError as error:
+        except (OSError, CommitSpaceError) as error:
             self._complain(f"cannot start {worker}: {error}")
             self._driver.send(messages.Exited(worker, 0, 127, None, f"cannot be started: {error}"))
             return
-        seat = self._seats[worker] = _Seat(process)
+        seat = self._seats[worker] = _Seat(process, pulse)
         self._empty.clear()
         self._driver.send(messages.Started(worker, process.pid))
         seat.watcher = asyncio.ensure_future(self._watch(seat))
 
     def _environment(self, worker: WorkerId, reserve_bytes: int) -> Mapping[str, str]:
         given = dict(self._spec.environment)
-        told = WorkerEnvironment(self._launch.socket, worker, self._spec.job, self._launch.local_address, reserve_bytes)
+        told = WorkerEnvironment(
+            socket=self._launch.socket,
+            worker=worker,
+            job=self._spec.job,
+            job_id=self._spec.job_id,
+            local_address=self._launch.local_address,
+            commits=self._commits.prefix(worker.slot),
+            reserve_bytes=reserve_bytes,
+        )
         # torch's own words on a peer's death are a page of C++ frames each; the worker's exception tells the same.
         quiet = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         return {**quiet, **inherited_environment(), **given, **told.variables()}
@@ -191,6 +175,7 @@ class Agent:
         process = seat.process
         ending = await process.ended()
         self._socket.drain(process.worker)
+        seat.pulse.look(self._loop.time())
         self._send_stamps()  # its last words on its commits come before its end
         for timer in seat.stopping:
             timer.cancel()
@@ -246,10 +231,7 @@ class Agent:
         seat, now = self._seats[worker], self._loop.time()
         match message:
             case messages.Hello():
-                seat.pulse = Pulse(now, now)
-            case messages.Stamp():
-                if seat.pulse is not None:
-                    seat.pulse.beat(message, now)
+                seat.pulse.begin(now)
             case messages.ErrorReport():
                 seat.error = seat.error or message.error
             case _:
@@ -272,26 +254,20 @@ class Agent:
     def _forgive(self, stalled_s: float) -> None:
         """This agent itself was stopped, and its workers may have been, too: that time does not count."""
         for seat in self._seats.values():
-            if seat.pulse is not None:
-                seat.pulse.heard_at += stalled_s
-                seat.pulse.moved_at += stalled_s
+            seat.pulse.forgive(stalled_s)
 
     def _judge(self, now: float) -> None:
         for worker, seat in self._seats.items():
-            if seat.pulse is None:
-                continue
+            seat.pulse.look(now)
             reason = seat.pulse.verdict(now, self._spec.heartbeat_timeout_s, self._spec.hang_timeout_s)
             if reason:
-                seat.pulse = None  # once
+                seat.pulse.end()  # once
                 self._driver.send(messages.Unresponsive(worker, reason))
                 seat.process.kill()
 
     def _send_stamps(self) -> None:
-        news = [(worker, seat.pulse) for worker, seat in self._seats.items() if seat.pulse and seat.pulse.is_news]
-        for _, pulse in news:
-            pulse.is_news = False
-        stamps = tuple((worker, pulse.stamp) for worker, pulse in news if pulse.stamp is not None)
-        self._driver.send(messages.Stamps(stamps))
+        stamps = [(worker, seat.pulse.news()) for worker, seat in self._seats.items()]
+        self._driver.send(messages.Stamps(tuple((worker, stamp) for worker, stamp in stamps if stamp is not None)))
 
     # ------------------------------------------------------------------------------------------------- the outer world
 

@@ -22,6 +22,8 @@ def apply(d: Draft, event: t.Event) -> None:
     match event:
         case t.Heartbeat():
             _heartbeat(d, event)
+        case t.CommitSealed():
+            _commit_sealed(d, event)
         case t.WorkerReady():
             _worker_ready(d, event)
         case t.WorkerExited():
@@ -248,6 +250,13 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
         ticks_at=d.now if event.ticks != worker.ticks else worker.ticks_at,
         commit=event.commit or worker.commit,
     )
+
+
+def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:
+    worker = d.workers.get(event.worker)
+    if worker is not None:
+        _see_commit(d, event.commit)
+        d.put(worker, commit=event.commit)
 
 
 def _worker_ready(d: Draft, event: t.WorkerReady) -> None:

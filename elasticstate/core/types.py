@@ -219,6 +219,14 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class CommitSealed:
+    """The worker has sealed its first commit in a generation: said at once, for there is something to lose now."""
+
+    worker: WorkerId
+    commit: CommitId
+
+
+@dataclass(frozen=True, slots=True)
 class FirstTick:
     """The worker has completed the first tick of ``generation``."""
 
@@ -251,6 +259,7 @@ Event = (
     | FailureReported
     | GateEntered
     | Heartbeat
+    | CommitSealed
     | FirstTick
     | TimePassed
     | Several

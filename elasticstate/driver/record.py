@@ -1,7 +1,7 @@
 """The directory of a running job: claimed by its driver, read by ``elasticrun status``, removed at the end.
 
-It holds the driver's record (address and token) and the sockets of the agents of this machine. Nobody else may look
-into it. Driver and agents lock it (shared) for as long as they live: what nobody locks was left behind.
+It holds the driver's record (address and token), the job's id, and the sockets of the agents of this machine. Nobody
+else may look into it. Driver and agents lock it (shared) for as long as they live: what nobody locks was left behind.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from elasticstate.commits import ID_FILE
 from elasticstate.config import runtime_directory
 from elasticstate.errors import OptionError
 
@@ -36,7 +37,7 @@ def _path_of(job: str) -> Path:
 class JobDirectory:
     """Claims the job's name. Raises OptionError when a living job has it."""
 
-    def __init__(self, job: str) -> None:
+    def __init__(self, job: str, job_id: str) -> None:
         self.path = _path_of(job)
         if len(os.fsencode(self.path)) > _LONGEST_BYTES:
             raise OptionError(f"--job-name: {job!r}: takes a shorter one: sockets have no room below {self.path}")
@@ -48,15 +49,19 @@ class JobDirectory:
             raise OptionError(f"--job-name: {job!r}: takes the name of no running job ({error})") from None
         self._lock = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._write(ID_FILE, job_id.encode())
 
     def write(self, record: Record) -> None:
-        fd = os.open(self.path / _RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(fd, "wb") as file:
-            file.write(msgspec.json.encode(record))
+        self._write(_RECORD, msgspec.json.encode(record))
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+    def _write(self, name: str, data: bytes) -> None:
+        fd = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(fd, "wb") as file:
+            file.write(data)
 
 
 def _remove_what_is_stale(path: Path) -> None:

@@ -34,6 +34,16 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_un
     """Base of all messages: an array ``[tag, field, ...]`` in MessagePack."""
 
 
+class Place(IntEnum):
+    """Where a worker is, as its page says (native/sentinel.hpp has the same numbers)."""
+
+    BOOT = 0
+    REGROUP = 1
+    TRAIN = 2
+    GATE = 3
+    DONE = 4
+
+
 # ------------------------------------------------------------------------------------------------ worker -> agent
 
 
@@ -68,15 +78,6 @@ class Failure(_Message, frozen=True):
 
 class Gate(_Message, frozen=True):
     generation: int
-
-
-class Stamp(_Message, frozen=True):
-    """Liveness: sent every HEARTBEAT_INTERVAL_S by the sentinel."""
-
-    place: str
-    generation: int
-    ticks: int
-    commit: CommitId | None
 
 
 class First(_Message, frozen=True):
@@ -129,7 +130,6 @@ FromWorkerBody = (
     | HoldAnswer
     | Failure
     | Gate
-    | Stamp
     | First
     | Synced
     | CommitSize
@@ -196,16 +196,6 @@ class Space(_Message, frozen=True):
 
 
 ToWorkerBody = WorldMessage | HoldOrder | ReleaseOrder | EndOrder | OwnError | GateOpen | LeaveOrder | Space
-
-
-class Place(IntEnum):
-    """Where a worker is, in its control page (native/sentinel.hpp has the same numbers)."""
-
-    BOOT = 0
-    REGROUP = 1
-    TRAIN = 2
-    GATE = 3
-    DONE = 4
 
 
 class OrderKind(IntEnum):
@@ -288,6 +278,15 @@ class Unresponsive(_Message, frozen=True):
     reason: str
 
 
+class Stamp(_Message, frozen=True):
+    """What the page of a living worker says."""
+
+    place: Place
+    generation: int
+    ticks: int
+    commit: CommitId | None
+
+
 class Stamps(_Message, frozen=True):
     """The latest stamp of each worker of the host that was heard since the last message of this kind."""
 
@@ -308,7 +307,9 @@ class JobSpec(_Message, frozen=True):
     """First message to an agent: what to run, and the options that concern an agent."""
 
     job: str
+    job_id: str
     command: tuple[str, ...]
+    commit_dir: str
     heartbeat_timeout_s: float
     hang_timeout_s: float | None
     start_timeout_s: float

@@ -26,7 +26,8 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from elasticstate import _native
+from elasticstate._native import ControlPage
+from elasticstate.commits import control_file
 from elasticstate.config import WorkerEnvironment, foreign_world_size, worker_environment
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, UsageError
@@ -41,6 +42,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _used = False
+_sentinel: Sentinel | None = None  # of this process, to its end: a worker whose run is over still beats
 
 
 @overload
@@ -216,12 +218,14 @@ class _Loop:
     """The elastic loop of one worker."""
 
     def __init__(self, state: State, call: Callable[[], Any], environment: WorkerEnvironment) -> None:
+        global _sentinel
         link = WorkerLink(environment.socket)
         link.connect()
         self._environment = environment
         self._state = state
         self._call = call
-        self._sentinel = Sentinel(link, environment.worker, _native.ControlPage(None))
+        self._sentinel = Sentinel(link, environment.worker, ControlPage(control_file(environment.commits)))
+        _sentinel = self._sentinel
         self._session = _Session(self._sentinel, state, str(environment.worker))
         self._regrouper = Regrouper(environment, self._sentinel)
         self._worlds = 0  # entered so far

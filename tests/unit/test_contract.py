@@ -18,7 +18,6 @@ LATER_NAMES = {"launch", "WorkerFailedError", "record", "ErrorHandler", "horovod
 LATER_OPTIONS = {
     "--backend nccl",
     "--check",
-    "--commit-dir",
     "--env",
     "--join",
     "--lease",

@@ -14,7 +14,7 @@ import elasticstate._native
 
 PACKAGE = Path(elasticstate._native.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-PARTS = {"agent", "config", "cli", "core", "driver", "errors", "net", "processes", "state", "worker"}
+PARTS = {"agent", "config", "cli", "commits", "core", "driver", "errors", "net", "processes", "state", "worker"}
 
 # What a part may import of ours besides itself; the command line may import everything.
 ALLOWED = {
@@ -22,9 +22,10 @@ ALLOWED = {
     "errors": set[str](),
     "processes": set[str](),
     "net": {"core", "errors"},
+    "commits": {"errors"},
     "config": {"core", "errors"},
     "driver": PARTS - {"agent", "worker", "state", "cli"},
-    "agent": PARTS - {"driver", "worker", "state", "cli"},
+    "agent": PARTS - {"driver", "worker", "state", "cli"} | {"_native"},
     "worker": PARTS - {"driver", "agent", "cli"} | {"_native"},
     "state": PARTS - {"driver", "agent", "cli"} | {"_native"},
     "cli": PARTS,

@@ -162,7 +162,7 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 
 
 def test_a_worker_reads_what_its_agent_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = WorkerEnvironment("/s", WorkerId("127.0.0.2", 1, 3), "job", "127.0.0.2")
+    told = WorkerEnvironment("/s", WorkerId("127.0.0.2", 1, 3), "job", "c0ffee", "127.0.0.2", "/dev/shm/x/1", 4096)
     for name, value in told.variables().items():
         monkeypatch.setenv(name, value)
     assert worker_environment() == told
