@@ -71,6 +71,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                env={**os.environ, "PYTHONUNBUFFERED": ""},  # what is not flushed at the end would be lost
                 pass_fds=[theirs.fileno()],
                 bufsize=0,
             )
