@@ -1,6 +1,7 @@
 """The compiled part (native/, C++20, nanobind): what needs to be atomic, or fast without the GIL."""
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import ClassVar, Protocol
 
 class _Array(Protocol):
@@ -132,3 +133,107 @@ class ControlPage:
 
     def sealed(self, index: int, owner: bytes) -> tuple[int, int, int, int, int] | None:
         """(generation, tick, layout, length, checksum) of buffer ``index``; None: no whole seal, or not ``owner``'s."""
+
+class GlooSockets:
+    """The sockets of all Gloo groups of one generation, and how to cut them. From any thread, without the GIL."""
+
+    def __init__(self) -> None: ...
+    def watch_store(self, host: str, port: int) -> None:
+        """From now on ``sever`` also cuts this process's connections to the store. A name is looked up here, once."""
+
+    def begin_group(self, size: int) -> bool:
+        """A group of ``size`` ranks is about to be made. False: cut already, so do not make it."""
+
+    def end_group(self) -> None:
+        """It has been made, or has failed to be."""
+
+    def forget(self) -> None:
+        """All groups have been taken down."""
+
+    def sever(self) -> None:
+        """Cut everything there is. Level, not edge: sockets may appear meanwhile, so call it again and again."""
+
+    def broken(self) -> bool:
+        """Whether a pair of one of the groups has lost its connection, or all were cut here."""
+
+class TickEnd(Enum):
+    """How a tick ended at which a worker stops."""
+
+    ENDED = 1
+    """The generation is over."""
+    INTERRUPTED = 2
+    """This is the tick that all leave at."""
+    BEYOND = 3
+    """It lies behind."""
+
+class Sentinel:
+    """Speaks with the agent for its worker, on a thread that never needs the GIL; see native/sentinel.hpp.
+
+    The ``wait_...`` functions and ``tick`` block without the GIL, and run Python's signal handlers meanwhile, whose
+    exceptions they raise. In a process that was forked all but the plain facts raises RuntimeError.
+    """
+
+    ORDERS: ClassVar[dict[str, int]]
+    """The numbers of net.messages.OrderKind, as the thread knows them."""
+    PLACES: ClassVar[dict[str, int]]
+    """The numbers of net.messages.Place."""
+
+    def __init__(self, page: ControlPage, fd: int) -> None:
+        """Takes over ``fd``, a connected socket of SOCK_SEQPACKET. Raises OSError: out of descriptors."""
+
+    def start(self) -> None:
+        """The thread begins. Once."""
+
+    def forked(self) -> None:
+        """To be called in a process that this one has forked: nothing that happens there reaches agent or page."""
+
+    @property
+    def signal_fd(self) -> int:
+        """For signal.set_wakeup_fd: SIGTERM becomes a notice to the agent."""
+
+    @property
+    def generation(self) -> int: ...
+    @property
+    def ticks(self) -> int: ...
+    @property
+    def place(self) -> int: ...
+    @property
+    def leaving(self) -> bool: ...
+    @property
+    def in_generation(self) -> bool: ...
+    @property
+    def cause(self) -> bytes:
+        """The END message of the generation that ended last, with its head; b"": none has."""
+
+    @property
+    def paused_s(self) -> float:
+        """Since the tick at which this worker was interrupted ended; 0: it was not."""
+
+    def ended(self, generation: int) -> bool: ...
+    def send(self, message: bytes) -> None:
+        """Send a message, or keep it until the agent reads. Raises OSError if it is longer than a socket takes."""
+
+    def set_place(self, place: int) -> None: ...
+    def enter(self, generation: int, sockets: GlooSockets) -> None:
+        """A generation begins: ticks count from 0, and ``sockets`` are cut when it ends."""
+
+    def left(self) -> None:
+        """Nothing of the generation is left in this process: the cutting ends."""
+
+    def end(self, generation: int, message: bytes) -> bool:
+        """The generation is over, for the cause in ``message``, an END with its head. False: that was known."""
+
+    def tick(self) -> TickEnd | None:
+        """End a tick, and wait if the agent wants it. None: go on."""
+
+    def wait_world(self, joined: int) -> bytes | None:
+        """The message of a world newer than ``joined``, with its head; None: told to leave."""
+
+    def wait_other(self) -> bytes:
+        """The next message that only Python understands, with its head; oldest first."""
+
+    def wait_verdict(self, generation: int) -> bool:
+        """True if the suspect's exception is its own, False if the generation is over."""
+
+    def wait_gate(self, generation: int) -> bool:
+        """True when the gate opens, False if the generation ends before that."""

@@ -13,6 +13,7 @@
 #include <system_error>
 #include <vector>
 
+#include "bind_sentinel.hpp"
 #include "control_page.hpp"
 #include "hold_word.hpp"
 #include "pieces.hpp"
@@ -166,4 +167,5 @@ NB_MODULE(_native, m) {
     hold_word.attr("HOLD") = HoldWord::HOLD;
     bind_pieces(m);
     bind_control_page(m);
+    elasticstate::bind_sentinel(m);
 }

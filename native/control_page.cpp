@@ -90,6 +90,16 @@ ControlPage::ControlPage(const std::optional<std::string> &path)
 
 ControlPage::~ControlPage() { munmap(page_, SIZE); }
 
+bool ControlPage::keep_private() noexcept {
+    std::array<std::uint8_t, SIZE> copy;
+    std::memcpy(copy.data(), page_, SIZE);
+    if (mmap(page_, SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
+        return false;
+    }
+    std::memcpy(static_cast<void *>(page_), copy.data(), SIZE);
+    return true;
+}
+
 void ControlPage::enter(std::uint64_t generation) noexcept {
     page_->version.fetch_add(1);
     page_->generation.store(generation);

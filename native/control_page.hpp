@@ -78,6 +78,9 @@ public:
     void reset() noexcept;
     /// Of one moment, unless the writer was stopped in the middle of a change.
     Stamp stamp() const noexcept;
+    /// In a process that was forked: go on with a copy of one's own, so that the worker's page is not written.
+    /// False: there was no memory for it.
+    bool keep_private() noexcept;
 
     /// Seals buffer `index` (0 or 1); fills in sequence and own_checksum. What the seal speaks of was written before.
     void seal(std::size_t index, Seal seal) noexcept;

@@ -35,7 +35,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_un
 
 
 class Place(IntEnum):
-    """Where a worker is, as its page says (native/sentinel.cpp has the same numbers)."""
+    """Where a worker is, as its page says (native/sentinel.hpp has the same numbers)."""
 
     BOOT = 0
     REGROUP = 1
@@ -199,7 +199,7 @@ ToWorkerBody = WorldMessage | HoldOrder | ReleaseOrder | EndOrder | OwnError | G
 
 
 class OrderKind(IntEnum):
-    """What the sentinel has to know of a message before Python reads it (native/sentinel.cpp has the same numbers)."""
+    """What the sentinel has to know of a message before Python reads it (native/sentinel.hpp has the same numbers)."""
 
     OTHER = 0
     WORLD = 1

@@ -42,6 +42,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _used = False
+_sentinel: Sentinel | None = None  # of this process, to its end: a worker whose run is over still beats
 
 
 @overload
@@ -222,12 +223,14 @@ class _Loop:
     """The elastic loop of one worker."""
 
     def __init__(self, state: State, call: Callable[[], Any], environment: WorkerEnvironment) -> None:
+        global _sentinel
         link = WorkerLink(environment.socket)
         link.connect()
         self._environment = environment
         self._state = state
         self._call = call
         self._sentinel = Sentinel(link, environment.worker, ControlPage(control_file(environment.commits)))
+        _sentinel = self._sentinel
         self._session = _Session(self._sentinel, state, str(environment.worker))
         self._regrouper = Regrouper(environment, self._sentinel)
         self._worlds = 0  # entered so far

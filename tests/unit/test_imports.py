@@ -32,10 +32,6 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 WITH_TORCH = {"worker", "state"}
-MAY_TOUCH_SOCKETS = {
-    "elasticstate.worker.contexts.gloo": "cuts the sockets that Gloo opened",
-    "elasticstate.worker.sentinel": "wakes its own thread by a socket pair",
-}
 SOCKET_MODULES = {"socket", "socketserver", "grpc", "asyncio.streams", "http", "urllib"}
 
 
@@ -103,7 +99,7 @@ def test_driver_agent_and_command_line_run_without_torch() -> None:
 
 @pytest.mark.parametrize("source", SOURCES, ids=name)
 def test_sockets_are_opened_only_in_net(source: Path) -> None:
-    if part(source) != "net" and name(source) not in MAY_TOUCH_SOCKETS:
+    if part(source) != "net":
         assert not SOCKET_MODULES.intersection(imported.split(".")[0] for imported in imports(source))
 
 
