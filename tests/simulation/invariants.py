@@ -59,11 +59,18 @@ class Checker:
             self._hear(before, part)
         for effect in effects:
             self._see_effect(before, after, effects, effect, now)
+        self._not_too_many(after, [effect.worker for effect in effects if isinstance(effect, t.StartWorker)])
+
+    def _not_too_many(self, after: Membership, started: list[t.WorkerId]) -> None:
+        """No more than max_np, but for who is started where the newest commit is, when that is waited for."""
         limit = after.policy.max_np
-        new = any(isinstance(effect, t.StartWorker) for effect in effects)
         living = sum(not (w.leaving or w.gone) for w in after.workers.values())
-        limit = limit + 1 if limit is not None and self._waits_for_memory(after) else limit
-        assert limit is None or not new or living <= limit, "more workers were started than max_np"
+        if limit is None or not started or living <= limit:
+            return
+        newest = max(slot.memory for slot in after.slots.values() if slot.memory is not None)
+        assert self._waits_for_memory(after), "more workers were started than max_np"
+        assert [after.slots[worker.seat].memory for worker in started] == [newest], "more were started than max_np"
+        self.reached["beyond max_np"] += 1
 
     def _hear(self, before: Membership, event: t.Event) -> None:
         match event:
