@@ -44,6 +44,10 @@ class Pulse:
         if self._seen[1:] != last[1:]:
             self._moved_at = now
 
+    def move(self, now: float) -> None:
+        """It waits for this agent: that is no hang."""
+        self._moved_at = now
+
     def forgive(self, seconds: float) -> None:
         """So much time does not count."""
         self._heard_at += seconds
@@ -63,15 +67,17 @@ class Pulse:
     def news(self) -> Stamp | None:
         """What the driver has not been told: a sign of life since the last call, or another commit."""
         _, _, place, generation, ticks = self._seen
-        stamp = Stamp(_place(place), generation, ticks, self._newest())
+        stamp = Stamp(_place(place), generation, ticks, newest_commit(self._page, self._owner))
         if not self._is_news and stamp == self._told:
             return None
         self._is_news, self._told = False, stamp
         return stamp
 
-    def _newest(self) -> CommitId | None:
-        seals = (self._page.sealed(index, self._owner) for index in (0, 1))
-        return max((CommitId(*seal[:2]) for seal in seals if seal is not None), default=None)
+
+def newest_commit(page: ControlPage, owner: bytes) -> CommitId | None:
+    """The newest commit that a page has the seal of."""
+    seals = (page.sealed(index, owner) for index in (0, 1))
+    return max((CommitId(*seal[:2]) for seal in seals if seal is not None), default=None)
 
 
 def _place(number: int) -> Place:
