@@ -35,6 +35,7 @@ from elasticstate.net.link import AgentSocket
 from elasticstate.net.rpc import DriverStream
 
 LOOK_INTERVAL_S = 0.25  # between two looks at the workers' stamps
+_ESCAPE_TIMEOUT_S = 2.0  # for a worker to get out of a collective, when its generation has ended
 _STACKS_TIMEOUT_S = 0.5  # for the stacks of a worker that is to be killed
 STAMPS_INTERVAL_S = 0.5  # between two messages with them: the agent's own sign of life
 
@@ -47,6 +48,7 @@ class _Seat:
     pulse: Pulse
     error: str = ""  # the first that it reported
     waits: int = 0  # for answers of this agent
+    doubted_at: float | None = None  # since when it is known that it may hang
     watcher: asyncio.Task[None] | None = None
     stopping: list[asyncio.TimerHandle] = field(default_factory=list)
 
@@ -295,15 +297,32 @@ class Agent:
             seat.pulse.forgive(stalled_s)
 
     def _judge(self, now: float) -> None:
-        for worker, seat in self._seats.items():
+        for seat in self._seats.values():
             seat.pulse.look(now)
             if seat.waits:
                 seat.pulse.move(now)
-            reason = seat.pulse.verdict(now, self._spec.heartbeat_timeout_s, self._spec.hang_timeout_s)
+            reason = seat.pulse.verdict(now, self._spec.heartbeat_timeout_s) or self._hangs(seat, now)
             if reason:
                 seat.pulse.end()  # once
-                self._driver.send(messages.Unresponsive(worker, reason))
+                self._driver.send(messages.Unresponsive(seat.process.worker, reason))
                 self._begin(self._kill_with_stacks(seat))
+
+    def _hangs(self, seat: _Seat, now: float) -> str:
+        """Why a worker is taken to hang, or "".
+
+        Whoever waits for it in a collective stands as still as the one that hangs. So the generation is ended first,
+        which gets all others out of there: who does not move then is the one.
+        """
+        doubt = seat.pulse.doubt(now, self._spec.hang_timeout_s)
+        if not doubt:
+            seat.doubted_at = None
+        elif seat.doubted_at is None:
+            seat.doubted_at = now
+            failure = messages.Failure(seat.pulse.generation, True, doubt)
+            self._driver.send(messages.FromWorker(seat.process.worker, failure))
+        elif now - seat.doubted_at > _ESCAPE_TIMEOUT_S:
+            return doubt
+        return ""
 
     async def _kill_with_stacks(self, seat: _Seat) -> None:
         """First its stacks into its log: the handler needs no GIL, but the process must not be stopped."""

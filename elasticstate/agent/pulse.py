@@ -53,16 +53,25 @@ class Pulse:
         self._heard_at += seconds
         self._moved_at += seconds
 
-    def verdict(self, now: float, heartbeat_timeout_s: float, hang_timeout_s: float | None) -> str:
-        """Why the worker must be given up; "" while it is well. Behind the gate nobody is judged."""
-        place = _place(self._seen[2])
-        if not self._judged or place == Place.DONE:
+    def verdict(self, now: float, heartbeat_timeout_s: float) -> str:
+        """Why the worker must be given up; "" while it lives. Behind the gate nobody is judged."""
+        if not self._judged or self._place == Place.DONE or now - self._heard_at <= heartbeat_timeout_s:
             return ""
-        if now - self._heard_at > heartbeat_timeout_s:
-            return f"no sign of life for --heartbeat-timeout of {heartbeat_timeout_s:g} s"
-        if hang_timeout_s is not None and place == Place.TRAIN and now - self._moved_at > hang_timeout_s:
-            return f"no tick for --hang-timeout of {hang_timeout_s:g} s"
-        return ""
+        return f"no sign of life for --heartbeat-timeout of {heartbeat_timeout_s:g} s"
+
+    def doubt(self, now: float, hang_timeout_s: float | None) -> str:
+        """Why the worker seems to hang; "" while it gets on. It may just as well wait for another that does."""
+        if hang_timeout_s is None or not self._judged or self._place != Place.TRAIN:
+            return ""
+        return f"no tick for --hang-timeout of {hang_timeout_s:g} s" if now - self._moved_at > hang_timeout_s else ""
+
+    @property
+    def generation(self) -> int:
+        return self._seen[3]
+
+    @property
+    def _place(self) -> Place:
+        return _place(self._seen[2])
 
     def news(self) -> Stamp | None:
         """What the driver has not been told: a sign of life since the last call, or another commit."""

@@ -236,6 +236,7 @@ class _Loop:
         self._call = call
         page = ControlPage(control_file(environment.commits))
         self._sentinel = _sentinel = Sentinel(link, environment.worker, page)
+        self._page = page
         owner = owner_of(environment.job_id, environment.worker.host, environment.worker.slot)
         self._space = AgentSpace(environment.commits, page, owner, self._sentinel.ask)
         self._session = _Session(self._sentinel, page, state, str(environment.worker))
@@ -285,6 +286,7 @@ class _Loop:
             self._regrouper.leave()
             raise
         except BaseException as error:
+            self._page.progress()  # whoever comes as far as this does not hang
             outcome = self._judge(error)
             if outcome is None:
                 self._sentinel.say(messages.ErrorReport(_text(error), time.time_ns()))
@@ -312,6 +314,7 @@ class _Loop:
 
     def _recover(self, outcome: _Outcome) -> None:
         """Leave the generation with the live state equal to the newest commit."""
+        self._page.set_place(messages.Place.REGROUP)  # no hang, however long it takes
         if outcome is _Outcome.INTERRUPTED:
             here = CommitId(self._sentinel.generation, self._sentinel.ticks)
             if self._state.commits[0] != here:
