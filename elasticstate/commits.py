@@ -109,7 +109,7 @@ def remove_dead(base: str) -> list[str]:
     removed = []
     for path in _directories(base, f"{_PREFIX}{os.getuid()}-"):
         with _locked(path) as locked:
-            if locked and not _job_lives(path):
+            if locked and _bury_job(path):
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(str(path))
     return removed
@@ -188,14 +188,16 @@ def _is_still(path: Path, fd: int) -> bool:
         return False
 
 
-def _job_lives(path: Path) -> bool:
-    """Whether anybody of the job that made this directory lives."""
+def _bury_job(path: Path) -> bool:
+    """Whether nobody of the job that made this commit directory lives; then its own directory is removed."""
     try:
         job_id, _, name = (path / _JOB_FILE).read_text().partition(" ")
         directory = Path(name)
         if not _is_ours(directory) or (directory / ID_FILE).read_text() != job_id:
-            return False
+            return True
     except OSError:
-        return False
+        return True
     with _locked(directory) as locked:
-        return not locked
+        if locked:
+            shutil.rmtree(directory, ignore_errors=True)
+        return locked

@@ -84,7 +84,8 @@ class Room:
         self._say = say
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="elasticstate-room")
         self._locks: dict[str, asyncio.Lock] = {}
-        self._largest = 0
+        self._largest = 0  # that all may take
+        self._has_told = False
 
     async def make(self, slot: int, index: int, size_bytes: int) -> tuple[int, str]:
         """Let buffer ``index`` of a slot be at least so long: (its length, "") or (0, why it cannot be)."""
@@ -109,7 +110,8 @@ class Room:
     def _look_ahead(self, size: int) -> str:
         """What all workers of this host will take: said when the first one asks, refused when it is too much."""
         workers, free = self._workers(), self._free()
-        if not self._largest:
+        if not self._has_told:
+            self._has_told = True
             each = f"{workers} worker{'s' if workers != 1 else ''} x 2 x {in_words(size)}"
             self._say(
                 f"commits take {in_words(2 * size * workers)} on this host ({each}), "

@@ -332,11 +332,19 @@ def _failure_reported(d: Draft, event: t.FailureReported) -> None:
     if worker is None or not live:
         return  # in a generation that has ended now, every suspect has its answer
     if event.certain:
-        cause = d.root_cause(worker, f"{worker.id} found the generation broken", event.error)
-        d.broken.append(Failure(cause, "reported"))
+        d.broken.append(_what_was_found(d, worker, event.error))
         d.put(worker, heard_at=d.now)
     elif worker.suspect_at is None:
         d.put(worker, suspect_at=d.now, suspect_error=event.error, heard_at=d.now)
+
+
+def _what_was_found(d: Draft, worker: Worker, error: str) -> Failure:
+    """Why a member finds the generation broken: another one leaves it, with an error that is known to be its own."""
+    confirmed = (w for w in d.workers.values() if w.confirmed_at is not None and d.breaks(w))
+    first = min(confirmed, key=lambda w: (w.suspect_at or 0.0, w.id), default=None)
+    if first is None:
+        return Failure(d.root_cause(worker, f"{worker.id} found the generation broken", error), "reported")
+    return Failure(d.root_cause(first, f"{first.id} had an error of its own", first.suspect_error), "own")
 
 
 def _gate_entered(d: Draft, event: t.GateEntered) -> None:

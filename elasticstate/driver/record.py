@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import stat
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from elasticstate.config import runtime_directory
 from elasticstate.errors import OptionError
 
 _RECORD = "driver.json"
+_LOCK_TIMEOUT_S = 0.2  # somebody may look whether this job is dead, and locks its directory for that
 _LONGEST_BYTES = 107 - len("/agent-99999")  # what the kernel takes as the path of a Unix socket
 
 
@@ -66,9 +68,18 @@ class JobDirectory:
 
 def _remove_what_is_stale(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path)
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # noqa: PERF203
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+                return
     finally:
         os.close(fd)
 

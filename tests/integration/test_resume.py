@@ -42,10 +42,9 @@ def processes(job: Job, generation: int = 1, size: int = 2) -> list[int]:
 
 
 def kill_at_once(pids: list[int]) -> None:
-    began = time.monotonic()
+    """Within microseconds, unless this test is put to sleep in between: the caller checks that each was killed."""
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    assert time.monotonic() - began < 0.01
 
 
 def memory_of(job: Job) -> Path:
@@ -72,7 +71,7 @@ def test_all_workers_killed_ten_times_and_the_weights_are_those_of_an_undisturbe
     assert len(killed) == 20, "each of them was killed"
     assert weights(job) == undisturbed
     assert job.events("world_formed")[-1]["generation"] == 11
-    assert all(resumed_from(job, generation) > {0} or min(resumed_from(job, generation)) for generation in range(2, 12))
+    assert all(0 not in resumed_from(job, generation) for generation in range(2, 12))
 
 
 @pytest.fixture

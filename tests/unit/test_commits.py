@@ -94,7 +94,10 @@ def test_what_dead_jobs_have_left_is_removed_and_nothing_of_living_ones(base: st
     die(replaced)
     assert remove_dead(base) == [], "the job of an agent that died lives on"
     end(other)
+    assert other.path.exists()
     assert remove_dead(base) == [str(dead.path)]
+    assert not other.path.exists(), "and its job's directory with it"
+    assert job.path.exists()
     assert {path.name for path in Path(base).iterdir()} == {
         living.path.name,
         replaced.path.name,
