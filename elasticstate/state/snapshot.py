@@ -21,7 +21,7 @@ from elasticstate._native import Pieces, checksum, checksums, gather, scatter
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError
 from elasticstate.state.layout import Frame, Header, Layout, digest, parse, round_up
-from elasticstate.state.plan import Plan, copy_odd, plain_address, random_room, targets
+from elasticstate.state.plan import Plan, address, copy_odd, random_room, targets
 from elasticstate.state.space import PrivateSpace, Space
 from elasticstate.state.values import Captured, Values, dumps, is_array
 
@@ -154,7 +154,7 @@ class Snapshot:
 
     def aliases(self, captured: Captured) -> list[str]:
         """Names of the captured tensors and arrays that lie in one of the buffers."""
-        addresses = {name: plain_address(value) for name, value in captured.items() if is_array(value)}
+        addresses = {name: address(value) for name, value in captured.items() if is_array(value)}
         return [name for name, at in addresses.items() if self._newer.contains(at) or self._older.contains(at)]
 
     # ---------------------------------------------------------------------------------------- from worker to worker

@@ -125,7 +125,7 @@ def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class _Walk:
-    """All tensors of a module by name. ``named_parameters`` and its like take ten times as long."""
+    """All tensors of a module by name, in one walk: ``named_parameters`` and its like would take three."""
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self.parameters_at, self.buffers_at = f"{name}.parameters.", f"{name}.buffers."
