@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticstate.errors import StateError
 from elasticstate.state.base import State
-from elasticstate.state.values import Captured, Tree, Values, is_array, put
+from elasticstate.state.values import Captured, Leaf, Tree, Values, is_array, put
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """Stands in a tree where a tensor or array was. Its name follows from its place, see ``_rebuild``."""
-
-    device_type: str
-
-
-_leaf = functools.cache(_Leaf)  # one for each kind of device: a pickle has it once
+_leaf = functools.cache(Leaf)  # one for each kind of device: a pickle has it once
 
 
 class TorchState(State):
@@ -301,7 +293,7 @@ def _rebuild(tree: Any, values: Captured, live: Any, device: torch.device | None
     ``device`` is where new tensors go that were not on the CPU; None: the present device of their kind. ``used``: names
     met so far; with it they come out as ``_flatten`` made them.
     """
-    if isinstance(tree, _Leaf):
+    if isinstance(tree, Leaf):
         while path in used:
             path += "'"
         used.add(path)
