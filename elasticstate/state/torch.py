@@ -14,7 +14,6 @@ from elasticstate.errors import StateError
 from elasticstate.state.base import State
 from elasticstate.state.values import Captured, Leaf, Tree, Values, is_array, put
 
-
 _leaf = functools.cache(Leaf)  # one for each kind of device: a pickle has it once
 
 
