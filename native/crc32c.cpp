@@ -103,7 +103,11 @@ std::uint32_t by_table(std::uint32_t crc, const std::uint8_t *from, std::size_t 
 #if defined(__x86_64__) || defined(__aarch64__)
 
 #if defined(__x86_64__)
+#if defined(__clang__)
+#define WITH_CRC __attribute__((target("sse4.2,crc32")))
+#else
 #define WITH_CRC __attribute__((target("sse4.2")))
+#endif
 bool detect() noexcept { return __builtin_cpu_supports("sse4.2"); }
 WITH_CRC inline std::uint64_t step(std::uint64_t crc, std::uint64_t word) noexcept { return _mm_crc32_u64(crc, word); }
 WITH_CRC inline std::uint64_t step_byte(std::uint64_t crc, std::uint8_t byte) noexcept {
@@ -211,16 +215,19 @@ WITH_CRC std::uint32_t by_hardware(std::uint64_t crc, std::uint8_t *to, const st
         crc = by_bytes<MODE>(crc, to, from, head);
         advance(head);
     }
-    for (; size >= 3 * LONG_RUN; advance(3 * LONG_RUN)) {
+    while (size >= 3 * LONG_RUN) {
         crc = three_runs<MODE, LONG_RUN, true>(crc, to, from);
+        advance(3 * LONG_RUN);
     }
-    for (; size >= 3 * SHORT_RUN; advance(3 * SHORT_RUN)) {
+    while (size >= 3 * SHORT_RUN) {
         crc = three_runs<MODE, SHORT_RUN, false>(crc, to, from);
+        advance(3 * SHORT_RUN);
     }
-    for (; size >= 8; advance(8)) {
+    while (size >= 8) {
         const std::uint64_t word = load(from);
         crc = step(crc, word);
         store<MODE>(to, word);
+        advance(8);
     }
     return static_cast<std::uint32_t>(by_bytes<MODE>(crc, to, from, size));
 }

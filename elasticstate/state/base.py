@@ -92,6 +92,8 @@ class State(ABC):
         self._session: Session = _Alone()
         self._reset_callbacks: list[Callable[[], object]] = []
         self._changed_by_callbacks = False
+        self._has_committed = False  # the job has, by a user's commit: if nobody holds it any more, it ends
+        self._half_received = False
         self._synced_generation = 0
         for name, value in values.items():
             setattr(self, name, value)
@@ -183,8 +185,7 @@ class State(ABC):
             return
         start = CommitId(session.generation, 0)
         if session.rank in session.lacking:
-            self._receive(start)
-            self.restore()
+            self._go_back_to(self._receive(start))
         else:
             self._begin(start)
             if session.lacking and session.rank == session.root:
@@ -284,6 +285,7 @@ class State(ABC):
         captured = self.capture()
         try:
             self._snapshot.write(captured, rng.capture(), commit)
+            self._has_committed |= commit.tick > 0
         finally:  # a write that failed half-way has cost the previous commit
             self._session.sealed(*self.commits)
 
@@ -293,6 +295,10 @@ class State(ABC):
         """Seal ``start`` on a worker that holds the job's state, if the state is new or goes to others."""
         session = self._session
         nothing_yet = self._snapshot.newest is None and session.rank == session.root
+        if nothing_yet and self._half_received:
+            raise StateError(
+                "this worker's state was half overwritten when its sender died, and nobody has a whole one"
+            )
         if nothing_yet or self._changed_by_callbacks:
             self._seal(start)
             self._changed_by_callbacks = False
@@ -305,6 +311,8 @@ class State(ABC):
         commit = self._snapshot.newest
         assert commit is not None, "these are its values"
         self.apply(values)
+        self._half_received = False
+        self._has_committed |= commit.tick > 0
         kept = self._snapshot.aliases(self.capture())
         if kept:
             raise StateError(f"apply() of {type(self).__name__} kept the commit's own memory ({kept[0]}): copy it")
@@ -322,22 +330,35 @@ class State(ABC):
         started = time.monotonic()
         channel = self._channel()
         header, payload = self._snapshot.outgoing()
-        channel.send(msgspec.msgpack.encode((torch.initial_seed(), header)))
+        channel.send(msgspec.msgpack.encode((torch.initial_seed(), self._has_committed, header)))
         channel.broadcast(payload)
         self._session.synced(payload.numel(), time.monotonic() - started)
 
-    def _receive(self, start: CommitId) -> None:
+    def _receive(self, start: CommitId) -> Values:
+        """Get the root's commit, as ``start``. Its tensors are in the live ones by then.
+
+        A job that has committed loses its state with the last holder of a commit, so live tensors may be overwritten
+        as the bytes come in. One that has not may go on from the state that any worker was born with: then they stay
+        as they are until all is there.
+        """
         session = self._session
         started = time.monotonic()
         channel = self._channel()
-        seed, header = msgspec.msgpack.decode(channel.receive(), type=tuple[int, bytes])
+        seed, self._has_committed, header = msgspec.msgpack.decode(channel.receive(), type=tuple[int, bool, bytes])
+        private = rng.derived(seed, session.worker_key, start.generation)
         try:
-            payload = self._snapshot.incoming(header, rng.derived(seed, session.worker_key, start.generation))
-            channel.broadcast(payload, self._snapshot.received)
-            self._snapshot.seal_incoming(start)
+            payload = self._snapshot.incoming(header, private, self.capture())
+            if self._has_committed:
+                self._half_received = True
+                channel.broadcast(payload, self._snapshot.take_over)
+            else:
+                channel.broadcast(payload)
+                self._snapshot.take_over(0, payload.numel())
+            values = self._snapshot.seal_incoming(start)
         finally:
             session.sealed(*self.commits)
         session.synced(payload.numel(), time.monotonic() - started)
+        return values
 
     def _check_names(self, values: Captured) -> None:
         missing = [name for name in self._names if name not in values]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-CHUNK_BYTES = 32 << 20  # of one broadcast: while one is on the wire, the one before it is worked on
+CHUNK_BYTES = 16 << 20  # of one broadcast: while one is on the wire, the one before it is worked on
 
 
 class Channel:

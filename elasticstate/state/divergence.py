@@ -16,7 +16,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.errors import StateDivergedError, StateError
 from elasticstate.state.channel import Channel
 from elasticstate.state.snapshot import Snapshot
-from elasticstate.state.values import Tree
+from elasticstate.state.values import Leaf, Tree
 
 MAX_NAMES = 20  # that are told of each rank
 
@@ -89,13 +89,16 @@ def _fingerprints(snapshot: Snapshot) -> dict[str, str]:
     tensors, objects = snapshot.details()
     found = {name: f"{dtype}{list(shape)} {value:08x}" for name, (dtype, shape, value) in tensors.items()}
     for name, value in objects.items():
-        found.update(_object_fingerprints(name, value))
+        for path, fingerprint in _object_fingerprints(name, value):
+            found[path] = found.get(path, "") + fingerprint
     return found
 
 
 def _object_fingerprints(path: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, Tree):
         yield from _object_fingerprints(path, value.tree)
+    elif isinstance(value, Leaf):
+        return  # the tensor speaks for itself
     elif type(value) is dict and value and all(isinstance(key, str | int) for key in value):
         for key, item in value.items():
             yield from _object_fingerprints(f"{path}.{key}", item)

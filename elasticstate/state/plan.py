@@ -22,8 +22,7 @@ Described: TypeAlias = "tuple[str, str, tuple[int, ...], int, object]"  # see la
 RANDOM_GRANULE_BYTES = 4096
 RANDOM_SLACK_BYTES = 1024  # the random state's pickle varies by some bytes
 
-# All that can change about a tensor without its being another one. One C call each; whoever looks at tensors one by one
-# in Python needs ten times as long.
+# All that decides how the bytes of a tensor are copied: whatever was done to it in place. One C call each.
 _FEATURES: tuple[Callable[[Tensor], Any], ...] = (
     type,
     Tensor.data_ptr,
@@ -90,6 +89,14 @@ class Plan:
             [placed[offset][1] for offset in offsets],
             [begin + offset for offset in offsets],
         )
+
+
+def address(value: Array) -> int | None:
+    """Where the first element lies in the memory of the CPU; None for what is empty or elsewhere."""
+    if isinstance(value, torch.Tensor):
+        here = value.device.type == "cpu" and value.layout is torch.strided and value.numel()
+        return value.data_ptr() if here else None
+    return _array_address(value) if value.size else None
 
 
 def plain_address(value: Array) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticstate.errors import StateError
 from elasticstate.state.base import State
-from elasticstate.state.values import Captured, Tree, Values, is_array, put
+from elasticstate.state.values import Captured, Leaf, Tree, Values, is_array, put
 
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """Stands in a tree where a tensor or array was. Its name follows from its place, see ``_rebuild``."""
-
-    device_type: str
-
-
-_leaf = functools.cache(_Leaf)  # one for each kind of device: a pickle has it once
+_leaf = functools.cache(Leaf)  # one for each kind of device: a pickle has it once
 
 
 class TorchState(State):
@@ -125,7 +116,7 @@ def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class _Walk:
-    """All tensors of a module by name. ``named_parameters`` and its like take ten times as long."""
+    """All tensors of a module by name, in one walk: ``named_parameters`` and its like would take three."""
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self.parameters_at, self.buffers_at = f"{name}.parameters.", f"{name}.buffers."
@@ -301,7 +292,7 @@ def _rebuild(tree: Any, values: Captured, live: Any, device: torch.device | None
     ``device`` is where new tensors go that were not on the CPU; None: the present device of their kind. ``used``: names
     met so far; with it they come out as ``_flatten`` made them.
     """
-    if isinstance(tree, _Leaf):
+    if isinstance(tree, Leaf):
         while path in used:
             path += "'"
         used.add(path)

@@ -21,9 +21,16 @@ Captured: TypeAlias = Mapping[str, Any]  # name -> tensor | numpy array | pickla
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Nested dicts, lists and tuples: the state of one object without its tensors."""
+    """Nested dicts, lists and tuples: the state of one object, with leaves for its tensors."""
 
     tree: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Stands in a tree where a tensor or array was. Its name follows from its place."""
+
+    device_type: str
 
 
 class Values(Mapping[str, Any]):
