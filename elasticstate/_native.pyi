@@ -9,20 +9,52 @@ class _Array(Protocol):
 
     def __dlpack__(self) -> object: ...
 
-def gather(destination: _Array, sources: Sequence[_Array], offsets: Sequence[int]) -> None:
-    """Copy the bytes of every source to its offset in the destination, without the GIL.
+class Pieces:
+    """Where the bytes of a flat buffer lie elsewhere in the memory of the CPU: made once, used for many commits.
 
-    Large copies are spread over up to four threads. Sources must not overlap in the destination, nor with it.
+    Piece ``i`` is ``sizes[i]`` contiguous bytes at ``addresses[i]``, and has its place at ``offsets[i]`` of the buffer.
+    Address 0: these bytes are in the buffer already. Pieces may be empty.
+
+    **Addresses are taken as they are**: the caller guarantees that the memory is there whenever the pieces are used.
+    """
+
+    def __init__(self, addresses: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]) -> None:
+        """Raises ValueError unless the three are equally long, and offsets ascend without overlap (the message names
+        the piece).
+        """
+
+def gather(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int = 0) -> int:
+    """Copy the pieces into bytes [begin, end) of the buffer, in one pass with their checksum, without the GIL.
+
+    What no piece covers stays as it is, and is in the checksum too. A piece that lies only partly in the range is
+    copied in part. Large ranges are spread evenly over up to four threads, whatever the sizes of the pieces. All of it
+    is written, for other processes too, when the call returns.
 
     Args:
-        destination: ``uint8[n]``, contiguous, on the CPU; written in place.
-        sources: ``uint8[m]`` each, contiguous, on the CPU; may be empty.
-        offsets: where each source begins in the destination, in bytes.
+        buffer: ``uint8[n]``, contiguous, on the CPU, writable.
+        checksum: CRC-32C of the bytes before ``begin``.
+
+    Returns:
+        CRC-32C of the bytes before ``end``.
 
     Raises:
-        ValueError: a source does not fit at its offset (the message names its index; nothing has been copied then),
-            or there are not as many offsets as sources.
-        TypeError: an array has another type, number of dimensions, device, or is not contiguous. Nothing is converted.
+        ValueError: not 0 <= begin <= end <= n; nothing has been copied.
+        TypeError: the buffer has another type, number of dimensions, device, or is not contiguous, or not writable.
+    """
+
+def scatter(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int = 0) -> int:
+    """The reverse of ``gather``: copy bytes [begin, end) of the buffer to the pieces' addresses, with their checksum.
+
+    The bytes are at their addresses whatever the checksum turns out to be.
+    """
+
+def checksum(buffer: _Array, begin: int, end: int, checksum: int = 0) -> int:
+    """CRC-32C (RFC 3720) of bytes [begin, end) of the buffer, after bytes with that ``checksum``. See ``gather``."""
+
+def checksums(buffer: _Array, offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """CRC-32C of ``sizes[i]`` bytes at ``offsets[i]`` of the buffer, for each i. Ranges may overlap.
+
+    Raises ValueError when there are not as many sizes as offsets, or a range (the message says which) does not fit.
     """
 
 class HoldWord:
@@ -82,7 +114,10 @@ class ControlPage:
         """Add one to *progress*."""
 
     def stamp(self) -> tuple[int, int, int, int, int]:
-        """(alive, progress, place, generation, ticks), all of one moment."""
+        """(alive, progress, place, generation, ticks), all of one moment.
+
+        (Unless the writer was stopped or killed in the very middle of a change.)
+        """
 
     def seal(
         self, index: int, owner: bytes, generation: int, tick: int, layout: int, length: int, checksum: int

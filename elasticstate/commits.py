@@ -65,13 +65,18 @@ class CommitDirectory:
 
     def __init__(self, base: str, job_id: str, host: str, job_directory: str) -> None:
         """Raises OSError when it cannot be made, or is another's."""
-        self.path = Path(base).absolute() / f"{_beginning_of(job_id)}{host}"
+        self.base = Path(base).absolute()
+        self.path = self.base / f"{_beginning_of(job_id)}{host}"
         self._lock = _claim(self.path)
         (self.path / _JOB_FILE).write_text(f"{job_id} {Path(job_directory).absolute()}")
 
     def prefix(self, slot: int) -> str:
         """What the names of a slot's files begin with."""
         return str(self.path / str(slot))
+
+    def adopted(self) -> list[int]:
+        """Slots that an agent before this one has made pages for."""
+        return sorted(int(path.stem) for path in self.path.glob("*.control") if path.stem.isdecimal())
 
     def make_page(self, slot: int) -> str:
         """The path of a slot's page, made if it is not there yet. Raises CommitSpaceError when there is no room."""

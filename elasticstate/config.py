@@ -225,7 +225,14 @@ class Options:
         (10.0, 600.0), _CHANGES, _RANGE, "--cooldown-range", "a host that fails again and again is left alone so long"
     )
     commit_dir: str = _option(
-        "/dev/shm", _COMMITS, _PATH, "--commit-dir", "where commits are kept, two for each worker; may be any directory"
+        "/dev/shm",
+        _COMMITS,
+        _PATH,
+        "--commit-dir",
+        "where commits are kept, two for each worker; any directory, best in memory",
+    )
+    verify_sync: bool = _option(
+        False, _COMMITS, FLAG, "--verify-sync", "compare the states of all workers whenever some have been synced"
     )
     log_dir: str | None = _option(
         None, _OUTPUT, _PATH, "--log-dir", "keep each worker's output in <host>-<slot>.out and .err here, appended"

@@ -44,34 +44,49 @@ class Pulse:
         if self._seen[1:] != last[1:]:
             self._moved_at = now
 
+    def move(self, now: float) -> None:
+        """It waits for this agent: that is no hang."""
+        self._moved_at = now
+
     def forgive(self, seconds: float) -> None:
         """So much time does not count."""
         self._heard_at += seconds
         self._moved_at += seconds
 
-    def verdict(self, now: float, heartbeat_timeout_s: float, hang_timeout_s: float | None) -> str:
-        """Why the worker must be given up; "" while it is well. Behind the gate nobody is judged."""
-        place = _place(self._seen[2])
-        if not self._judged or place == Place.DONE:
+    def verdict(self, now: float, heartbeat_timeout_s: float) -> str:
+        """Why the worker must be given up; "" while it lives. Behind the gate nobody is judged."""
+        if not self._judged or self._place == Place.DONE or now - self._heard_at <= heartbeat_timeout_s:
             return ""
-        if now - self._heard_at > heartbeat_timeout_s:
-            return f"no sign of life for --heartbeat-timeout of {heartbeat_timeout_s:g} s"
-        if hang_timeout_s is not None and place == Place.TRAIN and now - self._moved_at > hang_timeout_s:
-            return f"no tick for --hang-timeout of {hang_timeout_s:g} s"
-        return ""
+        return f"no sign of life for --heartbeat-timeout of {heartbeat_timeout_s:g} s"
+
+    def doubt(self, now: float, hang_timeout_s: float | None) -> str:
+        """Why the worker seems to hang; "" while it gets on. It may just as well wait for another that does."""
+        if hang_timeout_s is None or not self._judged or self._place != Place.TRAIN:
+            return ""
+        return f"no tick for --hang-timeout of {hang_timeout_s:g} s" if now - self._moved_at > hang_timeout_s else ""
+
+    @property
+    def generation(self) -> int:
+        return self._seen[3]
+
+    @property
+    def _place(self) -> Place:
+        return _place(self._seen[2])
 
     def news(self) -> Stamp | None:
         """What the driver has not been told: a sign of life since the last call, or another commit."""
         _, _, place, generation, ticks = self._seen
-        stamp = Stamp(_place(place), generation, ticks, self._newest())
+        stamp = Stamp(_place(place), generation, ticks, newest_commit(self._page, self._owner))
         if not self._is_news and stamp == self._told:
             return None
         self._is_news, self._told = False, stamp
         return stamp
 
-    def _newest(self) -> CommitId | None:
-        seals = (self._page.sealed(index, self._owner) for index in (0, 1))
-        return max((CommitId(*seal[:2]) for seal in seals if seal is not None), default=None)
+
+def newest_commit(page: ControlPage, owner: bytes) -> CommitId | None:
+    """The newest commit that a page has the seal of."""
+    seals = (page.sealed(index, owner) for index in (0, 1))
+    return max((CommitId(*seal[:2]) for seal in seals if seal is not None), default=None)
 
 
 def _place(number: int) -> Place:

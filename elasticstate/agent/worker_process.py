@@ -64,6 +64,12 @@ class WorkerProcess:
         """Also the id of its session and of its process group."""
         return self._process.pid
 
+    def signal(self, number: int) -> None:
+        """To this process alone. No effect after its end."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def terminate(self) -> None:
         """SIGTERM to its process group. No effect after its end."""
         if self._process.returncode is None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import inf
 from signal import Signals
 
+from elasticstate.core import memory
 from elasticstate.core import types as t
 from elasticstate.core.cooldown import DEATHS_IN_A_ROW, SAME_DEATH_S, backoff_s, cooldown_s
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
@@ -80,6 +81,7 @@ def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     host = d.hosts.get(event.host)
     if host is not None and host.agent == "asked":
         d.put_host(host, agent="joined", heard="its agent is connected")
+        memory.found(d, host.name, dict(event.commits))
         d.note("agent_joined", host=host.name)
 
 
@@ -99,7 +101,9 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         if d.breaks(worker) and not worker.gone:
             d.broken.append(Failure(cause, "lost"))
         _bury(d, worker, exit_code=None, signal=None)
-    if not expected:
+    if expected:
+        memory.found(d, host.name, {})  # it has removed its workers' commits
+    else:
         if any(_has_seen_a_commit(d, worker) for worker in workers):
             host = d.put_host(host, deaths=0, cooldowns=0)
         _cool_down(d, host, "its agent was lost")
@@ -239,6 +243,8 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
     if worker is None:
         return
     _see_commit(d, event.commit)
+    if event.commit is not None:
+        memory.remember(d, worker.id.seat, event.commit)
     if worker.ready is not None or event.generation != worker.joined:
         d.put(worker, heard_at=d.now, place=event.place)
         return
@@ -256,6 +262,7 @@ def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:
     worker = d.workers.get(event.worker)
     if worker is not None:
         _see_commit(d, event.commit)
+        memory.remember(d, worker.id.seat, event.commit)
         d.put(worker, commit=event.commit)
 
 
@@ -265,6 +272,7 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         return
     _see_commit(d, event.commit)
     _see_commit(d, event.previous)
+    memory.remember(d, worker.id.seat, event.commit)
     if not d.ledger.ever_ready:
         d.account(ever_ready=True)
         _finished_slots_have_failed(d)

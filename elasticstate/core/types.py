@@ -118,9 +118,10 @@ class HostsDiscovered:
 
 @dataclass(frozen=True, slots=True)
 class AgentJoined:
-    """The agent of a host is connected and takes orders."""
+    """The agent of a host is connected and takes orders. ``commits``: by slot, what an agent before it has left."""
 
     host: str
+    commits: tuple[tuple[int, CommitId], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

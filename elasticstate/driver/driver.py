@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from elasticstate import commits
+from elasticstate import commits as commit_directory
 from elasticstate.config import Options, inherited_environment, parse_host
 from elasticstate.core import types as t
 from elasticstate.core.membership import new_membership, next_deadline, step
@@ -51,7 +51,7 @@ class Driver:
         for host in options.hosts:
             if reason := refuse(parse_host(host, 1).name):
                 raise OptionError(f"-H/--hosts: {reason}")
-        if reason := commits.refuse(options.commit_dir):
+        if reason := commit_directory.refuse(options.commit_dir):
             raise OptionError(f"--commit-dir: {options.commit_dir!r}: takes a directory to keep commits in: {reason}")
         self._options = options
         self._job_id = secrets.token_hex(8)
@@ -71,7 +71,6 @@ class Driver:
         started_at = self._loop.time()
         self._goodput = Goodput(started_at)
         directory = JobDirectory(self._job, self._job_id)
-        commits.remove_dead(self._options.commit_dir)
         try:
             self._agents = Agents(self._job_spec(), directory.path, self._post, self._from_agent, self._status)
             directory.write(Record(await self._agents.listen(), self._agents.token))
@@ -79,7 +78,7 @@ class Driver:
             await self._until_over()
         finally:
             await self._agents.stop(self._reason, self._hurry)
-            commits.remove_job(self._options.commit_dir, self._job_id)
+            commit_directory.remove_job(self._options.commit_dir, self._job_id)
             directory.remove()
         return self._close(started_at)
 
@@ -188,12 +187,15 @@ class Driver:
             store=world.store,
             collective_timeout_s=self._options.collective_timeout_s,
             regroup_timeout_s=self._options.regroup_timeout_s,
+            verify_sync=self._options.verify_sync,
         )
 
     # ------------------------------------------------------------------------------------------- what the agents say
 
     def _from_agent(self, host: str, message: messages.FromAgent) -> None:
         match message:
+            case messages.Serving(commits):
+                self._post(t.AgentJoined(host, commits))
             case messages.FromWorker(worker, body):
                 self._from_worker(worker, body)
             case messages.Stamps(stamps):

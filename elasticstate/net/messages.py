@@ -4,6 +4,8 @@
 
     driver                       agent                        worker's sentinel
       | <- AgentHello  ----------- |                              |
+      | -- JobSpec --------------> |                              |
+      | <- Serving --------------- |                              |
       | -- StartWorker ----------> | --- spawn ------------------> |
       |                            | <- Hello ------------------- |
       | <- Ready ----------------- | <- Ready ------------------- |
@@ -19,6 +21,7 @@ Messages from a worker reach the driver as :class:`FromWorker`, which names the 
 
 from __future__ import annotations
 
+import signal
 import struct
 from enum import IntEnum
 
@@ -27,6 +30,8 @@ import msgspec
 from elasticstate.core.types import CommitId, Placement, WorkerId
 
 PROTOCOL_VERSION = 1
+STACKS_SIGNAL = signal.SIGRTMIN + 9
+"""From an agent to a worker that does not respond: print the stacks of all threads."""
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
@@ -155,6 +160,7 @@ class WorldMessage(_Message, frozen=True):
     store: str
     collective_timeout_s: float
     regroup_timeout_s: float
+    verify_sync: bool = False
 
 
 class HoldOrder(_Message, frozen=True):
@@ -255,6 +261,12 @@ class AgentHello(_Message, frozen=True):
     version: str
 
 
+class Serving(_Message, frozen=True):
+    """The agent has its JobSpec and takes orders. ``commits``: by slot, what an agent before it has left in memory."""
+
+    commits: tuple[tuple[int, CommitId], ...]
+
+
 class FromWorker(_Message, frozen=True):
     worker: WorkerId
     body: FromWorkerBody
@@ -297,7 +309,7 @@ class AgentNotice(_Message, frozen=True):
     """The agent has had SIGTERM: its host drains."""
 
 
-FromAgent = AgentHello | FromWorker | Started | Exited | Unresponsive | Stamps | AgentNotice
+FromAgent = AgentHello | Serving | FromWorker | Started | Exited | Unresponsive | Stamps | AgentNotice
 
 
 # ------------------------------------------------------------------------------------------------ driver -> agent

@@ -60,6 +60,8 @@ class Scene:
         self.directory = directory
         self.heard: list[messages.FromAgent] = []
         self.lost = asyncio.Event()
+        self.address = ""
+        self._agents = 0
         self._streams: list[AgentStream] = []
         self.server = ControlServer(
             "secret",
@@ -70,10 +72,15 @@ class Scene:
         )
 
     async def start(self, token: str = "secret") -> None:
-        self.address = await self.server.start()
+        """Start an agent; the second time another one for the same host."""
         job = self.directory / "job"
-        job.mkdir()
-        launch = messages.Launch("h", self.address, token, "127.0.0.1", str(job / "s"), str(self.directory), str(job))
+        if not self.address:
+            self.address = await self.server.start()
+            job.mkdir(mode=0o700)
+        self._streams.clear()
+        self._agents += 1
+        socket = str(job / f"s{self._agents}")
+        launch = messages.Launch("h", self.address, token, "127.0.0.1", socket, str(self.directory), str(job))
         self.agent = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -299,5 +306,56 @@ def test_the_last_commit_of_a_worker_is_told_before_its_end_and_outlives_it(tmp_
         scene.send(messages.Shutdown("done"))
         assert (await scene.end())[0] == 0
         assert not list(scene.directory.glob("elasticstate-*"))
+
+    play(tmp_path, scenario)
+
+
+def test_an_agent_after_one_that_was_killed_tells_what_that_has_left(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        await scene.serve(sys.executable, "-c", SEAL)
+        assert await scene.hear(messages.Serving) == messages.Serving(())
+        await scene.hear(messages.Exited)
+        scene.agent.kill()
+        await scene.agent.wait()
+        await scene.start()
+        await scene.serve("sleep", "100")
+        await scene.until(lambda: messages.Serving(((0, CommitId(4, 1)),)) in scene.heard, "what was left")
+        scene.send(messages.Shutdown("done"))
+        assert (await scene.end())[0] == 0
+        assert not list(scene.directory.glob("elasticstate-*"))
+
+    play(tmp_path, scenario)
+
+
+# A worker that asks for room twice, and prints the answers.
+ASK = """
+import os
+from elasticstate.config import worker_environment
+from elasticstate.net import messages
+from elasticstate.net.link import WorkerLink
+told = worker_environment()
+link = WorkerLink(told.socket)
+link.connect()
+link._socket.setblocking(True)
+link.send(messages.Hello(told.worker, os.getpid(), messages.PROTOCOL_VERSION))
+for size in (100_000, 1 << 60):
+    link.send(messages.NeedSpace(1, size))
+    print(messages.decode_to_worker(link._socket.recv(100_000)), flush=True)
+print(os.stat(told.commits + ".1.safetensors").st_size, flush=True)
+"""
+
+
+def test_a_worker_is_given_room_for_its_commits_or_told_why_not(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        await scene.serve(sys.executable, "-c", ASK)
+        assert await scene.line() == "Space(index=1, bytes=131072, error='')"
+        assert "commits do not fit into --commit-dir" in await scene.line()
+        assert await scene.line() == "131072"
+        scene.send(messages.Shutdown("done"))
+        status, said = await scene.end()
+        assert status == 0
+        assert "commits take 262.1 kB on this host (1 worker x 2 x 131.1 kB)" in said
 
     play(tmp_path, scenario)

@@ -43,36 +43,44 @@ def worker(tmp_path: Path) -> Worker:
 
 def test_a_worker_that_beats_is_well(worker: Worker) -> None:
     worker.beat(9.0)
-    assert worker.pulse.verdict(18.0, 10.0, None) == ""
+    assert worker.pulse.verdict(18.0, 10.0) == ""
 
 
 def test_a_silent_worker_is_given_up_after_the_heartbeat_timeout_and_once(worker: Worker) -> None:
     worker.pulse.look(10.1)
-    assert worker.pulse.verdict(10.0, 10.0, None) == ""
-    assert worker.pulse.verdict(10.1, 10.0, None) == "no sign of life for --heartbeat-timeout of 10 s"
+    assert worker.pulse.verdict(10.0, 10.0) == ""
+    assert worker.pulse.verdict(10.1, 10.0) == "no sign of life for --heartbeat-timeout of 10 s"
     worker.pulse.end()
-    assert worker.pulse.verdict(10.1, 10.0, None) == ""
+    assert worker.pulse.verdict(10.1, 10.0) == ""
 
 
 def test_time_in_which_the_agent_itself_stood_still_does_not_count(worker: Worker) -> None:
     worker.pulse.forgive(5.0)
-    assert worker.pulse.verdict(14.9, 10.0, None) == ""
-    assert worker.pulse.verdict(15.1, 10.0, None)
+    assert worker.pulse.verdict(14.9, 10.0) == ""
+    assert worker.pulse.verdict(15.1, 10.0)
 
 
 def test_a_worker_that_beats_without_ticks_hangs(worker: Worker) -> None:
     for now in range(1, 8):
         worker.beat(float(now), ticks=now <= 2)
-    assert worker.pulse.verdict(7.0, 10.0, None) == ""
-    assert worker.pulse.verdict(7.0, 10.0, 5.0) == ""
-    assert worker.pulse.verdict(7.1, 10.0, 5.0) == "no tick for --hang-timeout of 5 s"
+    assert worker.pulse.verdict(7.0, 10.0) == ""
+    assert worker.pulse.doubt(9.0, None) == ""
+    assert worker.pulse.doubt(7.0, 5.0) == ""
+    assert worker.pulse.doubt(7.1, 5.0) == "no tick for --hang-timeout of 5 s"
 
 
 def test_a_worker_that_says_it_gets_on_does_not_hang(worker: Worker) -> None:
     for now in range(1, 8):
         worker.beat(float(now), progress=now <= 4)
-    assert worker.pulse.verdict(9.0, 10.0, 5.0) == ""
-    assert worker.pulse.verdict(9.1, 10.0, 5.0)
+    assert worker.pulse.doubt(9.0, 5.0) == ""
+    assert worker.pulse.doubt(9.1, 5.0)
+
+
+def test_a_worker_that_waits_for_its_agent_does_not_hang(worker: Worker) -> None:
+    worker.beat(1.0)
+    worker.pulse.move(4.0)
+    assert worker.pulse.doubt(9.0, 5.0) == ""
+    assert worker.pulse.doubt(9.1, 5.0)
 
 
 def test_only_training_can_hang(worker: Worker) -> None:
@@ -80,18 +88,18 @@ def test_only_training_can_hang(worker: Worker) -> None:
         worker.beat(0.0, place)
         for now in range(20):
             worker.beat(float(now), place)
-        assert worker.pulse.verdict(19.5, 10.0, 5.0) == ""
+        assert worker.pulse.doubt(19.5, 5.0) == ""
 
 
 def test_behind_the_gate_nobody_is_judged(worker: Worker) -> None:
     worker.beat(1.0, Place.DONE)
-    assert worker.pulse.verdict(1000.0, 10.0, 5.0) == ""
+    assert worker.pulse.verdict(1000.0, 10.0) == worker.pulse.doubt(1000.0, 5.0) == ""
 
 
 def test_rubbish_on_the_page_is_no_place(worker: Worker) -> None:
     worker.page.set_place(99)
     worker.beat(1.0, place=99)  # type: ignore[arg-type]
-    assert worker.pulse.verdict(20.0, 10.0, 5.0) == "no sign of life for --heartbeat-timeout of 10 s"
+    assert worker.pulse.verdict(20.0, 10.0) == "no sign of life for --heartbeat-timeout of 10 s"
 
 
 def test_news_are_signs_of_life_and_commits_and_each_is_told_once(worker: Worker) -> None:

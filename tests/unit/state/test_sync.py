@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError
 from elasticstate.state import ObjectState, TorchState, rng
-from elasticstate.state import base as base_module
+from elasticstate.state import channel as channel_module
 
 
 def trained(seed: int, steps: int, hidden: int = 6) -> TorchState:
@@ -166,7 +167,7 @@ def test_the_number_of_collectives_does_not_depend_on_the_number_of_tensors(
 def test_what_is_larger_than_a_chunk_goes_in_several(
     world: Any, member: Any, together: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_module, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(channel_module, "CHUNK_BYTES", 1000)
     states = [TorchState(t=torch.arange(1000.0) * (1 - rank)) for rank in range(2)]
     members = joined(states, world(2, lacking=(1,)), member)
     together(*[state.sync for state in states])
@@ -278,8 +279,8 @@ def test_a_sync_that_fails_on_the_way_leaves_the_newcomer_as_it_was(world: Any, 
 def send_the_header_only(state: Any, session: Any) -> None:
     header, _ = state._snapshot.outgoing()
     group = session.process_group_for((0, 1))
-    channel = base_module._Channel(group, 0)
-    channel.send(base_module.msgspec.msgpack.encode((0, header)))
+    channel = channel_module.Channel(group, 0)
+    channel.send(msgspec.msgpack.encode((0, header)))
 
 
 def test_states_that_differ_in_their_values_are_named(world: Any, member: Any, together: Any) -> None:
