@@ -1,6 +1,7 @@
 #include "bind_sentinel.hpp"
 
 #include <nanobind/stl/string.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <memory>
@@ -24,8 +25,12 @@ struct SharedSockets {
     std::shared_ptr<GlooSockets> sockets = std::make_shared<GlooSockets>();
 };
 
-/// Runs what Python's signal handlers have to do; called without the GIL, between two slices of a wait.
+/// Runs what Python's signal handlers have to do; called without the GIL, between two slices of a wait. They run on the
+/// main thread; another one must not ask for the GIL here: if the interpreter is at its end, it would not come back.
 void check_signals() {
+    if (gettid() != getpid()) {
+        return;
+    }
     const nb::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) {
         throw nb::python_error();

@@ -82,10 +82,13 @@ Sentinel::~Sentinel() {
 }
 
 void Sentinel::start() {
-    sigset_t all, before;
-    sigfillset(&all);
+    sigset_t others, before;
+    sigfillset(&others);
+    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) {
+        sigdelset(&others, own);  // a fault of the thread itself is reported like any other
+    }
     // The thread inherits the mask: signals are for the worker's own threads.
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
     try {
         thread_ = std::make_unique<std::thread>(&Sentinel::serve, this);
     } catch (...) {

@@ -225,6 +225,16 @@ def test_behind_the_gate_it_does(start: Start) -> None:
     assert worker.ended() == (0, "end\n", "")
 
 
+SLOW_END = """
+class Slow:
+    def __del__(self, sleep=time.sleep): sleep(0.5)
+slow = Slow()
+enter()
+threading.Thread(target=sentinel.gate, daemon=True).start()
+time.sleep(0.1)
+"""
+
+
 @pytest.mark.parametrize(
     ("program", "status"),
     [
@@ -234,9 +244,19 @@ def test_behind_the_gate_it_does(start: Start) -> None:
         ("sys.keep = sentinel", 0),
         ("class Loop: pass\nloop = Loop(); loop.me = loop; loop.sentinel = sentinel; del sentinel", 0),
         ("enter(); sentinel.failed('sweeping at the end')", 0),
-        ("threading.Thread(target=sentinel.gate, daemon=True).start(); time.sleep(0.1)", 0),
+        ("enter(); threading.Thread(target=sentinel.gate, daemon=True).start(); time.sleep(0.1)", 0),
+        (SLOW_END, 0),
     ],
-    ids=["end", "deleted", "sys.exit", "kept by sys", "in a cycle", "sweeping", "another thread waits"],
+    ids=[
+        "end",
+        "deleted",
+        "sys.exit",
+        "kept by sys",
+        "in a cycle",
+        "sweeping",
+        "another thread waits",
+        "and the end is slow",
+    ],
 )
 def test_the_interpreter_ends_as_without_it(start: Start, program: str, status: int) -> None:
     assert start(program).ended() == (status, "", "")
