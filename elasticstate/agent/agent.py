@@ -326,8 +326,7 @@ class Agent:
 
     async def _kill_with_stacks(self, seat: _Seat) -> None:
         """First its stacks into its log: the handler needs no GIL, but the process must not be stopped."""
-        seat.process.signal(messages.STACKS_SIGNAL)
-        seat.process.signal(signal.SIGCONT)
+        seat.process.ask_for_stacks()
         await asyncio.sleep(_STACKS_TIMEOUT_S)
         seat.process.kill()
 
