@@ -66,15 +66,6 @@ def test_a_worker_with_notice_drains_and_loses_nothing(tmp_path: Path) -> None:
         job.check_survival()
 
 
-def test_the_death_of_all_who_hold_a_commit_is_never_a_silent_start_from_scratch(tmp_path: Path) -> None:
-    with Job(tmp_path, "-np", "2", "--min-np", "1", *FAST, steps=100000) as job:
-        job.wait_for_step(5)
-        for pid in [job.pid_of(0), job.pid_of(1)]:
-            os.kill(pid, signal.SIGKILL)
-        job.finish(1)
-        assert "StateLostError" in job.output
-
-
 SECOND_CALL = """
 import elasticstate as elastic
 state = elastic.ObjectState(step=0)
