@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import SCRIPTS, Job
+from job import PACKAGE, SCRIPTS, Job
 
 FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2")
 
@@ -113,7 +113,11 @@ def test_misuse_is_an_error_that_says_what_to_do(script: str, said: str) -> None
 
 
 def test_plain_python_trains_in_a_world_of_one(tmp_path: Path) -> None:
-    environment = {**os.environ, "ELASTICSTATE_WORKER": "localhost:0:1", "PYTHONPATH": str(SCRIPTS)}
+    environment = {
+        **os.environ,
+        "ELASTICSTATE_WORKER": "localhost:0:1",
+        "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}",
+    }
     command = [sys.executable, str(SCRIPTS / "train.py"), "--log", str(tmp_path), "--steps", "20"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
