@@ -124,6 +124,7 @@ _SIZE = "workers and hosts"
 _DISCOVERY = "host discovery"
 _TIMES = "time limits, in seconds"
 _CHANGES = "changes of the world"
+_COMMITS = "commits"
 _OUTPUT = "output"
 
 
@@ -223,6 +224,16 @@ class Options:
     cooldown_range_s: tuple[float, float] = _option(
         (10.0, 600.0), _CHANGES, _RANGE, "--cooldown-range", "a host that fails again and again is left alone so long"
     )
+    commit_dir: str = _option(
+        "/dev/shm",
+        _COMMITS,
+        _PATH,
+        "--commit-dir",
+        "where commits are kept, two for each worker; any directory, best in memory",
+    )
+    verify_sync: bool = _option(
+        False, _COMMITS, FLAG, "--verify-sync", "compare the states of all workers whenever some have been synced"
+    )
     log_dir: str | None = _option(
         None, _OUTPUT, _PATH, "--log-dir", "keep each worker's output in <host>-<slot>.out and .err here, appended"
     )
@@ -316,7 +327,9 @@ class WorkerEnvironment:
     socket: str  # path of the agent's Unix socket
     worker: WorkerId
     job: str
+    job_id: str  # unlike that of any other job
     local_address: str  # at which other hosts reach this one
+    commits: str  # what the names of the files of its slot begin with: its page, its two buffers
     reserve_bytes: int = 0  # what a commit of the job takes, as far as is known
 
     def variables(self) -> dict[str, str]:
@@ -326,7 +339,9 @@ class WorkerEnvironment:
             **dict([socket_variable(self.socket)]),
             PREFIX + "WORKER": f"{host}:{slot}:{incarnation}",
             PREFIX + "JOB": self.job,
+            PREFIX + "JOB_ID": self.job_id,
             PREFIX + "LOCAL_ADDRESS": self.local_address,
+            PREFIX + "COMMITS": self.commits,
             PREFIX + "RESERVE_BYTES": str(self.reserve_bytes),
         }
 
@@ -339,8 +354,11 @@ def worker_environment() -> WorkerEnvironment | None:
     try:
         host, slot, incarnation = os.environ[PREFIX + "WORKER"].rsplit(":", 2)
         worker = WorkerId(host, int(slot), int(incarnation))
-        job, address = os.environ[PREFIX + "JOB"], os.environ[PREFIX + "LOCAL_ADDRESS"]
-        return WorkerEnvironment(socket, worker, job, address, int(os.environ.get(PREFIX + "RESERVE_BYTES", 0)))
+        names = ("JOB", "JOB_ID", "LOCAL_ADDRESS", "COMMITS")
+        told = {name.lower(): os.environ[PREFIX + name] for name in names}
+        return WorkerEnvironment(
+            socket=socket, worker=worker, **told, reserve_bytes=int(os.environ.get(PREFIX + "RESERVE_BYTES", 0))
+        )
     except (KeyError, ValueError):
         raise OptionError(f"{PREFIX}SOCKET is set, but the other variables of a worker are not") from None
 

@@ -69,6 +69,15 @@ def _kill_all(find: Callable[[], set[int]]) -> None:
         killed |= more
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal: it may be sent without harm."""
+    with suppress(OSError):
+        for line in Path("/proc", str(pid), "status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def signal_name(number: int) -> str:
     """``SIGKILL`` for 9."""
     try:

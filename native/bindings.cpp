@@ -5,19 +5,18 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
 #include <optional>
 #include <string>
 #include <system_error>
-#include <thread>
 #include <vector>
 
+#include "bind_sentinel.hpp"
 #include "control_page.hpp"
-#include "gather.hpp"
 #include "hold_word.hpp"
+#include "pieces.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -27,34 +26,73 @@ using elasticstate::Seal;
 
 namespace {
 
-using Destination = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Source = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Writable = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Readable = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr std::size_t MAX_THREADS = 4;
+using Numbers = std::vector<std::uint64_t>;
 
-void gather(Destination destination, const std::vector<Source> &sources, const std::vector<std::int64_t> &offsets) {
-    if (sources.size() != offsets.size()) {
-        const std::string message =
-            std::to_string(sources.size()) + " sources, but " + std::to_string(offsets.size()) + " offsets";
+void check_range(std::size_t begin, std::size_t end, std::size_t size) {
+    if (begin > end || end > size) {
+        const std::string message = "bytes " + std::to_string(begin) + " to " + std::to_string(end) +
+                                    " are no part of a buffer of " + std::to_string(size);
         throw nb::value_error(message.c_str());
     }
-    std::vector<elasticstate::Piece> pieces;
-    pieces.reserve(sources.size());
-    for (std::size_t i = 0; i < sources.size(); ++i) {
-        const std::size_t size = sources[i].size();
-        // Written so that nothing can overflow: first the size, then the offset against the room that is left.
-        if (offsets[i] < 0 || size > destination.size() ||
-            static_cast<std::uint64_t>(offsets[i]) > destination.size() - size) {
-            const std::string message = "sources[" + std::to_string(i) + "]: " + std::to_string(size) +
+}
+
+std::uint32_t gather_pieces(Writable buffer, const elasticstate::Pieces &pieces, std::size_t begin, std::size_t end,
+                            std::uint32_t checksum) {
+    check_range(begin, end, buffer.size());
+    const nb::gil_scoped_release nogil;
+    return elasticstate::gather(buffer.data(), pieces, begin, end, checksum);
+}
+
+std::uint32_t scatter_pieces(Readable buffer, const elasticstate::Pieces &pieces, std::size_t begin, std::size_t end,
+                             std::uint32_t checksum) {
+    check_range(begin, end, buffer.size());
+    const nb::gil_scoped_release nogil;
+    return elasticstate::scatter(buffer.data(), pieces, begin, end, checksum);
+}
+
+std::uint32_t checksum_of(Readable buffer, std::size_t begin, std::size_t end, std::uint32_t checksum) {
+    check_range(begin, end, buffer.size());
+    const nb::gil_scoped_release nogil;
+    return elasticstate::checksum_of(buffer.data(), begin, end, checksum);
+}
+
+std::vector<std::uint32_t> checksums_of(Readable buffer, const Numbers &offsets, const Numbers &sizes) {
+    if (offsets.size() != sizes.size()) {
+        const std::string message =
+            std::to_string(offsets.size()) + " offsets, but " + std::to_string(sizes.size()) + " sizes";
+        throw nb::value_error(message.c_str());
+    }
+    std::vector<elasticstate::Range> ranges;
+    ranges.reserve(offsets.size());
+    for (std::size_t i = 0; i < offsets.size(); ++i) {
+        if (offsets[i] > buffer.size() || sizes[i] > buffer.size() - offsets[i]) {
+            const std::string message = "range " + std::to_string(i) + ": " + std::to_string(sizes[i]) +
                                         " bytes at offset " + std::to_string(offsets[i]) +
-                                        " do not fit into a destination of " + std::to_string(destination.size());
+                                        " are no part of a buffer of " + std::to_string(buffer.size());
             throw nb::value_error(message.c_str());
         }
-        pieces.push_back({sources[i].data(), size, static_cast<std::size_t>(offsets[i])});
+        ranges.push_back({offsets[i], sizes[i]});
     }
-    std::uint8_t *const bytes = destination.data();
     const nb::gil_scoped_release nogil;
-    elasticstate::gather(bytes, pieces, std::min<std::size_t>(MAX_THREADS, std::thread::hardware_concurrency()));
+    return elasticstate::checksums_of(buffer.data(), ranges);
+}
+
+void bind_pieces(nb::module_ &m) {
+    nb::class_<elasticstate::Pieces>(m, "Pieces")
+        .def(
+            "__init__",
+            [](elasticstate::Pieces *self, const Numbers &addresses, const Numbers &sizes, const Numbers &offsets) {
+                new (self) elasticstate::Pieces(addresses, sizes, offsets);
+            },
+            "addresses"_a, "sizes"_a, "offsets"_a);
+    // Without noconvert() a buffer that does not fit is silently copied, and the copy is what gets written.
+    m.def("gather", &gather_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
+    m.def("scatter", &scatter_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
+    m.def("checksum", &checksum_of, "buffer"_a.noconvert(), "begin"_a, "end"_a, "checksum"_a = 0);
+    m.def("checksums", &checksums_of, "buffer"_a.noconvert(), "offsets"_a, "sizes"_a);
 }
 
 std::size_t checked_index(std::size_t index) {
@@ -102,6 +140,9 @@ void bind_control_page(nb::module_ &m) {
     nb::class_<ControlPage>(m, "ControlPage")
         .def(nb::init<const std::optional<std::string> &>(), "path"_a.none())
         .def("reset", &ControlPage::reset)
+        .def_prop_ro("word", &ControlPage::word, nb::rv_policy::reference_internal)
+        .def("enter", &ControlPage::enter, "generation"_a)
+        .def("set_place", &ControlPage::set_place, "place"_a)
         .def("beat", &ControlPage::beat)
         .def("progress", &ControlPage::progress)
         .def("stamp", &stamp)
@@ -116,9 +157,6 @@ NB_MODULE(_native, m) {
     // A worker may end with its sentinel's objects alive: no leak, and no lines for it in the user's log.
     nb::set_leak_warnings(false);
 
-    // Without noconvert() a destination that does not fit is silently copied, and the copy is what gets written.
-    m.def("gather", &gather, "destination"_a.noconvert(), "sources"_a.noconvert(), "offsets"_a);
-
     nb::class_<HoldWord> hold_word(m, "HoldWord");
     hold_word.def(nb::init<>())
         .def("add_tick", &HoldWord::add_tick)
@@ -127,5 +165,7 @@ NB_MODULE(_native, m) {
         .def("reset", &HoldWord::reset)
         .def("load", &HoldWord::load);
     hold_word.attr("HOLD") = HoldWord::HOLD;
+    bind_pieces(m);
     bind_control_page(m);
+    elasticstate::bind_sentinel(m);
 }

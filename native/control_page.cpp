@@ -1,33 +1,55 @@
 #include "control_page.hpp"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
+#include <bit>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
+#include <tuple>
 
 #include "crc32c.hpp"
 
 namespace elasticstate {
 namespace {
 
+using Words = std::array<std::uint64_t, std::tuple_size_v<SealWords>>;
+
 std::uint32_t checksum_of(const Seal &seal) noexcept { return crc32c(0, &seal, offsetof(Seal, own_checksum)); }
 
+/// Who reads words of a change of this kind sees all that was written before it.
+void write(SealWords &place, const Seal &seal) noexcept {
+    const auto words = std::bit_cast<Words>(seal);
+    for (std::size_t i = 0; i < words.size(); ++i) {
+        place[i].store(words[i], std::memory_order_release);
+    }
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // and nothing that is written later comes before it
+}
+
+Seal read(const SealWords &place) noexcept {
+    Words words{};
+    for (std::size_t i = 0; i < words.size(); ++i) {
+        words[i] = place[i].load(std::memory_order_acquire);
+    }
+    return std::bit_cast<Seal>(words);
+}
+
 /// The valid one of two seals with the higher sequence, as an index; none: -1.
-int current(const Seal (&places)[2], const std::array<std::uint8_t, 16> *owner, Seal *found) noexcept {
+int current(const SealWords (&places)[2], Seal *found) noexcept {
     int best = -1;
     for (int i = 0; i < 2; ++i) {
-        Seal copy;
-        std::memcpy(&copy, &places[i], sizeof copy);
-        std::atomic_thread_fence(std::memory_order_acquire);
-        const bool valid = copy.sequence > 0 && copy.own_checksum == checksum_of(copy);
-        if (valid && (owner == nullptr || copy.owner == *owner) && (best < 0 || copy.sequence > found->sequence)) {
+        const Seal seal = read(places[i]);
+        const bool valid = seal.sequence > 0 && seal.own_checksum == checksum_of(seal);
+        if (valid && (best < 0 || seal.sequence > found->sequence)) {
             best = i;
-            *found = copy;
+            *found = seal;
         }
     }
     return best;
@@ -69,6 +91,16 @@ ControlPage::ControlPage(const std::optional<std::string> &path)
 
 ControlPage::~ControlPage() { munmap(page_, SIZE); }
 
+bool ControlPage::keep_private() noexcept {
+    std::array<std::uint8_t, SIZE> copy;
+    std::memcpy(copy.data(), page_, SIZE);
+    if (mmap(page_, SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
+        return false;
+    }
+    std::memcpy(static_cast<void *>(page_), copy.data(), SIZE);
+    return true;
+}
+
 void ControlPage::enter(std::uint64_t generation) noexcept {
     page_->version.fetch_add(1);
     page_->generation.store(generation);
@@ -77,7 +109,7 @@ void ControlPage::enter(std::uint64_t generation) noexcept {
 }
 
 void ControlPage::reset() noexcept {
-    page_->version.store(0);  // the last process may have died in mid-change
+    page_->version.fetch_add(page_->version.load() % 2);  // the last process may have died in mid-change
     page_->place.store(0);
     page_->progress.store(0);
     enter(0);
@@ -85,37 +117,37 @@ void ControlPage::reset() noexcept {
 
 Stamp ControlPage::stamp() const noexcept {
     Stamp stamp{};
-    for (int attempt = 0; attempt < 1000; ++attempt) {  // a writer that was stopped in between is met half-way
+    for (int attempt = 0; attempt < 1000; ++attempt) {
         const std::uint64_t before = page_->version.load();
         stamp = {page_->alive.load(), page_->progress.load(), page_->place.load(), page_->generation.load(),
                  page_->word.load() & ~HoldWord::HOLD};
         if (before % 2 == 0 && page_->version.load() == before) {
             break;
         }
+        sched_yield();  // the writer may be waiting for this core
     }
     return stamp;
 }
 
 void ControlPage::seal(std::size_t index, Seal seal) noexcept {
     Seal last{};
-    const int at = current(page_->seals[index], nullptr, &last);
+    const int at = current(page_->seals[index], &last);
     seal.sequence = last.sequence + 1;
     seal.own_checksum = checksum_of(seal);
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    std::memcpy(&page_->seals[index][at == 0 ? 1 : 0], &seal, sizeof seal);
-    std::atomic_thread_fence(std::memory_order_seq_cst);
+    write(page_->seals[index][at == 0 ? 1 : 0], seal);
 }
 
 void ControlPage::unseal(std::size_t index) noexcept {
-    for (Seal &place : page_->seals[index]) {
-        std::memset(&place, 0, sizeof place);
-    }
-    std::atomic_thread_fence(std::memory_order_seq_cst);
+    Seal last{};
+    const int at = current(page_->seals[index], &last);
+    write(page_->seals[index][at == 0 ? 1 : 0], Seal{});  // the one that counts goes last: no older id comes back
+    write(page_->seals[index][at == 0 ? 0 : 1], Seal{});
 }
 
 std::optional<Seal> ControlPage::sealed(std::size_t index, const std::array<std::uint8_t, 16> &owner) const noexcept {
     Seal found{};
-    return current(page_->seals[index], &owner, &found) < 0 ? std::nullopt : std::optional<Seal>(found);
+    const bool mine = current(page_->seals[index], &found) >= 0 && found.owner == owner;
+    return mine ? std::optional<Seal>(found) : std::nullopt;
 }
 
 }  // namespace elasticstate

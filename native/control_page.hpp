@@ -24,6 +24,9 @@ struct Seal {
 };
 static_assert(sizeof(Seal) == 64);
 
+/// Where a seal lies: words that one process writes while another may read them.
+using SealWords = std::array<std::atomic<std::uint64_t>, sizeof(Seal) / sizeof(std::uint64_t)>;
+
 /// One page of shared memory for each slot. The worker writes it, its agent reads it, and it outlives the worker.
 ///
 ///     alive       +1 by the sentinel at each beat
@@ -38,7 +41,7 @@ struct ControlLayout {
     std::atomic<std::uint64_t> place;
     std::atomic<std::uint64_t> generation;
     HoldWord word;
-    alignas(64) Seal seals[2][2];
+    alignas(64) SealWords seals[2][2];
 };
 static_assert(sizeof(ControlLayout) <= 4096);
 
@@ -73,7 +76,11 @@ public:
     void enter(std::uint64_t generation) noexcept;
     /// A new process: it has no past but the seals.
     void reset() noexcept;
+    /// Of one moment, unless the writer was stopped in the middle of a change.
     Stamp stamp() const noexcept;
+    /// In a process that was forked: go on with a copy of one's own, so that the worker's page is not written.
+    /// False: there was no memory for it.
+    bool keep_private() noexcept;
 
     /// Seals buffer `index` (0 or 1); fills in sequence and own_checksum. What the seal speaks of was written before.
     void seal(std::size_t index, Seal seal) noexcept;

@@ -35,6 +35,16 @@ def leftover_processes() -> list[str]:
     return described
 
 
+def leftover_commits(runtime_directory: Path) -> list[str]:
+    """What jobs of this test run have left in shared memory: theirs name a directory of this run."""
+    found = []
+    for path in Path("/dev/shm").glob("elasticstate-*"):
+        with contextlib.suppress(OSError):
+            if str(runtime_directory) in (path / "job").read_text():
+                found.append(str(path))
+    return found
+
+
 @pytest.fixture(scope="session")
 def runtime_directory() -> Iterator[Path]:
     """Where the jobs of this test run keep their records and sockets: short, for the kernel takes 107 bytes."""
@@ -53,6 +63,7 @@ def _nothing_is_left_behind(runtime_directory: Path) -> Iterator[None]:
         found = leftover_processes()
         found += [f"thread {t.name}" for t in set(threading.enumerate()) - threads]
         found += map(str, runtime_directory.iterdir())
+        found += leftover_commits(runtime_directory)
         if not found:
             return
         if time.monotonic() > deadline:

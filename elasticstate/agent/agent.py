@@ -16,52 +16,28 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
+from elasticstate._native import ControlPage
 from elasticstate.agent.output import Terminal
+from elasticstate.agent.pulse import Pulse, newest_commit
+from elasticstate.agent.room import Room
 from elasticstate.agent.worker_process import WorkerProcess, make_pumps
+from elasticstate.commits import CommitDirectory, control_file, owner_of, remove_dead
 from elasticstate.config import WorkerEnvironment, inherited_environment, version
-from elasticstate.core.types import WorkerId
+from elasticstate.core.types import CommitId, WorkerId
+from elasticstate.errors import CommitSpaceError
 from elasticstate.net import messages
 from elasticstate.net.link import AgentSocket
 from elasticstate.net.rpc import DriverStream
 
 LOOK_INTERVAL_S = 0.25  # between two looks at the workers' stamps
+_ESCAPE_TIMEOUT_S = 2.0  # for a worker to get out of a collective, when its generation has ended
+_STACKS_TIMEOUT_S = 0.5  # for the stacks of a worker that is to be killed
 STAMPS_INTERVAL_S = 0.5  # between two messages with them: the agent's own sign of life
-
-
-@dataclass(slots=True)
-class Pulse:
-    """What the stamps of one worker say. Instants are of this agent's own monotonic clock."""
-
-    heard_at: float
-    moved_at: float  # when place, generation or ticks changed last
-    stamp: messages.Stamp | None = None
-    is_news: bool = False  # to the driver
-
-    def beat(self, stamp: messages.Stamp, now: float) -> None:
-        last, self.stamp = self.stamp, stamp
-        self.heard_at, self.is_news = now, True
-        moved = last is None or (last.place, last.generation, last.ticks) != (
-            stamp.place,
-            stamp.generation,
-            stamp.ticks,
-        )
-        if moved:
-            self.moved_at = now
-
-    def verdict(self, now: float, heartbeat_timeout_s: float, hang_timeout_s: float | None) -> str:
-        """Why the worker must be given up; "" while it is well. Behind the gate nobody is judged."""
-        place = self.stamp.place if self.stamp is not None else "boot"
-        if place == "done":
-            return ""
-        if now - self.heard_at > heartbeat_timeout_s:
-            return f"no sign of life for --heartbeat-timeout of {heartbeat_timeout_s:g} s"
-        if hang_timeout_s is not None and place == "train" and now - self.moved_at > hang_timeout_s:
-            return f"no tick for --hang-timeout of {hang_timeout_s:g} s"
-        return ""
 
 
 @dataclass(slots=True)
@@ -69,8 +45,10 @@ class _Seat:
     """A worker of this agent."""
 
     process: WorkerProcess
-    pulse: Pulse | None = None  # None until it has said hello
+    pulse: Pulse
     error: str = ""  # the first that it reported
+    waits: int = 0  # for answers of this agent
+    doubted_at: float | None = None  # since when it is known that it may hang
     watcher: asyncio.Task[None] | None = None
     stopping: list[asyncio.TimerHandle] = field(default_factory=list)
 
@@ -84,6 +62,7 @@ class Agent:
         self._terminals = (Terminal(1), Terminal(2))
         self._held: int | None = None  # the generation that a hold of the driver stops
         self._empty = asyncio.Event()  # no worker is left
+        self._tasks: set[asyncio.Task[object]] = set()
 
     async def run(self) -> int:
         self._loop = asyncio.get_running_loop()
@@ -97,14 +76,22 @@ class Agent:
             if not isinstance(first, messages.JobSpec):
                 raise ConnectionError(f"the driver says {first}")
             self._spec = first
+            self._commits = CommitDirectory(
+                first.commit_dir, first.job_id, self._launch.host, self._launch.job_directory
+            )
+            self._room = Room(self._commits, self._launch.host, lambda: len(self._seats), self._complain)
             self._socket.open()
         except (ConnectionError, OSError) as error:
             self._complain(f"cannot serve: {error}")
             return 1
+        self._driver.send(messages.Serving(tuple(self._adopted())))
+        self._loop.run_in_executor(None, remove_dead, first.commit_dir)  # gigabytes take a while
         looking = asyncio.ensure_future(self._look_regularly())
         status = await self._serve()
         looking.cancel()
         self._socket.close()
+        self._room.close()
+        self._commits.remove()
         await self._driver.flush()
         await self._driver.close()
         return status
@@ -162,27 +149,48 @@ class Agent:
             for worker in self._seats:
                 self._socket.send(worker, data)
 
+    def _adopted(self) -> Iterator[tuple[int, CommitId]]:
+        """What an agent before this one has left in memory."""
+        for slot in self._commits.adopted():
+            with suppress(OSError, ValueError):  # it died as it made the page
+                page = ControlPage(control_file(self._commits.prefix(slot)))
+                commit = newest_commit(page, owner_of(self._spec.job_id, self._launch.host, slot))
+                if commit is not None:
+                    yield slot, commit
+
     # ------------------------------------------------------------------------------------------------- the processes
 
     def _spawn(self, worker: WorkerId, reserve_bytes: int) -> None:
         spec, launch = self._spec, self._launch
         try:
+            pulse = Pulse(self._commits.make_page(worker.slot), owner_of(spec.job_id, worker.host, worker.slot))
             pumps = make_pumps(worker, self._terminals, spec.tag_output, spec.log_dir)
             process = WorkerProcess(
                 worker, spec.command, self._environment(worker, reserve_bytes), launch.directory, *pumps
             )
-        except OSError as error:
+        except (OSError, CommitSpaceError) as error:
             self._complain(f"cannot start {worker}: {error}")
             self._driver.send(messages.Exited(worker, 0, 127, None, f"cannot be started: {error}"))
             return
-        seat = self._seats[worker] = _Seat(process)
+        seat = self._seats[worker] = _Seat(process, pulse)
         self._empty.clear()
         self._driver.send(messages.Started(worker, process.pid))
         seat.watcher = asyncio.ensure_future(self._watch(seat))
+        for index in (0, 1):
+            if reserve_bytes:  # while it boots
+                self._begin(self._room.make(worker.slot, index, reserve_bytes))
 
     def _environment(self, worker: WorkerId, reserve_bytes: int) -> Mapping[str, str]:
         given = dict(self._spec.environment)
-        told = WorkerEnvironment(self._launch.socket, worker, self._spec.job, self._launch.local_address, reserve_bytes)
+        told = WorkerEnvironment(
+            socket=self._launch.socket,
+            worker=worker,
+            job=self._spec.job,
+            job_id=self._spec.job_id,
+            local_address=self._launch.local_address,
+            commits=self._commits.prefix(worker.slot),
+            reserve_bytes=reserve_bytes,
+        )
         # torch's own words on a peer's death are a page of C++ frames each; the worker's exception tells the same.
         quiet = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         return {**quiet, **inherited_environment(), **given, **told.variables()}
@@ -191,6 +199,7 @@ class Agent:
         process = seat.process
         ending = await process.ended()
         self._socket.drain(process.worker)
+        seat.pulse.look(self._loop.time())
         self._send_stamps()  # its last words on its commits come before its end
         for timer in seat.stopping:
             timer.cancel()
@@ -246,14 +255,27 @@ class Agent:
         seat, now = self._seats[worker], self._loop.time()
         match message:
             case messages.Hello():
-                seat.pulse = Pulse(now, now)
-            case messages.Stamp():
-                if seat.pulse is not None:
-                    seat.pulse.beat(message, now)
+                seat.pulse.begin(now)
             case messages.ErrorReport():
                 seat.error = seat.error or message.error
+            case messages.NeedSpace(index, size):
+                self._begin(self._make_room(seat, index, size))
             case _:
                 self._driver.send(messages.FromWorker(worker, message))
+
+    def _begin(self, what: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.ensure_future(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _make_room(self, seat: _Seat, index: int, size_bytes: int) -> None:
+        seat.waits += 1
+        worker = seat.process.worker
+        try:
+            length, error = await self._room.make(worker.slot, min(index, 1), size_bytes)
+        finally:
+            seat.waits -= 1
+        self._socket.send(worker, messages.encode_to_worker(messages.Space(index, length, error)))
 
     async def _look_regularly(self) -> None:
         looked_at = stamped_at = self._loop.time()
@@ -272,26 +294,45 @@ class Agent:
     def _forgive(self, stalled_s: float) -> None:
         """This agent itself was stopped, and its workers may have been, too: that time does not count."""
         for seat in self._seats.values():
-            if seat.pulse is not None:
-                seat.pulse.heard_at += stalled_s
-                seat.pulse.moved_at += stalled_s
+            seat.pulse.forgive(stalled_s)
 
     def _judge(self, now: float) -> None:
-        for worker, seat in self._seats.items():
-            if seat.pulse is None:
-                continue
-            reason = seat.pulse.verdict(now, self._spec.heartbeat_timeout_s, self._spec.hang_timeout_s)
+        for seat in self._seats.values():
+            seat.pulse.look(now)
+            if seat.waits:
+                seat.pulse.move(now)
+            reason = seat.pulse.verdict(now, self._spec.heartbeat_timeout_s) or self._hangs(seat, now)
             if reason:
-                seat.pulse = None  # once
-                self._driver.send(messages.Unresponsive(worker, reason))
-                seat.process.kill()
+                seat.pulse.end()  # once
+                self._driver.send(messages.Unresponsive(seat.process.worker, reason))
+                self._begin(self._kill_with_stacks(seat))
+
+    def _hangs(self, seat: _Seat, now: float) -> str:
+        """Why a worker is taken to hang, or "".
+
+        Whoever waits for it in a collective stands as still as the one that hangs. So the generation is ended first,
+        which gets all others out of there: who does not move then is the one.
+        """
+        doubt = seat.pulse.doubt(now, self._spec.hang_timeout_s)
+        if not doubt:
+            seat.doubted_at = None
+        elif seat.doubted_at is None:
+            seat.doubted_at = now
+            failure = messages.Failure(seat.pulse.generation, True, doubt)
+            self._driver.send(messages.FromWorker(seat.process.worker, failure))
+        elif now - seat.doubted_at > _ESCAPE_TIMEOUT_S:
+            return doubt
+        return ""
+
+    async def _kill_with_stacks(self, seat: _Seat) -> None:
+        """First its stacks into its log: the handler needs no GIL, but the process must not be stopped."""
+        seat.process.ask_for_stacks()
+        await asyncio.sleep(_STACKS_TIMEOUT_S)
+        seat.process.kill()
 
     def _send_stamps(self) -> None:
-        news = [(worker, seat.pulse) for worker, seat in self._seats.items() if seat.pulse and seat.pulse.is_news]
-        for _, pulse in news:
-            pulse.is_news = False
-        stamps = tuple((worker, pulse.stamp) for worker, pulse in news if pulse.stamp is not None)
-        self._driver.send(messages.Stamps(stamps))
+        stamps = [(worker, seat.pulse.news()) for worker, seat in self._seats.items()]
+        self._driver.send(messages.Stamps(tuple((worker, stamp) for worker, stamp in stamps if stamp is not None)))
 
     # ------------------------------------------------------------------------------------------------- the outer world
 

@@ -15,7 +15,8 @@ from typing import BinaryIO, NamedTuple
 from elasticstate.agent import exec_shim
 from elasticstate.agent.output import Pump, Terminal
 from elasticstate.core.types import WorkerId
-from elasticstate.processes import ended, kill_session
+from elasticstate.net.messages import STACKS_SIGNAL
+from elasticstate.processes import catches, ended, kill_session
 
 _DRAIN_TIMEOUT_S = 2.0  # for output that is still on its way when the process has ended
 
@@ -63,6 +64,13 @@ class WorkerProcess:
     def pid(self) -> int:
         """Also the id of its session and of its process group."""
         return self._process.pid
+
+    def ask_for_stacks(self) -> None:
+        """Let it print the stacks of its threads, even if it was stopped. No effect if it cannot, or has ended."""
+        if self._process.returncode is None and catches(self.pid, STACKS_SIGNAL):
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, STACKS_SIGNAL)
+                os.kill(self.pid, signal.SIGCONT)
 
     def terminate(self) -> None:
         """SIGTERM to its process group. No effect after its end."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import inf
 from signal import Signals
 
+from elasticstate.core import memory
 from elasticstate.core import types as t
 from elasticstate.core.cooldown import DEATHS_IN_A_ROW, SAME_DEATH_S, backoff_s, cooldown_s
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
@@ -22,6 +23,8 @@ def apply(d: Draft, event: t.Event) -> None:
     match event:
         case t.Heartbeat():
             _heartbeat(d, event)
+        case t.CommitSealed():
+            _commit_sealed(d, event)
         case t.WorkerReady():
             _worker_ready(d, event)
         case t.WorkerExited():
@@ -78,6 +81,7 @@ def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     host = d.hosts.get(event.host)
     if host is not None and host.agent == "asked":
         d.put_host(host, agent="joined", heard="its agent is connected")
+        memory.found(d, host.name, dict(event.commits))
         d.note("agent_joined", host=host.name)
 
 
@@ -97,7 +101,9 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         if d.breaks(worker) and not worker.gone:
             d.broken.append(Failure(cause, "lost"))
         _bury(d, worker, exit_code=None, signal=None)
-    if not expected:
+    if expected:
+        memory.found(d, host.name, {})  # it has removed its workers' commits
+    else:
         if any(_has_seen_a_commit(d, worker) for worker in workers):
             host = d.put_host(host, deaths=0, cooldowns=0)
         _cool_down(d, host, "its agent was lost")
@@ -237,6 +243,8 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
     if worker is None:
         return
     _see_commit(d, event.commit)
+    if event.commit is not None:
+        memory.remember(d, worker.id.seat, event.commit)
     if worker.ready is not None or event.generation != worker.joined:
         d.put(worker, heard_at=d.now, place=event.place)
         return
@@ -250,12 +258,21 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
     )
 
 
+def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:
+    worker = d.workers.get(event.worker)
+    if worker is not None:
+        _see_commit(d, event.commit)
+        memory.remember(d, worker.id.seat, event.commit)
+        d.put(worker, commit=event.commit)
+
+
 def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
     worker = d.workers.get(event.worker)
     if worker is None or worker.gone or event.generation != worker.joined or isinstance(d.phase, Finishing):
         return
     _see_commit(d, event.commit)
     _see_commit(d, event.previous)
+    memory.remember(d, worker.id.seat, event.commit)
     if not d.ledger.ever_ready:
         d.account(ever_ready=True)
         _finished_slots_have_failed(d)
@@ -315,11 +332,19 @@ def _failure_reported(d: Draft, event: t.FailureReported) -> None:
     if worker is None or not live:
         return  # in a generation that has ended now, every suspect has its answer
     if event.certain:
-        cause = d.root_cause(worker, f"{worker.id} found the generation broken", event.error)
-        d.broken.append(Failure(cause, "reported"))
+        d.broken.append(_what_was_found(d, worker, event.error))
         d.put(worker, heard_at=d.now)
     elif worker.suspect_at is None:
         d.put(worker, suspect_at=d.now, suspect_error=event.error, heard_at=d.now)
+
+
+def _what_was_found(d: Draft, worker: Worker, error: str) -> Failure:
+    """Why a member finds the generation broken: another one leaves it, with an error that is known to be its own."""
+    confirmed = (w for w in d.workers.values() if w.confirmed_at is not None and d.breaks(w))
+    first = min(confirmed, key=lambda w: (w.suspect_at or 0.0, w.id), default=None)
+    if first is None:
+        return Failure(d.root_cause(worker, f"{worker.id} found the generation broken", error), "reported")
+    return Failure(d.root_cause(first, f"{first.id} had an error of its own", first.suspect_error), "own")
 
 
 def _gate_entered(d: Draft, event: t.GateEntered) -> None:

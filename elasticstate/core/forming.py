@@ -88,6 +88,7 @@ def enter(d: Draft, world: t.World) -> None:
             answer=None,
             owed=0,
             in_gate=False,
+            lacked=placement.rank in world.lacking,
             leaving_at=d.now if worker.leaving else worker.leaving_at,
             ticks=0,
             ticks_at=d.now,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from elasticstate.core.memory import awaited
 from elasticstate.core.records import Draft, Finishing, Forming, Host, Membership, Running, Slot, Waiting, Worker
 from elasticstate.core.records import by_discovery as hosts_of
 from elasticstate.core.types import SlotId
@@ -38,8 +39,9 @@ def waiting_for(m: Draft | Membership, now: float) -> tuple[str, ...]:
     """One line for each host, slot or worker that the job waits for at this moment; empty while all train."""
     members = members_of(m)
     match m.phase:
-        case Waiting():
-            return tuple(missing(m, now))
+        case Waiting(memory_since=memory_since):
+            held = [f"{seat} holds the newest commit {commit} in its memory" for seat, commit in awaited(m)]
+            return (*(held if memory_since is not None else ()), *missing(m, now))
         case Forming():
             return tuple(f"{w.id} has not left its generation" for w in members if w.ready is None and not w.late)
         case Running(gate_since=gate_since):

@@ -62,6 +62,7 @@ class Slot:
     not_before: float = -inf
     finished: bool = False  # its worker exited with 0 before anybody was READY: a command that does not use ``run``
     failure: RootCause | None = None  # the first of the row
+    memory: CommitId | None = None  # the newest commit in its memory, as was last heard; it outlives the workers, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class Worker:
     ticks: int = 0
     ticks_at: float = -inf  # when ``ticks`` last changed
     commit: CommitId | None = None  # the newest heard of
+    lacked: bool = False  # the state, when its newest world began
     leaving: str = ""  # why it drains
     leaving_at: float = inf
     gone: str = ""  # it counts no more, its exit is awaited: "stopped" (told to) or "failed" (counts as a failure)
@@ -104,10 +106,12 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Too few are READY. In: at the start, and when an ended generation leaves too few. Out: a world, or the end."""
+    """Too few are READY, or the newest commit is in the memory of a slot that is not. In: at the start, and when an
+    ended generation leaves too few. Out: a world, or the end."""
 
     since: float
     noticed: bool = False
+    memory_since: float | None = None  # enough are READY, but the newest commit is awaited
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from elasticstate.core.forming import (
     survivors_of,
     ticks_lost,
 )
+from elasticstate.core.memory import awaited
 from elasticstate.core.missing import listed, members_of, missing, names
 from elasticstate.core.planned import planned_change
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Over, Running, Waiting, Worker
@@ -205,33 +206,72 @@ def waiting(d: Draft, phase: Waiting) -> None:
     stay = candidates(d)
     _let_leavers_go(d, stay)
     enough = len(stay) >= policy.min_np
+    if not enough:
+        _await_memory(d, None)
     d.reason = f"{len(stay)} of at least {policy.min_np} workers ready"
     if enough and (len(stay) >= policy.np or _window_is_over(d, stay, first)) and form(d):
         return
     option, limit_s = ("start", policy.start_timeout_s) if first else ("elastic", policy.elastic_timeout_s)
     if d.due((d.ledger.started_at or 0.0 if first else phase.since) + limit_s):
-        if not (enough and form(d)):
+        if not (enough and (form(d) or _waiting(d).memory_since is not None)):
             reason = f"{d.reason} after --{option}-timeout of {limit_s:g} s"
             who = listed(list(missing(d, d.now)), "; ")
             fail_job(d, f"{reason}; missing: {who}", d.ledger.outage)
     elif not phase.noticed and d.due(phase.since + policy.waiting_notice_s):
         d.note("waiting", **{"for": d.reason, "who": listed(list(missing(d, d.now)), "; ")})
-        d.phase = replace(phase, noticed=True)
+        d.phase = replace(_waiting(d), noticed=True)
+
+
+def _await_memory(d: Draft, since: float | None) -> None:
+    if isinstance(d.phase, Waiting) and d.phase.memory_since != since:
+        d.phase = replace(d.phase, memory_since=since)
+
+
+def _waiting(d: Draft) -> Waiting:
+    assert isinstance(d.phase, Waiting)
+    return d.phase
 
 
 def form(d: Draft) -> bool:
-    """Make a world of those who are there. False: a living worker is awaited, as it may hold the newest commit."""
+    """Make a world of those who are there. False: somebody is awaited who holds, or may hold, the newest commit."""
     chosen = choose(d)
     holder = awaited_holder(d, chosen)
     if holder is not None:
+        _await_memory(d, None)
         d.reason = f"waits for {holder.id}, which may hold the newest commit"
         return False
+    slots = awaited(d)
+    if slots and not _memory_is_given_up(d, slots):
+        d.reason = f"waits for {slots[0][0]}, whose memory holds the newest commit {slots[0][1]}"
+        return False
+    for seat, commit in slots:
+        limit_s = d.policy.regroup_timeout_s
+        d.warn(
+            f"commit {commit} in the memory of {seat} is given up: not back within --regroup-timeout of {limit_s:g} s"
+        )
     if d.ledger.highest is not None and newest(chosen) == NOTHING:
         reason = f"StateLostError: the job has committed {d.ledger.highest}, and nobody alive holds a commit"
         fail_job(d, reason, d.ledger.outage)
     else:
         become_running(d, chosen)
     return True
+
+
+def _memory_is_given_up(d: Draft, slots: list[tuple[t.SlotId, t.CommitId]]) -> bool:
+    """Whether enough workers have been READY for the regroup time-out, and still none is in any of these slots.
+
+    An older commit is better than a longer wait, but a longer wait, for who boots there, is better than none at all.
+    """
+    if not isinstance(d.phase, Waiting):
+        return False
+    if d.phase.memory_since is None:
+        _await_memory(d, d.now)
+    if not d.due((_waiting(d).memory_since or d.now) + d.policy.regroup_timeout_s):
+        return False
+    seats = {seat for seat, _ in slots}
+    boots = any(worker.booting and worker.id.seat in seats for worker in d.workers.values())
+    lost = d.ledger.highest is not None and newest(candidates(d)) == NOTHING
+    return not (boots and lost) or d.due(_waiting(d).since + d.policy.elastic_timeout_s)
 
 
 def _window_is_over(d: Draft, stay: list[Worker], first: bool) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from math import inf
 
 from elasticstate.core import types as t
-from elasticstate.core.records import Draft, Finishing, Forming, Host, Over, Running, Worker, by_discovery
+from elasticstate.core.memory import awaited
+from elasticstate.core.records import Draft, Finishing, Forming, Host, Over, Running, Waiting, Worker, by_discovery
 
 
 def mark_leavers(d: Draft) -> None:
@@ -45,16 +46,20 @@ def start_and_stop(d: Draft) -> None:
     if isinstance(d.phase, Finishing):
         return
     hosts = by_discovery(d)
-    usable = _usable_hosts(d, hosts)
+    holders = [] if isinstance(d.phase, Running) else awaited(d)
+    waits = isinstance(d.phase, Waiting) and d.phase.memory_since is not None
+    usable = _usable_hosts(d, hosts, {seat.host for seat, _ in holders} if waits else set())
     for host in hosts:
         if host.name in usable:
             if host.agent == "none":
                 d.put_host(host, agent="asked", heard="its agent was asked for")
                 d.effects.append(t.StartAgent(host.name))
         elif host.agent in ("asked", "joined") and not _wanted(host) and not any(_living(d, host)):
+            if any(seat.host == host.name for seat, _ in holders):
+                continue  # its agent keeps the newest commit: discovery may name the host again
             d.put_host(host, agent="stopping")
             d.effects.append(t.StopAgent(host.name, host.leaving or f"host {host.name} is gone from discovery"))
-    _start_workers(d, [d.hosts[host.name] for host in hosts if host.name in usable])
+    _start_workers(d, [d.hosts[host.name] for host in hosts if host.name in usable], holders, waits)
     bound_boots(d)  # once more: the deadlines of those just started
 
 
@@ -110,8 +115,9 @@ def _taken_seats(d: Draft) -> int:
     return finished + sum(not (worker.leaving or worker.gone) for worker in d.workers.values())
 
 
-def _usable_hosts(d: Draft, hosts: list[Host]) -> set[str]:
-    """Hosts on which something may be started: cooldown refuses, unless the job would be below min_np (I5)."""
+def _usable_hosts(d: Draft, hosts: list[Host], holders: set[str]) -> set[str]:
+    """Hosts on which something may be started: cooldown refuses, unless the job would be below min_np (I5), or is
+    waiting for what is in the memory of these ``holders``."""
     wanted = [host for host in hosts if _wanted(host)]
     cooling = [host for host in wanted if host.cooldown_until > d.now]
     usable = {host.name for host in wanted}
@@ -120,7 +126,7 @@ def _usable_hosts(d: Draft, hosts: list[Host]) -> set[str]:
     usable.difference_update(host.name for host in cooling)
     enough = _taken_seats(d) + sum(1 for host in wanted if host.name in usable for _ in _free_slots(d, host))
     for host in sorted(cooling, key=lambda host: (host.cooldown_until, host.order)):
-        if enough < d.policy.min_np:
+        if enough < d.policy.min_np or host.name in holders:
             enough += sum(1 for _ in _free_slots(d, host))
             if d.due(host.gives_way_at):
                 usable.add(host.name)
@@ -128,22 +134,27 @@ def _usable_hosts(d: Draft, hosts: list[Host]) -> set[str]:
     return usable
 
 
-def _start_workers(d: Draft, hosts: list[Host]) -> None:
+def _start_workers(d: Draft, hosts: list[Host], holders: list[tuple[t.SlotId, t.CommitId]], waits: bool) -> None:
+    """Slots whose memory holds what nobody has come first; if that is waited for, one with the newest commit may be
+    started beyond max_np."""
     recovering = isinstance(d.phase, Forming) or (isinstance(d.phase, Running) and not d.phase.first_tick)
     if recovering and not d.due(d.ledger.quiet_until):
         return  # a boot would compete with the recovery
     if recovering and any(worker.confirmed_at is not None and not worker.gone for worker in d.workers.values()):
         return  # whether all members end by their own errors is not known yet
     room = inf if d.policy.max_np is None else d.policy.max_np - _taken_seats(d)
-    for host in hosts:
-        if host.agent != "joined":
-            continue
-        for seat, not_before in list(_free_slots(d, host)):
-            if room <= 0:
-                return
-            if d.due(not_before):
-                _start_worker(d, seat)
-                room -= 1
+    order = {seat: position for position, (seat, _) in enumerate(holders)}
+    newest = {seat for seat, commit in holders if commit == holders[0][1]}
+    beyond = waits and all(d.slots[seat].worker is None for seat in newest)
+    free = [found for host in hosts if host.agent == "joined" for found in _free_slots(d, host)]
+    free.sort(key=lambda found: order.get(found[0], len(order)))
+    for seat, not_before in free:
+        if room <= 0 and not (beyond and seat in newest):
+            return
+        if d.due(not_before):
+            _start_worker(d, seat)
+            beyond = beyond and seat not in newest
+            room -= 1
 
 
 def _start_worker(d: Draft, seat: t.SlotId) -> None:

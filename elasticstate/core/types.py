@@ -118,9 +118,10 @@ class HostsDiscovered:
 
 @dataclass(frozen=True, slots=True)
 class AgentJoined:
-    """The agent of a host is connected and takes orders."""
+    """The agent of a host is connected and takes orders. ``commits``: by slot, what an agent before it has left."""
 
     host: str
+    commits: tuple[tuple[int, CommitId], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +220,14 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class CommitSealed:
+    """The worker has sealed its first commit in a generation: said at once, for there is something to lose now."""
+
+    worker: WorkerId
+    commit: CommitId
+
+
+@dataclass(frozen=True, slots=True)
 class FirstTick:
     """The worker has completed the first tick of ``generation``."""
 
@@ -251,6 +260,7 @@ Event = (
     | FailureReported
     | GateEntered
     | Heartbeat
+    | CommitSealed
     | FirstTick
     | TimePassed
     | Several

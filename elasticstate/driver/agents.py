@@ -32,7 +32,7 @@ class _Agent:
 
 
 class Agents:
-    """``post`` gets AgentJoined and AgentLost, ``received(host, message)`` all else that an agent says."""
+    """``post`` gets AgentLost, ``received(host, message)`` all that an agent says, Serving first."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Agents:
         return self._address
 
     def start(self, host: str) -> None:
-        """Start the agent of a host; AgentJoined or AgentLost follows."""
+        """Start the agent of a host; Serving or AgentLost follows."""
         self._started += 1
         launch = messages.Launch(
             host=host,
@@ -176,7 +176,6 @@ class Agents:
         agent.stream = stream
         agent.heard_at = self._loop.time()
         stream.send(messages.encode(self._spec))
-        self._post(t.AgentJoined(agent.host))
 
     def _from_stream(self, stream: AgentStream, message: messages.FromAgent) -> None:
         agent = self._agents.get(stream.hello.host)

@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from elasticstate import commits as commit_directory
 from elasticstate.config import Options, inherited_environment, parse_host
 from elasticstate.core import types as t
 from elasticstate.core.membership import new_membership, next_deadline, step
@@ -50,7 +51,10 @@ class Driver:
         for host in options.hosts:
             if reason := refuse(parse_host(host, 1).name):
                 raise OptionError(f"-H/--hosts: {reason}")
+        if reason := commit_directory.refuse(options.commit_dir):
+            raise OptionError(f"--commit-dir: {options.commit_dir!r}: takes a directory to keep commits in: {reason}")
         self._options = options
+        self._job_id = secrets.token_hex(8)
         self._job = options.job_name or f"job-{secrets.token_hex(3)}"
         self._report = Report(self._job, options.events_file, options.verbose)
         self._m = new_membership(options.policy())
@@ -66,7 +70,7 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         started_at = self._loop.time()
         self._goodput = Goodput(started_at)
-        directory = JobDirectory(self._job)
+        directory = JobDirectory(self._job, self._job_id)
         try:
             self._agents = Agents(self._job_spec(), directory.path, self._post, self._from_agent, self._status)
             directory.write(Record(await self._agents.listen(), self._agents.token))
@@ -74,6 +78,7 @@ class Driver:
             await self._until_over()
         finally:
             await self._agents.stop(self._reason, self._hurry)
+            commit_directory.remove_job(self._options.commit_dir, self._job_id)
             directory.remove()
         return self._close(started_at)
 
@@ -182,18 +187,22 @@ class Driver:
             store=world.store,
             collective_timeout_s=self._options.collective_timeout_s,
             regroup_timeout_s=self._options.regroup_timeout_s,
+            verify_sync=self._options.verify_sync,
         )
 
     # ------------------------------------------------------------------------------------------- what the agents say
 
     def _from_agent(self, host: str, message: messages.FromAgent) -> None:
         match message:
+            case messages.Serving(commits):
+                self._post(t.AgentJoined(host, commits))
             case messages.FromWorker(worker, body):
                 self._from_worker(worker, body)
             case messages.Stamps(stamps):
                 for worker, stamp in stamps:
                     self._goodput.ticks(stamp.generation, stamp.ticks)
-                    self._post(t.Heartbeat(worker, stamp.place, stamp.generation, stamp.ticks, stamp.commit))
+                    place = stamp.place.name.lower()
+                    self._post(t.Heartbeat(worker, place, stamp.generation, stamp.ticks, stamp.commit))
             case messages.Started(worker, pid):
                 self._pids[str(worker)] = pid
             case messages.Exited(worker, pid, exit_code, number, error):
@@ -218,6 +227,8 @@ class Driver:
             case messages.First(generation):
                 self._goodput.first_tick(generation, self._loop.time())
                 self._post(t.FirstTick(worker, generation))
+            case messages.Committed(commit):
+                self._post(t.CommitSealed(worker, commit))
             case messages.Notice():
                 self._post(t.WorkerLeaving(worker))
             case messages.CommitSize(size):
@@ -279,7 +290,9 @@ class Driver:
         options = self._options
         return messages.JobSpec(
             job=self._job,
+            job_id=self._job_id,
             command=options.command,
+            commit_dir=str(Path(options.commit_dir).absolute()),
             heartbeat_timeout_s=options.heartbeat_timeout_s,
             hang_timeout_s=options.hang_timeout_s,
             start_timeout_s=options.start_timeout_s,

@@ -1,6 +1,6 @@
 """The Unix socket between an agent and the workers of its host: SOCK_SEQPACKET, one datagram is one message.
 
-The worker's end is a small blocking client, for a thread of its own. The agent's end lives on an asyncio loop, and
+The worker's end is handed over to its sentinel (native/sentinel.cpp). The agent's end lives on an asyncio loop, and
 never blocks it: what a worker does not read is kept in a queue until it does, or until its heartbeat is overdue.
 """
 
@@ -24,8 +24,18 @@ _CUT = "\n... cut ...\n"
 _Error = messages.Failure | messages.ErrorReport
 
 
+def encode_from_worker(message: messages.FromWorkerBody) -> bytes:
+    """The message as a worker's socket carries it; a traceback that is too long for that is cut in its middle."""
+    data = messages.encode(message)
+    if len(data) > MAX_DATAGRAM_BYTES and isinstance(message, _Error):
+        half = MAX_DATAGRAM_BYTES // 10  # characters, of up to four bytes each
+        error = message.error[:half] + _CUT + message.error[-half:]
+        data = messages.encode(msgspec.structs.replace(message, error=error))
+    return data
+
+
 class WorkerLink:
-    """The worker's end. ``send`` may be called from any thread; ``receive`` from one."""
+    """The worker's end, until its sentinel takes it over. It blocks; ``send`` may be called from any thread."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -35,17 +45,16 @@ class WorkerLink:
         """Raises OSError when the agent is not there."""
         self._socket.connect(self._path)
 
+    def detach(self) -> int:
+        """The socket's descriptor, which is the caller's to close from now on."""
+        return self._socket.detach()
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, message: messages.FromWorkerBody) -> None:
-        """Send at once; a traceback that is too long is cut in its middle. Raises OSError when the agent is gone."""
-        data = messages.encode(message)
-        if len(data) > MAX_DATAGRAM_BYTES and isinstance(message, _Error):
-            half = MAX_DATAGRAM_BYTES // 10  # characters, of up to four bytes each
-            error = message.error[:half] + _CUT + message.error[-half:]
-            data = messages.encode(msgspec.structs.replace(message, error=error))
-        self._socket.send(data)
+        """Raises OSError when the agent is gone."""
+        self._socket.send(encode_from_worker(message))
 
     def receive(self) -> messages.ToWorkerBody | None:
         """The next message; None when the agent is gone. Raises BlockingIOError when there is none yet."""

@@ -4,6 +4,8 @@
 
     driver                       agent                        worker's sentinel
       | <- AgentHello  ----------- |                              |
+      | -- JobSpec --------------> |                              |
+      | <- Serving --------------- |                              |
       | -- StartWorker ----------> | --- spawn ------------------> |
       |                            | <- Hello ------------------- |
       | <- Ready ----------------- | <- Ready ------------------- |
@@ -19,6 +21,7 @@ Messages from a worker reach the driver as :class:`FromWorker`, which names the 
 
 from __future__ import annotations
 
+import signal
 import struct
 from enum import IntEnum
 
@@ -27,11 +30,23 @@ import msgspec
 from elasticstate.core.types import CommitId, Placement, WorkerId
 
 PROTOCOL_VERSION = 1
+STACKS_SIGNAL = signal.SIGRTMIN + 9
+"""From an agent to a worker that does not respond: print the stacks of all threads."""
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
     """Base of all messages: an array ``[tag, field, ...]`` in MessagePack."""
+
+
+class Place(IntEnum):
+    """Where a worker is, as its page says (native/sentinel.hpp has the same numbers)."""
+
+    BOOT = 0
+    REGROUP = 1
+    TRAIN = 2
+    GATE = 3
+    DONE = 4
 
 
 # ------------------------------------------------------------------------------------------------ worker -> agent
@@ -68,15 +83,6 @@ class Failure(_Message, frozen=True):
 
 class Gate(_Message, frozen=True):
     generation: int
-
-
-class Stamp(_Message, frozen=True):
-    """Liveness: sent every HEARTBEAT_INTERVAL_S by the sentinel."""
-
-    place: str
-    generation: int
-    ticks: int
-    commit: CommitId | None
 
 
 class First(_Message, frozen=True):
@@ -129,7 +135,6 @@ FromWorkerBody = (
     | HoldAnswer
     | Failure
     | Gate
-    | Stamp
     | First
     | Synced
     | CommitSize
@@ -155,6 +160,7 @@ class WorldMessage(_Message, frozen=True):
     store: str
     collective_timeout_s: float
     regroup_timeout_s: float
+    verify_sync: bool = False
 
 
 class HoldOrder(_Message, frozen=True):
@@ -199,7 +205,7 @@ ToWorkerBody = WorldMessage | HoldOrder | ReleaseOrder | EndOrder | OwnError | G
 
 
 class OrderKind(IntEnum):
-    """What the sentinel has to know of a message before Python reads it (native/sentinel.cpp has the same numbers)."""
+    """What the sentinel has to know of a message before Python reads it (native/sentinel.hpp has the same numbers)."""
 
     OTHER = 0
     WORLD = 1
@@ -255,6 +261,12 @@ class AgentHello(_Message, frozen=True):
     version: str
 
 
+class Serving(_Message, frozen=True):
+    """The agent has its JobSpec and takes orders. ``commits``: by slot, what an agent before it has left in memory."""
+
+    commits: tuple[tuple[int, CommitId], ...]
+
+
 class FromWorker(_Message, frozen=True):
     worker: WorkerId
     body: FromWorkerBody
@@ -278,6 +290,15 @@ class Unresponsive(_Message, frozen=True):
     reason: str
 
 
+class Stamp(_Message, frozen=True):
+    """What the page of a living worker says."""
+
+    place: Place
+    generation: int
+    ticks: int
+    commit: CommitId | None
+
+
 class Stamps(_Message, frozen=True):
     """The latest stamp of each worker of the host that was heard since the last message of this kind."""
 
@@ -288,7 +309,7 @@ class AgentNotice(_Message, frozen=True):
     """The agent has had SIGTERM: its host drains."""
 
 
-FromAgent = AgentHello | FromWorker | Started | Exited | Unresponsive | Stamps | AgentNotice
+FromAgent = AgentHello | Serving | FromWorker | Started | Exited | Unresponsive | Stamps | AgentNotice
 
 
 # ------------------------------------------------------------------------------------------------ driver -> agent
@@ -298,7 +319,9 @@ class JobSpec(_Message, frozen=True):
     """First message to an agent: what to run, and the options that concern an agent."""
 
     job: str
+    job_id: str
     command: tuple[str, ...]
+    commit_dir: str
     heartbeat_timeout_s: float
     hang_timeout_s: float | None
     start_timeout_s: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,10 +14,13 @@ import torch.distributed as dist
 
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError, UsageError
-from elasticstate.state import rng
-from elasticstate.state.snapshot import Captured, Snapshot
+from elasticstate.state import divergence, rng
+from elasticstate.state.channel import Channel
+from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.space import Space
+from elasticstate.state.values import Captured, Values
 
-CHUNK_BYTES = 1 << 30  # the most that one broadcast carries
+logger = logging.getLogger("elasticstate")
 
 
 class Session(Protocol):
@@ -43,6 +47,10 @@ class Session(Protocol):
         """Ranks that need the root's state."""
 
     @property
+    def verify_sync(self) -> bool:
+        """Whether each sync ends with a check."""
+
+    @property
     def worker_key(self) -> str:
         """This worker's own id, unlike any other's."""
 
@@ -51,6 +59,9 @@ class Session(Protocol):
 
     def tick(self) -> None:
         """End the tick. Raises HostsUpdatedInterrupt or CollectiveError when this generation ends here."""
+
+    def progress(self) -> None:
+        """Let the agent know that this worker gets on, though it ends no tick."""
 
     def sealed(self, commit: CommitId | None, previous: CommitId | None, /) -> None:
         """Take note of the ids of both buffers."""
@@ -81,6 +92,8 @@ class State(ABC):
         self._session: Session = _Alone()
         self._reset_callbacks: list[Callable[[], object]] = []
         self._changed_by_callbacks = False
+        self._has_committed = False  # the job has, by a user's commit: if nobody holds it any more, it ends
+        self._half_received = False
         self._synced_generation = 0
         for name, value in values.items():
             setattr(self, name, value)
@@ -143,24 +156,26 @@ class State(ABC):
     def restore(self) -> None:
         """Back to this worker's own last commit, its random state included; all gradients become None.
 
-        Raises StateError if there is no commit, or it does not fit the live objects.
+        A commit that is found to be damaged is given up with a warning, for the one before it.
+
+        Raises StateError if there is no whole commit, or it does not fit the live objects.
         """
-        commit = self._snapshot.newest
-        if commit is None:
+        before = self.commits
+        if before[0] is None:
             raise StateError("there is nothing to restore: no commit has been made yet")
-        self.apply(self._snapshot.read(commit))
-        kept = self._snapshot.aliases(self.capture())
-        if kept:
-            raise StateError(f"apply() of {type(self).__name__} kept the commit's own memory ({kept[0]}): copy it")
-        rng.apply(self._snapshot.read_private(commit))
-        self._drop_gradients()
-        self._changed_by_callbacks = False
+        try:
+            values = self._snapshot.restore(self.capture())
+        finally:
+            if self.commits != before:  # one was damaged
+                self._session.sealed(*self.commits)
+        self._go_back_to(values)
 
     def sync(self) -> None:
         """Bring the root's state to those who lack it, and seal (generation, 0) on all. ``run`` calls it once a world.
 
         Nothing moves, and no collective runs, if nobody lacks it; only the root and those who do take part otherwise.
-        Later calls in the same generation do nothing. Outside a world it is a save.
+        Later calls in the same generation do nothing. Outside a world it is a save. With ``--verify-sync`` a ``check``
+        follows.
         """
         session = self._session
         if session.generation == 0:
@@ -170,14 +185,41 @@ class State(ABC):
             return
         start = CommitId(session.generation, 0)
         if session.rank in session.lacking:
-            self._receive(start)
-            self.restore()
+            self._go_back_to(self._receive(start))
         else:
             self._begin(start)
             if session.lacking and session.rank == session.root:
                 self._send()
         self._drop_gradients()
         self._synced_generation = session.generation
+        if session.verify_sync:
+            self.check()
+
+    def check(self) -> None:
+        """Compare the newest commits of all ranks: one small collective, in which all have to take part.
+
+        Objects that are pickled by value (lambdas, local classes) are not compared. Outside a world, and in a world of
+        one, the checksum of the own commit is verified.
+
+        Raises:
+            StateDivergedError: they differ; the message names the tensors and objects, and the ranks.
+            StateError: there is no commit to compare, or the own one is damaged.
+        """
+        session = self._session
+        if session.generation > 0 and session.size > 1:
+            group = session.process_group_for(tuple(range(session.size)))
+            divergence.check(self._snapshot, Channel(group, 0), session.rank)
+            return
+        before = self.commits
+        try:
+            self._snapshot.verify()
+        finally:
+            if self.commits != before:
+                session.sealed(*self.commits)
+
+    def progress(self) -> None:
+        """Say that the script gets on: for what takes longer than ``--hang-timeout`` without a tick."""
+        self._session.progress()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Add functions to be called, in order, in each new world before ``sync``; not in a worker's first one.
@@ -208,6 +250,26 @@ class State(ABC):
         """Make room for commits of this size now, as fresh memory costs more than the copy into it."""
         self._snapshot.reserve(size_bytes)
 
+    def _attach(self, space: Space) -> None:
+        """Keep the commits in ``space`` from now on. Those that it has are held; those made before are forgotten."""
+        self._snapshot = Snapshot(space)
+
+    def _resume(self) -> bool:
+        """Make the newest whole commit, if there is one that fits, the live state. False: none is held any more."""
+        return self._resume_from_newest() or self._resume_from_newest()
+
+    def _resume_from_newest(self) -> bool:
+        if self._snapshot.newest is None:
+            return False
+        try:
+            self.restore()
+        except Exception as error:  # other shapes, classes that are gone, damage
+            if self._snapshot.newest is not None:
+                logger.warning("commit %s cannot be resumed from, it is given up: %s", self._snapshot.newest, error)
+                self._snapshot.drop_newest()
+            return False
+        return True
+
     def _bind(self, session: Session) -> None:
         """Live in the worlds of ``session``. Commits made outside a world are no commits of the job: forgotten."""
         newest = self._snapshot.newest
@@ -223,6 +285,7 @@ class State(ABC):
         captured = self.capture()
         try:
             self._snapshot.write(captured, rng.capture(), commit)
+            self._has_committed |= commit.tick > 0
         finally:  # a write that failed half-way has cost the previous commit
             self._session.sealed(*self.commits)
 
@@ -232,6 +295,10 @@ class State(ABC):
         """Seal ``start`` on a worker that holds the job's state, if the state is new or goes to others."""
         session = self._session
         nothing_yet = self._snapshot.newest is None and session.rank == session.root
+        if nothing_yet and self._half_received:
+            raise StateError(
+                "this worker's state was half overwritten when its sender died, and nobody has a whole one"
+            )
         if nothing_yet or self._changed_by_callbacks:
             self._seal(start)
             self._changed_by_callbacks = False
@@ -239,28 +306,59 @@ class State(ABC):
             self._snapshot.restamp(start)
             session.sealed(*self.commits)
 
+    def _go_back_to(self, values: Values) -> None:
+        """Make the newest commit, with these values, the live state."""
+        commit = self._snapshot.newest
+        assert commit is not None, "these are its values"
+        self.apply(values)
+        self._half_received = False
+        self._has_committed |= commit.tick > 0
+        kept = self._snapshot.aliases(self.capture())
+        if kept:
+            raise StateError(f"apply() of {type(self).__name__} kept the commit's own memory ({kept[0]}): copy it")
+        rng.apply(self._snapshot.read_private(commit))
+        self._drop_gradients()
+        self._changed_by_callbacks = False
+
+    def _channel(self) -> Channel:
+        """From the root to those who lack the state."""
+        session = self._session
+        ranks = tuple(sorted({session.root, *session.lacking}))
+        return Channel(session.process_group_for(ranks), ranks.index(session.root))
+
     def _send(self) -> None:
         started = time.monotonic()
-        ranks = tuple(sorted({self._session.root, *self._session.lacking}))
-        channel = _Channel(self._session.process_group_for(ranks), ranks.index(self._session.root))
+        channel = self._channel()
         header, payload = self._snapshot.outgoing()
-        channel.send(msgspec.msgpack.encode((torch.initial_seed(), header)))
+        channel.send(msgspec.msgpack.encode((torch.initial_seed(), self._has_committed, header)))
         channel.broadcast(payload)
         self._session.synced(payload.numel(), time.monotonic() - started)
 
-    def _receive(self, start: CommitId) -> None:
+    def _receive(self, start: CommitId) -> Values:
+        """Get the root's commit, as ``start``. Its tensors are in the live ones by then.
+
+        A job that has committed loses its state with the last holder of a commit, so live tensors may be overwritten
+        as the bytes come in. One that has not may go on from the state that any worker was born with: then they stay
+        as they are until all is there.
+        """
         session = self._session
         started = time.monotonic()
-        ranks = tuple(sorted({session.root, *session.lacking}))
-        channel = _Channel(session.process_group_for(ranks), ranks.index(session.root))
-        seed, header = msgspec.msgpack.decode(channel.receive(), type=tuple[int, bytes])
+        channel = self._channel()
+        seed, self._has_committed, header = msgspec.msgpack.decode(channel.receive(), type=tuple[int, bool, bytes])
+        private = rng.derived(seed, session.worker_key, start.generation)
         try:
-            payload = self._snapshot.incoming(header)
-            channel.broadcast(payload)
-            self._snapshot.seal_incoming(rng.derived(seed, session.worker_key, start.generation), start)
+            payload = self._snapshot.incoming(header, private, self.capture())
+            if self._has_committed:
+                self._half_received = True
+                channel.broadcast(payload, self._snapshot.take_over)
+            else:
+                channel.broadcast(payload)
+                self._snapshot.take_over(0, payload.numel())
+            values = self._snapshot.seal_incoming(start)
         finally:
             session.sealed(*self.commits)
         session.synced(payload.numel(), time.monotonic() - started)
+        return values
 
     def _check_names(self, values: Captured) -> None:
         missing = [name for name in self._names if name not in values]
@@ -272,35 +370,6 @@ class State(ABC):
         return f"{type(self).__name__} has no value {name!r}; those given to the constructor are: {known}"
 
 
-class _Channel:
-    """Broadcasts from one rank of a group to the others: a message of unknown length, and bytes."""
-
-    def __init__(self, group: dist.ProcessGroup | None, root: int) -> None:
-        default = dist.group.WORLD
-        chosen = group if group is not None else default
-        assert chosen is not None, "a generation always has a default process group"
-        self._group = chosen
-        self._options = dist.BroadcastOptions()
-        self._options.rootRank = root  # the rank within the group
-
-    def broadcast(self, data: torch.Tensor) -> None:
-        """One collective for each GiB of ``uint8[n]``, in place."""
-        for chunk in torch.split(data, CHUNK_BYTES):
-            self._group.broadcast([chunk], self._options).wait()
-
-    def send(self, message: bytes) -> None:
-        """Two collectives: the length, and the message."""
-        self.broadcast(torch.tensor([len(message)]).view(torch.uint8))
-        self.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-
-    def receive(self) -> bytes:
-        length = torch.zeros(1, dtype=torch.int64)
-        self.broadcast(length.view(torch.uint8))
-        message = torch.empty(int(length), dtype=torch.uint8)
-        self.broadcast(message)
-        return message.numpy().tobytes()
-
-
 class _Alone:
     """The session of a state without ``run``."""
 
@@ -309,6 +378,7 @@ class _Alone:
     size = 1
     root = 0
     lacking: tuple[int, ...] = ()
+    verify_sync = False
     worker_key = "alone"
 
     def __init__(self) -> None:
@@ -320,6 +390,9 @@ class _Alone:
 
     def tick(self) -> None:
         self.ticks += 1
+
+    def progress(self) -> None:
+        """Nobody watches."""
 
     def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
         if commit is not None:

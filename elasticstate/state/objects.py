@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elasticstate.state.base import State
-from elasticstate.state.snapshot import Captured, is_array, write_into
+from elasticstate.state.values import Captured, is_array, put
 
 
 class ObjectState(State):
@@ -22,4 +22,4 @@ class ObjectState(State):
         self._check_names(values)
         for name in self._names:
             value = values[name]
-            setattr(self, name, write_into(getattr(self, name), value) if is_array(value) else value)
+            setattr(self, name, put(getattr(self, name), values, name) if is_array(value) else value)

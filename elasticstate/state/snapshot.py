@@ -1,91 +1,51 @@
-"""The bytes of a commit: two kept buffers, written in turn.
+"""The two last commits of one worker, in buffers that may outlive it.
 
-One buffer is one flat run of bytes, described by its header::
+A buffer is a safetensors file (see layout.py), and holds a commit if there is a seal that fits (``ControlPage``). The
+older buffer is the one that is overwritten: its seal is taken away before its first byte changes, and the new one is
+written last. Whatever happens in between, to this process or to the machine's power, the newest commit stays whole.
 
-    | tensor | pad | tensor | pad | ... | objects (one pickle) |  slack
-    0              64-byte aligned      objects_offset         size_bytes
-
-A buffer is kept as long as it is big enough: the first touch of fresh memory costs several times the copy itself. The
-older buffer is the one that is overwritten, and its commit id is set last: whatever goes wrong in between, the newest
-commit stays whole.
+Buffers are kept as long as they are big enough: the first touch of fresh memory costs several times the copy itself.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import pickle
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 import numpy as np
 import torch
 
-from elasticstate._native import gather
+from elasticstate._native import Pieces, checksum, checksums, gather, scatter
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError
+from elasticstate.state.layout import Frame, Header, Layout, digest, parse, round_up
+from elasticstate.state.plan import Plan, address, copy_odd, random_room, targets
+from elasticstate.state.space import PrivateSpace, Space
+from elasticstate.state.values import Array, Captured, Values, dumps, is_array
 
-ALIGNMENT_BYTES = 64
 GRANULE_BYTES = 1 << 16  # the pickle of the objects grows by a few bytes now and then: no new buffer for that
+LENGTH_BYTES = 8  # before the random state, for the part that is kept for it is longer
+NOTHING = Pieces([], [], [])
 
-Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
-Captured: TypeAlias = Mapping[str, Any]  # name -> tensor | numpy array | picklable object
-
-
-class Entry(msgspec.Struct, array_like=True, frozen=True):
-    """One tensor or array in the flat bytes, in C order. ``dtype``: ``"torch.float32"``, or numpy's ``"<f4"``."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size_bytes: int
-
-
-class Header(msgspec.Struct, array_like=True, frozen=True):
-    """Where everything lies in the flat bytes. Tied tensors have entries of their own and share the bytes."""
-
-    entries: list[Entry]
-    objects_offset: int
-    size_bytes: int
-
-
-def is_array(value: object) -> bool:
-    """Whether a value travels as tensor bytes: a torch tensor, or a numpy array of plain numbers or strings."""
-    return isinstance(value, torch.Tensor) or (type(value) is np.ndarray and value.dtype.kind in "biufcSUmM")
-
-
-def write_into(target: object, value: Array, device: torch.device | None = None) -> Array:
-    """Copy ``value`` into ``target`` if that is a like tensor or array; otherwise make an own copy. Returns which.
-
-    ``device`` is where a tensor is made; None: where ``target`` is if that is a tensor, else the CPU.
-    """
-    if not isinstance(value, torch.Tensor):
-        if type(target) is np.ndarray and _alike(target, value) and target.flags.writeable:
-            np.copyto(target, value)
-            return target
-        return np.array(value)
-    if not isinstance(target, torch.Tensor):
-        return value.to(device or "cpu", copy=True)
-    device = device or target.device
-    if _alike(target, value) and target.device.type == device.type:
-        with torch.no_grad():
-            target.copy_(value)
-        return target
-    return value.to(device, copy=True)
-
-
-def _alike(target: Array, value: Array) -> bool:
-    return target.shape == value.shape and target.dtype == value.dtype
+logger = logging.getLogger("elasticstate")
 
 
 class Snapshot:
-    """The two last commits of one worker. Not thread-safe: one thread writes and reads."""
+    """Writes and reads the commits in a space. Not thread-safe: one thread writes and reads.
 
-    def __init__(self) -> None:
-        self._newer = _Buffer()
-        self._older = _Buffer()
+    Made over a space that has commits of its owner, it holds them; what is damaged there is none.
+    """
+
+    def __init__(self, space: Space | None = None) -> None:
+        self._space: Space = space if space is not None else PrivateSpace()
+        buffers = [_Buffer(index, self._space) for index in (0, 1)]
+        buffers.sort(key=lambda buffer: buffer.commit or CommitId(-1, -1))
+        self._older, self._newer = buffers
+        self._plan: Plan | None = None
+        self._incoming = _Incoming({}, NOTHING, 0)
 
     @property
     def newest(self) -> CommitId | None:
@@ -99,15 +59,20 @@ class Snapshot:
 
     @property
     def size_bytes(self) -> int:
-        """Of the newest commit."""
-        return self._newer.header.size_bytes
+        """What a commit like the newest one takes; 0: there is none."""
+        return self._newer.length if self._newer.commit is not None else 0
 
     def reserve(self, size_bytes: int) -> None:
-        """Take memory for two commits of this size, and touch it: what is held already stays as it is."""
+        """Take memory for two commits of this size, and touch it: what is held already stays as it is.
+
+        Raises CommitSpaceError when there is not enough.
+        """
         for buffer in (self._newer, self._older):
             if buffer.commit is None:
                 buffer.make_room(size_bytes)
-                buffer.memory.zero_()
+                buffer.touch()
+
+    # ---------------------------------------------------------------------------------------------------- a commit
 
     def write(self, captured: Captured, private: bytes, commit: CommitId) -> None:
         """Copy ``captured`` into the older buffer and seal it as ``commit``. ``private`` is never sent to others.
@@ -115,65 +80,168 @@ class Snapshot:
         Raises:
             StateError: something cannot be pickled, or is no dense tensor (the message names it). Both earlier commits
                 are whole then; after any later error the newest one is.
+            CommitSpaceError: there is no room for it.
         """
-        objects = {name: value for name, value in captured.items() if not is_array(value)}
-        blob = _dumps(objects)
-        header, arrays = _lay_out({name: value for name, value in captured.items() if is_array(value)}, len(blob))
-        memory = self._older.begin(header)
-        _copy(memory, arrays, blob, header.objects_offset)
-        self._seal_older(private, commit)
-
-    def read(self, commit: CommitId) -> dict[str, Any]:
-        """What was captured for ``commit``. Tensors and arrays are views of the buffer: copy them, never keep them.
-
-        Raises StateError if that commit is not held.
-        """
-        buffer = self._find(commit)
-        header = buffer.header
-        objects: Any = buffer.memory[header.objects_offset : header.size_bytes].numpy()
-        values: dict[str, Any] = pickle.loads(objects)
-        for entry in header.entries:
-            values[entry.name] = _view(buffer.memory, entry)
-        return values
-
-    def read_private(self, commit: CommitId) -> bytes:
-        """The part of ``commit`` that is this worker's alone."""
-        return self._find(commit).private
+        tensors, arrays, objects = _sort_out(captured)
+        blob = dumps(objects)
+        plan = self._plan
+        if plan is None or not plan.fits(tensors, arrays, len(private)):
+            plan = self._plan = Plan(tensors, arrays, len(private), plan)
+        buffer = self._older
+        header_checksum = buffer.begin(plan.header, private, len(blob))
+        if plan.odd:
+            if any(tensors[name].is_cuda for name, _ in plan.odd if name in tensors):
+                buffer.pin()
+            copy_odd(buffer.memory, {**tensors, **arrays}, plan.odd, buffer.frame.tensors)
+        buffer.memory.numpy()[buffer.frame.objects : buffer.length] = np.frombuffer(blob, dtype=np.uint8)
+        begin = buffer.frame.random
+        self._seal_older(gather(buffer.memory, plan.pieces, begin, buffer.length, header_checksum), commit)
 
     def restamp(self, commit: CommitId) -> None:
         """Give the newest commit another id. Raises StateError if there is none."""
         if self._newer.commit is None:
             raise StateError(f"there is no commit that could become {commit}")
-        self._newer.commit = commit
+        self._newer.seal(commit, self._newer.checksum)
 
     def forget(self) -> None:
         """No commit is held any more; the memory is kept."""
-        self._newer.commit = self._older.commit = None
+        for buffer in (self._newer, self._older):
+            buffer.unseal()
 
-    def outgoing(self) -> tuple[bytes, torch.Tensor]:
-        """The newest commit as (header, flat bytes) for those who lack it; without the private part."""
-        header = self._newer.header
-        return msgspec.msgpack.encode(header), self._newer.memory[: header.size_bytes]
+    def drop_newest(self) -> None:
+        """The commit before the newest one is the newest one now."""
+        self._newer.unseal()
+        self._newer, self._older = self._older, self._newer
 
-    def incoming(self, header: bytes) -> torch.Tensor:
-        """Begin to receive a commit: ``uint8[n]`` of the older buffer, to be filled and then sealed."""
-        decoded = msgspec.msgpack.decode(header, type=Header)
-        return self._older.begin(decoded)[: decoded.size_bytes]
+    # --------------------------------------------------------------------------------------------------- and back
 
-    def seal_incoming(self, private: bytes, commit: CommitId) -> None:
-        """Seal what was received as the only commit: whoever lacked the job's state holds nothing else of worth."""
-        self._seal_older(private, commit)
-        self._older.commit = None
+    def restore(self, live: Captured) -> Values:
+        """The content of the newest commit that is whole, already written into what is like it among ``live``.
+
+        One pass over the memory verifies and copies: so what is in ``live`` is to be given up when this raises. A
+        damaged commit is dropped with a warning. The values are views of the buffer: copy them, never keep them.
+
+        Raises StateError if there is no whole commit.
+        """
+        damaged = False
+        while self._newer.commit is not None:
+            buffer = self._newer
+            found, addresses = targets(buffer.frame.layout, live, [self._newer.memory, self._older.memory])
+            if buffer.is_whole(_pieces(buffer.frame, addresses)):
+                return Values(buffer.memory, buffer.frame, buffer.objects(), found)
+            self._give_up(buffer)
+            damaged = True
+        raise StateError(
+            "both commits are damaged: nothing is left to restore"
+            if damaged
+            else "there is nothing to restore: no commit has been made yet"
+        )
+
+    def read(self, commit: CommitId) -> Values:
+        """What was captured for ``commit``. Tensors and arrays are views of the buffer: copy them, never keep them.
+
+        Raises StateError if that commit is not held, or is found to be damaged.
+        """
+        buffer = self._find(commit)
+        if not buffer.is_whole(NOTHING):
+            self._give_up(buffer)
+            raise StateError(f"commit {commit} is damaged")
+        return Values(buffer.memory, buffer.frame, buffer.objects(), {})
+
+    def read_private(self, commit: CommitId) -> bytes:
+        """The part of ``commit`` that is this worker's alone. To be called after ``restore`` or ``read``."""
+        buffer = self._find(commit)
+        return buffer.private()
 
     def aliases(self, captured: Captured) -> list[str]:
         """Names of the captured tensors and arrays that lie in one of the buffers."""
-        addresses = {name: _address(value) for name, value in captured.items() if is_array(value)}
+        addresses = {name: address(value) for name, value in captured.items() if is_array(value)}
         return [name for name, at in addresses.items() if self._newer.contains(at) or self._older.contains(at)]
 
-    def _seal_older(self, private: bytes, commit: CommitId) -> None:
-        self._older.private = private
-        self._older.commit = commit
+    # ---------------------------------------------------------------------------------------- from worker to worker
+
+    def outgoing(self) -> tuple[bytes, torch.Tensor]:
+        """The newest commit as (what it consists of, flat bytes) for those who lack it; without the private part."""
+        buffer = self._newer
+        return (
+            msgspec.msgpack.encode((buffer.frame.layout, buffer.length - buffer.frame.objects)),
+            buffer.memory[buffer.frame.tensors : buffer.length],
+        )
+
+    def incoming(self, header: bytes, private: bytes, live: Captured) -> torch.Tensor:
+        """Begin to receive a commit: ``uint8[n]`` of the older buffer, to be filled, taken over, and then sealed."""
+        layout, objects_bytes = msgspec.msgpack.decode(header, type=tuple[Layout, int])
+        buffer = self._older
+        random_bytes = random_room(len(private))
+        header_checksum = buffer.begin(Header(layout, random_bytes), private, objects_bytes)
+        begin, end = buffer.frame.random, buffer.frame.tensors
+        found, addresses = targets(layout, live, [self._newer.memory, self._older.memory])
+        checksum_so_far = checksum(buffer.memory, begin, end, header_checksum)
+        self._incoming = _Incoming(found, _pieces(buffer.frame, addresses), checksum_so_far)
+        return buffer.memory[end : buffer.length]
+
+    def take_over(self, begin: int, end: int) -> None:
+        """Bytes [begin, end) of what is received are there: write them into what is like them in ``live``.
+
+        To be called for all of them, in order.
+        """
+        incoming, buffer = self._incoming, self._older
+        begin, end = buffer.frame.tensors + begin, buffer.frame.tensors + end
+        incoming.checksum = scatter(buffer.memory, incoming.pieces, begin, end, incoming.checksum)
+
+    def seal_incoming(self, commit: CommitId) -> Values:
+        """Seal what was received as the only commit: whoever lacked the job's state holds nothing else of worth.
+
+        Returns what ``restore`` would, without another pass over the memory.
+        """
+        self._seal_older(self._incoming.checksum, commit)
+        self._older.unseal()
+        written, self._incoming = self._incoming.written, _Incoming({}, NOTHING, 0)
+        return Values(self._newer.memory, self._newer.frame, self._newer.objects(), written)
+
+    # ------------------------------------------------------------------------------------------------- to compare
+
+    def verify(self) -> None:
+        """Read the newest commit. Raises StateError if there is none, or if it is damaged: then it is dropped."""
+        commit = self._newer.commit
+        if commit is None:
+            raise StateError("there is no commit to check: none has been made yet")
+        if not self._newer.is_whole(NOTHING):
+            self._give_up(self._newer)
+            rest = f"commit {self.newest} is left" if self.newest is not None else "no commit is left"
+            raise StateError(f"commit {commit} is damaged: its checksum is wrong; {rest}")
+
+    def summary(self) -> tuple[int, int, int]:
+        """The newest commit in three numbers: 63 bits of the layout, checksum of all tensors, that of all objects."""
+        buffer, frame = self._newer, self._newer.frame
+        layout = digest(msgspec.msgpack.encode(frame.layout)) >> 1
+        tensors = checksum(buffer.memory, frame.tensors, frame.objects)
+        return layout, tensors, checksum(buffer.memory, frame.objects, buffer.length)
+
+    def details(self) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, Any]]:
+        """(dtype, shape, checksum) of each tensor and array of the newest commit, and its objects."""
+        buffer, frame = self._newer, self._newer.frame
+        entries = frame.layout.entries
+        found = checksums(
+            buffer.memory, [frame.tensors + entry.offset for entry in entries], [entry.size_bytes for entry in entries]
+        )
+        tensors = {e.name: (e.dtype, e.shape, value) for e, value in zip(entries, found, strict=True)}
+        return tensors, buffer.objects()
+
+    # ----------------------------------------------------------------------------------------------------- the parts
+
+    def _seal_older(self, found: int, commit: CommitId) -> None:
+        self._older.seal(commit, found)
         self._newer, self._older = self._older, self._newer
+
+    def _give_up(self, buffer: _Buffer) -> None:
+        logger.warning(
+            "commit %s (buffer %d) is damaged: its checksum is wrong; it is given up", buffer.commit, buffer.index
+        )
+        if buffer is self._newer:
+            self.drop_newest()
+        else:
+            buffer.unseal()
 
     def _find(self, commit: CommitId) -> _Buffer:
         for buffer in (self._newer, self._older):
@@ -182,145 +250,144 @@ class Snapshot:
         raise StateError(f"commit {commit} is not held, only {self.newest} and {self.previous}")
 
 
+@dataclass(slots=True)
+class _Incoming:
+    """A commit that is being received: the live tensors that its bytes go to, and the checksum of those taken over."""
+
+    written: dict[str, Array]
+    pieces: Pieces
+    checksum: int
+
+
 class _Buffer:
-    """Memory for one commit. ``commit`` is None while it holds none, or half of one."""
+    """One of the two buffers of a space. ``commit`` is None while it holds none, or half of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int, space: Space) -> None:
+        self.index = index
+        self._space = space
         self.commit: CommitId | None = None
-        self.header = Header([], 0, 0)
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self.private = b""
+        self.frame = Frame(Layout([], 0), 0, 0, 0)
+        self.length = 0
+        self.checksum = 0
+        self._digest = 0
+        self._header: Header | None = None  # the one that stands in the memory as it was meant
+        self._header_checksum = 0
+        self._pinned = False
+        self.memory = space.open(index)
+        self._find_commit()
 
-    def begin(self, header: Header) -> torch.Tensor:
-        """Make room for what ``header`` describes; what was here is given up. Returns all the memory."""
+    def _find_commit(self) -> None:
+        """What was left here by a process before this one."""
+        found = self._space.page.sealed(self.index, self._space.owner)
+        if found is None:
+            return
+        generation, tick, layout, length, self.checksum = found
+        commit = CommitId(generation, tick)
+        try:
+            self.frame, self._digest = parse(self.memory)
+            if self._digest != layout or not self.frame.objects < length <= self.memory.numel():
+                raise ValueError("it is not the one that was sealed")
+        except Exception as error:  # whatever is wrong with it
+            logger.warning("commit %s (buffer %d) is damaged: %s; it is given up", commit, self.index, error)
+            self.unseal()
+            return
+        self.commit, self.length = commit, length
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def begin(self, header: Header, private: bytes, objects_bytes: int) -> int:
+        """Make room, and write all before the tensors; what was here is given up. Returns the header's checksum."""
+        self.unseal()
+        self.make_room(header.frame.objects + objects_bytes)
+        self.frame = header.frame
+        self.length = self.frame.objects + objects_bytes
+        content = self.memory.numpy()
+        if self._header is not header:
+            text = header.encode(self.memory.numel())
+            meant = np.frombuffer(text, dtype=np.uint8)
+            content[: len(text)] = meant
+            self._digest, self._header_checksum, self._header = digest(text), checksum(meant, 0, len(text)), header
+        part = (len(private).to_bytes(LENGTH_BYTES, "little") + private).ljust(self.frame.tensors - self.frame.random)
+        content[self.frame.random : self.frame.tensors] = np.frombuffer(part, dtype=np.uint8)
+        return self._header_checksum
+
+    def seal(self, commit: CommitId, found: int) -> None:
+        """All is written: from now on this is ``commit``."""
+        self._space.page.seal(
+            self.index, self._space.owner, commit.generation, commit.tick, self._digest, self.length, found
+        )
+        self.commit, self.checksum = commit, found
+
+    def unseal(self) -> None:
+        self._space.page.unseal(self.index)
         self.commit = None
-        self.header = header
-        self.make_room(header.size_bytes)
-        return self.memory
 
     def make_room(self, size_bytes: int) -> None:
         if self.memory.numel() < size_bytes:
-            self.memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
-            self.memory = torch.empty(_round_up(size_bytes, GRANULE_BYTES), dtype=torch.uint8)
+            self._unpin()
+            self._header = None
+            self.memory = torch.empty(0, dtype=torch.uint8)
+            self.memory = self._space.grow(self.index, round_up(size_bytes, GRANULE_BYTES))
+
+    def touch(self) -> None:
+        self._header = None
+        self.memory.zero_()
+
+    def pin(self) -> None:
+        """Let CUDA copy straight into the memory: registered once, as long as it is the same."""
+        if not self._pinned:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            result = runtime.cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
+            self._pinned = int(result) == 0  # if not: the copies are slower, and as good
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[no-untyped-call]
+            self._pinned = False
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def is_whole(self, pieces: Pieces) -> bool:
+        """Whether the checksum is right. On the way the bytes are written to where ``pieces`` says."""
+        return scatter(self.memory, pieces, 0, self.length) == self.checksum
+
+    def objects(self) -> dict[str, Any]:
+        content: Any = self.memory[self.frame.objects : self.length].numpy()
+        found: dict[str, Any] = pickle.loads(content)
+        return found
+
+    def private(self) -> bytes:
+        part = self.memory[self.frame.random : self.frame.tensors].numpy().tobytes()
+        length = int.from_bytes(part[:LENGTH_BYTES], "little")
+        return part[LENGTH_BYTES : LENGTH_BYTES + length]
 
     def contains(self, address: int | None) -> bool:
         start = self.memory.data_ptr()
         return address is not None and start <= address < start + self.memory.numel()
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _address(value: Array) -> int | None:
-    """Where the first element lies in the memory of the CPU; None for what is empty or on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr() if value.device.type == "cpu" and value.numel() else None
-    return int(value.__array_interface__["data"][0]) if value.size else None
-
-
-def _dumps(objects: dict[str, Any]) -> bytes:
-    """Pickle by reference where that works: all workers run one script, and its classes stay themselves everywhere."""
-    try:
-        return pickle.dumps(objects, protocol=5)
-    except Exception:  # objects raise what they like
-        return pickle.dumps({name: _made_picklable(name, value) for name, value in objects.items()}, protocol=5)
-
-
-def _made_picklable(name: str, value: object) -> object:
-    """The value itself if it can be pickled; otherwise boxed by cloudpickle: lambdas, closures, local classes."""
-    with contextlib.suppress(Exception):
-        pickle.dumps(value, protocol=5)
-        return value
-    try:
-        return _Boxed(cloudpickle.dumps(value, protocol=5))
-    except Exception as error:
-        raise StateError(
-            f"state.{name} holds something that cannot be committed ({type(value).__name__}: {error}); "
-            "keep it outside the state, or give its class __reduce__ or state_dict()/load_state_dict()"
-        ) from error
-
-
-class _Boxed:
-    """Unpickles to the value that was boxed."""
-
-    def __init__(self, pickled: bytes) -> None:
-        self._pickled = pickled
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (self._pickled,)
-
-
-def _check_dense(name: str, tensor: torch.Tensor) -> None:
-    # Wrapper subclasses (DTensor, quantised weights) have __tensor_flatten__ and no bytes of their own.
-    if tensor.layout is not torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
-        kind = f"{type(tensor).__name__} with layout {tensor.layout}"
-    elif tensor.is_meta:
-        kind = "tensor on the meta device"
-    elif torch.nn.parameter.is_lazy(tensor):
-        kind = "lazy parameter that has no shape yet"
-    else:
-        return
-    raise StateError(f"state.{name} is a {kind}: only dense tensors that are whole on every rank can be committed")
-
-
-def _lay_out(arrays: dict[str, Array], blob_bytes: int) -> tuple[Header, list[tuple[Array, Entry]]]:
-    """The header, and the arrays to be copied: each of the tied ones once."""
-    seen: dict[tuple[object, ...], Entry] = {}
-    entries: list[Entry] = []
-    unique: list[tuple[Array, Entry]] = []
-    end = 0
-    for name, value in arrays.items():
+def _sort_out(
+    captured: Captured,
+) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
+    """Tensors, arrays, and objects."""
+    tensors: dict[str, torch.Tensor] = {}
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    objects: dict[str, Any] = {}
+    for name, value in captured.items():
         if isinstance(value, torch.Tensor):
-            _check_dense(name, value)
-            dtype, shape, strides = str(value.dtype), tuple(value.shape), value.stride()
-            key: tuple[object, ...] = (
-                value.device,
-                value.data_ptr(),
-                dtype,
-                shape,
-                strides,
-                value.is_conj(),
-                value.is_neg(),
-            )
-            size_bytes = value.numel() * value.element_size()
+            tensors[name] = value
+        elif is_array(value):
+            arrays[name] = value
         else:
-            dtype, shape = value.dtype.str, value.shape
-            key = ("numpy", value.__array_interface__["data"][0], dtype, shape, value.strides)
-            size_bytes = value.nbytes
-        first = seen.get(key)
-        if first is not None:
-            entries.append(Entry(name, dtype, shape, first.offset, size_bytes))
-            continue
-        entry = Entry(name, dtype, shape, _round_up(end, ALIGNMENT_BYTES), size_bytes)
-        end = entry.offset + size_bytes
-        seen[key] = entry
-        entries.append(entry)
-        unique.append((value, entry))
-    return Header(entries, end, end + blob_bytes), unique
+            objects[name] = value
+    return tensors, arrays, objects
 
 
-def _copy(memory: torch.Tensor, arrays: list[tuple[Array, Entry]], blob: bytes, blob_offset: int) -> None:
-    sources: list[Any] = [np.frombuffer(blob, dtype=np.uint8)]
-    offsets = [blob_offset]
-    for value, entry in arrays:
-        if not entry.size_bytes:
-            continue
-        if isinstance(value, torch.Tensor):
-            if value.device.type != "cpu" or not value.is_contiguous() or value.is_conj() or value.is_neg():
-                _view(memory, entry).copy_(value.detach())
-                continue
-            sources.append(value.detach().view(-1).view(torch.uint8).numpy())
-        else:
-            sources.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-        offsets.append(entry.offset)
-    gather(memory, sources, offsets)
-
-
-def _view(memory: torch.Tensor, entry: Entry) -> Any:
-    """The tensor or array that lies at an entry, without a copy."""
-    flat = memory[entry.offset : entry.offset + entry.size_bytes]
-    if entry.dtype.startswith("torch."):
-        dtype: torch.dtype = getattr(torch, entry.dtype.removeprefix("torch."))
-        return flat.view(dtype).view(entry.shape)
-    return np.ndarray(entry.shape, np.dtype(entry.dtype), flat.numpy())
+def _pieces(frame: Frame, addresses: dict[int, int]) -> Pieces:
+    sizes = {entry.offset: entry.size_bytes for entry in frame.layout.entries if entry.size_bytes}
+    offsets = sorted(addresses)
+    return Pieces(
+        [addresses[offset] for offset in offsets],
+        [sizes[offset] for offset in offsets],
+        [frame.tensors + offset for offset in offsets],
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,22 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticstate.errors import StateError
 from elasticstate.state.base import State
-from elasticstate.state.snapshot import Captured, is_array, write_into
+from elasticstate.state.values import Captured, Leaf, Tree, Values, is_array, put
 
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """Stands in a tree where a tensor or array was: its name among the captured values, and the kind of its device."""
-
-    name: str
-    device_type: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Tree:
-    """Nested dicts, lists and tuples with leaves: the state of one object without its tensors."""
-
-    tree: Any
+_leaf = functools.cache(Leaf)  # one for each kind of device: a pickle has it once
 
 
 class TorchState(State):
@@ -51,7 +38,7 @@ class TorchState(State):
             if is_array(value):
                 values[name] = value
             elif _is_stateful(value):
-                values[name] = _Tree(_flatten(_content(value), name, values))
+                values[name] = Tree(_capture(name, value, values))
             else:
                 values[name] = value
         return values
@@ -60,12 +47,12 @@ class TorchState(State):
         self._check_names(values)
         for name in self._names:
             live, saved = getattr(self, name), values[name]
-            if isinstance(saved, _Tree):
+            if isinstance(saved, Tree):
                 if not _is_stateful(live):
                     raise StateError(f"state.{name} is a {type(live).__name__} now and cannot take the commit's state")
                 _load(name, live, saved.tree, values)
             else:
-                setattr(self, name, write_into(live, saved) if is_array(saved) else saved)
+                setattr(self, name, put(live, values, name) if is_array(saved) else saved)
 
     def _drop_gradients(self) -> None:
         for name in self._names:
@@ -101,13 +88,12 @@ def _parameters(value: object) -> Iterator[torch.Tensor]:
             yield from group["params"]
 
 
-def _content(value: Any) -> Any:
-    """The state of an object as nested containers."""
+def _capture(name: str, value: Any, values: dict[str, Any]) -> Any:
+    """Put the tensors of an object into ``values``; returns the rest of its state."""
     if isinstance(value, torch.nn.Module):
-        return _module_content(_unwrap(value))
-    if _is_plain_optimizer(value):
-        return _optimizer_content(value)
-    return value.state_dict()
+        return _capture_module(name, _unwrap(value), values)
+    content = _optimizer_content(value) if _is_plain_optimizer(value) else value.state_dict()
+    return _flatten(content, name, values)
 
 
 def _load(name: str, live: Any, tree: Any, values: Captured) -> None:
@@ -118,7 +104,7 @@ def _load(name: str, live: Any, tree: Any, values: Captured) -> None:
     else:
         # Tensors are written into those of state_dict(): if they are the live ones, all is done by then; if they are
         # copies, they are nobody else's. Never the commit's own, which load_state_dict might keep.
-        live.load_state_dict(_rebuild(tree, values, live.state_dict(), None))
+        live.load_state_dict(_rebuild(tree, values, live.state_dict(), None, name, set()))
 
 
 # ---------------------------------------------------------------------------------------------------------- modules
@@ -129,58 +115,112 @@ def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
     return wrapped
 
 
-def _module_content(module: torch.nn.Module) -> dict[str, Any]:
+class _Walk:
+    """All tensors of a module by name, in one walk: ``named_parameters`` and its like would take three."""
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        self.parameters_at, self.buffers_at = f"{name}.parameters.", f"{name}.buffers."
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.speaking: dict[torch.nn.Module, str] = {}  # those with an extra state, and their paths
+        self._visit(module, "")
+
+    def _visit(self, module: torch.nn.Module, path: str) -> None:
+        usual, speaks = _habits(type(module))  # type: ignore[arg-type]  # a class is hashable
+        if not usual:
+            self._ask(module, path)
+            return
+        if speaks:
+            self.speaking.setdefault(module, path.removesuffix("."))
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                self.parameters[f"{self.parameters_at}{path}{key}"] = parameter
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                self.buffers[f"{self.buffers_at}{path}{key}"] = buffer
+        for key, child in module._modules.items():
+            if child is not None:
+                self._visit(child, f"{path}{key}.")
+
+    def _ask(self, module: torch.nn.Module, path: str) -> None:
+        """It has its own opinion about what its parts are."""
+        for key, parameter in module.named_parameters(remove_duplicate=False):
+            self.parameters[f"{self.parameters_at}{path}{key}"] = parameter
+        for key, buffer in module.named_buffers(remove_duplicate=False):
+            self.buffers[f"{self.buffers_at}{path}{key}"] = buffer
+        for key, part in module.named_modules():
+            if _habits(type(part))[1]:  # type: ignore[arg-type]
+                self.speaking.setdefault(part, f"{path}{key}".removesuffix("."))
+
+
+@functools.cache
+def _habits(kind: Any) -> tuple[bool, bool]:
+    """Whether a kind of module leaves the walk through its parts to torch, and whether it has an extra state."""
+    usual = all(getattr(kind, f) is getattr(torch.nn.Module, f) for f in _WALKS)
+    return usual, kind.get_extra_state is not torch.nn.Module.get_extra_state
+
+
+_WALKS = ("named_parameters", "named_buffers", "named_modules")
+
+
+def _capture_module(name: str, module: torch.nn.Module, values: dict[str, Any]) -> Any:
+    walk = _Walk(name, module)
+    values.update(walk.parameters)
+    values.update(walk.buffers)
     return {
-        "parameters": dict(module.named_parameters(remove_duplicate=False)),
-        "buffers": dict(module.named_buffers(remove_duplicate=False)),
+        "devices": {path: buffer.device.type for path, buffer in walk.buffers.items() if not buffer.is_cpu},
         "extra": {
-            path: part.get_extra_state()
-            for path, part in module.named_modules()
-            if type(part).get_extra_state is not torch.nn.Module.get_extra_state
+            path: _flatten(part.get_extra_state(), f"{name}.extra.{path}", values)
+            for part, path in walk.speaking.items()
         },
     }
 
 
 def _load_module(name: str, module: torch.nn.Module, tree: Any, values: Captured) -> None:
-    saved: dict[str, _Leaf] = tree["parameters"]
-    live = dict(module.named_parameters(remove_duplicate=False))
-    if saved.keys() != live.keys():
-        differing = ", ".join(sorted(saved.keys() ^ live.keys())[:5])
-        raise StateError(f"state.{name} and the commit have different parameters: {differing}")
-    for path, leaf in saved.items():
-        value = values[leaf.name]
-        if live[path].shape != value.shape or live[path].dtype != value.dtype:
+    walk = _Walk(name, module)
+    live = walk.parameters
+    saved = [key for key in values if key.startswith(walk.parameters_at)]
+    if live.keys() != set(saved):
+        differing = sorted(key.removeprefix(walk.parameters_at) for key in live.keys() ^ set(saved))
+        raise StateError(f"state.{name} and the commit have different parameters: {', '.join(differing[:5])}")
+    left = [key for key in saved if not (isinstance(values, Values) and values.is_in(key, live[key]))]
+    for key in left:
+        value = values[key]
+        if live[key].shape != value.shape or live[key].dtype != value.dtype:
             raise StateError(
-                f"state.{name}: {path} is {tuple(live[path].shape)} of {live[path].dtype}, "
-                f"in the commit {tuple(value.shape)} of {value.dtype}"
+                f"state.{name}: {key.removeprefix(walk.parameters_at)} is {tuple(live[key].shape)} of "
+                f"{live[key].dtype}, in the commit {tuple(value.shape)} of {value.dtype}"
             )
-    for path, leaf in saved.items():
-        write_into(live[path], values[leaf.name])
-    for path, leaf in tree["buffers"].items():
-        _load_buffer(module, path, leaf, values)
+    for key in left:
+        put(live[key], values, key)
+    for key in [key for key in values if key.startswith(walk.buffers_at)]:
+        _load_buffer(module, key.removeprefix(walk.buffers_at), key, tree["devices"].get(key, "cpu"), values)
     parts = dict(module.named_modules())
+    used: set[str] = set()
     for path, extra in tree["extra"].items():
-        parts[path].set_extra_state(_rebuild(extra, values, None, None))
+        parts[path].set_extra_state(_rebuild(extra, values, None, None, f"{name}.extra.{path}", used))
 
 
-def _load_buffer(module: torch.nn.Module, path: str, leaf: _Leaf, values: Captured) -> None:
+def _load_buffer(module: torch.nn.Module, path: str, key: str, device_type: str, values: Captured) -> None:
     """Buffers may come late or change their shape (caches do): then the owner gets a new one."""
     owner_path, _, name = path.rpartition(".")
     owner = module.get_submodule(owner_path)
     live = owner._buffers.get(name)
-    device = live.device if live is not None else _home(module, leaf)
-    written = write_into(live, values[leaf.name], device)
+    if live is not None and isinstance(values, Values) and values.is_in(key, live):
+        return
+    device = live.device if live is not None else _home(module, device_type)
+    written = put(live, values, key, device)
     if name in owner._buffers:
         setattr(owner, name, written)
     else:
         owner.register_buffer(name, written, persistent=False)  # type: ignore[arg-type]  # a buffer is a tensor
 
 
-def _home(module: torch.nn.Module, leaf: _Leaf) -> torch.device:
+def _home(module: torch.nn.Module, device_type: str) -> torch.device:
     for parameter in module.parameters():
-        if parameter.device.type == leaf.device_type:
+        if parameter.device.type == device_type:
             return parameter.device
-    return torch.device(leaf.device_type)
+    return torch.device(device_type)
 
 
 # ------------------------------------------------------------------------------------------------------- optimizers
@@ -212,8 +252,10 @@ def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any, valu
     saved_sizes = [group["params"] for group in saved_groups]
     if live_sizes != saved_sizes:
         raise StateError(f"state.{name} has groups of {live_sizes} parameters, the commit of {saved_sizes}")
-    for group, saved_group in zip(optimizer.param_groups, saved_groups, strict=True):
-        rebuilt = _rebuild({k: v for k, v in saved_group.items() if k != "params"}, values, group, None)
+    used: set[str] = set()
+    for i, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        others = {key: value for key, value in saved_group.items() if key != "params"}
+        rebuilt = _rebuild(others, values, group, None, f"{name}.param_groups.{i}", used)
         rebuilt["params"] = group["params"]
         group.clear()
         group.update(rebuilt)
@@ -222,7 +264,7 @@ def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any, valu
     for position, entry in tree["state"].items():
         key = parameters[position] if isinstance(position, int) else position
         device = key.device if isinstance(key, torch.Tensor) else None
-        state[key] = _rebuild(entry, values, optimizer.state.get(key), device)
+        state[key] = _rebuild(entry, values, optimizer.state.get(key), device, f"{name}.state.{position}", used)
     optimizer.state.clear()
     optimizer.state.update(state)
 
@@ -236,7 +278,7 @@ def _flatten(value: Any, path: str, values: dict[str, Any]) -> Any:
         while path in values:  # {"a.b": x, "a": {"b": y}}
             path += "'"
         values[path] = value
-        return _Leaf(path, value.device.type if isinstance(value, torch.Tensor) else "cpu")
+        return _leaf(value.device.type if isinstance(value, torch.Tensor) else "cpu")
     if type(value) in (dict, OrderedDict):
         return type(value)((key, _flatten(item, f"{path}.{key}", values)) for key, item in value.items())
     if type(value) in (list, tuple):
@@ -244,18 +286,27 @@ def _flatten(value: Any, path: str, values: dict[str, Any]) -> Any:
     return value
 
 
-def _rebuild(tree: Any, values: Captured, live: Any, device: torch.device | None) -> Any:
+def _rebuild(tree: Any, values: Captured, live: Any, device: torch.device | None, path: str, used: set[str]) -> Any:
     """The reverse of ``_flatten``: tensors are written into those at the same place in ``live``, or made anew.
 
-    ``device`` is where new tensors go that were not on the CPU; None: the present device of their kind.
+    ``device`` is where new tensors go that were not on the CPU; None: the present device of their kind. ``used``: names
+    met so far; with it they come out as ``_flatten`` made them.
     """
-    if isinstance(tree, _Leaf):
+    if isinstance(tree, Leaf):
+        while path in used:
+            path += "'"
+        used.add(path)
         here = device if device is not None and device.type == tree.device_type else torch.device(tree.device_type)
-        return write_into(live, values[tree.name], here)
+        return put(live, values, path, here)
     if type(tree) in (dict, OrderedDict):
         inside = live if isinstance(live, dict) else {}
-        return type(tree)((key, _rebuild(item, values, inside.get(key), device)) for key, item in tree.items())
+        return type(tree)(
+            (key, _rebuild(item, values, inside.get(key), device, f"{path}.{key}", used)) for key, item in tree.items()
+        )
     if type(tree) in (list, tuple):
         beside = live if isinstance(live, list | tuple) and len(live) == len(tree) else [None] * len(tree)
-        return type(tree)(_rebuild(t, values, one, device) for t, one in zip(tree, beside, strict=True))
+        return type(tree)(
+            _rebuild(item, values, one, device, f"{path}.{i}", used)
+            for i, (item, one) in enumerate(zip(tree, beside, strict=True))
+        )
     return tree

@@ -89,7 +89,14 @@ class Regrouper:
 def _view(message: messages.WorldMessage) -> world.WorldView:
     host, port = message.store.rsplit(":", 1)
     return world.WorldView(
-        message.generation, message.placement, message.size, message.root, message.lacking, host, int(port)
+        message.generation,
+        message.placement,
+        message.size,
+        message.root,
+        message.lacking,
+        host,
+        int(port),
+        message.verify_sync,
     )
 
 

@@ -14,6 +14,7 @@ READY means: my live state equals my commit. An exception that is nobody's but t
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import sys
@@ -26,20 +27,24 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from elasticstate._native import ControlPage
+from elasticstate.commits import control_file, owner_of
 from elasticstate.config import WorkerEnvironment, foreign_world_size, worker_environment
 from elasticstate.core.types import CommitId
-from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, UsageError
+from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateError, UsageError
 from elasticstate.net import messages
 from elasticstate.net.link import WorkerLink
 from elasticstate.state.base import State
 from elasticstate.worker import world
 from elasticstate.worker.regroup import Regrouper, chain, let_go
 from elasticstate.worker.sentinel import Sentinel
+from elasticstate.worker.space import AgentSpace
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _used = False
+_sentinel: Sentinel | None = None  # of this process, to its end: a worker whose run is over still beats
 
 
 @overload
@@ -157,8 +162,9 @@ class _Outcome(Enum):
 class _Session:
     """What the state sees of the present generation (see state.base.Session)."""
 
-    def __init__(self, sentinel: Sentinel, state: State, worker_key: str) -> None:
+    def __init__(self, sentinel: Sentinel, page: ControlPage, state: State, worker_key: str) -> None:
         self._sentinel = sentinel
+        self._page = page
         self._state = state
         self._told_bytes = 0
         self.worker_key = worker_key
@@ -194,6 +200,13 @@ class _Session:
     def tick(self) -> None:
         self._sentinel.tick()
 
+    @property
+    def verify_sync(self) -> bool:
+        return self.view.verify_sync
+
+    def progress(self) -> None:
+        self._page.progress()
+
     def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
         self._sentinel.sealed(commit, previous)
         if self._state.commit_bytes > self._told_bytes:
@@ -215,19 +228,27 @@ class _Loop:
     """The elastic loop of one worker."""
 
     def __init__(self, state: State, call: Callable[[], Any], environment: WorkerEnvironment) -> None:
+        global _sentinel
         link = WorkerLink(environment.socket)
         link.connect()
         self._environment = environment
         self._state = state
         self._call = call
-        self._sentinel = Sentinel(link, environment.worker)
-        self._session = _Session(self._sentinel, state, str(environment.worker))
+        page = ControlPage(control_file(environment.commits))
+        self._sentinel = _sentinel = Sentinel(link, environment.worker, page)
+        self._page = page
+        owner = owner_of(environment.job_id, environment.worker.host, environment.worker.slot)
+        self._space = AgentSpace(environment.commits, page, owner, self._sentinel.ask)
+        self._session = _Session(self._sentinel, page, state, str(environment.worker))
         self._regrouper = Regrouper(environment, self._sentinel)
         self._worlds = 0  # entered so far
         self._result: Any = None
 
     def run(self, warmup: Callable[[], object] | None) -> Any:
+        # The agent asks for it when this worker does not respond: works without the GIL.
+        faulthandler.register(messages.STACKS_SIGNAL, file=2, all_threads=True)
         self._sentinel.start()
+        self._state._attach(self._space)
         self._state._bind(self._session)
         self._state._reserve(self._environment.reserve_bytes)
         _import_ahead()
@@ -237,6 +258,8 @@ class _Loop:
         # (100 ms with torch imported).
         gc.collect()
         gc.freeze()
+        self._state._resume()  # what a worker before this one has committed in its slot
+        self._sentinel.sealed(*self._state.commits)
         while (outcome := self._generation()) is not _Outcome.FINISHED:
             self._recover(outcome)
         self._regrouper.leave()
@@ -263,6 +286,7 @@ class _Loop:
             self._regrouper.leave()
             raise
         except BaseException as error:
+            self._page.progress()  # whoever comes as far as this does not hang
             outcome = self._judge(error)
             if outcome is None:
                 self._sentinel.say(messages.ErrorReport(_text(error), time.time_ns()))
@@ -290,6 +314,7 @@ class _Loop:
 
     def _recover(self, outcome: _Outcome) -> None:
         """Leave the generation with the live state equal to the newest commit."""
+        self._page.set_place(messages.Place.REGROUP)  # no hang, however long it takes
         if outcome is _Outcome.INTERRUPTED:
             here = CommitId(self._sentinel.generation, self._sentinel.ticks)
             if self._state.commits[0] != here:
@@ -298,8 +323,18 @@ class _Loop:
             self._regrouper.leave()
         else:
             self._regrouper.leave()
+            self._restore()
+
+    def _restore(self) -> None:
+        """If no commit is whole any more, the live state is of no worth; another worker's is."""
+        if self._state.commits[0] is None:
+            return
+        try:
+            self._state.restore()
+        except StateError as error:
             if self._state.commits[0] is not None:
-                self._state.restore()
+                raise  # it does not fit
+            sys.stderr.write(f"elasticstate: {error}; this worker needs the state of another one\n")
 
 
 def _text(error: BaseException) -> str:

@@ -25,6 +25,7 @@ class WorldView:
     lacking: tuple[int, ...]  # ranks that need it
     store_host: str
     store_port: int
+    verify_sync: bool = False
 
     @property
     def rank(self) -> int:

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import elasticstate
+
 SCRIPTS = Path(__file__).parent / "scripts"
+PACKAGE = Path(elasticstate.__file__).parents[1]  # the one under test, installed or not
 Line = dict[str, Any]
 
 
@@ -41,7 +44,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS)},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}"},
             )
 
     def _arguments(self, script: dict[str, object]) -> list[str]:

@@ -59,10 +59,18 @@ class Checker:
             self._hear(before, part)
         for effect in effects:
             self._see_effect(before, after, effects, effect, now)
+        self._not_too_many(after, [effect.worker for effect in effects if isinstance(effect, t.StartWorker)])
+
+    def _not_too_many(self, after: Membership, started: list[t.WorkerId]) -> None:
+        """No more than max_np, but for who is started where the newest commit is, when that is waited for."""
         limit = after.policy.max_np
-        new = any(isinstance(effect, t.StartWorker) for effect in effects)
         living = sum(not (w.leaving or w.gone) for w in after.workers.values())
-        assert limit is None or not new or living <= limit, "more workers were started than max_np"
+        if limit is None or not started or living <= limit:
+            return
+        newest = max(slot.memory for slot in after.slots.values() if slot.memory is not None)
+        assert self._waits_for_memory(after), "more workers were started than max_np"
+        assert [after.slots[worker.seat].memory for worker in started] == [newest], "more were started than max_np"
+        self.reached["beyond max_np"] += 1
 
     def _hear(self, before: Membership, event: t.Event) -> None:
         match event:
@@ -70,7 +78,9 @@ class Checker:
                 if self._joined.get(worker, 0) == event.generation:
                     self._held[worker] = commit
                     self._committed |= any(c is not None and c.tick > 0 for c in (commit, event.previous))
-            case t.Heartbeat(worker=worker, commit=commit) if self._living.get(worker.seat) == worker:
+            case t.Heartbeat(worker=worker, commit=commit) | t.CommitSealed(worker=worker, commit=commit) if (
+                self._living.get(worker.seat) == worker
+            ):
                 self._committed |= commit is not None and commit.tick > 0
             case t.WorkerUnresponsive(worker=worker) if self._living.get(worker.seat) == worker:
                 self._unresponsive.add(worker)
@@ -125,6 +135,7 @@ class Checker:
                     self.reached.update(f"end: {name}" for name in ENDS if name in cause.reason)
             case t.Note(event):
                 self.reached[f"note {event}"] += 1
+                self.reached["memory given up"] += "is given up" in str(effect.get("text"))
 
     # ---------------------------------------------------------------------------------------------------- worlds
 
@@ -203,8 +214,12 @@ class Checker:
                     elsewhere += 1
                 else:
                     elsewhere += bool(usable) and index < other.slots
-        assert elsewhere < after.policy.min_np, "I5"
+        holds = any(slot.memory is not None for seat, slot in after.slots.items() if seat.host == host.name)
+        assert elsewhere < after.policy.min_np or (holds and self._waits_for_memory(after)), "I5"
         self.reached["cooldown gave way"] += 1
+
+    def _waits_for_memory(self, after: Membership) -> bool:
+        return isinstance(after.phase, Waiting) and after.phase.memory_since is not None
 
     def _hold(self, before: Membership, after: Membership, generation: int, now: float) -> None:
         assert generation == self.generation

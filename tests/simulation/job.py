@@ -11,11 +11,11 @@ from collections import Counter
 
 from elasticstate.core import types as t
 from elasticstate.core.membership import Transition, new_membership, next_deadline, step
-from tests.simulation.invariants import Checker
-from tests.simulation.workers import Content, Group, Script, Worker
+from tests.simulation.invariants import Checker, each
+from tests.simulation.workers import Content, Group, Memory, Script, Worker
 
 HOSTS = ("a", "b", "c")
-FAULTS = ("kill", "kill", "several", "exit", "own", "all own", "freeze", "notice", "hosts", "agent")
+FAULTS = ("kill", "kill", "several", "all", "exit", "own", "all own", "freeze", "notice", "hosts", "agent", "host")
 MAX_ACTIONS = 30_000
 
 
@@ -48,6 +48,10 @@ class Job:
         self.exits: list[t.WorkerExited] = []
         self.agents: dict[str, str] = {}  # host: "asked", "up"
         self.lost: list[str] = []  # agents whose loss is not yet known
+        self.memory: dict[t.SlotId, Memory] = {}
+        self.heard: dict[t.SlotId, t.CommitId] = {}  # what the core has been told of it, and is still there
+        self.waits_since: float | None = None  # for what is in memory
+        self.given_up = t.CommitId(0, 0)  # what was made up to here may be lost
         self.hosts = tuple(t.HostSlots(host, rng.randint(1, 2)) for host in HOSTS[: rng.randint(1, 3)])
         self.end: t.EndJob | None = None
         self.log: list[tuple[float, t.Event, Transition]] = []
@@ -116,7 +120,8 @@ class Job:
 
     def _agents_and_exits(self) -> bool:
         if self.exits and self.rng.random() < 0.6:
-            self._tell(self.exits.pop(self.rng.randrange(len(self.exits))))
+            left = self.exits.pop(self.rng.randrange(len(self.exits)))
+            self._tell(t.Several((*self._last_words(left.worker), left)))
             return True
         if self.lost:
             host = self.lost.pop()
@@ -125,9 +130,15 @@ class Job:
         for host, state in self.agents.items():
             if state == "asked":
                 self.agents[host] = "up"
-                self._tell(t.AgentJoined(host))
+                found = [(seat.slot, m.commit[0]) for seat, m in self.memory.items() if seat.host == host and m.commit]
+                self._tell(t.AgentJoined(host, tuple(found)))
                 return True
         return False
+
+    def _last_words(self, worker: t.WorkerId) -> list[t.Event]:
+        """The agent looks once more at what a dead worker has left."""
+        held = self.memory[worker.seat].commit if worker.seat in self.memory else None
+        return [t.Heartbeat(worker, "train", -1, 0, held[0])] if held is not None else []
 
     def _time_passes(self) -> None:
         """A second at most, up to the deadline; the agents tell who lives, and who does not respond."""
@@ -149,6 +160,8 @@ class Job:
     def _tell(self, event: t.Event) -> None:
         if self.end is not None:
             return
+        for part in each(event):
+            self._note_what_is_heard(part)
         transition = step(self.m, event, self.now)
         self.reached["events"] += 1
         self.log.append((self.now, event, transition))
@@ -156,16 +169,23 @@ class Job:
         self.m = transition.next
         for effect in transition.effects:
             self._carry_out(effect)
+        waits = "whose memory holds the newest commit" in transition.reason
+        self.reached["memory awaited"] += waits
+        if not waits and self.end is None:
+            self.waits_since = None
+        elif waits and self.waits_since is None:
+            self.waits_since = self.now
 
     def _carry_out(self, effect: t.Effect) -> None:
         match effect:
             case t.StartAgent(host):
                 self.agents[host] = "asked"
             case t.StopAgent(host):
-                self._stop_agent(host)
+                self._stop_agent(host, with_memory=True)
             case t.StartWorker(worker):
                 content = Content(str(worker), 0, 0)
-                self.workers[worker] = Worker(worker, self.script, self.groups, self.rng, content)
+                memory = self.memory.setdefault(worker.seat, Memory())
+                self.workers[worker] = Worker(worker, self.script, self.groups, self.rng, content, memory)
             case t.PublishWorld(world):
                 self.groups[world.generation] = Group(world)
                 for placement in world.members:
@@ -185,12 +205,17 @@ class Job:
         if worker in self.workers:
             self.workers[worker].down.append(message)
 
-    def _stop_agent(self, host: str) -> None:
+    def _stop_agent(self, host: str, *, with_memory: bool) -> None:
+        """The agent and its workers die. What they have committed is still there, unless the host dies, too."""
         if self.agents.pop(host, None) is not None:
             for worker in [worker for worker in self.workers.values() if worker.id.host == host]:
                 self._vanish(worker)
             self.exits = [left for left in self.exits if left.worker.host != host]
             self.lost.append(host)
+            if with_memory:
+                for seat in [seat for seat in self.memory if seat.host == host]:
+                    del self.memory[seat]
+                    self.heard.pop(seat, None)
 
     def _vanish(self, worker: Worker) -> None:
         """It dies with its agent: nobody hears of it again."""
@@ -212,8 +237,8 @@ class Job:
         if kind == "hosts":
             hosts = [t.HostSlots(host, self.rng.randint(1, 2)) for host in HOSTS if self.rng.random() < 0.8]
             self._tell(t.HostsDiscovered(tuple(hosts)))
-        elif kind == "agent" and self.agents:
-            self._stop_agent(self.rng.choice(list(self.agents)))
+        elif kind in ("agent", "host") and self.agents:
+            self._stop_agent(self.rng.choice(list(self.agents)), with_memory=kind == "host")
         elif kind == "all own" and self.rng.random() < 0.2:
             self.script.bug_at = self.rng.randrange(self.script.batches)
         elif living:
@@ -224,6 +249,9 @@ class Job:
                 for worker in living:
                     if self.rng.random() < 0.6:
                         self._kill(worker)
+            elif kind == "all":
+                for worker in living:
+                    self._kill(worker)
             elif kind == "exit":
                 self._kill(victim, signal=None, exit_code=self.rng.choice((0, 1)))
             elif kind == "own":
@@ -239,18 +267,48 @@ class Job:
 
     # ------------------------------------------------------------------------------------------------- judgement
 
+    def _note_what_is_heard(self, event: t.Event) -> None:
+        match event:
+            case (
+                t.Heartbeat(worker, commit=commit)
+                | t.CommitSealed(worker, commit)
+                | t.WorkerReady(worker, commit=commit)
+            ):
+                known = self.m.workers.get(worker) is not None
+                if known and commit is not None and worker.seat in self.memory:
+                    self.heard[worker.seat] = commit
+            case t.AgentJoined(host, commits):
+                self.heard.update((t.SlotId(host, slot), commit) for slot, commit in commits)
+
+    def _has_waited(self) -> bool:
+        """Whether the core has waited for what is in memory as long as it must."""
+        limit_s = self.policy.regroup_timeout_s
+        return self.waits_since is not None and self.now >= self.waits_since + limit_s
+
     def _nothing_made_is_lost(self, world: t.World) -> None:
-        """I3: what all members of a generation have sealed is in the next world, if a single one of them lives."""
-        last = self.groups.get(world.generation - 1)
-        members = [self.workers.get(placement.worker) for placement in world.members]
-        held = [worker.commit[0] for worker in members if worker is not None and worker.commit is not None]
-        if last is None or not held:
+        """I3: what all members of a generation have sealed is in the next world, if it is still in anybody's memory,
+        and the core has heard of it; unless it was waited for, for the regroup time-out."""
+        made = max(
+            (c for g, group in self.groups.items() if g < world.generation and (c := group.made())), default=None
+        )
+        root = world.members[world.root].worker
+        if root not in self.workers or self.workers[root].exit is not None:
+            return  # it has died, and the core cannot know yet
+        held = self.memory[root.seat].commit
+        if made is None or made <= self.given_up or (held is not None and held[0] >= made):
+            self.reached["nothing lost"] += made is not None
             return
-        old = [self.workers.get(placement.worker) for placement in last.world.members]
-        sealed = [worker.commit[0] for worker in old if worker is not None and worker.exit is None and worker.commit]
-        if len(sealed) == last.world.size:
-            assert max(held) >= min(sealed), f"a commit of all is lost: {max(held)} < {min(sealed)}"
-            self.reached["nothing lost"] += 1
+        holders = [
+            seat
+            for seat, commit in self.heard.items()
+            if commit >= made
+            and (m := self.memory[seat].commit)
+            and m[0] >= made
+            and not self.m.hosts[seat.host].leaving
+        ]
+        assert not holders or self._has_waited(), f"a commit of all is lost: {made}, in the memory of {holders}"
+        self.given_up = max(self.given_up, made)
+        self.reached["given up"] += bool(holders)
 
     def _leaver_holds_nothing_back(self, leaver: t.WorkerId) -> None:
         """I15: whoever leaves has no commit that is newer than what those who stay have."""
@@ -274,6 +332,8 @@ class Job:
         if "StateLostError" in reason:
             holders = [w for w in self.workers.values() if w.exit is None and not w.frozen and w.commit is not None]
             assert not [w for w in holders if not self.m.workers.get(w.id) or not self.m.workers[w.id].gone], reason
+            left = [seat for seat in self.heard if self.memory[seat].commit and not self.m.hosts[seat.host].leaving]
+            assert not left or self._has_waited(), f"{reason}; but in memory of {left}"
 
 
 def play(seed: int, actions: int) -> Counter[str]:

@@ -76,7 +76,13 @@ class EventMaker:
         workers = list(m.workers.values())
         if not workers:
             return some
-        some += [(self._exit, 1.2), (self._heartbeat, 3.0), (self._unresponsive, 0.2), (self._leaving, 0.3)]
+        some += [
+            (self._exit, 1.2),
+            (self._heartbeat, 3.0),
+            (self._sealed, 0.3),
+            (self._unresponsive, 0.2),
+            (self._leaving, 0.3),
+        ]
         if any(w.ready is None and (not w.joined or not isinstance(m.phase, Running)) for w in workers):
             some.append((self._ready, 14.0))
         if any(w.gone for w in workers):
@@ -109,7 +115,10 @@ class EventMaker:
         return t.TimePassed()
 
     def _agent_joins(self, m: Membership) -> t.Event:
-        return t.AgentJoined(self.rng.choice([h.name for h in m.hosts.values() if h.agent == "asked"]))
+        host = self.rng.choice([h.name for h in m.hosts.values() if h.agent == "asked"])
+        seats = [(seat, commit) for seat, commit in self._newest_by_seat().items() if seat.host == host]
+        found = [(seat.slot, commit) for seat, commit in seats if self.rng.random() < 0.8]
+        return t.AgentJoined(host, tuple(found))
 
     def _agent_lost(self, m: Membership) -> t.Event:
         host = self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"])
@@ -123,7 +132,14 @@ class EventMaker:
     def _any(self, m: Membership) -> Worker:
         return self.rng.choice(list(m.workers.values()))
 
+    def _newest_by_seat(self) -> dict[t.SlotId, t.CommitId]:
+        """What is left in memory: the commits of the last worker of each slot."""
+        newest = sorted((worker, commit) for worker, commit in self.commits.items() if commit is not None)
+        return {worker.seat: commit for worker, commit in newest}
+
     def _ready_of(self, m: Membership, worker: Worker) -> t.Event:
+        if not worker.joined and worker.id not in self.commits and self.rng.random() < 0.8:
+            self.commits[worker.id] = self._newest_by_seat().get(worker.id.seat)
         commit = self.commits.get(worker.id)
         phase = m.phase
         if worker.joined and isinstance(phase, Forming) and phase.at_tick is not None and self.rng.random() < 0.95:
@@ -164,6 +180,13 @@ class EventMaker:
             self.commits[worker.id] = t.CommitId(m.generation, worker.ticks + 1)
         ticks = worker.ticks + self.rng.choice((0, 1, 1, 3))
         return t.Heartbeat(worker.id, "train", worker.joined, ticks, self.commits.get(worker.id))
+
+    def _sealed(self, m: Membership) -> t.Event:
+        worker = self._any(m)
+        commit = t.CommitId(max(1, m.generation), 1)
+        if worker.joined == commit.generation:
+            self.commits[worker.id] = commit
+        return t.CommitSealed(worker.id, commit)
 
     def _all_heard(self, m: Membership) -> t.Event:
         beats = [t.Heartbeat(w.id, "train", w.joined, w.ticks, None) for w in m.workers.values()]
@@ -220,6 +243,7 @@ def rubbish(worker: t.WorkerId, generation: int, commit: t.CommitId) -> list[t.E
         t.FailureReported(worker, generation, False, "?"),
         t.GateEntered(worker, generation),
         t.Heartbeat(worker, "train", generation, 1, commit),
+        t.CommitSealed(worker, commit),
         t.FirstTick(worker, generation),
         t.AgentJoined("z"),
         t.AgentLost("z", "?"),

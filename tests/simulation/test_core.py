@@ -26,7 +26,7 @@ MUST_BE_REACHED = (
     *("verdict", "postponed leave", "cooldown gave way", "forming", "below min-np", "job succeeded", "job failed"),
     *(f"end: {name}" for name in ENDS),
     *("note host_cooldown", "note agent_lost", "note waiting", "note warning", "note training_resumed"),
-    *("note worker_unresponsive", "note host_removed", "note root_cause"),
+    *("note worker_unresponsive", "note host_removed", "note root_cause", "memory awaited", "memory given up"),
 )
 reached: Counter[str] = Counter()
 
@@ -50,6 +50,7 @@ def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
         if rng.random() < 0.015:
             _what_is_stale_has_no_effect(rng, m, now)
         checker.reached["below min-np"] += m.phase_name == "WAITING" and m.generation > 0
+        checker.reached["memory awaited"] += "whose memory holds" in transition.reason
         checker.reached["forming"] += m.phase_name.startswith("FORMING")
         if isinstance(m.phase, Over):
             break

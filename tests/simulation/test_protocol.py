@@ -28,6 +28,7 @@ MUST_BE_REACHED = (
         "restored",
     ),
     *("postponed leave", "cooldown gave way", "nothing lost", "I15", "job succeeded", "job failed"),
+    *("memory awaited", "memory given up", "beyond max_np"),
     *("end: StateLostError", "end: no progress", "note worker_unresponsive"),
     *(f"fault {name}" for name in FAULTS),
 )

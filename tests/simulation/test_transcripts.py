@@ -10,14 +10,18 @@ from tests.simulation.transcripts import TRANSCRIPTS, replay
 
 SCENARIOS = (
     "all_but_one_die",
+    "all_killed_at_once",
     "below_min_np_and_back",
     "below_min_np_for_too_long",
     "death_while_forming",
     "finish_in_the_gate",
+    "holders_host_gone",
     "host_joins",
     "host_leaves",
     "hosts_in_cooldown",
     "leave_and_death_together",
+    "memory_is_awaited",
+    "memory_lost",
     "newcomer_dies_before_it_is_ready",
     "no_progress",
     "one_worker_dies",

@@ -42,9 +42,14 @@ class Group:
         self.arrived: dict[object, dict[t.WorkerId, Content]] = {}
         self.cut: set[t.WorkerId] = set()  # members whose sockets are closed
         self.synced: dict[t.WorkerId, Content] = {}  # what each began to train from
+        self.sealed: dict[t.WorkerId, t.CommitId] = {}  # the newest commit that each has made here
 
     def arrive(self, key: object, worker: t.WorkerId, content: Content) -> None:
         self.arrived.setdefault(key, {})[worker] = content
+
+    def made(self) -> t.CommitId | None:
+        """The newest commit that all members have sealed."""
+        return min(self.sealed.values()) if len(self.sealed) == self.world.size else None
 
     def complete(self, key: object) -> bool:
         return len(self.arrived.get(key, ())) == self.world.size
@@ -78,6 +83,14 @@ class Sentinel:
     place: str = "boot"
 
 
+@dataclass
+class Memory:
+    """The two buffers of a slot: they outlive its workers."""
+
+    commit: tuple[t.CommitId, Content] | None = None
+    previous: tuple[t.CommitId, Content] | None = None
+
+
 @dataclass(eq=False)
 class Worker:
     """One process. ``step`` runs the main thread to its next wait or atomic action; ``receive`` one message."""
@@ -87,11 +100,10 @@ class Worker:
     groups: dict[int, Group]
     rng: random.Random
     content: Content
+    memory: Memory
     sentinel: Sentinel = field(default_factory=Sentinel)
     up: deque[t.Event] = field(default_factory=deque)  # to the core, in order
     down: deque[t.Effect] = field(default_factory=deque)  # from the core, in order
-    commit: tuple[t.CommitId, Content] | None = None
-    previous: tuple[t.CommitId, Content] | None = None
     exit: t.WorkerExited | None = None  # set: dead
     frozen: bool = False
     crash: bool = False  # fault: the next batch raises an exception of this worker's own
@@ -100,6 +112,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self._main = self._run()
+        self._restore()  # what the last one in its slot has left
         self.noticed = self.rng.random() < 0.5  # whether it sees a cut of another's socket by itself
 
     # ------------------------------------------------------------------------------------------ the main thread
@@ -150,11 +163,19 @@ class Worker:
             yield True
 
     @property
+    def commit(self) -> tuple[t.CommitId, Content] | None:
+        return self.memory.commit
+
+    @property
     def ticks(self) -> int:
         return self.sentinel.word & (HOLD - 1)
 
     def _seal(self, commit: t.CommitId) -> None:
-        self.previous, self.commit = self.commit, (commit, self.content)
+        self.memory.previous, self.memory.commit = self.memory.commit, (commit, self.content)
+        group = self.groups[commit.generation]
+        group.sealed[self.id] = commit
+        if commit.tick == 1:
+            self.up.append(t.CommitSealed(self.id, commit))
 
     def _restore(self) -> None:
         if self.commit is not None:
@@ -164,7 +185,7 @@ class Worker:
     def _ready(self) -> Iterator[bool]:
         sentinel = self.sentinel
         sentinel.place = "regroup"
-        commit, previous = self.commit, self.previous
+        commit, previous = self.memory.commit, self.memory.previous
         if commit is not None:
             assert self.content == commit[1], "I10: READY, but the live state is not the commit"
         self.up.append(

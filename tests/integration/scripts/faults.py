@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,11 @@ from typing import Any
 import torch.distributed as dist
 
 import elasticstate as elastic
-from elasticstate.state.base import _Channel
+from elasticstate.state.channel import Channel
 from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.regroup import Regrouper
 
+BUSY_S = 6.0
 POINTS = ("import", "step", "backward", "new_group", "callback", "gate", "init", "store", "sync", "leave")
 
 
@@ -23,7 +27,7 @@ POINTS = ("import", "step", "backward", "new_group", "callback", "gate", "init",
 class Fault:
     """``kill@30:rank=1`` · ``raise@30:rank=all`` · ``kill@init:generation=2`` · ``exit0@step=40:rank=0``."""
 
-    what: str  # kill | raise | exit0 | exit3 | segv
+    what: str  # kill | raise | exit0 | exit3 | segv | abort | oom | gil | spin | deadlock | busy
     point: str
     step: int | None
     rank: int | None
@@ -48,6 +52,13 @@ class Fault:
             int(fields["generation"]) if "generation" in fields else None,
             int(fields.get("times", 1)),
         )
+
+
+def hold_the_gil_for_ever() -> None:
+    """As an extension that waits for a lock without letting go of the GIL; no signal gets it out of there."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
 
 
 class Faults:
@@ -86,6 +97,26 @@ class Faults:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "segv":
                 os.kill(os.getpid(), signal.SIGSEGV)
+            case "abort":
+                os.abort()
+            case "oom":
+                Path(os.environ["OOM_GROUP"], "cgroup.procs").write_text(str(os.getpid()))
+                hoard = [bytearray(os.urandom(1 << 20)) for _ in range(1 << 10)]
+                sys.exit(f"{len(hoard)} MB, and not killed")
+            case "gil":
+                hold_the_gil_for_ever()
+            case "spin":
+                while True:
+                    pass
+            case "deadlock":
+                lock = threading.Lock()
+                lock.acquire()
+                lock.acquire()
+            case "busy":
+                ctypes.PyDLL(None).usleep(int(BUSY_S / 2 * 1e6))  # with the GIL held
+                until = time.monotonic() + BUSY_S / 2
+                while time.monotonic() < until:
+                    pass
             case "exit0":
                 os._exit(0)
             case "exit3":
@@ -102,7 +133,7 @@ class Faults:
 
         if any(fault.point in ("init", "store") for _, fault in self._faults):
             GlooContext.create = watched_create  # type: ignore[method-assign]
-        self._before(_Channel, "broadcast", "sync")
+        self._before(Channel, "broadcast", "sync")
         self._before(Regrouper, "leave", "leave")
 
     def _before(self, owner: type, method: str, point: str) -> None:

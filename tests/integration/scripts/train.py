@@ -36,6 +36,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--wrap", action="store_true", help="wrap every exception in one of our own")
     parser.add_argument("--zero-grad-last", action="store_true")
     parser.add_argument("--callback", action="store_true")
+    parser.add_argument("--evaluate", type=float, default=0.0, help="seconds after step 5, with state.progress()")
+    parser.add_argument("--ballast", type=int, default=0, help="megabytes more in the state")
+    parser.add_argument("--misfit", action="store_true", help="another model in each process of a slot")
     parser.add_argument("--until", type=Path, help="train on until this file exists, then --steps steps more")
     return parser.parse_args()
 
@@ -63,9 +66,10 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 faults.at("import")
 torch.manual_seed(int(os.environ["ELASTICSTATE_WORKER"].split(":")[1]) + 1)  # newcomers begin elsewhere
 torch.set_num_threads(1)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+width = 16 + (int(seat.rpartition("-")[2]) if args.misfit else 0)
+model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.01)
-state = elastic.TorchState(model=model, optimizer=optimizer, step=0, until=-1)
+state = elastic.TorchState(model=model, optimizer=optimizer, step=0, until=-1, ballast=torch.zeros(args.ballast << 18))
 faults.arm()
 
 
@@ -89,6 +93,13 @@ def one_step(ddp: torch.nn.Module) -> None:
     optimizer.step()
     if args.zero_grad_last:
         optimizer.zero_grad()
+
+
+def evaluate(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        state.progress()
+        time.sleep(0.1)
 
 
 def done() -> bool:
@@ -118,6 +129,8 @@ def train(state: elastic.TorchState) -> int:
             one_step(ddp)
             time.sleep(args.step_seconds)
             state.step += 1
+            if state.step == 5:
+                evaluate(args.evaluate)
             before = state.commits[0]
             state.commit(every=args.commit_every)
             if state.commits[0] != before:

@@ -60,6 +60,13 @@ def _commit(text: str | None) -> t.CommitId | None:
     return t.CommitId(*map(int, text.split("."))) if text else None
 
 
+def _found(words: list[str]) -> Iterator[tuple[int, t.CommitId]]:
+    for slot, text in _pairs(words):
+        commit = _commit(text)
+        if commit is not None:
+            yield int(slot), commit
+
+
 def parse_event(words: list[str]) -> t.Event:
     """``ready a:0#1 in=1 commit=1.6`` and so on; ``in`` is the generation."""
     kind, *rest = words
@@ -69,7 +76,7 @@ def parse_event(words: list[str]) -> t.Event:
         return t.HostsDiscovered(tuple(t.HostSlots(name, int(slots)) for name, slots in (w.split(":") for w in rest)))
     if kind.startswith("agent-"):
         events: dict[str, t.Event] = {
-            "agent-joined": t.AgentJoined(rest[0]),
+            "agent-joined": t.AgentJoined(rest[0], tuple(_found(rest[1:]))),
             "agent-lost": t.AgentLost(rest[0], " ".join(rest[1:])),
             "agent-leaving": t.AgentLeaving(rest[0]),
         }
@@ -95,6 +102,9 @@ def parse_event(words: list[str]) -> t.Event:
             return t.GateEntered(worker, generation)
         case "beat":
             return t.Heartbeat(worker, "train", generation, ticks, commit)
+        case "sealed":
+            assert commit is not None
+            return t.CommitSealed(worker, commit)
         case "first":
             return t.FirstTick(worker, generation)
     raise ValueError(f"no such event: {kind}")

@@ -1,45 +1,114 @@
-"""When a worker is given up. The clock is an argument."""
+"""When a worker is given up, by what stands on its page. The clock is an argument."""
 
 from __future__ import annotations
 
-from elasticstate.agent.agent import Pulse
-from elasticstate.net.messages import Stamp
+from pathlib import Path
+
+import pytest
+
+from elasticstate._native import ControlPage
+from elasticstate.agent.pulse import Pulse
+from elasticstate.core.types import CommitId
+from elasticstate.net.messages import Place, Stamp
+
+OWNER = b"o" * 16
 
 
-def beat(pulse: Pulse, now: float, place: str = "train", ticks: int = 0) -> None:
-    pulse.beat(Stamp(place, 1, ticks, None), now)
+class Worker:
+    """The worker's side of the page, and the agent's pulse over it."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(4096))
+        self.page = ControlPage(str(path))
+        self.page.enter(7)  # a process before this one
+        self.pulse = Pulse(str(path), OWNER)
+        self.pulse.look(0.0)
+        self.pulse.begin(0.0)
+        self.page.enter(1)
+
+    def beat(self, now: float, place: Place = Place.TRAIN, ticks: int = 0, progress: bool = False) -> None:
+        self.page.beat()
+        self.page.set_place(place)
+        for _ in range(ticks):
+            self.page.word.add_tick()
+        if progress:
+            self.page.progress()
+        self.pulse.look(now)
 
 
-def test_a_worker_that_stamps_is_well() -> None:
-    pulse = Pulse(0.0, 0.0)
-    beat(pulse, 9.0)
-    assert pulse.verdict(18.0, 10.0, None) == ""
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker(tmp_path / "control")
 
 
-def test_a_silent_worker_is_given_up_after_the_heartbeat_timeout() -> None:
-    pulse = Pulse(0.0, 0.0)
-    assert pulse.verdict(10.0, 10.0, None) == ""
-    assert pulse.verdict(10.1, 10.0, None) == "no sign of life for --heartbeat-timeout of 10 s"
+def test_a_worker_that_beats_is_well(worker: Worker) -> None:
+    worker.beat(9.0)
+    assert worker.pulse.verdict(18.0, 10.0) == ""
 
 
-def test_a_worker_that_stamps_without_ticks_hangs() -> None:
-    pulse = Pulse(0.0, 0.0)
+def test_a_silent_worker_is_given_up_after_the_heartbeat_timeout_and_once(worker: Worker) -> None:
+    worker.pulse.look(10.1)
+    assert worker.pulse.verdict(10.0, 10.0) == ""
+    assert worker.pulse.verdict(10.1, 10.0) == "no sign of life for --heartbeat-timeout of 10 s"
+    worker.pulse.end()
+    assert worker.pulse.verdict(10.1, 10.0) == ""
+
+
+def test_time_in_which_the_agent_itself_stood_still_does_not_count(worker: Worker) -> None:
+    worker.pulse.forgive(5.0)
+    assert worker.pulse.verdict(14.9, 10.0) == ""
+    assert worker.pulse.verdict(15.1, 10.0)
+
+
+def test_a_worker_that_beats_without_ticks_hangs(worker: Worker) -> None:
     for now in range(1, 8):
-        beat(pulse, float(now), ticks=min(now, 2))
-    assert pulse.verdict(7.0, 10.0, None) == ""
-    assert pulse.verdict(7.0, 10.0, 5.0) == ""
-    assert pulse.verdict(7.1, 10.0, 5.0) == "no tick for --hang-timeout of 5 s"
+        worker.beat(float(now), ticks=now <= 2)
+    assert worker.pulse.verdict(7.0, 10.0) == ""
+    assert worker.pulse.doubt(9.0, None) == ""
+    assert worker.pulse.doubt(7.0, 5.0) == ""
+    assert worker.pulse.doubt(7.1, 5.0) == "no tick for --hang-timeout of 5 s"
 
 
-def test_only_training_can_hang() -> None:
-    for place in ("boot", "regroup", "gate"):
-        pulse = Pulse(0.0, 0.0)
+def test_a_worker_that_says_it_gets_on_does_not_hang(worker: Worker) -> None:
+    for now in range(1, 8):
+        worker.beat(float(now), progress=now <= 4)
+    assert worker.pulse.doubt(9.0, 5.0) == ""
+    assert worker.pulse.doubt(9.1, 5.0)
+
+
+def test_a_worker_that_waits_for_its_agent_does_not_hang(worker: Worker) -> None:
+    worker.beat(1.0)
+    worker.pulse.move(4.0)
+    assert worker.pulse.doubt(9.0, 5.0) == ""
+    assert worker.pulse.doubt(9.1, 5.0)
+
+
+def test_only_training_can_hang(worker: Worker) -> None:
+    for place in (Place.BOOT, Place.REGROUP, Place.GATE):
+        worker.beat(0.0, place)
         for now in range(20):
-            beat(pulse, float(now), place)
-        assert pulse.verdict(19.5, 10.0, 5.0) == ""
+            worker.beat(float(now), place)
+        assert worker.pulse.doubt(19.5, 5.0) == ""
 
 
-def test_behind_the_gate_nobody_is_judged() -> None:
-    pulse = Pulse(0.0, 0.0)
-    beat(pulse, 1.0, "done")
-    assert pulse.verdict(1000.0, 10.0, 5.0) == ""
+def test_behind_the_gate_nobody_is_judged(worker: Worker) -> None:
+    worker.beat(1.0, Place.DONE)
+    assert worker.pulse.verdict(1000.0, 10.0) == worker.pulse.doubt(1000.0, 5.0) == ""
+
+
+def test_rubbish_on_the_page_is_no_place(worker: Worker) -> None:
+    worker.page.set_place(99)
+    worker.beat(1.0, place=99)  # type: ignore[arg-type]
+    assert worker.pulse.verdict(20.0, 10.0) == "no sign of life for --heartbeat-timeout of 10 s"
+
+
+def test_news_are_signs_of_life_and_commits_and_each_is_told_once(worker: Worker) -> None:
+    worker.pulse.news()
+    assert worker.pulse.news() is None
+    worker.beat(1.0, ticks=2)
+    assert worker.pulse.news() == Stamp(Place.TRAIN, 1, 2, None)
+    assert worker.pulse.news() is None
+    worker.page.seal(1, OWNER, 1, 3, 0, 0, 0)
+    assert worker.pulse.news() == Stamp(Place.TRAIN, 1, 2, CommitId(1, 3))
+    worker.page.seal(0, b"x" * 16, 1, 4, 0, 0, 0)
+    assert worker.pulse.news() is None, "a seal of another owner is none"

@@ -313,19 +313,22 @@ def test_an_agent_that_stands_still_is_as_good_as_dead(tmp_path: Path) -> None:
 
 SPEAK = """
 import os, sys, time
+from elasticstate._native import ControlPage
+from elasticstate.commits import control_file
 from elasticstate.config import worker_environment
 from elasticstate.net import messages
 from elasticstate.net.link import WorkerLink
 told = worker_environment()
 link = WorkerLink(told.socket)
 link.connect()
+page = ControlPage(control_file(told.commits))
 link.send(messages.Hello(told.worker, os.getpid(), messages.PROTOCOL_VERSION))
 def receive():
     while True:
         try:
             return link.receive()
         except BlockingIOError:
-            link.send(messages.Stamp("boot", 0, 0, None))
+            page.beat()
             time.sleep(0.02)
 print("up", flush=True)
 """
@@ -341,7 +344,7 @@ def test_a_worker_that_falls_silent_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_hangs_is_killed(tmp_path: Path) -> None:
-    script = SPEAK + "while True: link.send(messages.Stamp('train', 1, 5, None)); time.sleep(0.02)"
+    script = SPEAK + "page.set_place(messages.Place.TRAIN)\nwhile True: page.beat(); time.sleep(0.02)"
     argv = ["-np", "1", "--hang-timeout", "1", "--max-no-progress", "1"]
     with running(tmp_path, *argv, sys.executable, "-c", script) as job:
         assert job.end()[0] == 1

@@ -44,6 +44,7 @@ def test_every_option_has_a_line_of_help_and_a_twin_for_each_long_name() -> None
 @pytest.mark.parametrize("name", option_names())
 def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples = {"hosts": "a:3", "backend": "gloo", "cooldown_range_s": "1 2", "tag_output": "0", "verbose": "yes"}
+    samples |= {"verify_sync": "on"}
     samples |= {"min_np": "1", "max_np": "7", "job_name": "j"}
     text = samples.get(name, "6")
     given = {} if name == "np" else {"np": "2"}
@@ -162,7 +163,7 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 
 
 def test_a_worker_reads_what_its_agent_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = WorkerEnvironment("/s", WorkerId("127.0.0.2", 1, 3), "job", "127.0.0.2")
+    told = WorkerEnvironment("/s", WorkerId("127.0.0.2", 1, 3), "job", "c0ffee", "127.0.0.2", "/dev/shm/x/1", 4096)
     for name, value in told.variables().items():
         monkeypatch.setenv(name, value)
     assert worker_environment() == told

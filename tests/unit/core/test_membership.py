@@ -237,3 +237,57 @@ def test_a_job_without_hosts_ends_at_the_start_time_out() -> None:
 def test_after_the_end_nothing_has_an_effect() -> None:
     m, _ = drive("0.0 time\n600.0 time")
     assert step(m, t.HostsDiscovered((t.HostSlots("a", 1),)), 601.0).next is m
+
+
+def test_what_others_find_broken_by_a_member_with_an_own_error_has_that_error_as_its_cause() -> None:
+    script = RUNNING + "2.0 suspect a:0#1 in=1 error=mine\n4.0 beat a:1#1 in=1 ticks=1 + beat a:2#1 in=1 ticks=1"
+    m, effects = drive(script)
+    assert kinds(effects) == ["ConfirmOwnError"]
+    m, effects = drive("4.1 failure a:1#1 in=1 error=closed", m)
+    end = only(effects, t.End)
+    assert isinstance(end, t.End)
+    assert end.cause == "a:0#1 had an error of its own"
+    m, _ = drive("4.2 ready a:1#1 in=1 + ready a:2#1 in=1 + exit a:0#1 code=1", m)
+    cause = m.ledger.no_progress_cause
+    assert cause is not None
+    assert (cause.worker, cause.error) == (t.WorkerId("a", 0, 1), "mine")
+
+
+HELD = RUNNING + "1.2 beat a:0#1 in=1 ticks=9 commit=1.9 + beat a:1#1 in=1 ticks=9 commit=1.9\n"
+ALL_DIE = "2.0 exit a:0#1 signal=9 + exit a:1#1 signal=9 + exit a:2#1 signal=9\n"
+
+
+def test_a_living_member_is_enough_and_nobody_waits_for_memory() -> None:
+    script = HELD + "2.0 exit a:0#1 signal=9 + exit a:1#1 signal=9\n"
+    m, _ = drive(script, min_np=1)
+    _, effects = drive("2.1 ready a:2#1 in=1 commit=1.8", m)
+    assert published(effects).size == 1, "(1, 9) was not sealed by all"
+
+
+def test_a_slot_that_says_it_has_nothing_is_not_waited_for() -> None:
+    m, effects = drive(HELD + ALL_DIE + "5.0 ready a:0#2 + ready a:2#2\n10.0 time")
+    assert m.phase_name == "WAITING"
+    assert waiting_for(m, 10.0)[0] == "a:1 holds the newest commit (1, 9) in its memory"
+    _, effects = drive("10.1 ready a:1#2", m)
+    cause = ended(effects).root_cause
+    assert cause is not None
+    assert "StateLostError: the job has committed (1, 9)" in cause.reason
+
+
+def test_an_older_commit_is_better_than_a_longer_wait() -> None:
+    m, effects = drive(HELD + ALL_DIE + "5.0 ready a:0#2 commit=1.8 + ready a:2#2\n10.0 time")
+    assert m.phase_name == "WAITING"
+    assert next_deadline(m) == 32.0
+    m, effects = drive("32.0 time\n70.0 time", m)
+    world = published(effects)
+    assert world.members[world.root].worker == t.WorkerId("a", 0, 2)
+    warning = only([e for e in effects if isinstance(e, t.Note) and e.event == "warning"], t.Note)
+    assert isinstance(warning, t.Note)
+    assert "commit (1, 9) in the memory of a:1 is given up" in str(warning.get("text"))
+
+
+def test_while_the_only_holder_boots_the_state_is_not_lost() -> None:
+    m, _ = drive(HELD + ALL_DIE + "5.0 ready a:0#2 + ready a:2#2\n10.0 time\n70.0 time\n100.0 time")
+    assert m.phase_name == "WAITING", "its boot is bounded by --start-timeout"
+    _, effects = drive("101.0 ready a:1#2 commit=1.9", m)
+    assert published(effects).lacking == (0, 2)

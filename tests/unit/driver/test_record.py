@@ -17,7 +17,7 @@ def _own_runtime_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_a_job_is_found_by_its_name_until_it_is_removed() -> None:
-    directory = JobDirectory("a")
+    directory = JobDirectory("a", "c0ffee")
     assert find_job("a") is None
     directory.write(Record("127.0.0.1:5", "secret"))
     assert find_job("a") == Record("127.0.0.1:5", "secret")
@@ -28,7 +28,7 @@ def test_a_job_is_found_by_its_name_until_it_is_removed() -> None:
 
 
 def test_nobody_else_may_look_into_it() -> None:
-    directory = JobDirectory("a")
+    directory = JobDirectory("a", "c0ffee")
     directory.write(Record("127.0.0.1:5", "secret"))
     assert directory.path.stat().st_mode & 0o777 == 0o700
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in directory.path.iterdir())
@@ -38,18 +38,18 @@ def test_nobody_else_may_look_into_it() -> None:
 
 
 def test_the_name_of_a_running_job_is_taken() -> None:
-    directory = JobDirectory("a")
+    directory = JobDirectory("a", "c0ffee")
     with pytest.raises(OptionError, match="--job-name: 'a': takes the name of no running job"):
-        JobDirectory("a")
+        JobDirectory("a", "c0ffee")
     directory.remove()
-    JobDirectory("a").remove()
+    JobDirectory("a", "c0ffee").remove()
 
 
 def test_what_a_killed_driver_has_left_is_replaced() -> None:
-    killed = JobDirectory("a")
+    killed = JobDirectory("a", "c0ffee")
     killed.write(Record("127.0.0.1:5", "old"))
     os.close(killed._lock)  # the kernel does that at its death
-    directory = JobDirectory("a")
+    directory = JobDirectory("a", "c0ffee")
     assert find_job("a") is None
     directory.remove()
 
@@ -59,5 +59,5 @@ def test_a_directory_that_another_may_write_to_is_not_touched(tmp_path: Path) ->
     planted.mkdir(mode=0o755)
     planted.chmod(0o777)
     with pytest.raises(OptionError):
-        JobDirectory("a")
+        JobDirectory("a", "c0ffee")
     assert planted.exists()

@@ -17,7 +17,7 @@ from elasticstate.net.link import MAX_DATAGRAM_BYTES, AgentSocket, WorkerLink
 
 W = WorkerId("h", 0, 1)
 HELLO = messages.Hello(W, os.getpid(), messages.PROTOCOL_VERSION)
-STAMP = messages.Stamp("train", 3, 17, CommitId(3, 16))
+COMMITTED = messages.Committed(CommitId(3, 16))
 
 
 class Agent:
@@ -65,7 +65,7 @@ def with_agent(directory: Path, scenario: Callable[[Agent], Awaitable[None]]) ->
 def test_messages_of_a_worker_arrive_whole_and_in_order(tmp_path: Path) -> None:
     async def scenario(agent: Agent) -> None:
         link = link_to(agent)
-        sent = [HELLO, STAMP, messages.Gate(3), messages.Notice()]
+        sent = [HELLO, COMMITTED, messages.Gate(3), messages.Notice()]
         for message in sent:
             link.send(message)
         await agent.until(lambda: len(agent.received) == 4)
@@ -115,7 +115,7 @@ def test_sending_to_a_worker_that_does_not_read_never_blocks_and_loses_nothing(t
 @pytest.mark.parametrize(
     ("first", "complaint"),
     [
-        (STAMP, "did not say hello first"),
+        (COMMITTED, "did not say hello first"),
         (messages.Hello(WorkerId("h", 0, 2), 1, messages.PROTOCOL_VERSION), "is no worker of this agent"),
         (messages.Hello(W, 1, 99), "speaks protocol 99, this is 1"),
     ],

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import functools
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId
-from elasticstate.errors import HostsUpdatedInterrupt
+from elasticstate.errors import CommitSpaceError, HostsUpdatedInterrupt
 
 
 @dataclass
@@ -37,6 +41,8 @@ class Member:
     sent: list[int] = field(default_factory=list)
     groups: list[tuple[int, ...]] = field(default_factory=list)
     collectives: list[int] = field(default_factory=list)  # bytes of each
+    verify_sync: bool = False
+    signs: int = 0
 
     @property
     def generation(self) -> int:
@@ -66,6 +72,9 @@ class Member:
         if self.ticks == self.end_at:
             raise HostsUpdatedInterrupt("a host has come")
 
+    def progress(self) -> None:
+        self.signs += 1
+
     def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
         self.commits.append((commit, previous))
 
@@ -74,16 +83,41 @@ class Member:
         self.sent.append(size_bytes)
 
     def process_group_for(self, ranks: tuple[int, ...]) -> Any:
+        name = f"generation {self.generation}, group {ranks}, number {self.groups.count(ranks)}"
         self.groups.append(ranks)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=10)
-        store = dist.PrefixStore(f"generation {self.generation}", self.world.store)
+        store = dist.PrefixStore(name, self.world.store)
         return Counted(dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), options), self.collectives)
 
 
+class FileSpace:
+    """Buffers and page in files, as an agent makes them: what is in them outlives the snapshot."""
+
+    def __init__(self, folder: Path, owner: bytes = b"job, host, slot.", limit_bytes: int = 1 << 40) -> None:
+        self.owner = owner
+        self.limit_bytes = limit_bytes
+        self.control = folder / "slot.control"
+        self.files = [folder / f"slot.{index}.safetensors" for index in (0, 1)]
+        for file in (self.control, *self.files):
+            file.touch()
+        os.truncate(self.control, 4096)
+        self.page = ControlPage(str(self.control))
+
+    def open(self, index: int) -> torch.Tensor:
+        size = self.files[index].stat().st_size
+        return torch.from_file(str(self.files[index]), shared=True, size=size, dtype=torch.uint8)
+
+    def grow(self, index: int, size_bytes: int) -> torch.Tensor:
+        if size_bytes > self.limit_bytes:
+            raise CommitSpaceError(f"{size_bytes} bytes needed, {self.limit_bytes} free")
+        os.truncate(self.files[index], size_bytes)
+        return self.open(index)
+
+
 class Counted:
-    """A process group that counts its broadcasts; anything else is not there."""
+    """A process group that counts its collectives; anything else is not there."""
 
     def __init__(self, group: Any, collectives: list[int]) -> None:
         self._group = group
@@ -92,6 +126,13 @@ class Counted:
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         self._collectives.append(sum(tensor.nbytes for tensor in tensors))
         return self._group.broadcast(tensors, options)
+
+    def allgather(self, rows: list[list[torch.Tensor]], tensors: list[torch.Tensor]) -> Any:
+        self._collectives.append(sum(tensor.nbytes for tensor in tensors))
+        return self._group.allgather(rows, tensors)
+
+    def size(self) -> int:
+        return int(self._group.size())
 
 
 def in_threads(*functions: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -113,6 +154,12 @@ def in_threads(*functions: Callable[[], object], timeout_s: float = 20.0) -> Non
         raise errors[0]
     stuck = [i for i, thread in enumerate(threads) if thread.is_alive()]
     assert not stuck, f"members {stuck} have not come back after {timeout_s} s"
+
+
+@pytest.fixture
+def file_space(tmp_path: Path) -> Callable[..., FileSpace]:
+    """Opens the one space of this test, again and again."""
+    return functools.partial(FileSpace, tmp_path)
 
 
 @pytest.fixture

@@ -76,5 +76,5 @@ def test_a_module_comes_back_with_all_it_has() -> None:
 def test_tied_weights_are_stored_once() -> None:
     state = TorchState(model=Odd(0))
     state.commit()
-    offsets = {entry.name: entry.offset for entry in state._snapshot._newer.header.entries}
+    offsets = {entry.name: entry.offset for entry in state._snapshot._newer.frame.layout.entries}
     assert offsets["model.parameters.head.weight"] == offsets["model.parameters.embedding.weight"]

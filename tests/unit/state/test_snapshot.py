@@ -8,7 +8,8 @@ import torch
 
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError
-from elasticstate.state.snapshot import ALIGNMENT_BYTES, Snapshot, write_into
+from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.values import write_into
 
 DTYPES = [
     torch.float32,
@@ -78,7 +79,7 @@ def test_numpy_arrays_come_back(array: np.ndarray) -> None:
     back = snapshot.read(CommitId(1, 1))["a"]
     assert (back.dtype, back.shape) == (array.dtype, array.shape)
     np.testing.assert_array_equal(back, array)
-    assert len(snapshot._newer.header.entries) == 1, "it went as bytes, not as a pickle"
+    assert len(snapshot._newer.frame.layout.entries) == 1, "it went as bytes, not as a pickle"
 
 
 def test_object_and_structured_arrays_are_pickled() -> None:
@@ -126,7 +127,7 @@ def test_tied_tensors_are_stored_once_and_look_alikes_are_not() -> None:
     snapshot.write(
         {"a": weight, "b": weight.view(100, 10), "t": weight.t(), "i": weight.view(torch.int32)}, b"", CommitId(1, 1)
     )
-    a, b, t, i = snapshot._newer.header.entries
+    a, b, t, i = snapshot._newer.frame.layout.entries
     assert a.offset == b.offset
     assert len({a.offset, t.offset, i.offset}) == 3
     back = snapshot.read(CommitId(1, 1))
@@ -134,11 +135,14 @@ def test_tied_tensors_are_stored_once_and_look_alikes_are_not() -> None:
         assert torch.equal(back[name], tensor)
 
 
-def test_tensors_are_aligned() -> None:
+def test_tensors_are_aligned_to_their_items() -> None:
     snapshot = Snapshot()
-    snapshot.write({str(n): torch.ones(n, dtype=torch.uint8) for n in range(1, 70)}, b"", CommitId(1, 1))
-    assert snapshot._newer.memory.data_ptr() % ALIGNMENT_BYTES == 0
-    assert all(entry.offset % ALIGNMENT_BYTES == 0 for entry in snapshot._newer.header.entries)
+    dtypes = [torch.uint8, torch.float64, torch.float16, torch.complex128, torch.float32]
+    captured = {f"{n}.{dtype}": torch.ones(n, dtype=dtype) for n in range(1, 9) for dtype in dtypes}
+    snapshot.write(captured, b"", CommitId(1, 1))
+    back = snapshot.read(CommitId(1, 1))
+    assert all(back[name].data_ptr() % tensor.element_size() == 0 for name, tensor in captured.items())
+    assert all(torch.equal(back[name], tensor) for name, tensor in captured.items())
 
 
 def test_two_commits_are_kept_in_turn_in_the_same_memory() -> None:
@@ -202,8 +206,8 @@ def test_a_write_that_fails_half_way_leaves_the_newest_commit_whole(monkeypatch:
     for tick in (1, 2):
         snapshot.write({"x": torch.full((5,), float(tick))}, b"", CommitId(1, tick))
 
-    def half(destination: torch.Tensor, sources: list[np.ndarray], offsets: list[int]) -> None:
-        destination.fill_(7)
+    def half(buffer: torch.Tensor, *_: object) -> None:
+        buffer.fill_(7)
         raise MemoryError("the machine is full")
 
     monkeypatch.setattr("elasticstate.state.snapshot.gather", half)
@@ -233,10 +237,12 @@ def test_a_commit_goes_from_one_snapshot_to_another_without_its_private_part() -
         other.write({"x": torch.zeros(1)}, b"", CommitId(1, tick))
     header, payload = one.outgoing()
     assert b"secret" not in header + payload.numpy().tobytes()
-    memory = other.incoming(header)
+    memory = other.incoming(header, b"mine", {})
     assert (other.newest, other.previous) == (CommitId(1, 2), None), "half received: only the newest is there"
     memory.copy_(payload)
-    other.seal_incoming(b"mine", CommitId(4, 0))
+    for begin in range(0, memory.numel(), 7):
+        other.take_over(begin, min(begin + 7, memory.numel()))
+    other.seal_incoming(CommitId(4, 0))
     assert (other.newest, other.previous) == (CommitId(4, 0), None), "a commit off the job's line is not kept"
     back = other.read(CommitId(4, 0))
     assert torch.equal(back["x"], torch.arange(10.0))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError
 from elasticstate.state import ObjectState, TorchState, rng
-from elasticstate.state import base as base_module
+from elasticstate.state import channel as channel_module
 
 
 def trained(seed: int, steps: int, hidden: int = 6) -> TorchState:
@@ -166,7 +167,7 @@ def test_the_number_of_collectives_does_not_depend_on_the_number_of_tensors(
 def test_what_is_larger_than_a_chunk_goes_in_several(
     world: Any, member: Any, together: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_module, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(channel_module, "CHUNK_BYTES", 1000)
     states = [TorchState(t=torch.arange(1000.0) * (1 - rank)) for rank in range(2)]
     members = joined(states, world(2, lacking=(1,)), member)
     together(*[state.sync for state in states])
@@ -276,10 +277,84 @@ def test_a_sync_that_fails_on_the_way_leaves_the_newcomer_as_it_was(world: Any, 
 
 
 def send_the_header_only(state: Any, session: Any) -> None:
-    header, _ = state._snapshot.outgoing()
-    group = session.process_group_for((0, 1))
-    channel = base_module._Channel(group, 0)
-    channel.send(base_module.msgspec.msgpack.encode((0, header)))
+    send_in_part(state, session, committed=True, chunks=0)
+
+
+def send_in_part(state: Any, session: Any, committed: bool, chunks: int) -> None:
+    """What a root does that dies on the way."""
+    header, payload = state._snapshot.outgoing()
+    channel = channel_module.Channel(session.process_group_for((0, 1)), 0)
+    channel.send(msgspec.msgpack.encode((0, committed, header)))
+    channel.broadcast(payload[: chunks * channel_module.CHUNK_BYTES])
+
+
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_sync_that_fails_half_way(
+    committed: bool, holds: bool, world: Any, member: Any, together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the job has not committed, a newcomer may be the next root: then it has to be what it was born as.
+
+    If it has, live tensors are written as the bytes come in: a laggard can restore, a newcomer must not be a root.
+    """
+    monkeypatch.setattr(channel_module, "CHUNK_BYTES", 1000)
+    root, newcomer = (ObjectState(big=torch.full((1000,), float(rank))) for rank in range(2))
+    root._bind(member(world(1)))
+    newcomer._bind(member(world(1)))
+    root.commit()
+    if holds:
+        newcomer.commit()
+    members = joined([root, newcomer], world(2, generation=2, lacking=(1,)), member)
+    with pytest.raises(RuntimeError):
+        together(lambda: send_in_part(root, members[0], committed, chunks=3), newcomer.sync)
+    assert newcomer.commits == ((CommitId(1, 1), None) if holds else (None, None))
+    assert newcomer.big.unique().tolist() == ([0.0, 1.0] if committed else [1.0])
+    if holds:
+        newcomer.restore()
+        assert newcomer.big.unique().tolist() == [1.0]
+    newcomer._bind(member(world(1, generation=3)))
+    if committed and not holds:
+        with pytest.raises(StateError, match="half overwritten when its sender died"):
+            newcomer.sync()
+        assert newcomer.commits == (None, None)
+    else:
+        newcomer.sync()
+        assert newcomer.commits[0] == (CommitId(1, 1) if holds else CommitId(3, 0))
+    assert newcomer._has_committed is (committed or holds)
+
+
+def test_what_was_half_received_is_received_again(
+    world: Any, member: Any, together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "CHUNK_BYTES", 1000)
+    root, newcomer = (ObjectState(big=torch.full((1000,), float(rank))) for rank in range(2))
+    root._bind(member(world(1)))
+    root.commit()
+    members = joined([root, newcomer], world(2, generation=2, lacking=(1,)), member)
+    with pytest.raises(RuntimeError):
+        together(lambda: send_in_part(root, members[0], committed=True, chunks=3), newcomer.sync)
+    joined([root, newcomer], world(2, generation=3, lacking=(1,)), member)
+    together(root.sync, newcomer.sync)
+    assert newcomer.big.unique().tolist() == [0.0]
+    newcomer._bind(member(world(1, generation=4)))
+    newcomer._snapshot.forget()
+    newcomer.sync()
+    assert newcomer.commits == (CommitId(4, 0), None)
+
+
+def test_both_ways_of_receiving_write_in_place(world: Any, member: Any, together: Any) -> None:
+    for has_committed in (False, True):
+        root, newcomer = trained(0, 2), trained(1, 2)
+        root._bind(member(world(1)))
+        if has_committed:
+            root.commit()
+        expected = content(root)
+        tensors = [*newcomer.model.parameters(), *newcomer.optimizer.state[newcomer.model[0].weight].values()]
+        joined([root, newcomer], world(2, generation=2, lacking=(1,)), member)
+        together(root.sync, newcomer.sync)
+        after = [*newcomer.model.parameters(), *newcomer.optimizer.state[newcomer.model[0].weight].values()]
+        assert all(one is other for one, other in zip(tensors, after, strict=True))
+        assert content(newcomer) == expected
 
 
 def test_states_that_differ_in_their_values_are_named(world: Any, member: Any, together: Any) -> None:

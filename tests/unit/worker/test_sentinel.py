@@ -1,68 +1,67 @@
-"""The hold word: whatever the schedule, all workers raise at the same tick, and nobody passes K before knowing it."""
+"""The sentinel with its real thread, at the other end of a real socket: what it hears, says and raises."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from elasticstate._native import HoldWord
-from elasticstate.core.types import Placement, WorkerId
+from elasticstate import _native
+from elasticstate.core.types import CommitId, Placement, WorkerId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
 from elasticstate.net import messages
-from elasticstate.worker import sentinel as sentinel_module
+from elasticstate.net.link import MAX_DATAGRAM_BYTES
+from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.sentinel import Sentinel
 
 GENERATION = 3
 ME = WorkerId("h", 0, 1)
 PLACE = Placement(ME, 0, 0, 1, True, 0, 1)
-WORLD = messages.WorldMessage("job", GENERATION, PLACE, 1, 0, (), "h:1", 60.0, 60.0)
+LONG_S = 20.0
 
 
-class Heard:
-    """The worker's end of a link to nobody: keeps what is said."""
-
-    def __init__(self) -> None:
-        self.said: list[messages.FromWorkerBody] = []
-        self._ends = socket.socketpair()
-
-    def send(self, message: messages.FromWorkerBody) -> None:
-        self.said.append(message)
-
-    def fileno(self) -> int:
-        return self._ends[0].fileno()
-
-    def close(self) -> None:
-        for end in self._ends:
-            end.close()
-
-
-class Uncut:
-    def sever(self) -> None:
-        raise AssertionError("nothing to cut here")
+def world(generation: int) -> messages.WorldMessage:
+    return messages.WorldMessage("job", generation, PLACE, 1, 0, (), "h:1", 60.0, 60.0)
 
 
 class Worker:
-    """A sentinel in a generation, without its own thread: the test says when it hears what."""
+    """A worker in a generation; the test is its agent."""
 
     def __init__(self) -> None:
-        self.link = Heard()
-        self.sentinel = Sentinel(self.link, ME)  # type: ignore[arg-type]
-        self.sentinel.enter(WORLD, Uncut())
+        self.agent, mine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.agent.settimeout(LONG_S)
+        self.page = _native.ControlPage(None)
+        self.sentinel = Sentinel(mine, ME, self.page)
+        self.sentinel.start()
+        self.sentinel.enter(world(GENERATION), GlooContext())
         self.ended_at: int | None = None
         self.failure: BaseException | None = None
 
     def hear(self, message: messages.ToWorkerBody) -> None:
-        with self.sentinel._changed:
-            self.sentinel._apply(message)
-            self.sentinel._changed.notify_all()
+        self.agent.send(messages.encode_to_worker(message))
+
+    def said(self) -> messages.FromWorkerBody:
+        """The next message."""
+        return messages.decode_from_worker(self.agent.recv(MAX_DATAGRAM_BYTES))  # type: ignore[no-any-return]
 
     def answer(self) -> messages.HoldAnswer:
-        return next(m for m in self.link.said if isinstance(m, messages.HoldAnswer))
+        while True:
+            message = self.said()
+            if isinstance(message, messages.HoldAnswer):
+                return message
+
+    def settle(self) -> None:
+        """All that was sent to the worker has been heard by it."""
+        self.hear(messages.HoldOrder(self.sentinel.generation))
+        self.answer()
+        self.hear(messages.ReleaseOrder(self.sentinel.generation))
 
     def train(self, ticks: int, wait: Callable[[int], None]) -> None:
         try:
@@ -75,9 +74,16 @@ class Worker:
             self.failure = error
 
     def close(self) -> None:
-        self.link.close()
-        self.sentinel._wake_reader.close()
-        self.sentinel._wake_writer.close()
+        self.sentinel.finish()
+        self.agent.close()
+        del self.sentinel
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -88,16 +94,7 @@ def quick_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def agree(workers: list[Worker], then: Callable[[], None]) -> int:
-    """HOLD to all, END at K = 1 + max of the answers; ``then`` is what happens between the messages."""
-    for worker in workers:
-        worker.hear(messages.HoldOrder(GENERATION))
-        then()
-    last = 1 + max(worker.answer().ticks for worker in workers)
-    for worker in workers:
-        then()
-        worker.hear(messages.EndOrder(GENERATION, last, "test"))
-    return last
+# ------------------------------------------------------------------------------------------------- the hold protocol
 
 
 @pytest.mark.parametrize(("collective", "schedules"), [(True, 3000), (False, 300)], ids=["with_collectives", "without"])
@@ -120,154 +117,279 @@ def test_all_raise_at_the_same_tick_over_thousands_of_schedules(
                 except threading.BrokenBarrierError:
                     raise CollectiveError("a peer is gone") from None
 
-        threads = [threading.Thread(target=worker.train, args=(10**9, wait)) for worker in workers]
-        for thread in threads:
-            thread.start()
-        started.wait()
-
         def pause() -> None:
             for _ in range(random_state.choice((0, 0, 1, 10, 100))):
                 pass
 
-        last = agree(workers, pause)
+        threads = [threading.Thread(target=worker.train, args=(10**9, wait)) for worker in workers]
         for thread in threads:
-            thread.join(10)
+            thread.start()
+        started.wait()
+        for worker in workers:
+            worker.hear(messages.HoldOrder(GENERATION))
+            pause()
+        answers = [worker.answer().ticks for worker in workers]
+        last = 1 + max(answers)
+        for worker in workers:
+            pause()
+            worker.hear(messages.EndOrder(GENERATION, last, "test"))
+        for thread in threads:
+            thread.join(LONG_S)
             assert not thread.is_alive(), f"schedule {schedule}: a worker still waits"
         assert [worker.ended_at for worker in workers] == [last] * 3, f"schedule {schedule}"
-        later_than_hold += any(worker.answer().ticks + 1 < last for worker in workers)
+        later_than_hold += min(answers) + 1 < last
         for worker in workers:
             worker.close()
     assert later_than_hold > 20, "the schedules never let one worker get ahead of another"
 
 
-class Stepped:
-    """A hold word whose sentinel stops at a named point until the worker's thread has come as far as it can."""
-
-    def __init__(self, point: str, reached: threading.Event, go_on: threading.Event) -> None:
-        self._word = HoldWord()
-        self._point, self._reached, self._go_on = point, reached, go_on
-
-    def _at(self, point: str) -> None:
-        if point == self._point and threading.current_thread() is threading.main_thread():
-            self._reached.set()
-            assert self._go_on.wait(10)
-
-    def add_tick(self) -> int:
-        return self._word.add_tick()
-
-    def hold(self) -> int:
-        self._at("before hold")
-        old = self._word.hold()
-        self._at("after hold")
-        return old
-
-    def clear(self) -> None:
-        self._at("before clear")
-        self._word.clear()
-        self._at("after clear")
-
-    def reset(self) -> None:
-        self._word.reset()
-
-    def load(self) -> int:
-        return self._word.load()
-
-
-@pytest.mark.parametrize("point", ["before hold", "after hold"])
-def test_a_sentinel_delayed_at_any_point_of_a_hold_loses_no_tick(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reached, go_on = threading.Event(), threading.Event()
-    word = Stepped(point, reached, go_on)
-    monkeypatch.setattr(sentinel_module, "HoldWord", _constant(word))
-    worker = Worker()
-    begun, allowed = threading.Semaphore(0), threading.Semaphore(2)
-
-    def wait(tick: int) -> None:
-        allowed.acquire()
-        begun.release()
-
-    thread = threading.Thread(target=worker.train, args=(10**9, wait))
-    thread.start()
-    begun.acquire()
-    begun.acquire()
-
-    def let_the_worker_run() -> None:
-        reached.wait()
-        allowed.release()  # one more tick while the sentinel stands still
-        begun.acquire()
-        go_on.set()
-        for _ in range(5):
-            allowed.release()
-
-    helper = threading.Thread(target=let_the_worker_run)
-    helper.start()
-    last = agree([worker], lambda: None)
-    thread.join(10)
-    helper.join(10)
-    assert not thread.is_alive()
-    assert worker.ended_at == last == worker.answer().ticks + 1
-    worker.close()
-
-
-def _constant(word: Stepped) -> type:
-    class Made:
-        HOLD = HoldWord.HOLD
-
-        def __new__(cls) -> Stepped:  # type: ignore[misc]
-            return word
-
-    return Made
-
-
-def test_a_released_hold_interrupts_nobody_and_can_be_repeated() -> None:
-    worker = Worker()
+def test_a_released_hold_interrupts_nobody_and_can_be_repeated(worker: Worker) -> None:
     worker.hear(messages.HoldOrder(GENERATION))
+    assert worker.answer() == messages.HoldAnswer(GENERATION, 0, False)
     worker.hear(messages.ReleaseOrder(GENERATION))
     for _ in range(3):
         worker.sentinel.tick()
     worker.hear(messages.HoldOrder(GENERATION))
-    worker.hear(messages.EndOrder(GENERATION, 5, "test"))
+    assert worker.answer() == messages.HoldAnswer(GENERATION, 3, False)
+    worker.hear(messages.EndOrder(GENERATION, 5, "a host joins"))
     worker.sentinel.tick()
-    with pytest.raises(HostsUpdatedInterrupt):
+    with pytest.raises(HostsUpdatedInterrupt, match="a host joins"):
         worker.sentinel.tick()
-    worker.close()
+    assert worker.sentinel.ticks == 5
 
 
-def test_orders_for_another_generation_have_no_effect() -> None:
-    worker = Worker()
+def test_orders_for_another_generation_have_no_effect(worker: Worker) -> None:
     for other in (GENERATION - 1, GENERATION + 1):
         worker.hear(messages.HoldOrder(other))
         worker.hear(messages.EndOrder(other, 1, "test"))
     worker.hear(messages.EndOrder(GENERATION - 1, None, "test"))
     worker.hear(messages.OwnError(GENERATION - 1))
     worker.hear(messages.GateOpen(GENERATION - 1))
+    worker.settle()
     worker.sentinel.tick()
     worker.sentinel.tick()
     assert worker.sentinel.ticks == 2
-    worker.close()
+    worker.sentinel.check()
 
 
-def test_an_end_that_comes_before_its_generation_is_sticky() -> None:
-    worker = Worker()
+def test_a_release_after_the_end_at_a_tick_takes_nothing_back(worker: Worker) -> None:
+    worker.hear(messages.HoldOrder(GENERATION))
+    worker.hear(messages.EndOrder(GENERATION, 1, "test"))
+    worker.hear(messages.ReleaseOrder(GENERATION))
+    worker.settle()
+    with pytest.raises(HostsUpdatedInterrupt):
+        worker.sentinel.tick()
+
+
+def test_a_tick_beyond_the_last_one_is_a_failure(worker: Worker) -> None:
+    worker.sentinel.tick()
+    worker.sentinel.tick()
+    worker.hear(messages.EndOrder(GENERATION, 2, "test"))
+    worker.settle()
+    with pytest.raises(CollectiveError, match="tick 3 is beyond"):
+        worker.sentinel.tick()
+
+
+def test_an_end_that_comes_before_its_generation_is_sticky(worker: Worker) -> None:
     worker.hear(messages.EndOrder(GENERATION + 1, None, "too early"))
+    worker.settle()
     worker.sentinel.left()
-    later = messages.WorldMessage("job", GENERATION + 1, PLACE, 1, 0, (), "h:1", 60.0, 60.0)
-    worker.sentinel.enter(later, Uncut())
+    worker.sentinel.enter(world(GENERATION + 1), GlooContext())
     with pytest.raises(CollectiveError, match="too early"):
         worker.sentinel.check()
-    worker.close()
+    with pytest.raises(CollectiveError, match="too early"):
+        worker.sentinel.tick()
+
+
+def test_the_end_of_an_older_generation_does_not_replace_the_cause(worker: Worker) -> None:
+    worker.hear(messages.EndOrder(GENERATION, None, "the cause"))
+    worker.hear(messages.EndOrder(GENERATION - 1, None, "an older one"))
+    worker.settle()
+    with pytest.raises(CollectiveError, match="the cause"):
+        worker.sentinel.tick()
+    assert worker.sentinel.cause == "the cause"
 
 
 def test_a_verdict_of_own_and_one_of_broken() -> None:
-    own, broken = Worker(), Worker()
-    verdicts: list[bool] = []
-    for worker, message in (
-        (own, messages.OwnError(GENERATION)),
-        (broken, messages.EndOrder(GENERATION, None, "lost a peer")),
+    for message, own in (
+        (messages.OwnError(GENERATION), True),
+        (messages.EndOrder(GENERATION, None, "lost a peer"), False),
     ):
-        asked = threading.Thread(target=lambda w=worker: verdicts.append(w.sentinel.is_own_error("ValueError")))
+        worker = Worker()
+        verdicts: list[bool] = []
+        asked = threading.Thread(target=lambda w=worker, v=verdicts: v.append(w.sentinel.is_own_error("ValueError")))
         asked.start()
+        assert worker.said() == messages.Hello(ME, os.getpid(), messages.PROTOCOL_VERSION)
+        assert worker.said() == messages.Failure(GENERATION, False, "ValueError")
         worker.hear(message)
-        asked.join(10)
-        assert not asked.is_alive()
+        asked.join(LONG_S)
+        assert verdicts == [own]
         worker.close()
-    assert verdicts == [True, False]
+
+
+def test_the_gate_opens_or_the_generation_ends() -> None:
+    for message, failure in (
+        (messages.GateOpen(GENERATION), None),
+        (messages.EndOrder(GENERATION, None, "a peer died"), "a peer died"),
+    ):
+        worker = Worker()
+        worker.hear(message)
+        if failure is None:
+            worker.sentinel.gate()
+        else:
+            with pytest.raises(CollectiveError, match=failure):
+                worker.sentinel.gate()
+        worker.hear(messages.HoldOrder(GENERATION))
+        assert worker.answer().in_gate
+        worker.close()
+
+
+def test_ready_gets_the_newest_world_and_says_how_long_the_worker_has_stood_still(worker: Worker) -> None:
+    commit = CommitId(GENERATION, 2)
+    worker.sentinel.sealed(commit, None)
+    worker.hear(messages.EndOrder(GENERATION, 1, "test"))
+    worker.settle()
+    with pytest.raises(HostsUpdatedInterrupt):
+        worker.sentinel.tick()
+    worker.sentinel.left()
+    time.sleep(0.01)
+    worker.hear(world(GENERATION))  # said again: it is the one that has just ended
+    worker.hear(world(GENERATION + 2))
+    assert worker.sentinel.ready("store:1") == world(GENERATION + 2)
+    while not isinstance(ready := worker.said(), messages.Ready):
+        pass
+    assert (ready.generation, ready.commit, ready.previous, ready.store, ready.ticks) == (3, commit, None, "store:1", 1)
+    assert 0.01 <= ready.paused_s < LONG_S
+
+
+def test_a_failure_by_fact_is_told_once(worker: Worker) -> None:
+    worker.sentinel.failed("lost a peer")
+    worker.sentinel.failed("again")
+    with pytest.raises(CollectiveError, match="lost a peer"):
+        worker.sentinel.tick()
+    said = [worker.said() for _ in range(3)]
+    assert said[1:] == [messages.Failure(GENERATION, True, "lost a peer"), messages.First(GENERATION)]
+
+
+# --------------------------------------------------------------------------------------------------- saying and asking
+
+
+def test_the_numbers_are_those_of_the_messages() -> None:
+    assert {kind.name: kind.value for kind in messages.OrderKind} == _native.Sentinel.ORDERS
+    assert {place.name: place.value for place in messages.Place} == _native.Sentinel.PLACES
+
+
+def test_the_page_says_where_the_worker_is(worker: Worker) -> None:
+    sentinel = worker.sentinel
+    sentinel.train()
+    sentinel.tick()
+    sentinel.tick()
+    assert worker.page.stamp()[2:] == (messages.Place.TRAIN, GENERATION, 2)
+    sentinel.enter(world(GENERATION + 1), GlooContext())
+    assert worker.page.stamp()[2:] == (messages.Place.TRAIN, GENERATION + 1, 0)
+    sentinel.finish()
+    assert worker.page.stamp()[2] == messages.Place.DONE
+
+
+def test_only_the_first_commit_of_a_generation_is_told(worker: Worker) -> None:
+    ids = [CommitId(3, 0), CommitId(3, 4), CommitId(3, 8), CommitId(4, 0), CommitId(4, 1), CommitId(4, 2)]
+    for commit in ids:
+        worker.sentinel.sealed(commit, None)
+    worker.sentinel.sealed(None, None)
+    worker.hear(messages.HoldOrder(GENERATION))
+    said = []
+    while not isinstance(message := worker.said(), messages.HoldAnswer):
+        said.append(message)
+    assert said[1:] == [messages.Committed(CommitId(3, 4)), messages.Committed(CommitId(4, 1))]
+
+
+def test_an_answer_is_waited_for(worker: Worker) -> None:
+    worker.hear(messages.Space(0, 4096, ""))
+    assert worker.sentinel.ask(messages.NeedSpace(0, 10), messages.Space) == messages.Space(0, 4096, "")
+    worker.said()
+    assert worker.said() == messages.NeedSpace(0, 10)
+
+
+def test_an_agent_that_does_not_read_stops_neither_worker_nor_sentinel(worker: Worker) -> None:
+    count = 3000  # a socket takes some hundred of them
+    for number in range(count):
+        worker.sentinel.say(messages.CommitSize(number))
+    worker.hear(messages.HoldOrder(GENERATION))
+    before = worker.page.stamp()[0]
+    deadline = time.monotonic() + LONG_S
+    while worker.page.stamp()[0] < before + 3:
+        assert time.monotonic() < deadline, "no beat"
+        time.sleep(0.01)
+    assert worker.said() == messages.Hello(ME, os.getpid(), messages.PROTOCOL_VERSION)
+    said = [worker.said() for _ in range(count + 1)]
+    assert [m.bytes for m in said if isinstance(m, messages.CommitSize)] == list(range(count))
+    assert said[-1] == messages.HoldAnswer(GENERATION, 0, False)
+
+
+def test_a_message_that_no_socket_takes_is_refused(worker: Worker) -> None:
+    with pytest.raises(OSError, match="too long"):
+        worker.sentinel._native.send(bytes(64 * 1024 * 1024))
+    worker.settle()
+
+
+@pytest.mark.parametrize(
+    ("rubbish", "complaint"),
+    [
+        (b"short", "no head: 5 bytes"),
+        (messages.ORDER_HEAD.pack(99, GENERATION, 0), "unknown kind 99"),
+        (bytes(MAX_DATAGRAM_BYTES + 1), "longer than"),
+    ],
+)
+def test_rubbish_is_ignored_with_a_line(
+    worker: Worker, rubbish: bytes, complaint: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    worker.agent.send(rubbish)
+    worker.settle()
+    assert complaint in capfd.readouterr().err
+    worker.sentinel.tick()
+
+
+# ------------------------------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("wait", ["tick", "gate", "is_own_error", "ready", "ask"])
+def test_ctrl_c_ends_every_wait(worker: Worker, wait: str) -> None:
+    worker.hear(messages.HoldOrder(GENERATION))
+    worker.answer()
+    waits: dict[str, Callable[[], object]] = {
+        "tick": worker.sentinel.tick,
+        "gate": worker.sentinel.gate,
+        "is_own_error": lambda: worker.sentinel.is_own_error("error"),
+        "ready": lambda: worker.sentinel.ready("h:1"),
+        "ask": lambda: worker.sentinel.ask(messages.NeedSpace(0, 1), messages.Space),
+    }
+    interrupt = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        waits[wait]()
+    interrupt.join()
+    worker.hear(messages.HoldOrder(GENERATION))  # and it goes on as before
+    worker.answer()
+
+
+def test_told_to_leave_in_the_middle_of_a_generation(worker: Worker) -> None:
+    worker.sentinel.train()
+    worker.hear(messages.LeaveOrder())
+    with pytest.raises(SystemExit) as caught:
+        threading.Event().wait(LONG_S)
+    assert caught.value.code == 0
+    assert worker.sentinel.leaving
+    assert worker.sentinel.cause == "told to leave"
+    with pytest.raises(CollectiveError, match="told to leave"):
+        worker.sentinel.tick()
+    with pytest.raises(SystemExit):
+        worker.sentinel.ready("h:1")
+
+
+def test_told_to_leave_while_waiting_for_a_world(worker: Worker) -> None:
+    told = threading.Timer(0.05, worker.hear, (messages.LeaveOrder(),))
+    told.start()
+    with pytest.raises(SystemExit) as caught:
+        worker.sentinel.ready("h:1")
+    assert caught.value.code == 0
+    told.join()

@@ -1,0 +1,203 @@
+"""The commit directory of a job on one host: where commits live, so that they outlive workers and agents.
+
+::
+
+    /dev/shm/elasticstate-<uid>-<job id>-<host>/    made, and locked for as long as it lives, by the agent of the host
+        job                    names the directory of the job, which its driver and its agents lock (driver/record.py)
+        0.control              slot 0: the page that worker and agent share
+        0.0.safetensors        its two buffers, written in turn
+        0.1.safetensors
+
+Whose agent has died may be given another one, so an unlocked directory is left behind only if its job is over, too:
+nobody locks the job's directory, or that is another job's by now.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from elasticstate.errors import CommitSpaceError
+
+ID_FILE = "id"
+"""In the job's directory: the unique id of the job that has it now."""
+
+PAGE_BYTES = 4096
+_JOB_FILE = "job"
+_PREFIX = "elasticstate-"
+_LOCK_TIMEOUT_S = 5.0  # for the lock of an agent that was killed a moment ago, or of somebody who looks for leftovers
+
+
+def owner_of(job_id: str, host: str, slot: int) -> bytes:
+    """Whose commits those of a slot are: 16 bytes, in each of its seals."""
+    return hashlib.sha256(f"{job_id}/{host}/{slot}".encode()).digest()[:16]
+
+
+def control_file(prefix: str) -> str:
+    """The page of the slot whose files begin with ``prefix``."""
+    return f"{prefix}.control"
+
+
+def buffer_file(prefix: str, index: int) -> str:
+    """Buffer 0 or 1 of that slot."""
+    return f"{prefix}.{index}.safetensors"
+
+
+def refuse(base: str) -> str:
+    """Why ``base`` cannot be a commit directory; "" when it can."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    except OSError as error:
+        return f"nothing can be made in it ({error.strerror})"
+    return ""
+
+
+class CommitDirectory:
+    """The agent's side: made, or adopted from an agent before it, and locked until the end of this process."""
+
+    def __init__(self, base: str, job_id: str, host: str, job_directory: str) -> None:
+        """Raises OSError when it cannot be made, or is another's."""
+        self.base = Path(base).absolute()
+        self.path = self.base / f"{_beginning_of(job_id)}{host}"
+        self._lock = _claim(self.path)
+        (self.path / _JOB_FILE).write_text(f"{job_id} {Path(job_directory).absolute()}")
+
+    def prefix(self, slot: int) -> str:
+        """What the names of a slot's files begin with."""
+        return str(self.path / str(slot))
+
+    def adopted(self) -> list[int]:
+        """Slots that an agent before this one has made pages for."""
+        return sorted(int(path.stem) for path in self.path.glob("*.control") if path.stem.isdecimal())
+
+    def make_page(self, slot: int) -> str:
+        """The path of a slot's page, made if it is not there yet. Raises CommitSpaceError when there is no room."""
+        path = control_file(self.prefix(slot))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, PAGE_BYTES)  # or a write to it would be SIGBUS when the file system is full
+        except OSError as error:
+            raise CommitSpaceError(f"no room for {path}: {error.strerror}") from None
+        finally:
+            os.close(fd)
+        return path
+
+    def remove(self) -> None:
+        """At the end of the job: all commits of this host are gone."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def remove_job(base: str, job_id: str) -> None:
+    """What agents that were killed have left of a job that is over. Those that live remove theirs themselves."""
+    for path in _directories(base, _beginning_of(job_id)):
+        with _locked(path) as locked:
+            if locked:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_dead(base: str) -> list[str]:
+    """Remove what dead jobs of this user have left in ``base``, and nothing of living ones; returns their paths."""
+    removed = []
+    for path in _directories(base, f"{_PREFIX}{os.getuid()}-"):
+        with _locked(path) as locked:
+            if locked and _bury_job(path):
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(str(path))
+    return removed
+
+
+def _beginning_of(job_id: str) -> str:
+    return f"{_PREFIX}{os.getuid()}-{job_id}-"
+
+
+def _directories(base: str, beginning: str) -> list[Path]:
+    """Directories of this user whose names begin so."""
+    try:
+        entries = sorted(Path(base).absolute().iterdir())
+    except OSError:
+        return []
+    return [path for path in entries if path.name.startswith(beginning) and _is_ours(path)]
+
+
+def _is_ours(path: Path) -> bool:
+    """A directory of this user that nobody else can read or write."""
+    try:
+        return _is_private(path.lstat())
+    except OSError:
+        return False
+
+
+def _is_private(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _claim(path: Path) -> int:
+    """Make or adopt a directory; returns the descriptor that locks it."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        with suppress(FileNotFoundError):  # somebody who looks for leftovers was quicker
+            if not _is_private(path.lstat()):
+                raise PermissionError(f"{path} is no directory of this user alone")
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            if _try_lock(fd) and _is_still(path, fd):
+                return fd
+            os.close(fd)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"another agent has {path}")
+        time.sleep(0.01)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Lock a directory for a moment; False: somebody else has it, or it is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _try_lock(fd) and _is_still(path, fd)
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_still(path: Path, fd: int) -> bool:
+    """Whether the path still means what was opened: somebody may have removed it, and another may have made it anew."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except OSError:
+        return False
+
+
+def _bury_job(path: Path) -> bool:
+    """Whether nobody of the job that made this commit directory lives; then its own directory is removed."""
+    try:
+        job_id, _, name = (path / _JOB_FILE).read_text().partition(" ")
+        directory = Path(name)
+        if not _is_ours(directory) or (directory / ID_FILE).read_text() != job_id:
+            return True
+    except OSError:
+        return True
+    with _locked(directory) as locked:
+        if locked:
+            shutil.rmtree(directory, ignore_errors=True)
+        return locked

@@ -1,0 +1,77 @@
+"""What goes from one rank of a group to the others, and what goes round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+CHUNK_BYTES = 16 << 20  # of one broadcast: while one is on the wire, the one before it is worked on
+
+
+class Channel:
+    """Broadcasts from one rank of a group, and gathers among all of them.
+
+    Args:
+        group: None is the default group.
+        root: the rank, within the group, that sends.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, root: int) -> None:
+        default = dist.group.WORLD
+        chosen = group if group is not None else default
+        assert chosen is not None, "a generation always has a default process group"
+        self._group = chosen
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = root
+
+    def broadcast(self, data: torch.Tensor, received: Callable[[int, int], object] | None = None) -> None:
+        """Send or receive ``uint8[n]`` in place, one collective for each ``CHUNK_BYTES``.
+
+        ``received(begin, end)`` is called for each part when it is there, while the next one is on its way.
+        """
+        last: tuple[dist.Work, int, int] | None = None
+        for begin in range(0, data.numel(), CHUNK_BYTES):
+            end = min(begin + CHUNK_BYTES, data.numel())
+            work = self._group.broadcast([data[begin:end]], self._options)
+            self._finish(last, received)
+            last = work, begin, end
+        self._finish(last, received)
+
+    def _finish(self, last: tuple[dist.Work, int, int] | None, received: Callable[[int, int], object] | None) -> None:
+        if last is None:
+            return
+        work, begin, end = last
+        work.wait()
+        if received is not None:
+            received(begin, end)
+
+    def send(self, message: bytes) -> None:
+        """Two collectives: the length, and the message."""
+        self.broadcast(torch.tensor([len(message)]).view(torch.uint8))
+        self.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+
+    def receive(self) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64)
+        self.broadcast(length.view(torch.uint8))
+        message = torch.empty(int(length), dtype=torch.uint8)
+        self.broadcast(message)
+        return message.numpy().tobytes()
+
+    def numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
+        """Those of each rank, by rank. Equally many on all ranks; one collective."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        return [row.tolist() for row in self._gather(mine)]
+
+    def messages_of_all(self, message: bytes) -> list[bytes]:
+        """Those of each rank, by rank. Two collectives."""
+        lengths = [length for (length,) in self.numbers_of_all([len(message)])]
+        padded = torch.frombuffer(bytearray(message.ljust(max(lengths))), dtype=torch.uint8)
+        rows = self._gather(padded)
+        return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(mine) for _ in range(self._group.size())]
+        self._group.allgather([rows], [mine]).wait()
+        return rows

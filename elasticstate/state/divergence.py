@@ -1,0 +1,129 @@
+"""Whether all ranks have committed the same, and what is not the same."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import pickle
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from elasticstate.core.types import CommitId
+from elasticstate.errors import StateDivergedError, StateError
+from elasticstate.state.channel import Channel
+from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.values import Leaf, Tree
+
+MAX_NAMES = 20  # that are told of each rank
+
+
+def check(snapshot: Snapshot, channel: Channel, rank: int) -> None:
+    """Compare the newest commits of all ranks; all call it at the same time.
+
+    One collective over five numbers of each rank. Only if they differ, rank 0 tells the others the checksum of each
+    tensor and object, and they tell all which of theirs are others.
+
+    Raises:
+        StateDivergedError: on all ranks, with the same message.
+        StateError: no rank has a commit.
+    """
+    own = snapshot.newest
+    summary = snapshot.summary() if own is not None else (0, 0, 0)
+    rows = channel.numbers_of_all([*(own or CommitId(-1, -1)), *summary])
+    commits = [CommitId(*row[:2]) if row[0] >= 0 else None for row in rows]
+    if set(commits) == {None}:
+        raise StateError("there is no commit to check: none has been made yet")
+    if len(set(commits)) > 1:
+        held = _groups({rank: str(commit or "none") for rank, commit in enumerate(commits)})
+        raise StateDivergedError(f"the ranks hold different commits: {held}")
+    if all(row == rows[0] for row in rows):
+        return
+    mine = _fingerprints(snapshot)
+    theirs = _from_rank_0(channel, rank, mine)
+    others = {name: mine.get(name, "") for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)}
+    first = dict(list(others.items())[:MAX_NAMES])
+    told = channel.messages_of_all(msgspec.msgpack.encode((len(others), first)))
+    reports = [msgspec.msgpack.decode(message, type=tuple[int, dict[str, str]]) for message in told]
+    if any(count for count, _ in reports):
+        raise StateDivergedError(_text(commits[0], [names for _, names in reports], max(n for n, _ in reports)))
+
+
+def _from_rank_0(channel: Channel, rank: int, mine: dict[str, str]) -> dict[str, str]:
+    if rank == 0:
+        channel.send(msgspec.msgpack.encode(mine))
+        return mine
+    return msgspec.msgpack.decode(channel.receive(), type=dict[str, str])
+
+
+def _text(commit: CommitId | None, reports: list[dict[str, str]], count: int) -> str:
+    names: dict[str, dict[int, str]] = defaultdict(lambda: dict.fromkeys(range(len(reports)), "as on rank 0"))
+    for rank, report in enumerate(reports):
+        for name, fingerprint in report.items():
+            names[name][rank] = fingerprint
+    shown = "; ".join(f"{name}: {_groups(by_rank, named=False)}" for name, by_rank in sorted(names.items()))
+    more = f"; {count - MAX_NAMES} more" if count > MAX_NAMES else ""
+    return f"the members of this world have committed different states as {commit}. {shown}{more}"
+
+
+def _groups(by_rank: dict[int, str], named: bool = True) -> str:
+    """Which ranks have the same: ``rank 0 | ranks 1, 2``."""
+    groups: dict[str, list[int]] = {}
+    for rank, what in by_rank.items():
+        groups.setdefault(what, []).append(rank)
+    texts = []
+    for what, ranks in groups.items():
+        who = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+        texts.append(f"{what} on {who}" if named else who)
+    return (", " if named else " | ").join(texts)
+
+
+# ------------------------------------------------------------------------------------------------------- fingerprints
+
+
+def _fingerprints(snapshot: Snapshot) -> dict[str, str]:
+    """A text for each tensor and object of the newest commit: equal where these are."""
+    tensors, objects = snapshot.details()
+    found = {name: f"{dtype}{list(shape)} {value:08x}" for name, (dtype, shape, value) in tensors.items()}
+    for name, value in objects.items():
+        for path, fingerprint in _object_fingerprints(name, value):
+            found[path] = found.get(path, "") + fingerprint
+    return found
+
+
+def _object_fingerprints(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Tree):
+        yield from _object_fingerprints(path, value.tree)
+    elif isinstance(value, Leaf):
+        return  # the tensor speaks for itself
+    elif type(value) is dict and value and all(isinstance(key, str | int) for key in value):
+        for key, item in value.items():
+            yield from _object_fingerprints(f"{path}.{key}", item)
+    elif type(value) in (list, tuple) and 0 < len(value) <= MAX_NAMES:
+        for i, item in enumerate(value):
+            yield from _object_fingerprints(f"{path}.{i}", item)
+    else:
+        yield path, hashlib.blake2b(_canonical(value), digest_size=8).hexdigest()
+
+
+def _canonical(value: object) -> bytes:
+    """A pickle that depends on the value alone, and not on which of its parts are the same object."""
+    for fast in (True, False):  # the fast one cannot do what contains itself
+        with contextlib.suppress(Exception):
+            target = io.BytesIO()
+            pickler = _Pickler(target, protocol=5)
+            pickler.fast = fast
+            pickler.dump(value)
+            return target.getvalue()
+    return type(value).__qualname__.encode()  # lambdas and the like cannot be compared
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        """Sets have no order of their own."""
+        if type(value) in (set, frozenset):
+            return type(value).__name__, sorted(_canonical(item) for item in value)
+        return None

@@ -1,0 +1,331 @@
+"""What lies where in the buffer of a commit: a safetensors file that fills the buffer.
+
+::
+
+    | u64 n | JSON, n bytes | random state | tensors, largest items first | objects: one pickle | whatever was there |
+    0                       64-byte aligned                                                     seal's length       end
+
+The format (https://github.com/huggingface/safetensors) wants the tensors without holes, from the end of the header to
+the end of the file. So tensors are sorted by their alignment, and the last one, a pickle that says itself where it
+ends, takes all that is left. What the format cannot say (tied tensors, numpy's strings, complex128) stands in its
+metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from elasticstate.errors import StateError
+
+ALIGNMENT_BYTES = 64
+HEADER_GRANULE_BYTES = 4096
+VERSION = 1
+OBJECTS = "elasticstate.objects"
+RANDOM = "elasticstate.random"
+METADATA = "__metadata__"
+MAX_DIMENSIONS = 64
+
+# torch dtypes that the format knows: (its name, what is added to the shape)
+_KNOWN: dict[torch.dtype, tuple[str, tuple[int, ...]]] = {
+    torch.bool: ("BOOL", ()),
+    torch.uint8: ("U8", ()),
+    torch.int8: ("I8", ()),
+    torch.uint16: ("U16", ()),
+    torch.int16: ("I16", ()),
+    torch.uint32: ("U32", ()),
+    torch.int32: ("I32", ()),
+    torch.uint64: ("U64", ()),
+    torch.int64: ("I64", ()),
+    torch.float8_e4m3fn: ("F8_E4M3", ()),
+    torch.float8_e4m3fnuz: ("F8_E4M3FNUZ", ()),
+    torch.float8_e5m2: ("F8_E5M2", ()),
+    torch.float8_e5m2fnuz: ("F8_E5M2FNUZ", ()),
+    torch.float16: ("F16", ()),
+    torch.bfloat16: ("BF16", ()),
+    torch.float32: ("F32", ()),
+    torch.float64: ("F64", ()),
+    torch.complex32: ("F16", (2,)),
+    torch.complex64: ("C64", ()),
+    torch.complex128: ("F64", (2,)),
+}
+_TORCH_OF = {name: dtype for dtype, (name, more) in _KNOWN.items() if not more}
+_NUMPY_AS = {
+    np.dtype(dtype).newbyteorder("<").str: stored
+    for dtype, stored in {
+        "bool": _KNOWN[torch.bool],
+        "u1": _KNOWN[torch.uint8],
+        "u2": _KNOWN[torch.uint16],
+        "u4": _KNOWN[torch.uint32],
+        "u8": _KNOWN[torch.uint64],
+        "i1": _KNOWN[torch.int8],
+        "i2": _KNOWN[torch.int16],
+        "i4": _KNOWN[torch.int32],
+        "i8": _KNOWN[torch.int64],
+        "f2": _KNOWN[torch.float16],
+        "f4": _KNOWN[torch.float32],
+        "f8": _KNOWN[torch.float64],
+        "c8": _KNOWN[torch.complex64],
+        "c16": _KNOWN[torch.complex128],
+    }.items()
+}
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True):
+    """One tensor or array, in C order. ``dtype``: ``"torch.float32"``, or numpy's ``"<f4"``.
+
+    ``offset`` counts from where the tensors begin. Tied tensors have entries of their own and share the bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+
+class Layout(msgspec.Struct, array_like=True, frozen=True):
+    """Where all tensors of a commit lie, in the order in which they were captured."""
+
+    entries: list[Entry]
+    size_bytes: int
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """A tensor as the format describes it. Offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Notes(msgspec.Struct, frozen=True):
+    """What the format has no words for."""
+
+    version: int
+    kinds: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape) where the stored ones are others
+    tied: dict[str, str]  # name -> the name under which its bytes are stored
+    order: list[str] | None  # all names as they were captured; None: as they are stored
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    format: str  # "pt": what others who read such files want to see
+    elasticstate: str  # _Notes as JSON: the format has strings only
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Where the parts of a commit begin in its buffer, in bytes."""
+
+    layout: Layout
+    random: int
+    tensors: int
+    objects: int
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+# -------------------------------------------------------------------------------------------------------- the entries
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The dtype that prints as ``name``; None for a name of numpy's. Raises StateError for what torch does not have."""
+    if not name.startswith("torch."):
+        return None
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or str(found) != name:
+        raise StateError(f"there is no dtype {name} in torch {torch.__version__}")
+    return found
+
+
+def alignment_of(dtype: str) -> int:
+    """A power of two that divides the size of an item, in bytes."""
+    kind = torch_dtype(dtype)
+    return kind.itemsize if kind is not None else np.dtype(dtype).alignment
+
+
+def lay_out(described: list[tuple[str, str, tuple[int, ...], int, object]]) -> Layout:
+    """Give each of (name, dtype, shape, bytes, key) its place; those with the same key are tied.
+
+    Those whose items are largest come first: then all are aligned, without holes.
+    """
+    first: dict[object, int] = {}
+    source = [first.setdefault(key, i) for i, (_, _, _, _, key) in enumerate(described)]
+    alignments = {dtype: alignment_of(dtype) for dtype in {dtype for _, dtype, _, _, _ in described}}
+    end = 0
+    offsets: dict[int, int] = {}
+    for i in sorted(first.values(), key=lambda i: -alignments[described[i][1]]):
+        offsets[i] = end
+        end += described[i][3]
+    entries = [
+        Entry(name, dtype, shape, offsets[at], size)
+        for (name, dtype, shape, size, _), at in zip(described, source, strict=True)
+    ]
+    return Layout(entries, end)
+
+
+def view(memory: torch.Tensor, entry: Entry, begin: int) -> Any:
+    """The tensor or array at an entry, without a copy. ``begin``: where the tensors begin in ``memory``."""
+    flat = memory[begin + entry.offset : begin + entry.offset + entry.size_bytes]
+    dtype = torch_dtype(entry.dtype)
+    if dtype is not None:
+        return flat.view(dtype).view(entry.shape)
+    return np.ndarray(entry.shape, np.dtype(entry.dtype), flat.numpy())
+
+
+# --------------------------------------------------------------------------------------------------------- the header
+
+
+class Header:
+    """The header of a layout. All of it but the size of its last part is made once."""
+
+    def __init__(self, layout: Layout, random_bytes: int) -> None:
+        self.layout = layout
+        self._start, self._body = _encode(layout, random_bytes)
+        longest = len(self._body) + len(self._last(1 << 62)) + 8
+        room = round_up(longest + longest // 32 + 512, HEADER_GRANULE_BYTES)  # small changes leave the rest in place
+        self.frame = Frame(layout, room, room + random_bytes, room + random_bytes + layout.size_bytes)
+
+    def encode(self, buffer_bytes: int) -> bytes:
+        """All bytes before the data, for a buffer of this size."""
+        text = self._body + self._last(buffer_bytes - self.frame.random)
+        room = self.frame.random - 8
+        return room.to_bytes(8, "little") + text.ljust(room)
+
+    def _last(self, end: int) -> bytes:
+        stored = _Stored("U8", (end - self._start,), (self._start, end))
+        return b"," + msgspec.json.encode({OBJECTS: stored})[1:]
+
+
+def _encode(layout: Layout, random_bytes: int) -> tuple[int, bytes]:
+    """Where the objects begin, and the header up to them."""
+    stored: dict[str, _Stored] = {RANDOM: _Stored("U8", (random_bytes,), (0, random_bytes))}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tied: dict[str, str] = {}
+    owners: dict[tuple[int, int, str, tuple[int, ...]], str] = {}
+    for entry in layout.entries:
+        if entry.name in (RANDOM, OBJECTS, METADATA):
+            raise StateError(f"state.{entry.name} cannot be committed under this name: choose another")
+        key = (entry.offset, entry.size_bytes, entry.dtype, entry.shape)
+        owner = owners.setdefault(key, entry.name) if entry.size_bytes else entry.name
+        if owner != entry.name:
+            tied[entry.name] = owner
+            continue
+        name, shape, told = _stored_as(entry)
+        if not told:
+            kinds[entry.name] = (entry.dtype, entry.shape)
+        start = random_bytes + entry.offset
+        stored[entry.name] = _Stored(name, shape, (start, start + entry.size_bytes))
+    names = [entry.name for entry in layout.entries]
+    in_order = [name for name in stored if name != RANDOM] == names
+    notes = _Notes(VERSION, kinds, tied, None if in_order else names)
+    metadata = _Metadata("pt", msgspec.json.encode(notes).decode())
+    text = msgspec.json.encode({METADATA: metadata, **stored})
+    return random_bytes + layout.size_bytes, text[:-1]
+
+
+def _stored_as(entry: Entry) -> tuple[str, tuple[int, ...], bool]:
+    """The format's dtype and shape for an entry, and whether they say all about it."""
+    dtype = torch_dtype(entry.dtype)
+    known = _KNOWN.get(dtype) if dtype is not None else _NUMPY_AS.get(entry.dtype)
+    if known is None:
+        return "U8", (entry.size_bytes,), False
+    name, more = known
+    return name, entry.shape + more, dtype is not None and not more
+
+
+# -------------------------------------------------------------------------------------------------------- and back
+
+
+def digest(header: bytes | memoryview) -> int:
+    """64 bits that tell headers apart."""
+    return int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little")
+
+
+def parse(memory: torch.Tensor) -> tuple[Frame, int]:
+    """Read the header of a buffer: where its parts are, and the digest of the header.
+
+    Trusts nothing. Raises ValueError, or StateError for a dtype that torch does not have.
+    """
+    content = memory.numpy()
+    _require(content.size > 8, "no header")
+    room = int.from_bytes(content[:8].tobytes(), "little")
+    _require(2 <= room <= content.size - 8, "the header does not fit")
+    header = content[: 8 + room].data
+    try:
+        raw = msgspec.json.decode(header[8:], type=dict[str, msgspec.Raw])
+        _require(METADATA in raw, "no metadata")
+        metadata = msgspec.json.decode(raw.pop(METADATA), type=_Metadata)
+        notes = msgspec.json.decode(metadata.elasticstate, type=_Notes)
+        stored = {name: msgspec.json.decode(item, type=_Stored) for name, item in raw.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    _require(notes.version == VERSION, f"version {notes.version}")
+    return _frame(stored, notes, 8 + room, content.size), digest(header)
+
+
+def _frame(stored: dict[str, _Stored], notes: _Notes, begin: int, size: int) -> Frame:
+    random, objects = stored.pop(RANDOM, None), stored.pop(OBJECTS, None)
+    if random is None or objects is None:
+        raise ValueError("a part is missing")
+    last, end = objects.data_offsets
+    _require(begin % ALIGNMENT_BYTES == 0, "not aligned")
+    _require(random.data_offsets[0] == 0, "the random state is not the first part")
+    _require(8 <= random.data_offsets[1] <= last <= end == size - begin, "parts out of place")
+    _require(random.data_offsets[1] % ALIGNMENT_BYTES == 0, "not aligned")
+    tensors_bytes = last - random.data_offsets[1]
+    entries = {name: _entry(name, item, notes, random.data_offsets[1]) for name, item in stored.items()}
+    places = sorted((entry.offset, entry.offset + entry.size_bytes) for entry in entries.values())
+    _require([0, *(end for _, end in places)] == [*(start for start, _ in places), tensors_bytes], "holes")
+    for name, owner in notes.tied.items():
+        _require(name not in entries and owner in stored, f"{name} is tied to nothing")
+        found = entries[owner]
+        entries[name] = Entry(name, found.dtype, found.shape, found.offset, found.size_bytes)
+    names = list(stored) if notes.order is None else notes.order
+    _require(len(names) == len(entries) and entries.keys() == set(names), "names are missing")
+    layout = Layout([entries[name] for name in names], tensors_bytes)
+    return Frame(layout, begin, begin + random.data_offsets[1], begin + last)
+
+
+def _entry(name: str, stored: _Stored, notes: _Notes, random_bytes: int) -> Entry:
+    start, end = stored.data_offsets
+    _require(random_bytes <= start <= end, f"{name} is out of bounds")
+    if name in notes.kinds:
+        dtype, shape = notes.kinds[name]
+    else:
+        _require(stored.dtype in _TORCH_OF, f"{name} is of an unknown dtype")
+        dtype, shape = str(_TORCH_OF[stored.dtype]), stored.shape
+    check_sizes(name, dtype, shape, end - start)
+    _require((start - random_bytes) % alignment_of(dtype) == 0, f"{name} is not aligned")
+    entry = Entry(name, dtype, shape, start - random_bytes, end - start)
+    _require(_stored_as(entry)[:2] == (stored.dtype, stored.shape), f"{name} is two things at once")
+    return entry
+
+
+def check_sizes(name: str, dtype: str, shape: tuple[int, ...], size_bytes: int) -> None:
+    """Raise ValueError unless such a tensor or array can be, and takes so many bytes."""
+    kind = torch_dtype(dtype)
+    if kind is None:
+        try:
+            found = np.dtype(dtype)
+        except (TypeError, SyntaxError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from error
+        _require(found.str == dtype and found.kind in "biufcSUmM", f"{name} is of an odd dtype")
+        item = found.itemsize
+    else:
+        item = kind.itemsize
+    _require(len(shape) <= MAX_DIMENSIONS and all(0 <= n < 1 << 62 for n in shape), f"{name} has an odd shape")
+    _require(math.prod(shape) * item == size_bytes, f"{name} has another size than its shape says")
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+/// The few messages that a sentinel says without Python, in the MessagePack of net/messages.py: an array of the tag and
+/// the fields in order. A test decodes each of them there.
+namespace elasticstate::words {
+
+inline std::string begin(std::string_view tag, std::size_t fields) {
+    std::string message;
+    message += static_cast<char>(0x90 | (1 + fields));  // fixarray
+    message += static_cast<char>(0xa0 | tag.size());    // fixstr, up to 31 bytes
+    message += tag;
+    return message;
+}
+
+inline void add(std::string &message, std::uint64_t value) {
+    message += static_cast<char>(0xcf);  // uint 64, big-endian
+    for (int shift = 56; shift >= 0; shift -= 8) {
+        message += static_cast<char>(value >> shift);
+    }
+}
+
+inline void add(std::string &message, bool value) { message += static_cast<char>(value ? 0xc3 : 0xc2); }
+
+inline std::string hold_answer(std::uint64_t generation, std::uint64_t ticks, bool in_gate) {
+    std::string message = begin("HoldAnswer", 3);
+    add(message, generation);
+    add(message, ticks);
+    add(message, in_gate);
+    return message;
+}
+
+inline std::string first(std::uint64_t generation) {
+    std::string message = begin("First", 1);
+    add(message, generation);
+    return message;
+}
+
+inline std::string notice() { return begin("Notice", 0); }
+
+/// What the agent would say to end a generation now, without the head. `cause` takes up to 31 bytes.
+inline std::string end_order(std::uint64_t generation, std::string_view cause) {
+    std::string message = begin("EndOrder", 3);
+    add(message, generation);
+    message += static_cast<char>(0xc0);  // at_tick: nil
+    message += static_cast<char>(0xa0 | cause.size());
+    message += cause;
+    return message;
+}
+
+}  // namespace elasticstate::words

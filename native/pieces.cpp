@@ -1,0 +1,174 @@
+#include "pieces.hpp"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+
+#include "crc32c.hpp"
+
+namespace elasticstate {
+namespace {
+
+constexpr std::size_t MAX_THREADS = 4;
+constexpr std::size_t BLOCK = std::size_t{4} << 20;  // what a thread takes at a time, so that none waits for a slow one
+constexpr std::size_t MIN_BYTES_PER_THREAD = 2 * BLOCK;  // below this a thread's start costs more than it saves
+constexpr std::size_t MAX_OFFSET = std::numeric_limits<std::int64_t>::max();
+
+std::size_t cores() noexcept {
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? static_cast<std::size_t>(CPU_COUNT(&set)) : 1;
+}
+
+/// Calls work(0) ... work(count - 1), each once, on as many threads as `bytes` in all are worth.
+template <typename Work>
+void in_parallel(std::size_t count, std::size_t bytes, const Work &work) {
+    std::atomic<std::size_t> next{0};
+    const auto take = [&] {
+        for (std::size_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
+            work(i);
+        }
+        finish_copies();
+    };
+    const std::size_t threads = std::min({MAX_THREADS, cores(), bytes / MIN_BYTES_PER_THREAD, count});
+    std::vector<std::jthread> helpers;  // joined by their destructors
+    for (std::size_t i = 1; i < threads; ++i) {
+        try {
+            helpers.emplace_back(take);
+        } catch (const std::system_error &) {  // no more threads to be had: it takes longer
+            break;
+        }
+    }
+    take();
+}
+
+/// Splits [begin, end) into blocks, and puts their checksums together. `work(from, to)` gives that of one.
+template <typename Work>
+std::uint32_t by_blocks(std::size_t begin, std::size_t end, std::uint32_t checksum, const Work &work) {
+    std::vector<std::uint32_t> parts((end - begin + BLOCK - 1) / BLOCK);
+    const auto last = [&](std::size_t i) { return std::min(end, begin + (i + 1) * BLOCK); };
+    in_parallel(parts.size(), end - begin, [&](std::size_t i) { parts[i] = work(begin + i * BLOCK, last(i)); });
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+        checksum = crc32c_combine(checksum, parts[i], last(i) - (begin + i * BLOCK));
+    }
+    return checksum;
+}
+
+/// Walks through [begin, end) in order: `copied(piece, from, size)` where a piece is, `kept(from, size)` between them.
+template <typename Copied, typename Kept>
+void walk(std::span<const Pieces::Piece> pieces, std::size_t begin, std::size_t end, const Copied &copied,
+          const Kept &kept) {
+    const auto ends_before = [](const Pieces::Piece &piece, std::size_t at) { return piece.offset + piece.size <= at; };
+    auto piece = std::lower_bound(pieces.begin(), pieces.end(), begin, ends_before);
+    std::size_t at = begin;
+    for (; piece != pieces.end() && piece->offset < end; ++piece) {
+        if (piece->offset > at) {
+            kept(at, piece->offset - at);
+            at = piece->offset;
+        }
+        const std::size_t to = std::min(end, piece->offset + piece->size);
+        copied(*piece, at, to - at);
+        at = to;
+    }
+    if (at < end) {
+        kept(at, end - at);
+    }
+}
+
+[[noreturn]] void refuse(std::size_t i, const std::string &why) {
+    throw std::invalid_argument("piece " + std::to_string(i) + ": " + why);
+}
+
+}  // namespace
+
+Pieces::Pieces(std::span<const std::uint64_t> addresses, std::span<const std::uint64_t> sizes,
+               std::span<const std::uint64_t> offsets) {
+    if (addresses.size() != sizes.size() || addresses.size() != offsets.size()) {
+        throw std::invalid_argument(std::to_string(addresses.size()) + " addresses, " + std::to_string(sizes.size()) +
+                                    " sizes and " + std::to_string(offsets.size()) + " offsets");
+    }
+    pieces_.reserve(addresses.size());
+    std::size_t end = 0;
+    for (std::size_t i = 0; i < addresses.size(); ++i) {
+        if (offsets[i] > MAX_OFFSET || sizes[i] > MAX_OFFSET - offsets[i]) {
+            refuse(i, "offset " + std::to_string(offsets[i]) + " and size " + std::to_string(sizes[i]) +
+                          " are too large");
+        }
+        if (offsets[i] < end) {
+            refuse(i, "offset " + std::to_string(offsets[i]) + " lies before the last one's end, " +
+                          std::to_string(end));
+        }
+        end = offsets[i] + sizes[i];
+        if (sizes[i] > 0 && addresses[i] != 0) {
+            pieces_.push_back({reinterpret_cast<std::uint8_t *>(addresses[i]), offsets[i], sizes[i]});
+        }
+    }
+}
+
+std::uint32_t gather(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end,
+                     std::uint32_t checksum) {
+    const bool large = end - begin > LARGE_COPY;
+    return by_blocks(begin, end, checksum, [&](std::size_t from, std::size_t to) {
+        std::uint32_t crc = 0;
+        walk(
+            pieces.all(), from, to,
+            [&](const Pieces::Piece &piece, std::size_t at, std::size_t size) {
+                crc = crc32c_copy(crc, buffer + at, piece.address + (at - piece.offset), size, large);
+            },
+            [&](std::size_t at, std::size_t size) { crc = crc32c(crc, buffer + at, size); });
+        return crc;
+    });
+}
+
+std::uint32_t scatter(const std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end,
+                      std::uint32_t checksum) {
+    const bool large = end - begin > LARGE_COPY;
+    return by_blocks(begin, end, checksum, [&](std::size_t from, std::size_t to) {
+        std::uint32_t crc = 0;
+        walk(
+            pieces.all(), from, to,
+            [&](const Pieces::Piece &piece, std::size_t at, std::size_t size) {
+                crc = crc32c_copy(crc, piece.address + (at - piece.offset), buffer + at, size, large);
+            },
+            [&](std::size_t at, std::size_t size) { crc = crc32c(crc, buffer + at, size); });
+        return crc;
+    });
+}
+
+std::uint32_t checksum_of(const std::uint8_t *buffer, std::size_t begin, std::size_t end, std::uint32_t checksum) {
+    return by_blocks(begin, end, checksum, [&](std::size_t from, std::size_t to) {
+        return crc32c(0, buffer + from, to - from);
+    });
+}
+
+std::vector<std::uint32_t> checksums_of(const std::uint8_t *buffer, std::span<const Range> ranges) {
+    std::vector<Range> parts;  // large ranges in blocks, so that no thread has much more to do than another
+    std::size_t bytes = 0;
+    for (const Range &range : ranges) {
+        for (std::size_t done = 0; done < range.size; done += BLOCK) {
+            parts.push_back({range.offset + done, std::min(BLOCK, range.size - done)});
+        }
+        bytes += range.size;
+    }
+    std::vector<std::uint32_t> found(parts.size());
+    in_parallel(parts.size(), bytes,
+                [&](std::size_t i) { found[i] = crc32c(0, buffer + parts[i].offset, parts[i].size); });
+    std::vector<std::uint32_t> results;
+    results.reserve(ranges.size());
+    std::size_t next = 0;
+    for (const Range &range : ranges) {
+        std::uint32_t crc = 0;
+        for (std::size_t done = 0; done < range.size; done += BLOCK, ++next) {
+            crc = crc32c_combine(crc, found[next], parts[next].size);
+        }
+        results.push_back(crc);
+    }
+    return results;
+}
+
+}  // namespace elasticstate

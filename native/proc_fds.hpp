@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace elasticstate {
+
+/// An owned file descriptor; -1: none.
+class Descriptor {
+public:
+    Descriptor() = default;
+    explicit Descriptor(int fd) noexcept : fd_(fd) {}
+    Descriptor(Descriptor &&other) noexcept : fd_(other.release()) {}
+    Descriptor &operator=(Descriptor &&other) noexcept;
+    ~Descriptor() { close(); }
+
+    int get() const noexcept { return fd_; }
+    explicit operator bool() const noexcept { return fd_ >= 0; }
+    int release() noexcept;
+    void close() noexcept;
+
+private:
+    int fd_ = -1;
+};
+
+/// One descriptor in an epoll set: its number when it was added, and the inode that tells whether it still is.
+struct Watched {
+    int fd;
+    std::uint64_t inode;
+    std::uint64_t data;  // what was registered with it
+};
+
+/// All open descriptors of this process, ascending. `fds` is emptied first, and keeps its memory.
+void list_fds(std::vector<int> &fds);
+
+/// The epoll descriptors of this process, ascending.
+void list_epoll_fds(std::vector<int> &fds);
+
+/// What an epoll descriptor watches, from /proc/self/fdinfo; empty when it is none (any more).
+void list_watched(int epoll_fd, std::vector<Watched> &watched);
+
+/// The inode of the socket that has this number; 0: it is no socket.
+std::uint64_t socket_inode(int fd) noexcept;
+
+}  // namespace elasticstate

@@ -1,0 +1,493 @@
+#include "sentinel.hpp"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cerrno>
+#include <climits>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "agent_words.hpp"
+
+namespace elasticstate {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "an OrderHead is read as it comes");
+static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t));
+
+constexpr std::size_t MAX_MESSAGE = 128 * 1024;        // net/link.py: MAX_DATAGRAM_BYTES
+constexpr std::chrono::seconds LEAVE_BOOT_WITHIN{1};  // then whatever Python does there is cut off
+
+timespec timespec_of(std::chrono::nanoseconds duration) noexcept {
+    const auto nanoseconds = std::max<std::int64_t>(0, duration.count());
+    return {static_cast<time_t>(nanoseconds / 1'000'000'000), static_cast<long>(nanoseconds % 1'000'000'000)};
+}
+
+/// Waits while `word` is `seen`. False: the time is over, or a signal has come.
+bool futex_wait(std::atomic<std::uint32_t> &word, std::uint32_t seen, std::chrono::nanoseconds timeout) noexcept {
+    const timespec limit = timespec_of(timeout);
+    return syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, &limit, nullptr, 0) == 0 || errno == EAGAIN;
+}
+
+/// A line for the worker's log, if it can be written at once: the reader of a full pipe must not stop the beat.
+void complain(const std::string &line) noexcept {
+    pollfd log{STDERR_FILENO, POLLOUT, 0};
+    if (poll(&log, 1, 100) == 1 && (log.revents & POLLOUT) != 0) {
+        const std::string text = "elasticstate: " + line + "\n";
+        [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, text.data(), text.size());
+    }
+}
+
+[[noreturn]] void fail(const char *what) { throw std::system_error(errno, std::generic_category(), what); }
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------- start and stop
+
+Sentinel::Sentinel(ControlPage &page, int fd, void (*pause)())
+    : page_(page), pause_(pause), socket_(fd), received_(new char[MAX_MESSAGE]) {
+    wake_fd_ = Descriptor(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+    if (!wake_fd_) {
+        fail("cannot make an eventfd for the sentinel");
+    }
+    std::array<int, 2> ends{};
+    if (pipe2(ends.data(), O_NONBLOCK | O_CLOEXEC) != 0) {
+        fail("cannot make a pipe for the sentinel");
+    }
+    signal_reader_ = Descriptor(ends[0]);
+    signal_writer_ = Descriptor(ends[1]);
+}
+
+Sentinel::~Sentinel() {
+    if (thread_) {
+        stopping_ = true;
+        wake();
+        thread_->join();
+    }
+}
+
+void Sentinel::start() {
+    sigset_t others, before;
+    sigfillset(&others);
+    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) {
+        sigdelset(&others, own);  // a fault of the thread itself is reported like any other
+    }
+    // The thread inherits the mask: signals are for the worker's own threads.
+    pthread_sigmask(SIG_SETMASK, &others, &before);
+    try {
+        thread_ = std::make_unique<std::thread>(&Sentinel::serve, this);
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_setname_np(thread_->native_handle(), "es-sentinel");
+}
+
+void Sentinel::forked() noexcept {
+    // The thread does not exist here, and may have held the mutex: neither is touched.
+    forked_ = true;
+    [[maybe_unused]] std::thread *const elsewhere = thread_.release();
+    if (page_.keep_private()) {
+        page_.word().hold();  // a tick has to look up
+    }
+    socket_.close();
+    wake_fd_.close();
+    signal_reader_.close();
+    signal_writer_.close();
+}
+
+void Sentinel::refuse_child() const {
+    if (forked_) {
+        throw std::runtime_error("this process was forked by a worker: only the worker itself may commit or end ticks");
+    }
+}
+
+// ------------------------------------------------------------------------------------------------- the worker's side
+
+bool Sentinel::in_generation() {
+    refuse_child();
+    const Lock lock(mutex_);
+    return cut_ != nullptr;
+}
+
+std::string Sentinel::cause() {
+    refuse_child();
+    const Lock lock(mutex_);
+    return cause_;
+}
+
+double Sentinel::paused_s() {
+    refuse_child();
+    const Lock lock(mutex_);
+    return paused_at_ ? std::chrono::duration<double>(Clock::now() - *paused_at_).count() : 0.0;
+}
+
+void Sentinel::send(std::string message) {
+    refuse_child();
+    const Lock lock(mutex_);
+    send_locked(std::move(message));
+}
+
+void Sentinel::set_place(Place place) {
+    refuse_child();
+    const Lock lock(mutex_);
+    page_.set_place(static_cast<std::uint64_t>(place));
+}
+
+void Sentinel::enter(std::uint64_t generation, std::shared_ptr<Severable> cut) {
+    refuse_child();
+    const Lock lock(mutex_);
+    page_.enter(generation);
+    held_ = false;
+    end_tick_.reset();
+    paused_at_.reset();
+    cut_ = std::move(cut);
+    if (ended_ >= generation) {
+        page_.word().hold();
+        wake();
+    }
+}
+
+void Sentinel::left() {
+    refuse_child();
+    const Lock lock(mutex_);
+    cut_.reset();
+}
+
+bool Sentinel::end(std::uint64_t generation, std::string message) {
+    refuse_child();
+    const Lock lock(mutex_);
+    const bool news = ended_ < generation;
+    end_locked(generation, std::move(message));
+    return news;
+}
+
+TickEnd Sentinel::end_of_tick(std::uint64_t ticks) {
+    refuse_child();
+    const Clock::time_point stopped_at = Clock::now();
+    TickEnd end = TickEnd::go_on;
+    Lock lock(mutex_);
+    const std::uint64_t generation = page_.generation();
+    if (ticks == 1) {
+        send_locked(words::first(generation));
+    }
+    wait_until(lock, [&] {
+        if (ended_ >= generation) {
+            end = TickEnd::ended;
+        } else if (end_tick_ && ticks == *end_tick_) {
+            end = TickEnd::interrupted;
+            paused_at_ = stopped_at;
+        } else if (end_tick_ && ticks > *end_tick_) {
+            end = TickEnd::beyond;
+        } else {
+            return end_tick_.has_value() || !held_;
+        }
+        return true;
+    });
+    return end;
+}
+
+std::optional<std::string> Sentinel::wait_world(std::uint64_t joined) {
+    refuse_child();
+    Lock lock(mutex_);
+    wait_until(lock, [&] { return leaving_ || (world_ && world_generation_ > joined); });
+    return leaving_ ? std::nullopt : world_;
+}
+
+std::string Sentinel::wait_other() {
+    refuse_child();
+    Lock lock(mutex_);
+    wait_until(lock, [&] { return !others_.empty(); });
+    std::string message = std::move(others_.front());
+    others_.pop_front();
+    return message;
+}
+
+bool Sentinel::wait_verdict(std::uint64_t generation) {
+    refuse_child();
+    Lock lock(mutex_);
+    wait_until(lock, [&] { return own_error_ >= generation || ended_ >= generation; });
+    return own_error_ >= generation;
+}
+
+bool Sentinel::wait_gate(std::uint64_t generation) {
+    refuse_child();
+    Lock lock(mutex_);
+    wait_until(lock, [&] { return open_gate_ >= generation || ended_ >= generation; });
+    return open_gate_ >= generation;
+}
+
+/// A condition variable would do, if it returned when a signal comes in; a futex does.
+template <class Condition>
+void Sentinel::wait_until(Lock &lock, Condition condition) {
+    while (!condition()) {
+        const std::uint32_t seen = changes_;
+        lock.unlock();
+        if (!futex_wait(changes_, seen, PAUSE_INTERVAL)) {
+            pause_();
+        }
+        lock.lock();
+    }
+}
+
+void Sentinel::changed() noexcept {
+    ++changes_;
+    syscall(SYS_futex, &changes_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void Sentinel::wake() noexcept {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = write(wake_fd_.get(), &one, sizeof one);
+}
+
+// --------------------------------------------------------------------------------------------------- the own thread
+
+void Sentinel::serve() {
+    Clock::time_point next_beat = Clock::now();
+    while (!stopping_) {
+        const bool sweeping = sweep();
+        const Clock::time_point now = Clock::now();
+        if (now >= next_beat) {
+            page_.beat();
+            next_beat = now + BEAT_INTERVAL;
+        }
+        poll_until(sweeping ? std::min(next_beat, now + SWEEP_INTERVAL) : next_beat);
+    }
+}
+
+/// Cuts what has ended and is not left yet. Tells whether there is such a thing.
+///
+/// This is the place where a Python thread would be woken for what only Python can cut.
+bool Sentinel::sweep() {
+    std::shared_ptr<Severable> cut;
+    {
+        const Lock lock(mutex_);
+        const std::uint64_t generation = page_.generation();
+        if (exit_at_ && Clock::now() >= *exit_at_ && place() == Place::boot) {
+            _exit(0);
+        }
+        if (generation > 0 && generation <= ended_) {
+            cut = cut_;
+        }
+    }
+    if (cut) {
+        cut->sever();
+    }
+    return cut != nullptr;
+}
+
+void Sentinel::poll_until(Clock::time_point deadline) {
+    std::array<pollfd, 3> fds{{{-1, POLLIN, 0}, {wake_fd_.get(), POLLIN, 0}, {signal_reader_.get(), POLLIN, 0}}};
+    {
+        const Lock lock(mutex_);
+        fds[0].fd = socket_.get();
+        fds[0].events = static_cast<short>(outgoing_.empty() ? POLLIN : POLLIN | POLLOUT);
+    }
+    const timespec limit = timespec_of(deadline - Clock::now());
+    if (ppoll(fds.data(), fds.size(), &limit, nullptr) <= 0) {
+        return;
+    }
+    if ((fds[2].revents & POLLIN) != 0) {
+        read_signals();
+    }
+    if ((fds[0].revents & POLLOUT) != 0) {
+        flush();
+    }
+    if ((fds[0].revents & (POLLIN | POLLHUP | POLLERR)) != 0) {
+        receive();
+    }
+    if ((fds[1].revents & POLLIN) != 0) {
+        std::uint64_t count = 0;
+        [[maybe_unused]] const ssize_t size = read(wake_fd_.get(), &count, sizeof count);
+    }
+}
+
+void Sentinel::receive() {
+    iovec place{received_.get(), MAX_MESSAGE};
+    for (;;) {
+        msghdr header{};
+        header.msg_iov = &place;
+        header.msg_iovlen = 1;
+        const ssize_t size = recvmsg(socket_.get(), &header, MSG_DONTWAIT);
+        if (size < 0 && (errno == EAGAIN || errno == EINTR)) {
+            return;
+        }
+        if (size <= 0) {
+            link_lost();
+            return;
+        }
+        if ((header.msg_flags & MSG_TRUNC) != 0) {
+            complain("ignored a message of the agent that is longer than " + std::to_string(MAX_MESSAGE) + " bytes");
+        } else {
+            obey({received_.get(), static_cast<std::size_t>(size)});
+        }
+    }
+}
+
+void Sentinel::obey(std::string_view message) {
+    OrderHead head{};
+    if (message.size() < sizeof head) {
+        complain("ignored a message of the agent that has no head: " + std::to_string(message.size()) + " bytes");
+        return;
+    }
+    std::memcpy(&head, message.data(), sizeof head);
+    if (head.kind > Order::leave) {
+        complain("ignored a message of the agent of unknown kind " +
+                 std::to_string(static_cast<std::uint64_t>(head.kind)));
+        return;
+    }
+    const Lock lock(mutex_);
+    obey_locked(head, message);
+    changed();
+}
+
+/// What speaks of a generation that is over here, or not yet begun, has no effect; but END is for good.
+void Sentinel::obey_locked(const OrderHead &head, std::string_view message) {
+    const bool present = head.generation == page_.generation();
+    switch (head.kind) {
+        case Order::other:
+            others_.emplace_back(message);
+            break;
+        case Order::world:
+            world_ = message;
+            world_generation_ = head.generation;
+            break;
+        case Order::hold:
+            if (present) {
+                answer_hold(head.generation);
+            }
+            break;
+        case Order::release:
+            if (present) {
+                held_ = false;
+                if (!end_tick_ && ended_ < head.generation) {
+                    page_.word().clear();
+                }
+            }
+            break;
+        case Order::end_now:
+            end_locked(head.generation, std::string(message));
+            break;
+        case Order::end_at:
+            if (present) {
+                cause_ = message;
+                end_tick_ = head.tick;
+                page_.word().hold();
+            }
+            break;
+        case Order::own_error:
+            own_error_ = std::max(own_error_, head.generation);
+            break;
+        case Order::gate_open:
+            open_gate_ = std::max(open_gate_, head.generation);
+            break;
+        case Order::leave:
+            leave_locked();
+            break;
+    }
+}
+
+void Sentinel::answer_hold(std::uint64_t generation) {
+    held_ = true;
+    const std::uint64_t ticks = page_.word().hold() & ~HoldWord::HOLD;
+    send_locked(words::hold_answer(generation, ticks, place() == Place::gate));
+}
+
+void Sentinel::end_locked(std::uint64_t generation, std::string message) {
+    if (generation <= ended_) {
+        return;
+    }
+    ended_ = generation;
+    cause_ = std::move(message);
+    page_.word().hold();  // the next tick looks up
+    changed();
+    wake();
+}
+
+void Sentinel::leave_locked() {
+    leaving_ = true;
+    switch (place()) {
+        case Place::regroup:
+            return;  // wait_world() says so
+        case Place::boot:
+            exit_at_ = Clock::now() + LEAVE_BOOT_WITHIN;
+            break;
+        case Place::done:
+            break;
+        default: {
+            const std::uint64_t generation = page_.generation();
+            const OrderHead head{Order::end_now, generation, 0};
+            std::string message(reinterpret_cast<const char *>(&head), sizeof head);
+            end_locked(generation, message + words::end_order(generation, "told to leave"));
+        }
+    }
+    kill(getpid(), SIGTERM);  // reaches the main thread in a system call, too
+}
+
+void Sentinel::read_signals() {
+    std::array<unsigned char, 256> numbers{};
+    const ssize_t size = read(signal_reader_.get(), numbers.data(), numbers.size());
+    if (size > 0 && std::find(numbers.begin(), numbers.begin() + size, SIGTERM) != numbers.begin() + size && !leaving_) {
+        const Lock lock(mutex_);
+        send_locked(words::notice());
+    }
+}
+
+void Sentinel::send_locked(std::string message) {
+    if (!outgoing_.empty() || !try_send(message)) {
+        outgoing_.push_back(std::move(message));
+        wake();  // to wait for room
+    }
+}
+
+void Sentinel::flush() {
+    const Lock lock(mutex_);
+    try {
+        while (!outgoing_.empty() && try_send(outgoing_.front())) {
+            outgoing_.pop_front();
+        }
+    } catch (const std::system_error &error) {
+        complain(error.what());
+        outgoing_.pop_front();
+    }
+}
+
+/// True: it is on its way, or nobody is there to hear it. False: the agent has to read first.
+bool Sentinel::try_send(const std::string &message) {
+    if (::send(socket_.get(), message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) {
+        return true;
+    }
+    if (errno == EMSGSIZE) {
+        fail("a message to the agent is too long");
+    }
+    return errno != EAGAIN && errno != EINTR && errno != ENOBUFS && errno != ENOMEM;
+}
+
+/// The agent is gone: so is the job. A worker does not outlive its agent, unless it is behind the gate.
+void Sentinel::link_lost() {
+    const Lock lock(mutex_);
+    if (place() != Place::done) {
+        complain("the agent of this worker is gone; the worker ends");
+        _exit(1);
+    }
+    socket_.close();
+    outgoing_.clear();
+}
+
+}  // namespace elasticstate

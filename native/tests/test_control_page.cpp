@@ -1,0 +1,170 @@
+// A reader beside a writer: stamps are of one moment, seals are whole or absent, and what a seal speaks of is there.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+
+#include "check.hpp"
+#include "control_page.hpp"
+
+using namespace elasticstate;
+
+namespace {
+
+constexpr std::array<std::uint8_t, 16> ME{1, 2, 3}, OTHER{9};
+constexpr std::uint64_t ROUNDS = 20'000;
+
+/// Memory with a path, for a page to be mapped.
+class File {
+public:
+    explicit File(off_t size)
+        : fd_(memfd_create("control", MFD_CLOEXEC)), path_("/proc/self/fd/" + std::to_string(fd_)) {
+        CHECK(fd_ >= 0 && ftruncate(fd_, size) == 0);
+    }
+    ~File() { close(fd_); }
+    File(const File &) = delete;
+    File &operator=(const File &) = delete;
+    const std::string &path() const { return path_; }
+
+private:
+    int fd_;
+    std::string path_;
+};
+
+/// All of a seal follows from one number, so that a mixture of two would show.
+Seal seal_of(std::uint64_t n) { return {ME, 0, n, n + 1, n + 2, n + 3, static_cast<std::uint32_t>(n + 4), 0}; }
+
+bool is_whole(const Seal &seal) {
+    const Seal like = seal_of(seal.generation);
+    return seal.owner == ME && seal.tick == like.tick && seal.layout == like.layout && seal.length == like.length &&
+           seal.checksum == like.checksum;
+}
+
+void stamps_are_never_mixed() {
+    ControlPage page(std::nullopt);  // one mapping, so that the thread sanitizer knows who meets whom
+    std::atomic<bool> done{false};
+    std::jthread writer([&] {
+        for (std::uint64_t generation = 1; generation <= ROUNDS; ++generation) {
+            page.enter(generation);
+            page.beat();
+            for (int i = 0; generation % 2 == 1 && i < 5; ++i) {  // no ticks in those with an even number
+                page.word().add_tick();
+            }
+        }
+        done = true;
+    });
+    std::uint64_t last = 0, seen = 0;
+    while (!done) {
+        const Stamp stamp = page.stamp();
+        CHECK(stamp.generation >= last);
+        CHECK(stamp.ticks <= (stamp.generation % 2 == 1 ? 5 : 0));
+        CHECK(stamp.alive + 1 >= stamp.generation);
+        seen += stamp.generation != last;
+        last = stamp.generation;
+    }
+    CHECK(seen > 0);
+    CHECK(page.stamp().generation == ROUNDS);
+}
+
+void seals_are_whole_or_absent() {
+    ControlPage page(std::nullopt);  // one mapping, so that the thread sanitizer knows who meets whom
+    std::atomic<bool> done{false};
+    std::uint64_t payload = 0;  // no atomic: what is written before a seal is there for those who see the seal
+    std::jthread writer([&] {
+        payload = 42;
+        for (std::uint64_t n = 1; n <= ROUNDS; ++n) {
+            if (n % 16 == 0) {
+                page.unseal(1);
+            }
+            page.seal(1, seal_of(n));
+        }
+        done = true;
+    });
+    std::uint64_t last = 0, found = 0;
+    while (!done) {
+        if (const auto seal = page.sealed(1, ME)) {
+            CHECK(is_whole(*seal));
+            CHECK(payload == 42);
+            found += seal->generation != last;
+            last = seal->generation;
+        }
+        CHECK(!page.sealed(0, ME));
+        CHECK(!page.sealed(1, OTHER));
+    }
+    CHECK(found > 0);
+    CHECK(page.sealed(1, ME)->generation == ROUNDS);
+}
+
+void one_maps_what_another_writes() {
+    const File file(4096);
+    ControlPage worker(file.path());
+    const ControlPage agent(file.path());
+    worker.enter(3);
+    worker.word().add_tick();
+    worker.seal(1, seal_of(8));
+    CHECK(agent.stamp().generation == 3 && agent.stamp().ticks == 1);
+    CHECK(is_whole(*agent.sealed(1, ME)));
+}
+
+void the_last_seal_counts_whoever_it_belongs_to() {
+    ControlPage page(std::nullopt);
+    Seal other = seal_of(2);
+    other.owner = OTHER;
+    page.seal(0, seal_of(1));
+    page.seal(0, other);
+    CHECK(!page.sealed(0, ME));  // the buffer is the other's now
+    CHECK(page.sealed(0, OTHER)->generation == 2);
+    page.unseal(0);
+    CHECK(!page.sealed(0, OTHER) && !page.sealed(0, ME));
+}
+
+void a_reset_forgets_all_but_seals_even_in_the_middle_of_a_change() {
+    ControlPage page(std::nullopt);
+    page.seal(0, seal_of(7));
+    page.enter(3);
+    page.set_place(5);
+    page.progress();
+    page.word().add_tick();
+    page.reset();
+    const Stamp stamp = page.stamp();
+    CHECK(stamp.generation == 0 && stamp.ticks == 0 && stamp.place == 0 && stamp.progress == 0);
+    CHECK(page.generation() == 0 && page.place() == 0);
+    CHECK(page.sealed(0, ME)->generation == 7);
+}
+
+void what_is_no_page_is_refused() {
+    bool refused = false;
+    try {
+        const File file(100);
+        ControlPage page(file.path());
+    } catch (const std::invalid_argument &) {
+        refused = true;
+    }
+    CHECK(refused);
+    refused = false;
+    try {
+        ControlPage page("/there/is/no/such/file");
+    } catch (const std::system_error &error) {
+        refused = error.code() == std::errc::no_such_file_or_directory;
+    }
+    CHECK(refused);
+}
+
+}  // namespace
+
+int main() {
+    stamps_are_never_mixed();
+    seals_are_whole_or_absent();
+    one_maps_what_another_writes();
+    the_last_seal_counts_whoever_it_belongs_to();
+    a_reset_forgets_all_but_seals_even_in_the_middle_of_a_change();
+    what_is_no_page_is_refused();
+}

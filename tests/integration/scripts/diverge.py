@@ -1,0 +1,27 @@
+"""Three workers whose reset callback depends on the rank, which it must not: after a death two of them differ."""
+
+import os
+import signal
+
+import elasticstate as elastic
+
+state = elastic.ObjectState(step=0, offset=0)
+
+
+def differently_on_each_rank() -> None:
+    state.offset += elastic.rank()
+
+
+state.register_reset_callbacks([differently_on_each_rank])
+
+
+@elastic.run
+def train(state: elastic.ObjectState) -> None:
+    while state.step < 5:
+        if state.step == 3 and elastic.generation() == 1 and elastic.rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.step += 1
+        state.commit()
+
+
+train(state)

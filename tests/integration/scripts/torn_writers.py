@@ -1,0 +1,215 @@
+"""Writers that are killed in mid-commit, one after the other over the same files. One line of JSON for each kill.
+
+Run as ``python torn_writers.py FOLDER KILLS SEED``. This process imports torch once, and is every writer's parent.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from elasticstate import TorchState
+from elasticstate._native import ControlPage
+from elasticstate.core.types import CommitId
+from elasticstate.state.snapshot import Snapshot
+
+OWNER = b"the torn commits"
+SIZES = [4_000_000, 1, 30_000, 0, 300_000, *[1_000] * 100, 600_000]  # elements
+
+
+class FileSpace:
+    """Two buffers and a page that are files, as an agent makes them."""
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        self.owner = OWNER
+        if not self.file("control").exists():
+            self.file("control").write_bytes(bytes(4096))
+            for index in (0, 1):
+                self.file(f"{index}.safetensors").touch()
+        self.page = ControlPage(str(self.file("control")))
+
+    def file(self, name: str) -> Path:
+        return self.prefix.with_name(f"{self.prefix.name}.{name}")
+
+    def open(self, index: int) -> torch.Tensor:
+        with self.file(f"{index}.safetensors").open("r+b") as file:
+            size = os.fstat(file.fileno()).st_size
+            return (
+                torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8) if size else torch.empty(0).byte()
+            )
+
+    def grow(self, index: int, size_bytes: int) -> torch.Tensor:
+        with self.file(f"{index}.safetensors").open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+        return self.open(index)
+
+
+class Session:
+    """A world of one, in generation 1."""
+
+    generation = 1
+    rank = root = 0
+    size = 1
+    lacking = ()
+    worker_key = "alone"
+    verify_sync = False
+
+    def __init__(self, ticks: int) -> None:
+        self.ticks = ticks
+
+    def commit_id(self) -> CommitId:
+        return CommitId(1, self.ticks + 1)
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+    def progress(self) -> None: ...
+    def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None: ...
+
+
+def content(tick: int) -> Iterator[tuple[str, int, float]]:
+    """(name, elements, value) of each tensor at the end of a tick; every fifth tick has more of them than the last."""
+    for i, size in enumerate(SIZES):
+        yield f"tensor {i}", size, float(tick * 1000 + i)
+    for i in range(tick // 5 % 4):
+        yield f"lazy {i}", 20_000 + 1_000 * (tick // 5), float(-tick)  # the buffers grow, too
+
+
+def fill(state: TorchState, tick: int) -> None:
+    """Make ``state`` what it is at the end of ``tick``."""
+    tensors = state.tensors
+    wanted = {name: (size, value) for name, size, value in content(tick)}
+    for name in tensors.keys() - wanted.keys():
+        del tensors[name]
+    for name, (size, value) in wanted.items():
+        if name not in tensors or tensors[name].numel() != size:
+            tensors[name] = torch.empty(size)
+        tensors[name].fill_(value)
+    state.note = f"tick {tick}"
+
+
+def wrong(values: dict[str, object], tick: int) -> list[str]:
+    """What of the content of a commit is not as it was at the end of ``tick``."""
+    wanted = {f"tensors.{name}": (size, value) for name, size, value in content(tick)}
+    found = {name for name, value in values.items() if isinstance(value, torch.Tensor)}
+    bad = sorted(found ^ wanted.keys())
+    for name in found & wanted.keys():
+        size, value = wanted[name]
+        tensor = values[name]
+        if tensor.shape != (size,) or not bool((tensor == value).all()):
+            bad.append(name)
+    return bad if values["note"] == f"tick {tick}" else [*bad, "note"]
+
+
+class Stateful(dict):
+    """Tensors by name, some of which come and go."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self)
+
+    def load_state_dict(self, values: dict[str, torch.Tensor]) -> None:
+        self.clear()
+        self.update(values)
+
+
+def write(prefix: Path, marks: mmap.mmap) -> None:
+    """Go on from the last commit for ever: in ``marks``, the ticks whose commit has begun and ended."""
+    state = TorchState(tensors=Stateful(), note="")
+    state._attach(FileSpace(prefix))
+    last = state.commits[0]
+    if last is not None and not state._resume():
+        raise RuntimeError("what the parent has seen whole cannot be resumed from")
+    state._bind(Session(last.tick if last is not None else 0))
+    while True:
+        tick = state._session.ticks + 1
+        fill(state, tick)
+        struct.pack_into("QQd", marks, 0, tick, tick - 1, time.monotonic())
+        state.commit()
+        struct.pack_into("QQd", marks, 0, tick, tick, time.monotonic())
+
+
+def fork(prefix: Path, marks: mmap.mmap) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            write(prefix, marks)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    return pid
+
+
+def wait_for(pid: int, marks: mmap.mmap, tick: int) -> float:
+    """Wait until a writer has begun to commit ``tick``; returns when that was."""
+    while True:
+        begun, _, at = struct.unpack_from("QQd", marks)
+        if begun >= tick:
+            return at
+        if os.waitpid(pid, os.WNOHANG) != (0, 0):
+            raise RuntimeError("a writer has ended by itself")
+        time.sleep(5e-5)  # both cores are the writer's
+
+
+def measure(prefix: Path, marks: mmap.mmap) -> float:
+    """How long a commit takes, in seconds."""
+    pid = fork(prefix, marks)
+    took = []
+    for tick in range(20):
+        started = wait_for(pid, marks, tick)
+        while struct.unpack_from("QQd", marks)[1] < tick:
+            time.sleep(5e-5)
+        took.append(struct.unpack_from("QQd", marks)[2] - started)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return median(took[5:])
+
+
+def main(folder: str, kills: int, seed: int) -> None:
+    torch.set_num_threads(1)
+    prefix = Path(folder) / "slot"
+    marks = mmap.mmap(-1, 4096)
+    commit_s = measure(prefix, marks)
+    rng = random.Random(seed)
+    for _ in range(kills):
+        newest = Snapshot(FileSpace(prefix)).newest
+        first = newest.tick + 1 if newest is not None else 1
+        struct.pack_into("QQd", marks, 0, 0, 0, 0.0)
+        pid = fork(prefix, marks)
+        begun_at = wait_for(pid, marks, first + rng.randrange(3))
+        until = begun_at + rng.random() * commit_s
+        time.sleep(max(0.0, until - time.monotonic()))
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        begun, ended, _ = struct.unpack_from("QQd", marks)
+        snapshot = Snapshot(FileSpace(prefix))
+        held = {}
+        for commit in (snapshot.newest, snapshot.previous):
+            if commit is not None:
+                held[commit.tick] = wrong(dict(snapshot.read(commit)), commit.tick)
+        line = {
+            "first": first,
+            "begun": begun,
+            "ended": ended,
+            "signal": os.WTERMSIG(status),
+            "newest": snapshot.newest.tick if snapshot.newest is not None else None,
+            "held": held,
+            "commit_s": commit_s,
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

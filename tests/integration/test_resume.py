@@ -1,0 +1,241 @@
+"""Commits outlive their workers: whatever kills them all, the job goes on from memory, and the weights are the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from job import Job
+
+FIXED = ("--join-window", "60")  # the world size is fixed: nobody begins without the others
+STEPS = 60
+
+
+def weights(job: Job) -> set[str]:
+    return {line["digest"] for line in job.log("final")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The final weights of a job to which nothing happens."""
+    with Job(tmp_path_factory.mktemp("undisturbed"), "-np", "2", steps=STEPS) as job:
+        job.finish()
+        assert len(weights(job)) == 1
+        return weights(job)
+
+
+def processes(job: Job, generation: int = 1, size: int = 2) -> list[int]:
+    """The workers of a generation, all of them training."""
+
+    def entered() -> list[int]:
+        pids = [line["pid"] for line in job.log("enter") if line["generation"] == generation]
+        return pids if len(pids) == size else []
+
+    pids: list[int] = job.wait_for(f"generation {generation}", entered)
+    return pids
+
+
+def kill_at_once(pids: list[int]) -> None:
+    """Within microseconds, unless this test is put to sleep in between: the caller checks that each was killed."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def memory_of(job: Job) -> Path:
+    """The commit directory of the job's only host."""
+    worker = psutil.Process(processes(job)[0])
+    return Path(worker.environ()["ELASTICSTATE_COMMITS"]).parent
+
+
+def resumed_from(job: Job, generation: int) -> set[int]:
+    """At which steps the workers of a generation have begun."""
+    return {line["step"] for line in job.log("enter") if line["generation"] == generation}
+
+
+def test_all_workers_killed_ten_times_and_the_weights_are_those_of_an_undisturbed_run(
+    tmp_path: Path, undisturbed: set[str]
+) -> None:
+    with Job(tmp_path, "-np", "2", *FIXED, steps=STEPS, step_seconds=0.02) as job:
+        for generation in range(1, 11):
+            pids = processes(job, generation)
+            job.wait_for_step(5 * generation - 2)
+            kill_at_once(pids)
+        job.finish(timeout=120)
+    killed = [event for event in job.events("worker_exited") if event["signal"] == signal.SIGKILL]
+    assert len(killed) == 20, "each of them was killed"
+    assert weights(job) == undisturbed
+    assert job.events("world_formed")[-1]["generation"] == 11
+    assert all(0 not in resumed_from(job, generation) for generation in range(2, 12))
+
+
+@pytest.fixture
+def oom_group() -> Iterator[Path]:
+    """A memory cgroup in which nothing large has room."""
+    base = Path("/sys/fs/cgroup/memory")
+    group = base / f"elasticstate-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield group
+    deadline = time.monotonic() + 10
+    while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    group.rmdir()
+
+
+@pytest.mark.parametrize("ends", ["segv", "abort", "oom"])
+def test_all_workers_end_in_other_ways(
+    ends: str, tmp_path: Path, undisturbed: set[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ends == "oom":
+        monkeypatch.setenv("OOM_GROUP", str(request.getfixturevalue("oom_group")))
+    with Job(tmp_path, "-np", "2", *FIXED, steps=STEPS, fault=[f"{ends}@30:rank=0", f"{ends}@30:rank=1"]) as job:
+        job.finish()
+        assert job.fired() == 2
+    signals = {"segv": signal.SIGSEGV, "abort": signal.SIGABRT, "oom": signal.SIGKILL}
+    assert [event["signal"] for event in job.events("worker_exited")[:2]] == [signals[ends]] * 2
+    assert resumed_from(job, 2) <= {29, 30}
+    assert weights(job) == undisturbed
+
+
+def test_a_worker_that_is_killed_alone_resumes_as_well(tmp_path: Path, undisturbed: set[str]) -> None:
+    with Job(tmp_path, "-np", "2", *FIXED, steps=STEPS, fault=["kill@30:rank=1"]) as job:
+        job.finish()
+    (start,) = [line for line in job.log("enter") if line["generation"] == 2 and line["rank"] == 1]
+    assert start["step"] in (29, 30)
+    assert weights(job) == undisturbed
+
+
+def test_the_commits_of_a_killed_agent_are_adopted(tmp_path: Path, undisturbed: set[str]) -> None:
+    with Job(tmp_path, "-np", "2", *FIXED, steps=STEPS, step_seconds=0.02) as job:
+        job.wait_for_step(20)
+        os.kill(job.events("agent_joined")[0]["pid"], signal.SIGKILL)
+        job.finish()
+    assert len(job.events("agent_lost")) == 1
+    assert min(resumed_from(job, 2)) >= 19
+    assert weights(job) == undisturbed
+
+
+def lose(job: Job, change: str) -> None:
+    """Kill all workers of a job, and take away (or change) what they have committed before they are started again."""
+    agent = job.events("agent_joined")[0]["pid"]
+    pids, memory = processes(job, size=1), memory_of_one(job)
+    os.kill(agent, signal.SIGSTOP)
+    kill_at_once(pids)
+    for path in list(memory.iterdir()):
+        if change == "removed" and path.name != "job":
+            path.unlink()
+        elif change == "another job's" and path.suffix == ".control":
+            page = bytearray(path.read_bytes())
+            other = page.replace(_owner_in(page), os.urandom(16))
+            path.write_bytes(other)
+    os.kill(agent, signal.SIGCONT)
+
+
+def memory_of_one(job: Job) -> Path:
+    worker = psutil.Process(processes(job, size=1)[0])
+    return Path(worker.environ()["ELASTICSTATE_COMMITS"]).parent
+
+
+def _owner_in(page: bytearray) -> bytes:
+    return bytes(page[64:80])
+
+
+@pytest.mark.parametrize("change", ["removed", "another job's"])
+def test_commits_that_are_gone_or_not_ours_are_not_claimed(change: str, tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "1", steps=500, step_seconds=0.02) as job:
+        job.wait_for_step(10)
+        lose(job, change)
+        job.finish(status=1)
+    assert "StateLostError: the job has committed" in job.events("root_cause")[0]["reason"]
+    assert "was killed by SIGKILL" in job.events("root_cause")[0]["reason"], "the first failure is named"
+    assert len(job.log("enter")) == 1, "nobody has trained from anything else"
+
+
+def test_a_commit_of_another_layout_is_not_claimed(tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "1", steps=60, misfit=True, fault=["kill@30:rank=0"]) as job:
+        job.finish(status=1)
+    assert "StateLostError: the job has committed" in job.events("root_cause")[0]["reason"]
+    assert "cannot be resumed from, it is given up" in job.output
+    assert len(job.log("enter")) == 1
+
+
+# -------------------------------------------------------------------------------------------- room, and what is left
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MB in memory."""
+    path = tmp_path / "small"
+    path.mkdir()
+    argv = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(path)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_commit_directory_that_is_too_small_is_a_clear_error(small: Path, tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "2", "--commit-dir", str(small), steps=5, ballast=8) as job:
+        job.finish(status=1)
+    error = job.events("root_cause")[0]["error"]
+    assert f"CommitSpaceError: commits do not fit into --commit-dir {small} of host localhost" in error
+    assert "for each of 2), and 2" in error
+    assert "docker run --shm-size" in error
+    assert not [event for event in job.events("worker_exited") if event["signal"] is not None], "never SIGBUS"
+    assert not list(small.iterdir())
+
+
+def test_commits_that_fit_are_kept_there_and_removed_at_the_end(small: Path, tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "2", "--commit-dir", str(small), steps=60, ballast=4, fault=["kill@30:rank=0"]) as job:
+        job.wait_for_step(10)
+        assert memory_of(job).parent == small
+        job.finish()
+    assert "commits take 17.8 MB on this host (2 workers x 2 x 4.5 MB), 25.2 MB are free" in job.output
+    assert not list(small.iterdir())
+
+
+def test_what_a_dead_job_has_left_is_removed_by_a_later_one_and_nothing_of_a_living_one(tmp_path: Path) -> None:
+    for name in ("living", "dead", "later"):
+        (tmp_path / name).mkdir()
+    stop = tmp_path / "stop"
+    with (
+        Job(tmp_path / "living", "-np", "1", until=stop, steps=10) as living,
+        Job(tmp_path / "dead", "-np", "1", steps=10_000) as dead,
+    ):
+        kept, left = (memory_of_one(job) for job in (living, dead))
+        agent = dead.events("agent_joined")[0]["pid"]
+        os.kill(agent, signal.SIGSTOP)  # or it would see that its driver is gone, and remove all itself
+        dead.process.kill()
+        dead.process.wait()
+        os.kill(agent, signal.SIGKILL)
+        assert left.exists()
+        with Job(tmp_path / "later", "-np", "1", steps=10) as later:
+            later.finish()
+        assert not left.exists()
+        assert kept.exists()
+        stop.touch()
+        living.finish()
+    assert not kept.exists()
+
+
+def test_the_driver_removes_what_an_agent_killed_in_the_end_has_left(tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "1", steps=10_000) as job:
+        memory = memory_of_one(job)
+        agent = job.events("agent_joined")[0]["pid"]
+        os.kill(agent, signal.SIGSTOP)
+        job.process.send_signal(signal.SIGINT)
+        job.wait_for("the end's begin", lambda: "SIGINT: stops the workers" in job.output)
+        assert memory.exists()
+        os.kill(agent, signal.SIGKILL)
+        job.finish(status=130)
+    assert not memory.exists()

@@ -1,0 +1,152 @@
+"""Copies between one flat buffer and pieces of memory, as Python sees them: bytes, bounds, threads.
+
+Random plans are compared with a plain loop in native/tests/test_pieces.cpp, under the sanitizers.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+
+from elasticstate._native import Pieces, checksum, checksums, gather, scatter
+
+MIB = 1 << 20
+NOTHING = Pieces([], [], [])
+
+
+def zeros(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+def pieces_of(tensors: list[torch.Tensor]) -> Pieces:
+    """The tensors end to end."""
+    sizes = [tensor.nbytes for tensor in tensors]
+    return Pieces([tensor.data_ptr() for tensor in tensors], sizes, [0, *accumulate(sizes)][:-1])
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 17], [64 * MIB + 7], [1, 40 * MIB + 3, 0, 5, 24 * MIB], [100_003] * 300])
+def test_a_buffer_is_gathered_and_scattered_whole_with_its_checksum(sizes: list[int]) -> None:
+    total = sum(sizes)
+    random = np.random.default_rng(total)
+    tensors = [torch.from_numpy(random.integers(0, 256, size, dtype=np.uint8)) for size in sizes]
+    buffer = zeros(total)
+    found = gather(buffer, pieces_of(tensors), 0, total)
+    assert torch.equal(buffer, torch.cat(tensors))
+    assert found == checksum(buffer, 0, total)
+    copies = [zeros(size) for size in sizes]
+    assert scatter(buffer, pieces_of(copies), 0, total) == found
+    assert all(map(torch.equal, copies, tensors))
+
+
+@pytest.mark.parametrize(
+    ("data", "crc"),
+    [
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (b"123456789", 0xE3069283),
+        (b"", 0),
+    ],
+    ids=["zeros", "ones", "ascending", "digits", "nothing"],
+)
+def test_checksums_are_those_of_rfc_3720(data: bytes, crc: int) -> None:
+    buffer = np.frombuffer(data, dtype=np.uint8)
+    assert checksum(buffer, 0, len(data)) == crc
+    assert checksums(buffer, [0], [len(data)]) == [crc]
+    assert gather(buffer.copy(), NOTHING, 0, len(data)) == crc
+
+
+def test_a_range_goes_on_where_the_one_before_it_ended() -> None:
+    source, buffer = torch.arange(100, dtype=torch.uint8), zeros(140)
+    pieces = Pieces([source.data_ptr(), 0], [100, 20], [10, 110])
+    whole = gather(buffer, pieces, 0, 140)
+    again = zeros(140)
+    first = gather(again, pieces, 0, 57)
+    assert not again[57:].any()
+    assert gather(again, pieces, 57, 140, first) == whole
+    assert torch.equal(again, buffer)
+    assert checksum(buffer, 57, 140, checksum(buffer, 0, 57)) == whole
+
+
+def test_each_range_has_its_checksum() -> None:
+    buffer = torch.arange(200, dtype=torch.uint8)
+    offsets, sizes = [0, 5, 5, 199, 200], [200, 0, 77, 1, 0]
+    expected = [checksum(buffer, offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+    assert checksums(buffer, offsets, sizes) == expected
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 11), (11, 11), (6, 5), (0, 2**62)])
+def test_a_range_outside_the_buffer_is_refused_and_nothing_is_copied(begin: int, end: int) -> None:
+    buffer, one = zeros(10), torch.ones(10, dtype=torch.uint8)
+    for copy in (gather, scatter):
+        with pytest.raises(ValueError, match=f"bytes {begin} to {end} are no part of a buffer of 10"):
+            copy(buffer, pieces_of([one]), begin, end)
+    with pytest.raises(ValueError, match="no part of a buffer of 10"):
+        checksum(buffer, begin, end)
+    assert not buffer.any()
+    assert one.all()
+
+
+def test_a_piece_that_ends_outside_the_buffer_is_copied_as_far_as_the_range_goes() -> None:
+    buffer, one = zeros(10), torch.ones(20, dtype=torch.uint8)
+    gather(buffer, Pieces([one.data_ptr()], [20], [5]), 0, 10)
+    assert buffer.tolist() == [0] * 5 + [1] * 5
+
+
+def test_checksums_of_what_does_not_fit_name_it() -> None:
+    with pytest.raises(ValueError, match="range 1: 5 bytes at offset 6 are no part of a buffer of 10"):
+        checksums(zeros(10), [0, 6], [10, 5])
+    with pytest.raises(ValueError, match="2 offsets, but 1 sizes"):
+        checksums(zeros(10), [0, 6], [10])
+
+
+def test_pieces_out_of_order_are_refused() -> None:
+    with pytest.raises(ValueError, match="piece 1: offset 4 lies before the last one's end, 5"):
+        Pieces([0, 0], [5, 5], [0, 4])
+    with pytest.raises(ValueError, match="1 addresses, 0 sizes and 1 offsets"):
+        Pieces([0], [], [0])
+    with pytest.raises(TypeError):
+        Pieces([0], [-1], [0])
+
+
+def test_a_buffer_with_gaps_or_of_another_type_is_refused_not_copied_or_converted() -> None:
+    read_only = np.zeros(10, dtype=np.uint8)
+    read_only.flags.writeable = False
+    for buffer in (zeros(20)[::2], torch.zeros(10), zeros(10).reshape(2, 5), read_only):
+        with pytest.raises(TypeError):
+            gather(buffer, NOTHING, 0, 10)
+    assert scatter(read_only, NOTHING, 0, 10) == checksum(read_only, 0, 10)
+    with pytest.raises(TypeError):
+        checksum(torch.zeros(10), 0, 10)
+
+
+def test_other_threads_run_during_a_copy() -> None:
+    source, buffer = zeros(64 * MIB), zeros(64 * MIB)
+    pieces = pieces_of([source])
+    wanted, ran = threading.Event(), threading.Event()
+
+    def run_when_wanted() -> None:
+        wanted.wait()
+        ran.set()
+
+    other = threading.Thread(target=run_when_wanted)
+    switch_interval = sys.getswitchinterval()
+    other.start()
+    # From here on a thread gets the GIL only when this one gives it away: nothing below does, except the copy.
+    sys.setswitchinterval(1_000)
+    try:
+        wanted.set()
+        deadline = time.monotonic() + 10
+        while not ran.is_set() and time.monotonic() < deadline:
+            gather(buffer, pieces, 0, 64 * MIB)
+        ran_during_a_copy = ran.is_set()
+    finally:
+        sys.setswitchinterval(switch_interval)
+        other.join()
+    assert ran_during_a_copy

@@ -1,0 +1,240 @@
+"""check(): whether all ranks have committed the same, and what is not the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from elasticstate.core.types import CommitId
+from elasticstate.errors import StateDivergedError, StateError
+from elasticstate.state import ObjectState, TorchState
+from elasticstate.state.divergence import MAX_NAMES
+
+Check = Callable[[list[Any]], list[BaseException | None]]
+
+
+@pytest.fixture
+def check_all(together: Any) -> Check:
+    """Call check() on all ranks at once; returns what each raised."""
+
+    def check_all(states: list[Any]) -> list[BaseException | None]:
+        raised: list[BaseException | None] = [None] * len(states)
+
+        def guarded(rank: int) -> None:
+            try:
+                states[rank].check()
+            except Exception as error:
+                raised[rank] = error
+
+        together(*[lambda rank=rank: guarded(rank) for rank in range(len(states))])
+        return raised
+
+    return check_all
+
+
+def model_states(n: int) -> list[TorchState]:
+    states = []
+    for _ in range(n):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        states.append(TorchState(model=model, optimizer=optimizer, epoch=1, tags={"b", "a"}))
+    return states
+
+
+def bound(states: list[Any], world: Any, member: Any, **changes: Any) -> list[Any]:
+    members = [member(world(len(states), **changes), rank) for rank in range(len(states))]
+    for one in members[1:]:
+        one.world = members[0].world
+    for state, session in zip(states, members, strict=True):
+        state._bind(session)
+    return members
+
+
+def test_equal_states_pass_with_one_small_collective(world: Any, member: Any, check_all: Check) -> None:
+    states = model_states(3)
+    members = bound(states, world, member)
+    for state in states:
+        state.commit()
+    assert check_all(states) == [None] * 3
+    assert [m.collectives for m in members] == [[5 * 8]] * 3
+    assert [m.groups for m in members] == [[(0, 1, 2)]] * 3
+
+
+def test_a_tensor_that_differs_is_named_with_the_ranks_on_every_rank(world: Any, member: Any, check_all: Check) -> None:
+    states = model_states(4)
+    bound(states, world, member)
+    with torch.no_grad():
+        states[2].model[1].bias[0] += 1e-6
+        states[3].model[1].bias[0] += 1e-6
+        states[1].optimizer.state[states[1].model[0].weight]["momentum_buffer"].neg_()
+    for state in states:
+        state.commit()
+    raised = check_all(states)
+    assert all(type(error) is StateDivergedError for error in raised)
+    assert {str(error) for error in raised} == {
+        "the members of this world have committed different states as (1, 1). "
+        "model.parameters.1.bias: ranks 0, 1 | ranks 2, 3; optimizer.state.0.momentum_buffer: ranks 0, 2, 3 | rank 1"
+    }
+
+
+def test_objects_that_differ_are_named(world: Any, member: Any, check_all: Check) -> None:
+    states = model_states(2)
+    bound(states, world, member)
+    states[1].epoch = 2
+    states[1].optimizer.param_groups[0]["lr"] = 0.2
+    states[1].tags.add("c")
+    for state in states:
+        state.commit()
+    (message,) = {str(error) for error in check_all(states)}
+    names = message.partition(". ")[2].split("; ")
+    assert names == [f"{name}: rank 0 | rank 1" for name in ("epoch", "optimizer.param_groups.0.lr", "tags")]
+
+
+def test_tensors_that_are_only_on_some_ranks_are_named(world: Any, member: Any, check_all: Check) -> None:
+    states = model_states(2)
+    bound(states, world, member)
+    states[1].model.register_buffer("extra", torch.ones(2))
+    states[0].optimizer.state.clear()
+    for state in states:
+        state.commit()
+    (message,) = {str(error) for error in check_all(states)}
+    for name in ("model.buffers.extra", *(f"optimizer.state.{i}.momentum_buffer" for i in range(4))):
+        assert f"{name}: rank 0 | rank 1" in message
+
+
+def test_of_many_names_some_are_told(world: Any, member: Any, check_all: Check) -> None:
+    states = [TorchState(**{f"t{i:03}": torch.full((3,), rank) for i in range(MAX_NAMES + 7)}) for rank in range(2)]
+    bound(states, world, member)
+    for state in states:
+        state.commit()
+    (message,) = {str(error) for error in check_all(states)}
+    assert "t000: " in message
+    assert message.endswith("; 7 more")
+    assert message.count(": rank 0 | rank 1") == MAX_NAMES
+
+
+def test_equal_objects_that_are_pickled_otherwise_are_equal(world: Any, member: Any, check_all: Check) -> None:
+    """Pickle tells which strings are one object, and sets have any order: none of it says anything about the state."""
+    shared = "".join(["a", "b"])
+    states = [
+        ObjectState(names=[shared, shared], some={"x", "y", "z", "w"}, f=lambda: 1, buffer=torch.ones(3)),
+        ObjectState(
+            names=["".join(["a", "b"]), "".join(["a", "b"])],
+            some={"w", "z", "y", "x"},
+            f=lambda: 1,
+            buffer=torch.ones(3),
+        ),
+    ]
+    members = bound(states, world, member)
+    for state in states:
+        state.commit()
+    one, other = (state._snapshot.summary() for state in states)
+    assert (one[1], one[2] != other[2]) == (other[1], True), "the pickles differ"
+    assert check_all(states) == [None, None]
+    assert len(members[0].collectives) > 1
+
+
+def test_the_random_state_is_each_ranks_own(world: Any, member: Any, check_all: Check) -> None:
+    states = model_states(2)
+    bound(states, world, member)
+    for state in states:
+        torch.rand(1)
+        state.commit()
+    assert check_all(states) == [None, None]
+
+
+def test_buffers_of_other_sizes_hold_the_same(world: Any, member: Any, check_all: Check) -> None:
+    states = model_states(2)
+    bound(states, world, member)
+    states[1]._reserve(1 << 20)
+    for state in states:
+        state.commit()
+    assert check_all(states) == [None, None]
+
+
+def test_the_committed_state_is_checked_not_the_live_one(world: Any, member: Any, check_all: Check) -> None:
+    states = model_states(2)
+    bound(states, world, member)
+    for state in states:
+        state.commit()
+    states[1].epoch = 7
+    assert check_all(states) == [None, None]
+    assert [state.commits[0] for state in states] == [CommitId(1, 1)] * 2
+
+
+def test_other_commits_and_none_are_told(world: Any, member: Any, check_all: Check) -> None:
+    states = model_states(3)
+    bound(states, world, member)
+    (message,) = {str(error) for error in check_all(states)}
+    assert message == "there is no commit to check: none has been made yet"
+    states[0].commit()
+    states[2].commit()
+    states[2].commit()
+    raised = check_all(states)
+    assert {str(error) for error in raised} == {
+        "the ranks hold different commits: (1, 1) on rank 0, none on rank 1, (1, 2) on rank 2"
+    }
+
+
+def test_outside_a_world_the_own_commit_is_verified(world: Any, member: Any) -> None:
+    for in_a_world in (False, True):
+        state = ObjectState(n=1, x=torch.ones(10))
+        if in_a_world:
+            state._bind(member(world(1)))
+        with pytest.raises(StateError, match="there is no commit to check"):
+            state.check()
+        for _ in range(2):
+            state.commit()
+            state.check()
+        state._snapshot._newer.memory[state._snapshot._newer.frame.tensors] ^= 1
+        with pytest.raises(StateError, match=r"commit \(\d, 2\) is damaged: .*; commit \(\d, 1\) is left"):
+            state.check()
+        state.check()
+
+
+@pytest.mark.parametrize("verify_sync", [False, True])
+def test_with_verify_sync_a_sync_ends_with_a_check(
+    verify_sync: bool, world: Any, member: Any, check_all: Check, together: Any
+) -> None:
+    states = model_states(3)
+    for state in states[:2]:
+        state._bind(member(world(1)))
+        state.commit()
+    with torch.no_grad():
+        states[1].model[0].weight[0, 0] += 1  # since the last commit
+    members = bound(states, world, member, generation=2, lacking=(2,))
+    for session in members:
+        session.verify_sync = verify_sync
+    together(*[state.sync for state in states])
+    assert [m.groups for m in members] == [
+        [(0, 2), (0, 1, 2)] if verify_sync else [(0, 2)],
+        [(0, 1, 2)] if verify_sync else [],
+        [(0, 2), (0, 1, 2)] if verify_sync else [(0, 2)],
+    ]
+
+
+def test_a_diverged_survivor_is_found_by_verify_sync(world: Any, member: Any, together: Any) -> None:
+    states = model_states(3)
+    states[1].epoch = 9
+    for state in states[:2]:
+        state._bind(member(world(1)))
+        state.commit()
+    for session in bound(states, world, member, generation=2, lacking=(2,)):
+        session.verify_sync = True
+    with pytest.raises(StateDivergedError, match=r"epoch: ranks 0, 2 \| rank 1"):
+        together(*[state.sync for state in states])
+
+
+def test_progress_is_passed_on(world: Any, member: Any) -> None:
+    state = ObjectState(n=1)
+    state.progress()
+    session = member(world(1))
+    state._bind(session)
+    state.progress()
+    assert session.signs == 1

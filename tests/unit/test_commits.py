@@ -1,0 +1,159 @@
+"""The commit directory: whose it is, who may remove it, and when."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from elasticstate.commits import CommitDirectory, control_file, owner_of, refuse, remove_dead, remove_job
+from elasticstate.driver.record import JobDirectory
+
+JOB = "c0ffee"
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> JobDirectory:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return JobDirectory("a", JOB)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    (tmp_path / "commits").mkdir()
+    return str(tmp_path / "commits")
+
+
+def die(directory: CommitDirectory) -> None:
+    """What the kernel does at the death of an agent."""
+    os.close(directory._lock)
+
+
+def end(job: JobDirectory) -> None:
+    """The death of the driver and of all agents."""
+    os.close(job._lock)
+
+
+def test_each_job_host_and_slot_has_an_owner_of_its_own() -> None:
+    seats = [(JOB, "h", 0), (JOB, "h", 1), (JOB, "i", 0), ("c0ffe0", "h", 0)]
+    owners = {owner_of(*seat) for seat in seats}
+    assert len(owners) == 4
+    assert {len(owner) for owner in owners} == {16}
+
+
+def test_only_this_user_may_look_into_it(base: str, job: JobDirectory) -> None:
+    directory = CommitDirectory(base, JOB, "h", str(job.path))
+    assert directory.path.parent == Path(base)
+    assert directory.path.name == f"elasticstate-{os.getuid()}-{JOB}-h"
+    assert directory.path.stat().st_mode & 0o777 == 0o700
+    page = Path(directory.make_page(3))
+    assert page == directory.path / "3.control" == Path(control_file(directory.prefix(3)))
+    assert page.stat().st_size == 4096
+    assert page.stat().st_mode & 0o777 == 0o600
+    directory.remove()
+    assert not directory.path.exists()
+
+
+def test_an_agent_after_another_finds_what_was_there(base: str, job: JobDirectory) -> None:
+    first = CommitDirectory(base, JOB, "h", str(job.path))
+    Path(first.make_page(0)).write_bytes(b"x" * 4096)
+    die(first)
+    second = CommitDirectory(base, JOB, "h", str(job.path))
+    assert Path(second.make_page(0)).read_bytes() == b"x" * 4096
+    second.remove()
+
+
+def test_two_agents_never_have_it(base: str, job: JobDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticstate.commits._LOCK_TIMEOUT_S", 0.05)
+    first = CommitDirectory(base, JOB, "h", str(job.path))
+    with pytest.raises(TimeoutError, match="another agent has"):
+        CommitDirectory(base, JOB, "h", str(job.path))
+    first.remove()
+
+
+def test_a_directory_that_others_may_read_is_refused(base: str, job: JobDirectory) -> None:
+    planted = Path(base, f"elasticstate-{os.getuid()}-{JOB}-h")
+    planted.mkdir()
+    planted.chmod(0o755)
+    with pytest.raises(PermissionError, match="this user alone"):
+        CommitDirectory(base, JOB, "h", str(job.path))
+    assert remove_dead(base) == []
+
+
+def test_what_dead_jobs_have_left_is_removed_and_nothing_of_living_ones(base: str, job: JobDirectory) -> None:
+    other = JobDirectory("b", "beef")
+    dead = CommitDirectory(base, "beef", "h", str(other.path))
+    living = CommitDirectory(base, JOB, "h", str(job.path))
+    replaced = CommitDirectory(base, JOB, "i", str(job.path))
+    Path(base, "elasticstate-of-somebody").mkdir(mode=0o700)
+    Path(base, "file").touch()
+    assert remove_dead(base) == []
+    die(dead)
+    die(replaced)
+    assert remove_dead(base) == [], "the job of an agent that died lives on"
+    end(other)
+    assert other.path.exists()
+    assert remove_dead(base) == [str(dead.path)]
+    assert not other.path.exists(), "and its job's directory with it"
+    assert job.path.exists()
+    assert {path.name for path in Path(base).iterdir()} == {
+        living.path.name,
+        replaced.path.name,
+        "elasticstate-of-somebody",
+        "file",
+    }
+    end(job)
+    assert remove_dead(base) == [str(replaced.path)], "its agent still has the other one"
+    living.remove()
+
+
+def test_a_job_of_the_same_name_does_not_keep_a_dead_one(base: str, job: JobDirectory) -> None:
+    left = CommitDirectory(base, JOB, "h", str(job.path))
+    die(left)
+    end(job)
+    again = JobDirectory("a", "beef")
+    assert again.path == job.path
+    assert remove_dead(base) == [str(left.path)]
+    again.remove()
+    assert remove_dead(base) == []
+
+
+def test_the_driver_removes_what_killed_agents_of_its_job_have_left(base: str, job: JobDirectory) -> None:
+    killed, living = (CommitDirectory(base, JOB, host, str(job.path)) for host in "hi")
+    other = CommitDirectory(base, JOB + "0", "h", str(job.path))
+    die(killed)
+    die(other)
+    remove_job(base, JOB)
+    assert {path.name for path in Path(base).iterdir()} == {living.path.name, other.path.name}
+    living.remove()
+
+
+def test_whoever_loses_the_race_against_a_removal_makes_it_anew(base: str, job: JobDirectory) -> None:
+    stop = threading.Event()
+
+    def remove_again_and_again() -> None:
+        while not stop.is_set():
+            remove_job(base, JOB)
+
+    thread = threading.Thread(target=remove_again_and_again)
+    thread.start()
+    try:
+        for _ in range(200):
+            directory = CommitDirectory(base, JOB, "h", str(job.path))
+            directory.make_page(0)
+            assert Path(directory.path, "0.control").exists()
+            directory.remove()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_what_cannot_be_a_commit_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert refuse(str(tmp_path)) == ""
+    assert refuse(str(tmp_path / "none")) == "nothing can be made in it (No such file or directory)"
+    assert refuse(str(tmp_path / "file")) == "nothing can be made in it (Not a directory)"
+    assert refuse("/proc").startswith("nothing can be made in it")
+    assert not list(tmp_path.glob("elasticstate-*"))

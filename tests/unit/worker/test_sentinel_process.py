@@ -1,0 +1,357 @@
+"""The sentinel in a process of its own: while Python stands still, at its end, in its children, and told to leave."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from elasticstate import _native
+from elasticstate.core.types import WorkerId
+from elasticstate.net import messages
+from elasticstate.net.link import MAX_DATAGRAM_BYTES
+
+GENERATION = 3
+ME = WorkerId("h", 0, 1)
+SOON_S = 10.0
+M = TypeVar("M")
+
+BEGIN = f"""
+import ctypes, os, signal, socket, sys, threading, time
+from elasticstate import _native
+from elasticstate.core.types import Placement, WorkerId
+from elasticstate.net import messages
+from elasticstate.worker.sentinel import Sentinel
+
+class Context:
+    sockets = _native.GlooSockets()
+
+def say(text):
+    os.write(1, text.encode() + b"\\n")
+
+def enter():
+    place = Placement(WorkerId("h", 0, 1), 0, 0, 1, True, 0, 1)
+    world = messages.WorldMessage("job", {GENERATION}, place, 1, 0, (), "127.0.0.1:" + sys.argv[3], 60.0, 60.0)
+    sentinel.enter(world, Context)
+    sentinel.train()
+
+page = _native.ControlPage(sys.argv[1])
+sentinel = Sentinel(socket.socket(fileno=int(sys.argv[2])), WorkerId("h", 0, 1), page)
+sentinel.start()
+store = socket.create_connection(("127.0.0.1", int(sys.argv[3])))
+Context.sockets.watch_store("127.0.0.1", int(sys.argv[3]))
+holding_the_gil = ctypes.PyDLL(None)
+without_the_gil = ctypes.CDLL(None)
+"""
+
+
+class Process:
+    """A worker's process that runs BEGIN and then ``program``; the test is its agent and its store."""
+
+    def __init__(self, directory: Path, program: str) -> None:
+        page = directory / "control"
+        page.write_bytes(bytes(4096))
+        self.page = _native.ControlPage(str(page))
+        self.agent, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.agent.settimeout(SOON_S)
+        with theirs, socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(30)
+            port = listener.getsockname()[1]
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", BEGIN + program, str(page), str(theirs.fileno()), str(port)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, "PYTHONUNBUFFERED": ""},  # what is not flushed at the end would be lost
+                pass_fds=[theirs.fileno()],
+                bufsize=0,
+            )
+            self.store, _ = listener.accept()
+        self.store.settimeout(SOON_S)
+        self.hear(messages.Hello)
+
+    def tell(self, message: messages.ToWorkerBody) -> None:
+        self.agent.send(messages.encode_to_worker(message))
+
+    def hear(self, kind: type[M]) -> M:
+        """The next message, which is of this kind."""
+        message = messages.decode_from_worker(self.agent.recv(MAX_DATAGRAM_BYTES))
+        assert isinstance(message, kind)
+        return message
+
+    def hears_nothing(self) -> bool:
+        return not select.select([self.agent], [], [], 0)[0]
+
+    def line(self) -> str:
+        """The next line of its output."""
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], SOON_S)[0], "no output"
+        return self.process.stdout.readline().decode().strip()
+
+    def wait_for_beats(self, count: int) -> None:
+        last = self.page.stamp()[0] + count
+        deadline = time.monotonic() + SOON_S
+        while self.page.stamp()[0] < last:
+            assert time.monotonic() < deadline, "no beat"
+            time.sleep(0.01)
+
+    def ended(self) -> tuple[int, str, str]:
+        """Its status, and what it has written."""
+        out, error = self.process.communicate(timeout=SOON_S)
+        return self.process.returncode, out.decode(), error.decode()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.agent.close()
+        self.store.close()
+
+
+Start = Callable[[str], Process]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    made: list[Process] = []
+
+    def begin(program: str) -> Process:
+        directory = tmp_path / str(len(made))
+        directory.mkdir()
+        made.append(Process(directory, program))
+        return made[-1]
+
+    yield begin
+    for process in made:
+        process.close()
+
+
+STANDING_STILL = {
+    "another thread holds the GIL": """
+threading.Thread(target=lambda: (say("standing"), holding_the_gil.usleep(60_000_000)), daemon=True).start()
+""",
+    "the main thread holds the GIL": "say('standing')\nwhile True: holding_the_gil.usleep(60_000_000)",
+    "the main thread is in C": "say('standing')\nwhile True: without_the_gil.usleep(60_000_000)",
+    "an endless loop": "say('standing')",
+}
+
+
+@pytest.mark.parametrize("program", STANDING_STILL.values(), ids=STANDING_STILL.keys())
+def test_python_may_stand_still(start: Start, program: str) -> None:
+    worker = start(f"enter()\n{program}\nwhile True: pass")
+    assert worker.line() == "standing"
+    worker.tell(messages.HoldOrder(GENERATION))
+    assert worker.hear(messages.HoldAnswer) == messages.HoldAnswer(GENERATION, 0, False)
+    worker.wait_for_beats(3)
+    worker.process.send_signal(signal.SIGTERM)
+    worker.hear(messages.Notice)
+    worker.tell(messages.EndOrder(GENERATION, None, "test"))
+    assert worker.store.recv(1) == b""  # cut
+    worker.wait_for_beats(3)
+    assert worker.process.poll() is None
+
+
+HOLD_THE_GIL = """
+times = []
+other = threading.Timer(0.1, lambda: times.append(time.monotonic()))
+other.start()
+holding_the_gil.usleep(500_000)
+held_until = time.monotonic()
+other.join()
+say(str(times[0] >= held_until - 0.1))
+"""
+
+
+def test_the_gil_is_really_held_by_these_calls(start: Start) -> None:
+    assert start(HOLD_THE_GIL).line() == "True"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print('kept', end=''); say('there'); time.sleep(60)",
+        "print('kept', end=''); say('there'); without_the_gil.pause()",
+        "enter(); print('kept', end=''); say('there'); time.sleep(60)",
+        "enter(); print('kept', end=''); say('there'); sentinel.gate()",
+        "print('kept', end=''); say('there'); sentinel.ready('h:1')",
+    ],
+    ids=["boot", "boot in C", "train", "gate", "regroup"],
+)
+def test_told_to_leave_it_exits_with_0_and_its_output_is_whole(start: Start, program: str) -> None:
+    worker = start(program)
+    assert worker.line() == "there"
+    if "sentinel." in program:
+        worker.agent.recv(MAX_DATAGRAM_BYTES)  # Gate or Ready: it waits
+    worker.tell(messages.LeaveOrder())
+    status, out, error = worker.ended()
+    assert (status, out, error) == (0, "kept", "")
+
+
+def test_told_to_leave_in_a_boot_that_holds_the_gil(start: Start) -> None:
+    worker = start("say('there'); holding_the_gil.usleep(60_000_000)")
+    assert worker.line() == "there"
+    worker.tell(messages.LeaveOrder())
+    assert worker.ended()[0] == 0
+
+
+def test_behind_the_gate_a_leave_is_a_plain_sigterm(start: Start) -> None:
+    worker = start("sentinel.finish(); say('there'); time.sleep(60)")
+    assert worker.line() == "there"
+    worker.tell(messages.LeaveOrder())
+    assert worker.ended()[0] == -signal.SIGTERM
+
+
+def test_a_worker_does_not_outlive_its_agent(start: Start) -> None:
+    worker = start("enter(); say('there'); holding_the_gil.usleep(60_000_000)")
+    assert worker.line() == "there"
+    worker.agent.close()
+    status, _, error = worker.ended()
+    assert (status, error) == (1, "elasticstate: the agent of this worker is gone; the worker ends\n")
+
+
+def test_behind_the_gate_it_does(start: Start) -> None:
+    worker = start("sentinel.finish(); say('there'); time.sleep(0.5); sentinel.say(messages.Notice()); say('end')")
+    assert worker.line() == "there"
+    worker.agent.close()
+    worker.wait_for_beats(1)
+    assert worker.ended() == (0, "end\n", "")
+
+
+SLOW_END = """
+class Slow:
+    def __del__(self, sleep=time.sleep): sleep(0.5)
+slow = Slow()
+enter()
+threading.Thread(target=sentinel.gate, daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("pass", 0),
+        ("del sentinel; enter = None", 0),
+        ("sys.exit(3)", 3),
+        ("sys.keep = sentinel", 0),
+        ("class Loop: pass\nloop = Loop(); loop.me = loop; loop.sentinel = sentinel; del sentinel", 0),
+        ("enter(); sentinel.failed('sweeping at the end')", 0),
+        ("enter(); threading.Thread(target=sentinel.gate, daemon=True).start(); time.sleep(0.1)", 0),
+        (SLOW_END, 0),
+    ],
+    ids=[
+        "end",
+        "deleted",
+        "sys.exit",
+        "kept by sys",
+        "in a cycle",
+        "sweeping",
+        "another thread waits",
+        "and the end is slow",
+    ],
+)
+def test_the_interpreter_ends_as_without_it(start: Start, program: str, status: int) -> None:
+    assert start(program).ended() == (status, "", "")
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+FORK = """
+enter()
+pid = os.fork()
+if pid == 0:
+    try:
+        sentinel.tick()
+    except RuntimeError as error:
+        say(str(error))
+    try:
+        sentinel.say(messages.Notice())
+    except RuntimeError:
+        say("silent")
+    page.beat()
+    page.set_place(2)
+    say(f"{signal.getsignal(signal.SIGTERM)!r}")
+    time.sleep(60)
+else:
+    _, status = os.waitpid(pid, 0)
+    say(f"child ended by {os.WTERMSIG(status)}")
+    sentinel.tick()
+    say("ticked")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["main_thread", "another_thread"])
+def test_a_forked_child_has_no_part_in_the_job(start: Start, thread: bool) -> None:
+    program = FORK.replace("\n", "\n    ")
+    worker = start(f"def act():\n    {program}\nthreading.Thread(target=act).start()" if thread else FORK)
+    assert "forked" in worker.line()
+    assert worker.line() == "silent"
+    assert "SIG_DFL" in worker.line()
+    assert worker.page.stamp()[2:] == (messages.Place.TRAIN, GENERATION, 0)
+    (child,) = children(worker.process.pid)
+    os.kill(child, signal.SIGTERM)
+    assert worker.line() == f"child ended by {signal.SIGTERM:d}"
+    assert worker.line() == "ticked"
+    assert worker.hear(messages.First) == messages.First(GENERATION)  # and no Notice before it
+    worker.tell(messages.HoldOrder(GENERATION))
+    assert worker.hear(messages.HoldAnswer).ticks == 1
+    worker.wait_for_beats(2)
+
+
+def test_a_forked_child_that_ends_by_itself_runs_down_without_harm(start: Start) -> None:
+    worker = start("enter()\nif os.fork() == 0: sys.exit(5)\n_, status = os.wait()\nsay(str(os.WEXITSTATUS(status)))")
+    assert worker.line() == "5"
+    assert worker.ended() == (0, "", "")
+
+
+COLLECTIVE = """
+import datetime, torch, torch.distributed as dist
+from elasticstate.worker.contexts.gloo import GlooContext
+port, rank = int(os.environ["PORT"]), int(os.environ["RANK"])
+LONG = datetime.timedelta(seconds=120)
+context = Context = GlooContext()
+tcp = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+enter()
+context.create(dist.PrefixStore("g", tcp), rank, 2, init_timeout=LONG, collective_timeout=LONG)
+say("made")
+if rank == 1:
+    time.sleep(60)
+try:
+    dist.all_reduce(torch.ones(1))
+except RuntimeError:
+    say(f"cut, broken: {context.broken()}")
+os._exit(0)
+"""
+
+
+def test_notice_and_cut_of_a_worker_that_is_blocked_in_a_collective(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    workers = []
+    for rank in (0, 1):
+        monkeypatch.setenv("PORT", str(store.port))
+        monkeypatch.setenv("RANK", str(rank))
+        workers.append(start(COLLECTIVE))
+    blocked, _ = workers
+    assert blocked.line() == "made"
+    time.sleep(0.2)  # it may be in the collective by now; the rest holds in any case
+    blocked.process.send_signal(signal.SIGTERM)
+    blocked.hear(messages.Notice)
+    blocked.tell(messages.EndOrder(GENERATION, None, "test"))
+    assert blocked.line() == "cut, broken: True"
+    assert blocked.ended()[0] == 0
