@@ -45,12 +45,6 @@ STATES = {
     "1 KB": (KB, 100_000 * KB),
 }
 THREADS = min(4, len(os.sched_getaffinity(0)))
-    "commit": 2,
-    "restore": 2,
-    "deepcopy": 2,
-    "foreach": 2,
-    "memcpy": 2,
-}  # over the memory: it is read and written
 TICKS = 200_000
 
 
