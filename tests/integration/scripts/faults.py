@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 import elasticstate as elastic
-from elasticstate.state.base import _Channel
+from elasticstate.state.channel import Channel
 from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.regroup import Regrouper
 
@@ -102,7 +102,7 @@ class Faults:
 
         if any(fault.point in ("init", "store") for _, fault in self._faults):
             GlooContext.create = watched_create  # type: ignore[method-assign]
-        self._before(_Channel, "broadcast", "sync")
+        self._before(Channel, "broadcast", "sync")
         self._before(Regrouper, "leave", "leave")
 
     def _before(self, owner: type, method: str, point: str) -> None:
