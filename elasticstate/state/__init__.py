@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from elasticstate.state.base import Session, State
+from elasticstate.state.base import State
 from elasticstate.state.objects import ObjectState
 from elasticstate.state.sampler import ElasticSampler
+from elasticstate.state.session import Session
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.torch import TorchState
 

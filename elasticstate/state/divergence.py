@@ -16,7 +16,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.errors import StateDivergedError, StateError
 from elasticstate.state.channel import Channel
 from elasticstate.state.snapshot import Snapshot
-from elasticstate.state.values import Leaf, Tree
+from elasticstate.state.values import Leaf, Row, Tree
 
 MAX_NAMES = 20  # that are told of each rank
 
@@ -97,8 +97,8 @@ def _fingerprints(snapshot: Snapshot) -> dict[str, str]:
 def _object_fingerprints(path: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, Tree):
         yield from _object_fingerprints(path, value.tree)
-    elif isinstance(value, Leaf):
-        return  # the tensor speaks for itself
+    elif isinstance(value, Leaf | Row):
+        return  # the tensors speak for themselves
     elif type(value) is dict and value and all(isinstance(key, str | int) for key in value):
         for key, item in value.items():
             yield from _object_fingerprints(f"{path}.{key}", item)

@@ -27,7 +27,7 @@ _FEATURES: tuple[Callable[[Tensor], Any], ...] = (
     type,
     Tensor.data_ptr,
     Tensor.size,
-    Tensor.stride,
+    Tensor.is_contiguous,  # cheaper than the strides, and says all about them if it is true
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
     Tensor.is_neg,
 )
@@ -51,7 +51,7 @@ class Plan:
         self.layout = self.header.layout
         self._names = list(tensors)
         self._features = [list(map(feature, tensors.values())) for feature in _FEATURES]
-        self._conjugated = _conjugated(tensors.values(), self._features[4])
+        self._rare = self._rare_features(tensors.values())
         self._arrays = _array_features(arrays)
         self.odd: list[tuple[str, Entry]] = []
         self.pieces = self._make_pieces([*tensors.values(), *arrays.values()])
@@ -64,13 +64,23 @@ class Plan:
             return all(
                 all(map(operator.eq, map(feature, tensors.values()), known))
                 for feature, known in zip(_FEATURES, self._features, strict=True)
-            ) and self._conjugated == _conjugated(tensors.values(), self._features[4])
+            ) and self._rare == self._rare_features(tensors.values())
         except RuntimeError:  # a tensor without memory, such as a sparse one: what is wrong is said when a plan is made
             return False
 
     def room_for(self, random_bytes: int) -> bool:
         """Whether so much random state fits into the part that is kept for it."""
         return random_bytes + 8 <= self.random_bytes
+
+    def _rare_features(self, tensors: Iterable[Tensor]) -> list[object]:
+        """The strides of those with holes, and the conjugate bits of the complex ones."""
+        _, _, _, contiguous, dtypes, _ = self._features
+        found: list[object] = []
+        if not all(contiguous):
+            found += [t.stride() for t, whole in zip(tensors, contiguous, strict=True) if not whole]
+        if any(dtype.is_complex for dtype in set(dtypes)):
+            found += [t.is_conj() for t, dtype in zip(tensors, dtypes, strict=True) if dtype.is_complex]
+        return found
 
     def _make_pieces(self, values: list[Array]) -> Pieces:
         """What native code copies. The rest is odd: on a device, with holes, or not stored as it reads."""
@@ -92,17 +102,16 @@ class Plan:
 
 
 def address(value: Array) -> int | None:
-    """Where the first element lies in the memory of the CPU; None for what is empty or elsewhere."""
+    """Where the first element lies in the memory of the CPU; None for what is elsewhere, or nowhere."""
     if isinstance(value, torch.Tensor):
-        here = value.device.type == "cpu" and value.layout is torch.strided and value.numel()
-        return value.data_ptr() if here else None
+        return value.data_ptr() if value.is_cpu and value.layout is torch.strided else None
     return _array_address(value) if value.size else None
 
 
 def plain_address(value: Array) -> int | None:
     """Where the bytes of a value lie in the memory of the CPU, in C order; None if they do not."""
     if isinstance(value, torch.Tensor):
-        plain = value.device.type == "cpu" and value.is_contiguous() and not value.is_conj() and not value.is_neg()
+        plain = value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg()
         return value.data_ptr() if plain else None
     return _array_address(value) if value.flags.c_contiguous else None
 
@@ -169,13 +178,6 @@ def random_room(random_bytes: int) -> int:
     """Bytes to keep for a random state of this size."""
     assert RANDOM_GRANULE_BYTES % ALIGNMENT_BYTES == 0
     return round_up(8 + random_bytes + RANDOM_SLACK_BYTES, RANDOM_GRANULE_BYTES)
-
-
-def _conjugated(tensors: Iterable[Tensor], dtypes: list[torch.dtype]) -> list[bool]:
-    """The conjugate bits of the complex ones; others have none."""
-    if not any(dtype.is_complex for dtype in set(dtypes)):
-        return []
-    return [t.is_conj() for t, dtype in zip(tensors, dtypes, strict=True) if dtype.is_complex]
 
 
 def _array_address(array: np.ndarray[Any, Any]) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticstate.errors import StateError
 from elasticstate.state.base import State
-from elasticstate.state.values import Captured, Leaf, Tree, Values, is_array, put
+from elasticstate.state.values import Captured, Leaf, Row, Tree, Values, is_array, put
 
 _leaf = functools.cache(Leaf)  # one for each kind of device: a pickle has it once
+_row = functools.lru_cache(1024)(Row)
 
 
 class TorchState(State):
@@ -92,8 +94,9 @@ def _capture(name: str, value: Any, values: dict[str, Any]) -> Any:
     """Put the tensors of an object into ``values``; returns the rest of its state."""
     if isinstance(value, torch.nn.Module):
         return _capture_module(name, _unwrap(value), values)
-    content = _optimizer_content(value) if _is_plain_optimizer(value) else value.state_dict()
-    return _flatten(content, name, values)
+    if _is_plain_optimizer(value):
+        return _capture_optimizer(name, value, values)
+    return _flatten(value.state_dict(), name, values)
 
 
 def _load(name: str, live: Any, tree: Any, values: Captured) -> None:
@@ -226,20 +229,21 @@ def _home(module: torch.nn.Module, device_type: str) -> torch.device:
 # ------------------------------------------------------------------------------------------------------- optimizers
 
 
-def _optimizer_content(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _capture_optimizer(name: str, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> Any:
     """What ``Optimizer.state_dict`` gives: parameters by their position over all groups."""
-    positions = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    return {
-        "state": {
-            positions[key] if isinstance(key, torch.Tensor) else key: entry
-            for key, entry in optimizer.state.items()
-            if not isinstance(key, torch.Tensor) or key in positions
-        },
-        "param_groups": [
-            {key: len(value) if key == "params" else value for key, value in group.items()}
-            for group in optimizer.param_groups
-        ],
-    }
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    positions = {id(parameter): i for i, parameter in enumerate(parameters)}  # to hash a tensor takes ten times as long
+    state = {}
+    for key, entry in optimizer.state.items():
+        position = positions.get(id(key))
+        if position is not None or not isinstance(key, torch.Tensor):
+            at = key if position is None else position
+            state[at] = _flatten(entry, f"{name}.state.{at}", values)
+    groups = [
+        {key: len(value) if key == "params" else value for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": _flatten(groups, f"{name}.param_groups", values)}
 
 
 def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any, values: Captured) -> None:
@@ -274,16 +278,27 @@ def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any, valu
 
 def _flatten(value: Any, path: str, values: dict[str, Any]) -> Any:
     """Put the tensors and arrays of nested containers into ``values`` under their paths; returns the tree left."""
+    kind = type(value)
+    if kind is dict or kind is OrderedDict:
+        for key, item in value.items():
+            if type(key) is not str or not isinstance(item, torch.Tensor) or not item.is_cpu:
+                return kind((key, _flatten(item, f"{path}.{key}", values)) for key, item in value.items())
+        for key, tensor in value.items():
+            values[_free(f"{path}.{key}", values)] = tensor
+        return _row(kind, tuple(value))
+    if kind is list or kind is tuple:
+        return kind(_flatten(item, f"{path}.{i}", values) for i, item in enumerate(value))
     if is_array(value):
-        while path in values:  # {"a.b": x, "a": {"b": y}}
-            path += "'"
-        values[path] = value
+        values[_free(path, values)] = value
         return _leaf(value.device.type if isinstance(value, torch.Tensor) else "cpu")
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _flatten(item, f"{path}.{key}", values)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_flatten(item, f"{path}.{i}", values) for i, item in enumerate(value))
     return value
+
+
+def _free(path: str, taken: Container[str]) -> str:
+    """A name for what is at ``path``, which may be taken: ``{"a.b": x, "a": {"b": y}}``."""
+    while path in taken:
+        path += "'"
+    return path
 
 
 def _rebuild(tree: Any, values: Captured, live: Any, device: torch.device | None, path: str, used: set[str]) -> Any:
@@ -293,11 +308,12 @@ def _rebuild(tree: Any, values: Captured, live: Any, device: torch.device | None
     met so far; with it they come out as ``_flatten`` made them.
     """
     if isinstance(tree, Leaf):
-        while path in used:
-            path += "'"
+        path = _free(path, used)
         used.add(path)
         here = device if device is not None and device.type == tree.device_type else torch.device(tree.device_type)
         return put(live, values, path, here)
+    if isinstance(tree, Row):
+        tree = tree.kind((key, _leaf("cpu")) for key in tree.keys)
     if type(tree) in (dict, OrderedDict):
         inside = live if isinstance(live, dict) else {}
         return type(tree)(

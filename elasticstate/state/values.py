@@ -33,6 +33,17 @@ class Leaf:
     device_type: str
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Stands in a tree where a dict was that had text for keys, and nothing but tensors on the CPU. Equal ones are one.
+
+    An optimizer has one for each parameter: a dict of leaves would cost more than the copy of a small tensor.
+    """
+
+    kind: type[dict[str, Any]]
+    keys: tuple[str, ...]
+
+
 class Values(Mapping[str, Any]):
     """The content of a commit by name. Tensors and arrays are views of its buffer, made when they are asked for.
 

@@ -45,13 +45,6 @@ STATES = {
     "1 KB": (KB, 100_000 * KB),
 }
 THREADS = min(4, len(os.sched_getaffinity(0)))
-PASSES = {
-    "commit": 2,
-    "restore": 2,
-    "deepcopy": 2,
-    "foreach": 2,
-    "memcpy": 2,
-}  # over the memory: it is read and written
 TICKS = 200_000
 
 
@@ -268,6 +261,7 @@ def main() -> None:
         rows = []
         for name in args.states:  # each in a process of its own, whose memory has no past
             command = [sys.executable, __file__, "--measure", name, "--rounds", str(args.rounds)]
+            print(f"tensors of {name}: {args.rounds} rounds", file=sys.stderr)
             found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             rows.append(Row(name, json.loads(found)))
         report(rows, args.rounds, tick_s())

@@ -49,7 +49,7 @@ def test_after_a_kill_at_any_moment_of_a_commit_a_whole_one_is_there(shared_memo
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=300,
+        timeout=600,
         check=True,
     )
     kills = [json.loads(line) for line in done.stdout.splitlines()]
