@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # "make test &" in a script: jobs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
