@@ -16,8 +16,10 @@ demo: setup  ## four workers on two local hosts; one is killed, a host leaves an
 test: lint  ## lint, then all tests
 	$(BIN)/python -m pytest tests
 
-bench: setup  ## recovery and scale-up, side by side with bare Gloo and torchrun
+bench: setup  ## recovery and scale-up, commits and sync, each side by side with the bare thing
 	$(BIN)/python tests/bench/bench_recovery.py
+	$(BIN)/python tests/bench/bench_commit.py
+	$(BIN)/python tests/bench/bench_sync.py
 
 lint: setup  ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -191,6 +191,7 @@ void GlooSockets::sever() {
     if (!store_.empty()) {
         cut_store();
     }
+    waits_.wake();
 }
 
 bool GlooSockets::broken() {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "gloo_waits.hpp"
 #include "proc_fds.hpp"
 
 namespace elasticstate {
@@ -36,6 +37,7 @@ public:
 ///    on the listener with the 8-byte sequence number of the pair it connects to; so each of the numbers 0 … n-1 is
 ///    sent to the own listener on a connection that is then closed. A private detail of Gloo's wire, pinned by a test.
 ///  - store waits: the sockets whose peer is the store's address.
+///  - what Gloo forgets to wake although its socket is gone: see gloo_waits.hpp.
 ///
 /// A device is found by difference: the epoll descriptors after a group was made, minus those before. All calls may
 /// come from any thread.
@@ -80,6 +82,7 @@ private:
     std::size_t next_rejected_ = 0;
     std::vector<Address> store_;
     bool severed_ = false;
+    GlooWaits waits_;
     std::vector<int> fds_;  // memory for what /proc lists
     std::vector<Watched> watched_;
 };

@@ -215,3 +215,18 @@ def test_a_collective_with_a_stopped_peer_is_cut_and_broken_says_so(ranks: Ranks
         answer = rank.hear("done")
         assert (answer["error"], answer["broken"]) == ("RuntimeError", True)
     go_on(ranks, members)
+
+
+@pytest.mark.parametrize("root", [0, 1], ids=["while_sending", "while_receiving"])
+def test_a_peer_dies_in_the_middle_of_a_large_tensor(ranks: Ranks, root: int) -> None:
+    """Gloo wakes what waits to begin, and forgets what is half done: it would sleep until the time-out of 120 s."""
+    survivor, victim = ranks.boot(2)
+    ranks.create("first", [survivor, victim])
+    for rank in (survivor, victim):
+        rank.begin(f"broadcast {root} {victim.process.pid}")
+    assert victim.process.wait(SOON_S) == -signal.SIGKILL
+    assert not select.select([survivor.process.stdout], [], [], 0.5)[0], "it has woken by itself: no need to cut"
+    survivor.tell("sever")
+    answer = survivor.hear("done")
+    assert (answer["error"], answer["broken"]) == ("RuntimeError", True)
+    go_on(ranks, [survivor, *ranks.boot(1)])

@@ -1,14 +1,17 @@
 """One rank of test_sever.py: makes groups when told on stdin, and is severed by a thread when told.
 
-Commands, one per line: ``create NAME RANK SIZE`` · ``new_group`` · ``all_reduce`` · ``connect PORT`` · ``leave`` ·
+Commands, one per line: ``create NAME RANK SIZE`` · ``new_group`` · ``all_reduce`` · ``connect PORT`` ·
+``broadcast ROOT VICTIM`` (the one that receives kills this process in the middle of it) · ``leave`` ·
 ``sever`` (at once and for good, until ``leave``) · ``quit``. Each but ``sever`` and ``quit`` answers with a JSON line.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import queue
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -63,8 +66,25 @@ class UsersOwnSockets:
         late.close()
 
 
+def kill_when_it_comes(tensor: torch.Tensor, victim: int) -> None:
+    """As soon as the first bytes are there, and long before the last."""
+    while not tensor[0]:
+        time.sleep(0.0005)
+    os.kill(victim, signal.SIGKILL)
+
+
+def broadcast(root: int, victim: int) -> None:
+    receives = dist.get_rank() != root
+    tensor = torch.zeros(1 << 27) if receives else torch.ones(1 << 27)
+    if receives:
+        threading.Thread(target=kill_when_it_comes, args=(tensor, victim), daemon=True).start()
+    dist.broadcast(tensor, root)
+
+
 def carry_out(words: list[str]) -> None:
     match words:
+        case ["broadcast", root, victim]:
+            broadcast(int(root), int(victim))
         case ["create", name, rank, size]:
             store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
             context.watch_store(("127.0.0.1", store_port))

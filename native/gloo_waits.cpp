@@ -1,0 +1,222 @@
+#include "gloo_waits.hpp"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <sys/ucontext.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cinttypes>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "proc_fds.hpp"
+
+// Part of glibc's interface to compilers since 2.0: a thread's list of what is to be done when it is cancelled.
+extern "C" {
+[[gnu::weak]] void _pthread_cleanup_push(_pthread_cleanup_buffer *, void (*)(void *), void *) noexcept;
+[[gnu::weak]] void _pthread_cleanup_pop(_pthread_cleanup_buffer *, int) noexcept;
+}
+
+namespace elasticstate {
+namespace {
+
+constexpr std::uint64_t WAIT_FRAMES = 1024;  // bytes of stack between the system call and who waits on the condition
+constexpr std::chrono::milliseconds LOOK_INTERVAL{20};
+constexpr std::chrono::milliseconds ASLEEP_FOR{60};  // a wait that is woken ends sooner
+constexpr std::chrono::seconds HOPELESS_AFTER{2};
+constexpr char THREAD_NAME[] = "pt_gloo_runloop";
+
+std::atomic<std::uint64_t> expected_address{0};  // of the futex that is to be interrupted
+std::atomic<pid_t> expected_thread{0};  // 0 again when it has left its wait
+
+/// net/messages.py has the one for stacks: SIGRTMIN + 9.
+int wake_signal() noexcept { return SIGRTMIN + 10; }
+
+/// Whether the signal has interrupted a futex wait. The kernel is back from it: -EINTR, behind the instruction.
+bool interrupted_futex([[maybe_unused]] const ucontext_t &context, [[maybe_unused]] std::uint64_t address) noexcept {
+#if defined(__x86_64__)
+    const auto &registers = context.uc_mcontext.gregs;
+    const auto *const next = reinterpret_cast<const std::uint8_t *>(registers[REG_RIP]);
+    const bool behind_syscall = next[-2] == 0x0f && next[-1] == 0x05;
+    return behind_syscall && registers[REG_RAX] == -EINTR && registers[REG_R10] != 0 &&
+           static_cast<std::uint64_t>(registers[REG_RDI]) == address;
+#elif defined(__aarch64__)
+    const auto &registers = context.uc_mcontext;
+    const auto *const next = reinterpret_cast<const std::uint32_t *>(registers.pc);
+    const bool behind_syscall = next[-1] == 0xd4000001;  // the address is overwritten by the result
+    return behind_syscall && address != 0 && static_cast<std::int64_t>(registers.regs[0]) == -EINTR &&
+           registers.regs[8] == SYS_futex && registers.regs[3] != 0;
+#else
+    return false;
+#endif
+}
+
+std::uint64_t stack_pointer(const ucontext_t &context) noexcept {
+#if defined(__x86_64__)
+    return static_cast<std::uint64_t>(context.uc_mcontext.gregs[REG_RSP]);
+#elif defined(__aarch64__)
+    return context.uc_mcontext.sp;
+#else
+    return 0 * sizeof context;
+#endif
+}
+
+/// The newest entry of this thread's list of clean-ups; nullptr: there is none, or no such list.
+_pthread_cleanup_buffer *newest_cleanup() noexcept {
+    if (_pthread_cleanup_push == nullptr || _pthread_cleanup_pop == nullptr) {
+        return nullptr;
+    }
+    _pthread_cleanup_buffer mine{};
+    _pthread_cleanup_push(&mine, [](void *) {}, nullptr);
+    _pthread_cleanup_pop(&mine, 0);
+    return mine.__prev;
+}
+
+/// Ends a wait on a condition variable as cancellation would: the thread is no waiter any more, and has the mutex.
+bool leave_condition(std::uint64_t stack) noexcept {
+    _pthread_cleanup_buffer *const cleanup = newest_cleanup();
+    const auto at = reinterpret_cast<std::uint64_t>(cleanup);
+    if (at < stack || at > stack + WAIT_FRAMES) {
+        return false;  // somebody else's: what was interrupted is no such wait
+    }
+    _pthread_cleanup_pop(cleanup, 1);
+    int before = 0;
+    pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &before);  // the wait had made it asynchronous
+    return true;
+}
+
+void on_signal(int, siginfo_t *, void *given) {
+    const auto thread = static_cast<pid_t>(syscall(SYS_gettid));
+    const auto &context = *static_cast<ucontext_t *>(given);
+    if (expected_thread != thread || !interrupted_futex(context, expected_address) ||
+        !leave_condition(stack_pointer(context))) {
+        return;
+    }
+    expected_thread = 0;
+    throw std::runtime_error("Connection closed: the generation has ended in the middle of this operation");
+}
+
+/// False: somebody else has the signal.
+bool install_handler() noexcept {
+    static const bool installed = [] {
+        struct sigaction before {};
+        if (sigaction(wake_signal(), nullptr, &before) != 0 || before.sa_handler != SIG_DFL) {
+            return false;
+        }
+        struct sigaction action {};
+        action.sa_sigaction = on_signal;
+        action.sa_flags = SA_SIGINFO | SA_NODEFER;  // who throws out of a handler never returns from it
+        sigemptyset(&action.sa_mask);
+        return sigaction(wake_signal(), &action, nullptr) == 0;
+    }();
+    return installed;
+}
+
+std::size_t read_file(const char *path, char *buffer, std::size_t size) noexcept {
+    const Descriptor file(open(path, O_RDONLY | O_CLOEXEC));
+    const ssize_t length = file ? read(file.get(), buffer, size - 1) : -1;
+    buffer[std::max<ssize_t>(0, length)] = '\0';
+    return static_cast<std::size_t>(std::max<ssize_t>(0, length));
+}
+
+bool runs_collectives(pid_t thread) noexcept {
+    std::array<char, 48> path{};
+    std::array<char, 32> name{};
+    std::snprintf(path.data(), path.size(), "/proc/self/task/%d/comm", thread);
+    const std::size_t length = read_file(path.data(), name.data(), name.size());
+    return length == sizeof THREAD_NAME && std::memcmp(name.data(), THREAD_NAME, sizeof THREAD_NAME - 1) == 0;
+}
+
+/// The futex that a thread waits for with a time-out, if it does.
+std::optional<std::uint64_t> timed_wait(pid_t thread) noexcept {
+    std::array<char, 48> path{};
+    std::array<char, 256> call{};
+    std::snprintf(path.data(), path.size(), "/proc/self/task/%d/syscall", thread);
+    read_file(path.data(), call.data(), call.size());
+    long number = 0;
+    std::uint64_t address = 0, operation = 0, value = 0, timeout = 0;
+    if (std::sscanf(call.data(), "%ld %" SCNx64 " %" SCNx64 " %" SCNx64 " %" SCNx64, &number, &address, &operation,
+                    &value, &timeout) != 5) {
+        return std::nullopt;  // it runs
+    }
+    const std::uint64_t command = operation & static_cast<std::uint64_t>(FUTEX_CMD_MASK);
+    const bool waits = number == SYS_futex && (command == FUTEX_WAIT || command == FUTEX_WAIT_BITSET);
+    return waits && timeout != 0 ? std::optional(address) : std::nullopt;
+}
+
+std::vector<pid_t> threads_of_collectives() {
+    std::vector<pid_t> found;
+    const std::unique_ptr<DIR, int (*)(DIR *)> directory(opendir("/proc/self/task"), &closedir);
+    while (const dirent *const entry = directory ? readdir(directory.get()) : nullptr) {
+        const auto thread = static_cast<pid_t>(std::strtol(entry->d_name, nullptr, 10));
+        if (thread > 0 && runs_collectives(thread)) {
+            found.push_back(thread);
+        }
+    }
+    return found;
+}
+
+void interrupt(pid_t thread, std::uint64_t address) noexcept {
+    expected_address = address;
+    expected_thread = thread;
+    if (install_handler()) {
+        syscall(SYS_tgkill, getpid(), thread, wake_signal());
+    }
+}
+
+[[noreturn]] void give_up() noexcept {
+    constexpr char line[] =
+        "elasticstate: an operation of the ended generation cannot be woken; this worker ends, the next one in its "
+        "slot resumes from its commit\n";
+    [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, line, sizeof line - 1);
+    kill(getpid(), SIGKILL);
+    _exit(1);
+}
+
+}  // namespace
+
+void GlooWaits::wake() {
+    const Clock::time_point now = Clock::now();
+    if (now < next_look_) {
+        return;
+    }
+    next_look_ = now + LOOK_INTERVAL;
+    std::vector<Wait> waits;
+    for (const pid_t thread : threads_of_collectives()) {
+        const std::optional<std::uint64_t> address = timed_wait(thread);
+        if (!address) {
+            continue;
+        }
+        const auto known = std::find_if(waits_.begin(), waits_.end(), [&](const Wait &wait) {
+            return wait.thread == thread && wait.address == *address;
+        });
+        const bool same = known != waits_.end() && !(known->interrupted && expected_thread == 0);  // 0: it was left
+        waits.push_back(same ? *known : Wait{thread, *address, now, false});
+    }
+    waits_ = std::move(waits);
+    for (Wait &wait : waits_) {
+        if (now - wait.since > HOPELESS_AFTER) {
+            give_up();
+        }
+        if (!wait.interrupted && now - wait.since > ASLEEP_FOR) {
+            wait.interrupted = true;
+            interrupt(wait.thread, wait.address);
+            return;  // one at a time: the handler has to know which
+        }
+    }
+}
+
+}  // namespace elasticstate
