@@ -153,6 +153,10 @@ class GlooSockets:
     def sever(self) -> None:
         """Cut everything there is. Level, not edge: sockets may appear meanwhile, so call it again and again."""
 
+    @staticmethod
+    def busy() -> bool:
+        """Whether any operation of any Gloo group of this process is under way, or being cleared away."""
+
     def broken(self) -> bool:
         """Whether a pair of one of the groups has lost its connection, or all were cut here."""
 

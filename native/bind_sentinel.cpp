@@ -112,6 +112,7 @@ void bind_gloo_sockets(nb::module_ &m) {
         .def("end_group", [](SharedSockets &self) { self.sockets->end_group(); }, NoGil())
         .def("forget", [](SharedSockets &self) { self.sockets->forget(); }, NoGil())
         .def("sever", [](SharedSockets &self) { self.sockets->sever(); }, NoGil())
+        .def_static("busy", [] { return GlooWaits::busy(); }, NoGil())
         .def("broken", [](SharedSockets &self) { return self.sockets->broken(); }, NoGil());
 }
 

@@ -1,12 +1,14 @@
 #include "gloo_waits.hpp"
 
 #include <dirent.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <sys/ucontext.h>
 #include <unistd.h>
+#include <unwind.h>
 
 #include <algorithm>
 #include <array>
@@ -36,11 +38,13 @@ namespace {
 constexpr std::uint64_t WAIT_FRAMES = 1024;  // bytes of stack between the system call and who waits on the condition
 constexpr std::chrono::milliseconds LOOK_INTERVAL{20};
 constexpr std::chrono::milliseconds ASLEEP_FOR{60};  // a wait that is woken ends sooner
-constexpr std::chrono::seconds HOPELESS_AFTER{2};
+constexpr std::chrono::seconds HOPELESS_AFTER{5};
+constexpr int FRAMES = 8;  // from the handler to the one who waits, and some more
 constexpr char THREAD_NAME[] = "pt_gloo_runloop";
 
 std::atomic<std::uint64_t> expected_address{0};  // of the futex that is to be interrupted
-std::atomic<pid_t> expected_thread{0};  // 0 again when it has left its wait
+std::atomic<pid_t> expected_thread{0};  // 0 again when it has left its wait, or waits for the GIL
+std::atomic<void *> python{nullptr};    // where the interpreter is loaded
 
 /// net/messages.py has the one for stacks: SIGRTMIN + 9.
 int wake_signal() noexcept { return SIGRTMIN + 10; }
@@ -98,11 +102,38 @@ bool leave_condition(std::uint64_t stack) noexcept {
     return true;
 }
 
+struct Search {
+    int frames = 0;
+    bool found = false;
+};
+
+_Unwind_Reason_Code look_for_python(_Unwind_Context *frame, void *given) {
+    auto &search = *static_cast<Search *>(given);
+    Dl_info where{};
+    search.found = dladdr(reinterpret_cast<void *>(_Unwind_GetIP(frame)), &where) != 0 && where.dli_fbase == python;
+    return search.found || ++search.frames == FRAMES ? _URC_END_OF_STACK : _URC_NO_REASON;
+}
+
+/// Whether it is the interpreter that waits here: for the GIL.
+bool waits_in_python() noexcept {
+    Search search;
+    if (python != nullptr) {
+        _Unwind_Backtrace(look_for_python, &search);
+    }
+    return search.found;
+}
+
 void on_signal(int, siginfo_t *, void *given) {
     const auto thread = static_cast<pid_t>(syscall(SYS_gettid));
     const auto &context = *static_cast<ucontext_t *>(given);
-    if (expected_thread != thread || !interrupted_futex(context, expected_address) ||
-        !leave_condition(stack_pointer(context))) {
+    if (expected_thread != thread || !interrupted_futex(context, expected_address)) {
+        return;
+    }
+    if (waits_in_python()) {
+        expected_thread = 0;
+        return;
+    }
+    if (!leave_condition(stack_pointer(context))) {
         return;
     }
     expected_thread = 0;
@@ -115,6 +146,10 @@ bool install_handler() noexcept {
         struct sigaction before {};
         if (sigaction(wake_signal(), nullptr, &before) != 0 || before.sa_handler != SIG_DFL) {
             return false;
+        }
+        Dl_info where{};
+        if (void *const symbol = dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"); symbol && dladdr(symbol, &where) != 0) {
+            python = where.dli_fbase;
         }
         struct sigaction action {};
         action.sa_sigaction = on_signal;
@@ -140,8 +175,13 @@ bool runs_collectives(pid_t thread) noexcept {
     return length == sizeof THREAD_NAME && std::memcmp(name.data(), THREAD_NAME, sizeof THREAD_NAME - 1) == 0;
 }
 
-/// The futex that a thread waits for with a time-out, if it does.
-std::optional<std::uint64_t> timed_wait(pid_t thread) noexcept {
+/// A wait for a futex.
+struct FutexWait {
+    std::uint64_t address;
+    bool has_timeout;
+};
+
+std::optional<FutexWait> futex_wait_of(pid_t thread) noexcept {
     std::array<char, 48> path{};
     std::array<char, 256> call{};
     std::snprintf(path.data(), path.size(), "/proc/self/task/%d/syscall", thread);
@@ -154,7 +194,7 @@ std::optional<std::uint64_t> timed_wait(pid_t thread) noexcept {
     }
     const std::uint64_t command = operation & static_cast<std::uint64_t>(FUTEX_CMD_MASK);
     const bool waits = number == SYS_futex && (command == FUTEX_WAIT || command == FUTEX_WAIT_BITSET);
-    return waits && timeout != 0 ? std::optional(address) : std::nullopt;
+    return waits ? std::optional(FutexWait{address, timeout != 0}) : std::nullopt;
 }
 
 std::vector<pid_t> threads_of_collectives() {
@@ -188,6 +228,14 @@ void interrupt(pid_t thread, std::uint64_t address) noexcept {
 
 }  // namespace
 
+bool GlooWaits::busy() {
+    const std::vector<pid_t> threads = threads_of_collectives();
+    return std::any_of(threads.begin(), threads.end(), [](pid_t thread) {
+        const std::optional<FutexWait> asleep = futex_wait_of(thread);
+        return !asleep || asleep->has_timeout;
+    });
+}
+
 void GlooWaits::wake() {
     const Clock::time_point now = Clock::now();
     if (now < next_look_) {
@@ -196,15 +244,16 @@ void GlooWaits::wake() {
     next_look_ = now + LOOK_INTERVAL;
     std::vector<Wait> waits;
     for (const pid_t thread : threads_of_collectives()) {
-        const std::optional<std::uint64_t> address = timed_wait(thread);
-        if (!address) {
+        const std::optional<FutexWait> asleep = futex_wait_of(thread);
+        if (!asleep || !asleep->has_timeout) {
             continue;
         }
+        const std::uint64_t address = asleep->address;
         const auto known = std::find_if(waits_.begin(), waits_.end(), [&](const Wait &wait) {
-            return wait.thread == thread && wait.address == *address;
+            return wait.thread == thread && wait.address == address;
         });
-        const bool same = known != waits_.end() && !(known->interrupted && expected_thread == 0);  // 0: it was left
-        waits.push_back(same ? *known : Wait{thread, *address, now, false});
+        const bool same = known != waits_.end() && !(known->interrupted && expected_thread == 0);
+        waits.push_back(same ? *known : Wait{thread, address, now, false});
     }
     waits_ = std::move(waits);
     for (Wait &wait : waits_) {

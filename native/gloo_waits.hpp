@@ -20,12 +20,16 @@ namespace elasticstate {
 /// makes sure that it has interrupted that very wait, and throws: the exception leaves the wait as cancellation would,
 /// is caught where torch runs the collective, and becomes the error of whoever waits for it.
 ///
+/// (It may also stand there because it waits for the GIL; then the handler lets it be.)
+///
 /// Where that does not help (another architecture, the signal is taken) the process kills itself: a worker that is
 /// replaced resumes from its commit within seconds.
 class GlooWaits {
 public:
     /// To be called again and again while a generation has ended, all its sockets are cut, and it is not left.
     void wake();
+    /// Whether one of those threads has something to do.
+    static bool busy();
 
 private:
     using Clock = std::chrono::steady_clock;

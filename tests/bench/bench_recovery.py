@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import platform
 import signal
@@ -87,7 +88,7 @@ def started(
 
 
 def kill(folder: Path, job: subprocess.Popen[bytes], phase: float) -> int:
-    """SIGKILL the victim ``phase`` of a step after its step CHANGE_AT; returns when."""
+    """SIGKILL the victim ``phase`` of a step after its step CHANGE_AT; returns when (CLOCK_MONOTONIC, nanoseconds)."""
     steps = wait_for_step(folder, CHANGE_AT, VICTIM, job)
     step_ns = (steps[-1].end_ns - steps[-11].end_ns) / 10
     time.sleep(phase * step_ns / 1e9)
@@ -156,18 +157,19 @@ def floor_death(folder: Path, phase: float, figures: Figures) -> None:
     run_floor(folder, 4, "--victim", VICTIM, during=during)
     note_steady_state("floor", folder, figures)
     note_recovery("floor", folder, killed_ns, 3, figures)
-    note_parts(folder, killed_ns, figures)
+    note_parts("floor", folder, killed_ns, [], figures)
 
 
-def note_parts(folder: Path, killed_ns: int, figures: Figures) -> None:
-    """What the floor's recovery consists of, on rank 0."""
-    steps = next(steps for steps in read_steps(folder).values() if steps[0].rank == 0)
-    marks = [line.split() for line in (folder / f"{steps[0].pid}.marks").read_text().splitlines()]
-    marks.append(["first step", str(next(step.end_ns for step in steps if step.generation == 2))])
-    before = killed_ns
-    for part, at in marks:
-        figures["floor", part].append((int(at) - before) / 1e6)
-        before = int(at)
+def note_parts(system: str, folder: Path, killed_ns: int, before: list[tuple[str, int]], figures: Figures) -> None:
+    """What a recovery consists of, on rank 0; ``before`` are parts that ended before those that it has marked."""
+    steps = next(steps for steps in read_steps(folder).values() if steps[0].rank == 0 and steps[0].generation == 1)
+    marks = [line.rsplit(" ", 1) for line in (folder / f"{steps[0].pid}.marks").read_text().splitlines()]
+    parts = [*before, *((part, int(at)) for part, at in marks if int(at) > killed_ns)]
+    parts.append(("first step", next(step.end_ns for step in steps if step.generation == 2)))
+    last_ns = killed_ns
+    for part, at_ns in parts:
+        figures[system, part].append((at_ns - last_ns) / 1e6)
+        last_ns = at_ns
 
 
 def floor_join(folder: Path, phase: float, figures: Figures) -> None:
@@ -200,11 +202,17 @@ def elasticrun(*options: object) -> list[object]:
 
 
 def elastic_death(folder: Path, phase: float, figures: Figures) -> None:
-    command = [*elasticrun("-np", "4", "--min-np", "2"), "--folder", folder, "--steps-after", STEPS_AFTER]
+    options = ["-np", "4", "--min-np", "2", "--events-file", folder / "events"]
+    command = [*elasticrun(*options), "--folder", folder, "--steps-after", STEPS_AFTER]
+    unix_ns = time.time_ns() - time.monotonic_ns()  # events carry unix time
     with started(command, folder) as job:
         killed_ns = kill(folder, job, phase)
     note_steady_state("elasticstate", folder, figures)
     note_recovery("elasticstate", folder, killed_ns, 3, figures)
+    events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
+    at_ns = {event["event"]: int(event["time"] * 1e9) - unix_ns for event in reversed(events)}  # the first of each
+    decided = [("detect", at_ns["worker_exited"]), ("verdict", at_ns["end"])]
+    note_parts("elasticstate", folder, killed_ns, decided, figures)
     figures["elasticstate", "tick"].append(float((folder / "tick_ns").read_text()) / 1e3)
 
 
@@ -224,6 +232,12 @@ BENCHES = {
     "floor": [floor_death, floor_join],
     "torchrun": [torchrun_death],
     "elasticstate": [elastic_death, elastic_join],
+}
+
+
+PARTS = {
+    "floor": ["detect", "destroy", "init", "DDP", "first step"],
+    "elasticstate": ["detect", "verdict", "sever", "restore", "regroup", "first step"],
 }
 
 
@@ -259,9 +273,9 @@ def report(figures: Figures, systems: list[str], runs: int) -> None:
         recovery = [cell(name, "recovery"), ratio(name, "recovery", "torchrun"), ratio(name, "recovery", "floor")]
         pause = [cell(name, "pause"), ratio(name, "pause", "floor")]
         row(name, *recovery, *pause, cell(name, "step"), cell(name, "checkpoint"))
-    parts = ["detect", "destroy", "init", "DDP", "first step"]
-    if figures["floor", "detect"]:
-        print("\nThe floor's recovery on rank 0: " + ", ".join(f"{part} {cell('floor', part)}" for part in parts) + ".")
+    for name, parts in PARTS.items():
+        if figures[name, "detect"]:
+            print(f"\n{name}'s recovery on rank 0: " + ", ".join(f"{part} {cell(name, part)}" for part in parts) + ".")
     if figures["elasticstate", "tick"]:
         print(f"\n`check_host_updates()`: {cell('elasticstate', 'tick', 'µs')}.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -12,6 +13,21 @@ from workload import StepLog, make_training, train_step
 import elasticstate as elastic
 
 TICKS = 2_000
+marks: list[str] = []
+
+
+def mark(part: str) -> None:
+    """A part of a recovery is over."""
+    marks.append(f"{part} {time.monotonic_ns()}\n")
+
+
+class MarkedState(elastic.TorchState):
+    """Notes when a restore begins, which is when the old generation is left, and when it ends."""
+
+    def restore(self) -> None:
+        mark("sever")
+        super().restore()
+        mark("restore")
 
 
 def main() -> None:
@@ -22,10 +38,11 @@ def main() -> None:
 
     model, optimizer = make_training()
     log = StepLog(args.folder)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, last=None)
+    state = MarkedState(model=model, optimizer=optimizer, step=0, last=None)
 
     @elastic.run
     def train(state: elastic.TorchState) -> float:
+        mark("regroup")
         if elastic.generation() > 1 and state.last is None:
             state.last = state.step + args.steps_after
         ddp = DistributedDataParallel(state.model, init_sync=False)
@@ -42,6 +59,7 @@ def main() -> None:
         return (time.monotonic_ns() - start_ns) / TICKS
 
     tick_ns = train(state)
+    (args.folder / f"{os.getpid()}.marks").write_text("".join(marks))
     if elastic.rank() == 0:
         (args.folder / "tick_ns").write_text(str(tick_ns))
 

@@ -46,6 +46,7 @@ def test_a_stopped_worker_is_found_by_its_heartbeat(tmp_path: Path, rank: int) -
         os.kill(job.pid_of(rank), signal.SIGSTOP)
         job.wait_for_event("worker_unresponsive")
         job.wait_for_event("training_resumed")
+        job.wait_for_event("worker_exited", signal=signal.SIGKILL)
         job.stop_file.touch()
         job.finish(0)
         job.check_survival()

@@ -7,6 +7,7 @@ of ``DeviceMesh`` too.
 from __future__ import annotations
 
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch.distributed import distributed_c10d
 
 from elasticstate._native import GlooSockets
 from elasticstate.errors import CollectiveError
+
+_CUT_AFTER_S = 0.05  # when a generation is left; what has ended is cleared away sooner
+_QUIET_TIMEOUT_S = 5.0  # for operations that were cut to end
 
 
 class GlooContext:
@@ -56,6 +60,7 @@ class GlooContext:
 
     def destroy(self) -> None:
         """Take the groups down. Nothing of the generation is left afterwards: no thread, no descriptor."""
+        self._be_quiet()
         if self._torch_helper is not None:
             distributed_c10d._new_process_group_helper = self._torch_helper
             self._torch_helper = None
@@ -64,6 +69,18 @@ class GlooContext:
         # A group that failed to be made has been counted all the same, and the count is part of the next one's name.
         distributed_c10d._world.group_count = 0
         self.sockets.forget()
+
+    def _be_quiet(self) -> None:
+        """Let no operation be under way, not even one that has failed and is being cleared away.
+
+        That takes the GIL on a thread of the group, and whoever drops the last reference to the group, which may be
+        DDP's with the GIL held, waits for that thread: a deadlock in torch 2.13.
+        """
+        begun = time.monotonic()
+        while self.sockets.busy() and (waited_s := time.monotonic() - begun) < _QUIET_TIMEOUT_S:
+            if waited_s > _CUT_AFTER_S:
+                self.sockets.sever()
+            time.sleep(0.001)
 
     def _noted_helper(self, group_size: int, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("timeout") == distributed_c10d.default_pg_timeout:
