@@ -67,7 +67,8 @@ class Checker:
         living = sum(not (w.leaving or w.gone) for w in after.workers.values())
         if limit is None or not started or living <= limit:
             return
-        newest = max(slot.memory for slot in after.slots.values() if slot.memory is not None)
+        memories = [slot.memory for seat, slot in after.slots.items() if not after.hosts[seat.host].leaving]
+        newest = max(memory for memory in memories if memory is not None)
         assert self._waits_for_memory(after), "more workers were started than max_np"
         assert [after.slots[worker.seat].memory for worker in started] == [newest], "more were started than max_np"
         self.reached["beyond max_np"] += 1

@@ -373,10 +373,13 @@ def test_ctrl_c_ends_every_wait(worker: Worker, wait: str) -> None:
 
 
 def test_told_to_leave_in_the_middle_of_a_generation(worker: Worker) -> None:
-    worker.sentinel.train()
-    worker.hear(messages.LeaveOrder())
-    with pytest.raises(SystemExit) as caught:
+    def train_until_told_to_leave() -> None:
+        worker.hear(messages.LeaveOrder())  # the signal may come before this has returned
         threading.Event().wait(LONG_S)
+
+    worker.sentinel.train()
+    with pytest.raises(SystemExit) as caught:
+        train_until_told_to_leave()
     assert caught.value.code == 0
     assert worker.sentinel.leaving
     assert worker.sentinel.cause == "told to leave"
