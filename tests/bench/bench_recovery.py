@@ -211,7 +211,8 @@ def elastic_death(folder: Path, phase: float, figures: Figures) -> None:
     note_recovery("elasticstate", folder, killed_ns, 3, figures)
     events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
     at_ns = {event["event"]: int(event["time"] * 1e9) - unix_ns for event in reversed(events)}  # the first of each
-    decided = [("detect", at_ns["worker_exited"]), ("verdict", at_ns["end"])]
+    # Whoever is first: the agent, which sees the exit, or a survivor, which sees its socket close.
+    decided = [("detect", min(at_ns["worker_exited"], at_ns["end"])), ("verdict", at_ns["end"])]
     note_parts("elasticstate", folder, killed_ns, decided, figures)
     figures["elasticstate", "tick"].append(float((folder / "tick_ns").read_text()) / 1e3)
 
