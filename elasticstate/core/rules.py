@@ -250,7 +250,7 @@ def form(d: Draft) -> bool:
             f"commit {commit} in the memory of {seat} is given up: not back within --regroup-timeout of {limit_s:g} s"
         )
     if d.ledger.highest is not None and newest(chosen) == NOTHING:
-        reason = f"StateLostError: the job has committed {d.ledger.highest}, and nobody alive holds a commit"
+        reason = f"StateLostError: the job has committed {d.ledger.highest}, and nobody holds a commit any more"
         fail_job(d, reason, d.ledger.outage)
     else:
         become_running(d, chosen)
