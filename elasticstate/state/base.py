@@ -42,8 +42,6 @@ class State(ABC):
         self._session: Session = Alone()
         self._reset_callbacks: list[Callable[[], object]] = []
         self._changed_by_callbacks = False
-        self._has_committed = False  # the job has, by a user's commit: if nobody holds it any more, it ends
-        self._half_received = False
         self._synced_generation = 0
         for name, value in values.items():
             setattr(self, name, value)
@@ -235,7 +233,6 @@ class State(ABC):
         captured = self.capture()
         try:
             self._snapshot.write(captured, rng.capture(), commit)
-            self._has_committed |= commit.tick > 0
         finally:  # a write that failed half-way has cost the previous commit
             self._session.sealed(*self.commits)
 
@@ -245,10 +242,6 @@ class State(ABC):
         """Seal ``start`` on a worker that holds the job's state, if the state is new or goes to others."""
         session = self._session
         nothing_yet = self._snapshot.newest is None and session.rank == session.root
-        if nothing_yet and self._half_received:
-            raise StateError(
-                "this worker's state was half overwritten when its sender died, and nobody has a whole one"
-            )
         if nothing_yet or self._changed_by_callbacks:
             self._seal(start)
             self._changed_by_callbacks = False
@@ -261,8 +254,6 @@ class State(ABC):
         commit = self._snapshot.newest
         assert commit is not None, "these are its values"
         self.apply(values)
-        self._half_received = False
-        self._has_committed |= commit.tick > 0
         kept = self._snapshot.aliases(self.capture())
         if kept:
             raise StateError(f"apply() of {type(self).__name__} kept the commit's own memory ({kept[0]}): copy it")
@@ -280,31 +271,24 @@ class State(ABC):
         started = time.monotonic()
         channel = self._channel()
         header, payload = self._snapshot.outgoing()
-        channel.send(msgspec.msgpack.encode((torch.initial_seed(), self._has_committed, header)))
+        channel.send(msgspec.msgpack.encode((torch.initial_seed(), header)))
         channel.broadcast(payload)
         self._session.synced(payload.numel(), time.monotonic() - started)
 
     def _receive(self, start: CommitId) -> Values:
-        """Get the root's commit, as ``start``. Its tensors are in the live ones by then.
+        """Get the root's commit, as ``start``. Its tensors are in the live ones by then; until all is there these stay.
 
-        A job that has committed loses its state with the last holder of a commit, so live tensors may be overwritten
-        as the bytes come in. One that has not may go on from the state that any worker was born with: then they stay
-        as they are until all is there.
+        To copy what has come in while the rest is on its way was tried, and is slower where cores are few.
         """
         session = self._session
         started = time.monotonic()
         channel = self._channel()
-        seed, self._has_committed, header = msgspec.msgpack.decode(channel.receive(), type=tuple[int, bool, bytes])
+        seed, header = msgspec.msgpack.decode(channel.receive(), type=tuple[int, bytes])
         private = rng.derived(seed, session.worker_key, start.generation)
         try:
-            payload = self._snapshot.incoming(header, private, self.capture())
-            if self._has_committed:
-                self._half_received = True
-                channel.broadcast(payload, self._snapshot.take_over)
-            else:
-                channel.broadcast(payload)
-                self._snapshot.take_over(0, payload.numel())
-            values = self._snapshot.seal_incoming(start)
+            payload = self._snapshot.incoming(header, private)
+            channel.broadcast(payload)
+            values = self._snapshot.seal_incoming(start, self.capture())
         finally:
             session.sealed(*self.commits)
         session.synced(payload.numel(), time.monotonic() - started)

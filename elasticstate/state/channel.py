@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
-CHUNK_BYTES = 16 << 20  # of one broadcast: while one is on the wire, the one before it is worked on
+CHUNK_BYTES = 1 << 30  # of one broadcast, as the time-out of a process group is for each collective
 
 
 class Channel:
@@ -26,26 +24,10 @@ class Channel:
         self._options = dist.BroadcastOptions()
         self._options.rootRank = root
 
-    def broadcast(self, data: torch.Tensor, received: Callable[[int, int], object] | None = None) -> None:
-        """Send or receive ``uint8[n]`` in place, one collective for each ``CHUNK_BYTES``.
-
-        ``received(begin, end)`` is called for each part when it is there, while the next one is on its way.
-        """
-        last: tuple[dist.Work, int, int] | None = None
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Send or receive ``uint8[n]`` in place, one collective for each ``CHUNK_BYTES``."""
         for begin in range(0, data.numel(), CHUNK_BYTES):
-            end = min(begin + CHUNK_BYTES, data.numel())
-            work = self._group.broadcast([data[begin:end]], self._options)
-            self._finish(last, received)
-            last = work, begin, end
-        self._finish(last, received)
-
-    def _finish(self, last: tuple[dist.Work, int, int] | None, received: Callable[[int, int], object] | None) -> None:
-        if last is None:
-            return
-        work, begin, end = last
-        work.wait()
-        if received is not None:
-            received(begin, end)
+            self._group.broadcast([data[begin : begin + CHUNK_BYTES]], self._options).wait()
 
     def send(self, message: bytes) -> None:
         """Two collectives: the length, and the message."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from elasticstate.errors import StateError
 from elasticstate.state.layout import Frame, Header, Layout, digest, parse, round_up
 from elasticstate.state.plan import Plan, address, copy_odd, random_room, targets
 from elasticstate.state.space import PrivateSpace, Space
-from elasticstate.state.values import Array, Captured, Values, dumps, is_array
+from elasticstate.state.values import Captured, Values, dumps, is_array
 
 GRANULE_BYTES = 1 << 16  # the pickle of the objects grows by a few bytes now and then: no new buffer for that
 LENGTH_BYTES = 8  # before the random state, for the part that is kept for it is longer
@@ -45,7 +44,6 @@ class Snapshot:
         buffers.sort(key=lambda buffer: buffer.commit or CommitId(-1, -1))
         self._older, self._newer = buffers
         self._plan: Plan | None = None
-        self._incoming = _Incoming({}, NOTHING, 0)
 
     @property
     def newest(self) -> CommitId | None:
@@ -168,36 +166,24 @@ class Snapshot:
             buffer.memory[buffer.frame.tensors : buffer.length],
         )
 
-    def incoming(self, header: bytes, private: bytes, live: Captured) -> torch.Tensor:
-        """Begin to receive a commit: ``uint8[n]`` of the older buffer, to be filled, taken over, and then sealed."""
+    def incoming(self, header: bytes, private: bytes) -> torch.Tensor:
+        """Begin to receive a commit: ``uint8[n]`` of the older buffer, to be filled and then sealed."""
         layout, objects_bytes = msgspec.msgpack.decode(header, type=tuple[Layout, int])
         buffer = self._older
         random_bytes = random_room(len(private))
-        header_checksum = buffer.begin(Header(layout, random_bytes), private, objects_bytes)
-        begin, end = buffer.frame.random, buffer.frame.tensors
-        found, addresses = targets(layout, live, [self._newer.memory, self._older.memory])
-        checksum_so_far = checksum(buffer.memory, begin, end, header_checksum)
-        self._incoming = _Incoming(found, _pieces(buffer.frame, addresses), checksum_so_far)
-        return buffer.memory[end : buffer.length]
+        buffer.begin(Header(layout, random_bytes), private, objects_bytes)
+        return buffer.memory[buffer.frame.tensors : buffer.length]
 
-    def take_over(self, begin: int, end: int) -> None:
-        """Bytes [begin, end) of what is received are there: write them into what is like them in ``live``.
-
-        To be called for all of them, in order.
-        """
-        incoming, buffer = self._incoming, self._older
-        begin, end = buffer.frame.tensors + begin, buffer.frame.tensors + end
-        incoming.checksum = scatter(buffer.memory, incoming.pieces, begin, end, incoming.checksum)
-
-    def seal_incoming(self, commit: CommitId) -> Values:
+    def seal_incoming(self, commit: CommitId, live: Captured) -> Values:
         """Seal what was received as the only commit: whoever lacked the job's state holds nothing else of worth.
 
-        Returns what ``restore`` would, without another pass over the memory.
+        Returns what ``restore`` would: one pass over the memory makes the checksum and copies.
         """
-        self._seal_older(self._incoming.checksum, commit)
+        buffer = self._older
+        found, addresses = targets(buffer.frame.layout, live, [self._newer.memory, buffer.memory])
+        self._seal_older(scatter(buffer.memory, _pieces(buffer.frame, addresses), 0, buffer.length), commit)
         self._older.unseal()
-        written, self._incoming = self._incoming.written, _Incoming({}, NOTHING, 0)
-        return Values(self._newer.memory, self._newer.frame, self._newer.objects(), written)
+        return Values(buffer.memory, buffer.frame, buffer.objects(), found)
 
     # ------------------------------------------------------------------------------------------------- to compare
 
@@ -248,15 +234,6 @@ class Snapshot:
             if buffer.commit == commit:
                 return buffer
         raise StateError(f"commit {commit} is not held, only {self.newest} and {self.previous}")
-
-
-@dataclass(slots=True)
-class _Incoming:
-    """A commit that is being received: the live tensors that its bytes go to, and the checksum of those taken over."""
-
-    written: dict[str, Array]
-    pieces: Pieces
-    checksum: int
 
 
 class _Buffer:

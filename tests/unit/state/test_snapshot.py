@@ -237,12 +237,13 @@ def test_a_commit_goes_from_one_snapshot_to_another_without_its_private_part() -
         other.write({"x": torch.zeros(1)}, b"", CommitId(1, tick))
     header, payload = one.outgoing()
     assert b"secret" not in header + payload.numpy().tobytes()
-    memory = other.incoming(header, b"mine", {})
+    memory = other.incoming(header, b"mine")
     assert (other.newest, other.previous) == (CommitId(1, 2), None), "half received: only the newest is there"
     memory.copy_(payload)
-    for begin in range(0, memory.numel(), 7):
-        other.take_over(begin, min(begin + 7, memory.numel()))
-    other.seal_incoming(CommitId(4, 0))
+    live = torch.zeros(10)
+    assert other.seal_incoming(CommitId(4, 0), {"x": live})["n"] == [1, 2]
+    assert torch.equal(live, torch.arange(10.0))
+    other.verify()
     assert (other.newest, other.previous) == (CommitId(4, 0), None), "a commit off the job's line is not kept"
     back = other.read(CommitId(4, 0))
     assert torch.equal(back["x"], torch.arange(10.0))

@@ -277,26 +277,22 @@ def test_a_sync_that_fails_on_the_way_leaves_the_newcomer_as_it_was(world: Any, 
 
 
 def send_the_header_only(state: Any, session: Any) -> None:
-    send_in_part(state, session, committed=True, chunks=0)
+    send_in_part(state, session, chunks=0)
 
 
-def send_in_part(state: Any, session: Any, committed: bool, chunks: int) -> None:
+def send_in_part(state: Any, session: Any, chunks: int) -> None:
     """What a root does that dies on the way."""
     header, payload = state._snapshot.outgoing()
     channel = channel_module.Channel(session.process_group_for((0, 1)), 0)
-    channel.send(msgspec.msgpack.encode((0, committed, header)))
+    channel.send(msgspec.msgpack.encode((0, header)))
     channel.broadcast(payload[: chunks * channel_module.CHUNK_BYTES])
 
 
-@pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize("holds", [False, True])
-def test_a_sync_that_fails_half_way(
-    committed: bool, holds: bool, world: Any, member: Any, together: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_sync_that_fails_half_way_changes_nothing_and_is_done_again(
+    holds: bool, world: Any, member: Any, together: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the job has not committed, a newcomer may be the next root: then it has to be what it was born as.
-
-    If it has, live tensors are written as the bytes come in: a laggard can restore, a newcomer must not be a root.
-    """
+    """A newcomer may be the next root, if the job has not committed yet; a laggard may be the last holder."""
     monkeypatch.setattr(channel_module, "CHUNK_BYTES", 1000)
     root, newcomer = (ObjectState(big=torch.full((1000,), float(rank))) for rank in range(2))
     root._bind(member(world(1)))
@@ -306,55 +302,26 @@ def test_a_sync_that_fails_half_way(
         newcomer.commit()
     members = joined([root, newcomer], world(2, generation=2, lacking=(1,)), member)
     with pytest.raises(RuntimeError):
-        together(lambda: send_in_part(root, members[0], committed, chunks=3), newcomer.sync)
+        together(lambda: send_in_part(root, members[0], chunks=3), newcomer.sync)
     assert newcomer.commits == ((CommitId(1, 1), None) if holds else (None, None))
-    assert newcomer.big.unique().tolist() == ([0.0, 1.0] if committed else [1.0])
-    if holds:
-        newcomer.restore()
-        assert newcomer.big.unique().tolist() == [1.0]
-    newcomer._bind(member(world(1, generation=3)))
-    if committed and not holds:
-        with pytest.raises(StateError, match="half overwritten when its sender died"):
-            newcomer.sync()
-        assert newcomer.commits == (None, None)
-    else:
-        newcomer.sync()
-        assert newcomer.commits[0] == (CommitId(1, 1) if holds else CommitId(3, 0))
-    assert newcomer._has_committed is (committed or holds)
-
-
-def test_what_was_half_received_is_received_again(
-    world: Any, member: Any, together: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(channel_module, "CHUNK_BYTES", 1000)
-    root, newcomer = (ObjectState(big=torch.full((1000,), float(rank))) for rank in range(2))
-    root._bind(member(world(1)))
-    root.commit()
-    members = joined([root, newcomer], world(2, generation=2, lacking=(1,)), member)
-    with pytest.raises(RuntimeError):
-        together(lambda: send_in_part(root, members[0], committed=True, chunks=3), newcomer.sync)
+    assert newcomer.big.unique().tolist() == [1.0]
     joined([root, newcomer], world(2, generation=3, lacking=(1,)), member)
     together(root.sync, newcomer.sync)
     assert newcomer.big.unique().tolist() == [0.0]
-    newcomer._bind(member(world(1, generation=4)))
-    newcomer._snapshot.forget()
-    newcomer.sync()
-    assert newcomer.commits == (CommitId(4, 0), None)
+    assert newcomer.commits == (CommitId(3, 0), None)
 
 
-def test_both_ways_of_receiving_write_in_place(world: Any, member: Any, together: Any) -> None:
-    for has_committed in (False, True):
-        root, newcomer = trained(0, 2), trained(1, 2)
-        root._bind(member(world(1)))
-        if has_committed:
-            root.commit()
-        expected = content(root)
-        tensors = [*newcomer.model.parameters(), *newcomer.optimizer.state[newcomer.model[0].weight].values()]
-        joined([root, newcomer], world(2, generation=2, lacking=(1,)), member)
-        together(root.sync, newcomer.sync)
-        after = [*newcomer.model.parameters(), *newcomer.optimizer.state[newcomer.model[0].weight].values()]
-        assert all(one is other for one, other in zip(tensors, after, strict=True))
-        assert content(newcomer) == expected
+def test_what_is_received_is_written_in_place(world: Any, member: Any, together: Any) -> None:
+    root, newcomer = trained(0, 2), trained(1, 2)
+    root._bind(member(world(1)))
+    root.commit()
+    expected = content(root)
+    tensors = [*newcomer.model.parameters(), *newcomer.optimizer.state[newcomer.model[0].weight].values()]
+    joined([root, newcomer], world(2, generation=2, lacking=(1,)), member)
+    together(root.sync, newcomer.sync)
+    after = [*newcomer.model.parameters(), *newcomer.optimizer.state[newcomer.model[0].weight].values()]
+    assert all(one is other for one, other in zip(tensors, after, strict=True))
+    assert content(newcomer) == expected
 
 
 def test_states_that_differ_in_their_values_are_named(world: Any, member: Any, together: Any) -> None:
