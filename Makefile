@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup demo test bench lint
+.PHONY: help setup demo test bench lint hosts
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -13,13 +13,21 @@ setup: $(INSTALLED)  ## make .venv: the package (editable, its native module com
 demo: setup  ## four workers on two local hosts; one is killed, a host leaves and comes back
 	$(BIN)/python examples/demo.py
 
+hosts:  ## Debian packages for the tests on several hosts, which are skipped without; as root
+	@missing=; for program in sshd iptables ip unshare; do command -v $$program >/dev/null || missing=yes; done; \
+	if test -z "$$missing"; then echo "all there"; \
+	elif test "$$(id -u)" != 0; then echo "not root: the tests on several hosts are skipped"; \
+	else apt-get update -qq && apt-get install -y -qq --no-install-recommends openssh-server iptables iproute2 util-linux \
+	  || echo "cannot be installed: the tests on several hosts are skipped"; fi
+
 test: lint  ## lint, then all tests
 	$(BIN)/python -m pytest tests
 
-bench: setup  ## recovery and scale-up, commits and sync, each side by side with the bare thing
+bench: setup  ## recovery, scale-up, commits and sync side by side with the bare thing; the control plane at scale
 	$(BIN)/python tests/bench/bench_recovery.py
 	$(BIN)/python tests/bench/bench_commit.py
 	$(BIN)/python tests/bench/bench_sync.py
+	$(BIN)/python tests/bench/bench_control_plane.py
 
 lint: setup  ## ruff and mypy --strict
 	$(BIN)/ruff check .

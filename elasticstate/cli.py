@@ -9,8 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 from elasticstate import config
-from elasticstate.config import FLAG, Kind, Options, option_names, read_options
+from elasticstate.config import Options, option_names, read_options
 from elasticstate.errors import OptionError
+from elasticstate.kinds import FLAG, Kind, split_address
 
 _STATUS_TIMEOUT_S = 5.0
 
@@ -21,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[:1] == ["status"]:
             return _status(argv[1:])
+        if argv[:1] == ["agent"]:
+            return _agent(argv[1:])
         return _run(parse_options(argv))
     except OptionError as error:
         print(f"elasticrun: {error}", file=sys.stderr)
@@ -28,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options) -> int:
-    config.quiet_grpc()
     import asyncio
 
     from elasticstate.driver.driver import Driver
@@ -42,11 +44,10 @@ def _run(options: Options) -> int:
 def _status(argv: Sequence[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         raise OptionError("status takes the name of one job: elasticrun status JOB")
-    config.quiet_grpc()
     import asyncio
 
     from elasticstate.driver.record import find_job
-    from elasticstate.net.rpc import ask_status
+    from elasticstate.net.control import ask_status
 
     record = find_job(argv[0])
     if record is None:
@@ -60,6 +61,36 @@ def _status(argv: Sequence[str]) -> int:
     return 0
 
 
+def _agent(argv: Sequence[str]) -> int:
+    """``elasticrun agent``: serve a driver that listens, until the end of its job."""
+    parser = _Parser(
+        prog="elasticrun agent",
+        usage="elasticrun agent --join HOST:PORT --token-file F [options]",
+        description="Serve the job of an elasticrun --listen as one of its hosts. Run the same command on each "
+        "machine, in any order, at any time; it ends with the job.",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--join", required=True, metavar="HOST:PORT", help="where the driver listens")
+    add("--token-file", required=True, metavar="F", help="the same as the driver's, or a copy of it")
+    add("--slots", default="auto", metavar="N|auto", help="workers that may run here (auto: its GPUs, else its cores)")
+    add("--name", default=config.host_name(), metavar="NAME", help="unlike that of any other host (default: its name)")
+    add("--wait", default="600", metavar="S", help="seconds to wait for a driver (default: 600)")
+    given = parser.parse_args(argv)
+    try:
+        host, port = split_address(given.join)
+        slots, wait_s = 0 if given.slots == "auto" else int(given.slots), float(given.wait)
+        if not port or slots < 0 or wait_s < 0:
+            raise ValueError("a port is missing, or a number is negative")
+    except ValueError as error:
+        raise OptionError(f"elasticrun agent: {error}: takes --join HOST:PORT, --slots N, --wait S") from None
+
+    from elasticstate.agent.join import join
+
+    return join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", given.token_file, given.name, slots, wait_s)
+
+
 # ----------------------------------------------------------------------------------------------------- the options
 
 _EPILOG = """\
@@ -67,6 +98,8 @@ examples:
   elasticrun -np 4 python train.py --lr 0.1
   elasticrun -np 4 --min-np 2 -H localhost:2,127.0.0.2:2 train.py
   elasticrun -np 2 --max-np 8 --host-discovery-script ./discover.sh train.py
+  elasticrun -np 8 --min-np 4 --listen 0.0.0.0:7000 --token-file F train.py
+  elasticrun agent --join HOST:7000 --token-file F
   elasticrun status JOB
 
 Options stand before COMMAND; what follows COMMAND belongs to it. A COMMAND that ends in .py runs with this Python.
@@ -109,7 +142,8 @@ class _Version(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="elasticrun",
-        usage="elasticrun -np N [options] COMMAND...\n       elasticrun status JOB",
+        usage="elasticrun -np N [options] COMMAND...\n       elasticrun agent --join HOST:PORT --token-file F\n"
+        "       elasticrun status JOB",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),

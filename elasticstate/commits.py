@@ -4,6 +4,7 @@
 
     /dev/shm/elasticstate-<uid>-<job id>-<host>/    made, and locked for as long as it lives, by the agent of the host
         job                    names the directory of the job, which its driver and its agents lock (driver/record.py)
+        agent                  process id and socket of the agent; its workers are known by the socket
         0.control              slot 0: the page that worker and agent share
         0.0.safetensors        its two buffers, written in turn
         0.1.safetensors
@@ -18,13 +19,16 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from elasticstate import processes
+from elasticstate.config import socket_variable
 from elasticstate.errors import CommitSpaceError
 
 ID_FILE = "id"
@@ -32,6 +36,7 @@ ID_FILE = "id"
 
 PAGE_BYTES = 4096
 _JOB_FILE = "job"
+_AGENT_FILE = "agent"
 _PREFIX = "elasticstate-"
 _LOCK_TIMEOUT_S = 5.0  # for the lock of an agent that was killed a moment ago, or of somebody who looks for leftovers
 
@@ -63,12 +68,26 @@ def refuse(base: str) -> str:
 class CommitDirectory:
     """The agent's side: made, or adopted from an agent before it, and locked until the end of this process."""
 
-    def __init__(self, base: str, job_id: str, host: str, job_directory: str) -> None:
-        """Raises OSError when it cannot be made, or is another's."""
+    def __init__(
+        self,
+        base: str,
+        job_id: str,
+        host: str,
+        job_directory: str,
+        socket: str,
+        pause: Callable[[], bool] = lambda: _pause(),
+        patience_s: float = _LOCK_TIMEOUT_S,
+    ) -> None:
+        """An agent of this job that still has the host is given ``patience_s`` to end; then it is killed, with all its
+        workers. ``socket``: by which those of this agent will be known. ``pause()`` waits a moment; true: give up.
+
+        Raises OSError when the directory cannot be made, or is another's.
+        """
         self.base = Path(base).absolute()
         self.path = self.base / f"{_beginning_of(job_id)}{host}"
-        self._lock = _claim(self.path)
+        self._lock = _claim(self.path, pause, patience_s)
         (self.path / _JOB_FILE).write_text(f"{job_id} {Path(job_directory).absolute()}")
+        (self.path / _AGENT_FILE).write_text(f"{os.getpid()} {socket}")
 
     def prefix(self, slot: int) -> str:
         """What the names of a slot's files begin with."""
@@ -96,6 +115,28 @@ class CommitDirectory:
         os.close(self._lock)
 
 
+def make_agent_directory(base: str) -> str:
+    """A directory for the socket of an agent that has none of its driver's, locked until the end of this process.
+
+    Raises OSError.
+    """
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_beginning_of("agent"), dir=base))
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if _is_still(path, fd):  # nobody took it for a leftover in between
+            return str(path)
+        os.close(fd)
+
+
+def remove_agent_directories(base: str) -> None:
+    """What agents that were killed have left of this kind."""
+    for path in _directories(base, _beginning_of("agent")):
+        with _locked(path) as locked:
+            if locked:
+                shutil.rmtree(path, ignore_errors=True)
+
+
 def remove_job(base: str, job_id: str) -> None:
     """What agents that were killed have left of a job that is over. Those that live remove theirs themselves."""
     for path in _directories(base, _beginning_of(job_id)):
@@ -113,6 +154,12 @@ def remove_dead(base: str) -> list[str]:
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(str(path))
     return removed
+
+
+def remove_leftovers(commit_directory: str, runtime_directory: str) -> None:
+    """Of dead jobs, and of agents that were killed."""
+    remove_dead(commit_directory)
+    remove_agent_directories(runtime_directory)
 
 
 def _beginning_of(job_id: str) -> str:
@@ -140,9 +187,15 @@ def _is_private(found: os.stat_result) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
-def _claim(path: Path) -> int:
+def _pause() -> bool:
+    time.sleep(0.01)
+    return False
+
+
+def _claim(path: Path, pause: Callable[[], bool], patience_s: float) -> int:
     """Make or adopt a directory; returns the descriptor that locks it."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    deadline = time.monotonic() + patience_s
+    evicted = False
     while True:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -151,11 +204,35 @@ def _claim(path: Path) -> int:
                 raise PermissionError(f"{path} is no directory of this user alone")
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             if _try_lock(fd) and _is_still(path, fd):
+                if evicted:
+                    processes.kill_marked(*socket_variable(_agent_of(path)[1]))
                 return fd
+            if time.monotonic() > deadline and not evicted:
+                _kill_holder(fd, _agent_of(path)[0])
+                evicted, deadline = True, time.monotonic() + _LOCK_TIMEOUT_S
             os.close(fd)
-        if time.monotonic() > deadline:
+        if pause() or (evicted and time.monotonic() > deadline):
             raise TimeoutError(f"another agent has {path}")
-        time.sleep(0.01)
+
+
+def _agent_of(path: Path) -> tuple[int, str]:
+    """The agent that has, or had, this directory: its process id, and the socket by which its workers are known."""
+    try:
+        pid, _, socket = (path / _AGENT_FILE).read_text().partition(" ")
+        return int(pid), socket
+    except (OSError, ValueError):
+        return 0, ""
+
+
+def _kill_holder(fd: int, agent: int) -> None:
+    """SIGKILL to this process, if it has the lock on this directory (proc_locks(5)), and is not this very one."""
+    found = os.fstat(fd)
+    inode = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    for line in Path("/proc/locks").read_text().splitlines():
+        fields = line.split()
+        if fields[1:2] == ["FLOCK"] and inode in fields and int(fields[4]) == agent not in (0, os.getpid()):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(agent, signal.SIGKILL)
 
 
 @contextmanager

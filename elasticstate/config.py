@@ -5,31 +5,21 @@ This module is the only one of the package that reads ``os.environ``.
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from glob import glob
 from pathlib import Path
 from typing import Any
 
-from elasticstate.core.types import HostSlots, Policy, WorkerId
+from elasticstate import kinds
+from elasticstate.core.types import Policy, WorkerId
 from elasticstate.errors import OptionError
 
 PREFIX = "ELASTICSTATE_"
-_HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?::(?P<a>\d+)|\s+slots\s*=\s*(?P<b>\d+))?")
-_JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,39}")
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What the values of an option look like: how one is read, and the words that say what it takes."""
-
-    metavar: str
-    takes: str
-    parse: Callable[[str], object]  # raises ValueError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +27,7 @@ class Names:
     """How an option is called, where the help shows it, and its line there."""
 
     names: tuple[str, ...]
-    kind: Kind
+    kind: kinds.Kind
     group: str
     help: str
 
@@ -47,88 +37,16 @@ class Names:
         return tuple(PREFIX + name[2:].replace("-", "_").upper() for name in self.names if name.startswith("--"))
 
 
-def parse_host(text: str, default_slots: int) -> HostSlots:
-    """Read ``host``, ``host:slots`` or ``host slots=N``. Raises ValueError."""
-    match = _HOST.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text.strip()!r} is no host: takes host or host:slots")
-    slots = match["a"] or match["b"]
-    return HostSlots(match["name"], default_slots if slots is None else int(slots))
-
-
-def _whole(text: str, minimum: int) -> int:
-    value = int(text)
-    if value < minimum:
-        raise ValueError(text)
-    return value
-
-
-def _seconds(text: str, minimum: float) -> float:
-    value = float(text)
-    if not math.isfinite(value) or value < minimum:
-        raise ValueError(text)
-    return value
-
-
-def _or_off(parse: Callable[[str], object]) -> Callable[[str], object]:
-    return lambda text: None if text.lower() == "off" else parse(text)
-
-
-def _yes_or_no(text: str) -> bool:
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in words:
-        raise ValueError(text)
-    return words[text.lower()]
-
-
-def _hosts(text: str) -> tuple[str, ...]:
-    hosts = tuple(host.strip() for host in text.split(","))
-    for host in hosts:
-        parse_host(host, 1)
-    return hosts
-
-
-def _range(text: str) -> tuple[float, float]:
-    low, high = (_seconds(part, 0.0) for part in text.split())
-    if low > high:
-        raise ValueError(text)
-    return low, high
-
-
-def _matching(pattern: re.Pattern[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if pattern.fullmatch(text) is None:
-            raise ValueError(text)
-        return text
-
-    return parse
-
-
-def _at_least_s(minimum: float) -> Kind:
-    return Kind("S", f"seconds, at least {minimum:g}", lambda text: _seconds(text, minimum))
-
-
-_COUNT = Kind("N", "a whole number, at least 1", lambda text: _whole(text, 1))
-_SECONDS = _at_least_s(0.0)
-_SECONDS_OR_OFF = Kind("S|off", "seconds, at least 1, or off", _or_off(lambda text: _seconds(text, 1.0)))
-_LIMIT_OR_OFF = Kind("N|off", "a whole number, at least 0, or off", _or_off(lambda text: _whole(text, 0)))
-_HOSTS = Kind("H1:4,H2:4", "host or host:slots, with commas between", _hosts)
-_SLOTS = Kind("N|auto", "a whole number, at least 1, or auto", lambda t: None if t == "auto" else _whole(t, 1))
-_PATH = Kind("PATH", "a path", _matching(re.compile(r".+")))
-_BACKEND = Kind("auto|gloo", "auto or gloo (nccl and mpi come later)", _matching(re.compile("auto|gloo")))
-_RANGE = Kind("MIN MAX", "two times in seconds, the smaller one first", _range)
-FLAG = Kind("", "1 or 0", _yes_or_no)
-_NAME = Kind("NAME", "up to 40 letters, digits, dots, dashes and underscores", _matching(_JOB))
-
 _SIZE = "workers and hosts"
 _DISCOVERY = "host discovery"
+_REMOTE = "other hosts"
 _TIMES = "time limits, in seconds"
 _CHANGES = "changes of the world"
 _COMMITS = "commits"
 _OUTPUT = "output"
 
 
-def _option(default: object, group: str, kind: Kind, names: str, help: str) -> Any:
+def _option(default: object, group: str, kind: kinds.Kind, names: str, help: str) -> Any:
     return field(default=default, metadata={"names": Names(tuple(names.split()), kind, group, help)})
 
 
@@ -139,110 +57,174 @@ class Options:
     command: tuple[str, ...]
     """What each worker runs."""
 
-    np: int = _option(0, _SIZE, _COUNT, "-np --num-proc", "workers to start with")
-    min_np: int = _option(0, _SIZE, _COUNT, "--min-np", "go on with as few as these (default: -np)")
+    np: int = _option(0, _SIZE, kinds.COUNT, "-np --num-proc", "workers to start with")
+    min_np: int = _option(0, _SIZE, kinds.COUNT, "--min-np", "go on with as few as these (default: -np)")
     max_np: int | None = _option(
-        None, _SIZE, _COUNT, "--max-np", "grow up to these (default: -np; with a discovery script: no limit)"
+        None, _SIZE, kinds.COUNT, "--max-np", "grow up to these (default: -np; with a discovery script: no limit)"
     )
     hosts: tuple[str, ...] = _option(
-        (), _SIZE, _HOSTS, "-H --hosts", "where to run (default: localhost with -np slots)"
+        (), _SIZE, kinds.HOSTS, "-H --hosts", "where to run (default: localhost with -np slots)"
     )
     hostfile: str | None = _option(
-        None, _SIZE, _PATH, "--hostfile", "a file with a host or host:slots on each line; may change while the job runs"
+        None,
+        _SIZE,
+        kinds.PATH,
+        "--hostfile",
+        "a file with a host or host:slots on each line; may change while the job runs",
     )
     slots_per_host: int | None = _option(
         1,
         _SIZE,
-        _SLOTS,
+        kinds.SLOTS,
         "--slots-per-host",
         "for hosts that are named without slots; auto: a host's GPUs, or its cores if there are none",
     )
-    backend: str = _option("auto", _SIZE, _BACKEND, "--backend", "how tensors travel between workers")
+    backend: str = _option("auto", _SIZE, kinds.BACKEND, "--backend", "how tensors travel between workers")
     host_discovery_script: str | None = _option(
-        None, _DISCOVERY, _PATH, "--host-discovery-script", "a program that prints a host or host:slots on each line"
+        None,
+        _DISCOVERY,
+        kinds.PATH,
+        "--host-discovery-script",
+        "a program that prints a host or host:slots on each line",
     )
     discovery_interval_s: float = _option(
-        1.0, _DISCOVERY, _at_least_s(0.05), "--discovery-interval", "time between two looks at script or hostfile"
+        1.0, _DISCOVERY, kinds.at_least_s(0.05), "--discovery-interval", "time between two looks at script or hostfile"
     )
     discovery_timeout_s: float = _option(
-        10.0, _DISCOVERY, _at_least_s(0.1), "--discovery-timeout", "a script that runs longer is killed"
+        10.0, _DISCOVERY, kinds.at_least_s(0.1), "--discovery-timeout", "a script that runs longer is killed"
+    )
+    ssh_port: int | None = _option(
+        None, _REMOTE, kinds.PORT, "--ssh-port", "of the ssh servers (default: as ssh's own)"
+    )
+    ssh_identity_file: str | None = _option(
+        None, _REMOTE, kinds.PATH, "--ssh-identity-file", "the key to log in with (default: as ssh's own)"
+    )
+    ssh_check_host_keys: bool = _option(
+        True, _REMOTE, kinds.FLAG, "--ssh-check-host-keys", "refuse hosts whose key is not known"
+    )
+    remote_python: str | None = _option(
+        None,
+        _REMOTE,
+        kinds.PATH,
+        "--remote-python",
+        "the Python of the agents on other hosts (default: this one's path)",
+    )
+    listen: str | None = _option(
+        None,
+        _REMOTE,
+        kinds.ADDRESS,
+        "--listen",
+        "no ssh, no discovery: the hosts are those that run elasticrun agent --join ADDR:PORT",
+    )
+    token_file: str | None = _option(
+        None,
+        _REMOTE,
+        kinds.PATH,
+        "--token-file",
+        "what agents prove with that they belong to the job; made if not there",
+    )
+    env: tuple[str, ...] = _option(
+        (),
+        _REMOTE,
+        kinds.NAMES,
+        "--env",
+        "variables to pass on to other hosts, as HF_TOKEN,NCCL_*; never on a command line",
     )
     start_timeout_s: float = _option(
-        600.0, _TIMES, _SECONDS, "--start-timeout", "fewer than --min-np workers ready after so long: give up"
+        600.0, _TIMES, kinds.SECONDS, "--start-timeout", "fewer than --min-np workers ready after so long: give up"
     )
     elastic_timeout_s: float = _option(
-        600.0, _TIMES, _SECONDS, "--elastic-timeout", "fewer than --min-np later on, for so long: give up"
+        600.0, _TIMES, kinds.SECONDS, "--elastic-timeout", "fewer than --min-np later on, for so long: give up"
     )
     regroup_timeout_s: float = _option(
-        60.0, _TIMES, _SECONDS, "--regroup-timeout", "a survivor that takes longer to regroup joins later"
+        60.0, _TIMES, kinds.SECONDS, "--regroup-timeout", "a survivor that takes longer to regroup joins later"
     )
     failure_grace_s: float = _option(
         2.0,
         _TIMES,
-        _SECONDS,
+        kinds.SECONDS,
         "--failure-grace",
         "all others alive for so long after an exception: it is the worker's own, not the world's",
     )
     drain_timeout_s: float = _option(
-        30.0, _TIMES, _SECONDS, "--drain-timeout", "a leaver not let go after so long counts as a failure"
+        30.0, _TIMES, kinds.SECONDS, "--drain-timeout", "a leaver not let go after so long counts as a failure"
     )
     heartbeat_timeout_s: float = _option(
-        10.0, _TIMES, _at_least_s(0.5), "--heartbeat-timeout", "a worker or agent silent for so long is killed"
+        10.0, _TIMES, kinds.at_least_s(0.5), "--heartbeat-timeout", "a worker or agent silent for so long is killed"
     )
     hold_timeout_s: float = _option(
-        2.0, _TIMES, _SECONDS, "--hold-timeout", "a planned change not agreed on after so long is put off"
+        2.0, _TIMES, kinds.SECONDS, "--hold-timeout", "a planned change not agreed on after so long is put off"
     )
     driver_timeout_s: float = _option(
         10.0,
         _TIMES,
-        _SECONDS,
+        kinds.SECONDS,
         "--driver-timeout --orphan-timeout",
         "an agent without elasticrun for so long stops its workers",
     )
+    connect_timeout_s: float = _option(
+        10.0,
+        _TIMES,
+        kinds.at_least_s(0.1),
+        "--connect-timeout",
+        "a host that does not answer or prove itself for so long",
+    )
     hang_timeout_s: float | None = _option(
-        None, _TIMES, _SECONDS_OR_OFF, "--hang-timeout", "a worker without a tick for so long is killed"
+        None, _TIMES, kinds.SECONDS_OR_OFF, "--hang-timeout", "a worker without a tick for so long is killed"
     )
     collective_timeout_s: float = _option(
-        1800.0, _TIMES, _at_least_s(1.0), "--collective-timeout", "time-out of all process groups"
+        1800.0, _TIMES, kinds.at_least_s(1.0), "--collective-timeout", "time-out of all process groups"
     )
     gate_timeout_s: float | None = _option(
-        None, _TIMES, _SECONDS_OR_OFF, "--gate-timeout", "members not done so long after the first one: a failure"
+        None, _TIMES, kinds.SECONDS_OR_OFF, "--gate-timeout", "members not done so long after the first one: a failure"
     )
-    stop_timeout_s: float = _option(10.0, _TIMES, _SECONDS, "--stop-timeout", "from asking a worker to stop to SIGKILL")
+    stop_timeout_s: float = _option(
+        10.0, _TIMES, kinds.SECONDS, "--stop-timeout", "from asking a worker to stop to SIGKILL"
+    )
     join_window_s: float = _option(
-        5.0, _CHANGES, _SECONDS, "--join-window", "a ready newcomer waits so long for others that are still starting"
+        5.0,
+        _CHANGES,
+        kinds.SECONDS,
+        "--join-window",
+        "a ready newcomer waits so long for others that are still starting",
     )
     min_interrupt_distance_s: float = _option(
-        5.0, _CHANGES, _SECONDS, "--min-interrupt-distance", "between two planned changes of the world, at least"
+        5.0, _CHANGES, kinds.SECONDS, "--min-interrupt-distance", "between two planned changes of the world, at least"
     )
     reset_limit: int | None = _option(
-        None, _CHANGES, _LIMIT_OR_OFF, "--reset-limit", "more failures than these end the job"
+        None, _CHANGES, kinds.LIMIT_OR_OFF, "--reset-limit", "more failures than these end the job"
     )
     max_no_progress: int = _option(
-        3, _CHANGES, _COUNT, "--max-no-progress", "failures in a row without a new commit that end the job"
+        3, _CHANGES, kinds.COUNT, "--max-no-progress", "failures in a row without a new commit that end the job"
     )
     cooldown_range_s: tuple[float, float] = _option(
-        (10.0, 600.0), _CHANGES, _RANGE, "--cooldown-range", "a host that fails again and again is left alone so long"
+        (10.0, 600.0),
+        _CHANGES,
+        kinds.RANGE,
+        "--cooldown-range",
+        "a host that fails again and again is left alone so long",
     )
     commit_dir: str = _option(
         "/dev/shm",
         _COMMITS,
-        _PATH,
+        kinds.PATH,
         "--commit-dir",
         "where commits are kept, two for each worker; any directory, best in memory",
     )
     verify_sync: bool = _option(
-        False, _COMMITS, FLAG, "--verify-sync", "compare the states of all workers whenever some have been synced"
+        False, _COMMITS, kinds.FLAG, "--verify-sync", "compare the states of all workers whenever some have been synced"
     )
     log_dir: str | None = _option(
-        None, _OUTPUT, _PATH, "--log-dir", "keep each worker's output in <host>-<slot>.out and .err here, appended"
+        None, _OUTPUT, kinds.PATH, "--log-dir", "keep each worker's output in <host>-<slot>.out and .err here, appended"
     )
-    tag_output: bool = _option(True, _OUTPUT, FLAG, "--tag-output", "put [host:slot] before each line")
-    events_file: str | None = _option(None, _OUTPUT, _PATH, "--events-file", "append each event here, as a JSON line")
+    tag_output: bool = _option(True, _OUTPUT, kinds.FLAG, "--tag-output", "put [host:slot] before each line")
+    events_file: str | None = _option(
+        None, _OUTPUT, kinds.PATH, "--events-file", "append each event here, as a JSON line"
+    )
     job_name: str | None = _option(
-        None, _OUTPUT, _NAME, "--job-name", "the JOB of elasticrun status (default: made up)"
+        None, _OUTPUT, kinds.NAME, "--job-name", "the JOB of elasticrun status (default: made up)"
     )
-    verbose: bool = _option(False, _OUTPUT, FLAG, "--verbose", "say why things are done, too")
+    verbose: bool = _option(False, _OUTPUT, kinds.FLAG, "--verbose", "say why things are done, too")
 
     def policy(self) -> Policy:
         """What the core decides by."""
@@ -291,14 +273,28 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
     if len(places) > 1:
         both = " and ".join("--" + name.replace("_", "-") for name in places)
         raise OptionError(f"{both} are given: takes one of them")
+    if "listen" in values and places:
+        raise OptionError(f"--listen and --{places[0].replace('_', '-')} are given: takes one of them")
+    if ("listen" in values) != ("token_file" in values):
+        raise OptionError("--listen and --token-file: takes both: agents that dial in prove with it who they are")
     np = values["np"]
     values.setdefault("min_np", np)
-    values.setdefault("max_np", None if "host_discovery_script" in values else np)
+    values.setdefault("max_np", None if {"host_discovery_script", "listen"} & set(values) else np)
     if values["min_np"] > np:
         raise OptionError(f"--min-np: {values['min_np']}: takes a number up to -np, which is {np}")
     if values["max_np"] is not None and values["max_np"] < np:
         raise OptionError(f"--max-np: {values['max_np']}: takes a number from -np on, which is {np}")
     return Options(command=tuple(command), **values)
+
+
+def slots_of_this_machine() -> int:
+    """Its NVIDIA GPUs; without any, the cores that this process may use."""
+    return len(glob("/dev/nvidia[0-9]*")) or len(os.sched_getaffinity(0))
+
+
+def host_name() -> str:
+    """What this machine calls itself."""
+    return os.uname().nodename
 
 
 def version() -> str:
@@ -364,16 +360,23 @@ def worker_environment() -> WorkerEnvironment | None:
 
 
 def inherited_environment() -> dict[str, str]:
-    """The environment of this process, for the processes that it starts; without what :func:`quiet_grpc` has set."""
-    return {name: value for name, value in os.environ.items() if (name, value) != _QUIET_GRPC}
+    """The environment of this process, for the processes that it starts."""
+    return dict(os.environ)
 
 
-_QUIET_GRPC = ("GRPC_VERBOSITY", "NONE")
+_NEEDED_ON_OTHER_HOSTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 
 
-def quiet_grpc() -> None:
-    """Keep gRPC's own log off the terminal, unless the user asks for it. Before gRPC is imported."""
-    os.environ.setdefault(*_QUIET_GRPC)
+def passed_on(asked: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """The environment that workers on other hosts get from this process: what they need to find the same programs, and
+    what ``asked`` (patterns) names."""
+    patterns = (*_NEEDED_ON_OTHER_HOSTS, *asked)
+    return tuple((k, v) for k, v in os.environ.items() if any(fnmatchcase(k, pattern) for pattern in patterns))
+
+
+def ssh_client() -> str:
+    """The address that ssh was called from, as ssh(1) says it; "" when this process was not started by it."""
+    return os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
 
 
 def runtime_directory() -> Path:

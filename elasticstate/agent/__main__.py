@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from contextlib import suppress
 
-from elasticstate.config import quiet_grpc
+import msgspec
 
-quiet_grpc()
-
-import msgspec  # noqa: E402
-
-from elasticstate.agent.agent import Agent  # noqa: E402
-from elasticstate.net.messages import Launch  # noqa: E402
+from elasticstate.agent.agent import Agent
+from elasticstate.config import ssh_client
+from elasticstate.net.messages import Launch
 
 
 def main() -> int:
@@ -22,7 +20,17 @@ def main() -> int:
     except msgspec.DecodeError as error:
         print(f"elasticstate: an agent is started by elasticrun: {error}", file=sys.stderr)
         return 2
-    return asyncio.run(Agent(launch).run())
+    return asyncio.run(Agent(with_the_way_back(launch)).run())
+
+
+def with_the_way_back(launch: Launch) -> Launch:
+    """If ssh has started this agent, the driver is most likely found where ssh came from."""
+    came_from = ssh_client()
+    if not came_from:
+        return launch
+    ports = dict.fromkeys(address.rpartition(":")[2] for address in launch.addresses)
+    back = (f"[{came_from}]:{port}" if ":" in came_from else f"{came_from}:{port}" for port in ports)
+    return msgspec.structs.replace(launch, addresses=tuple(dict.fromkeys((*back, *launch.addresses))))
 
 
 def _first_line() -> bytes:
@@ -38,5 +46,6 @@ def _first_line() -> bytes:
 
 if __name__ == "__main__":
     status = main()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stderr.flush()
     os._exit(status)  # a thread may be stuck in a write to a terminal that nobody reads

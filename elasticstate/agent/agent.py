@@ -3,8 +3,8 @@
 In and out of its phases::
 
     attach ──JobSpec──► serve ──Shutdown──► stop the workers, exit
-                          │ the driver is gone
-                          ▼
+                          │ ▲ the driver is gone; it is there again
+                          ▼ │
                         orphan ──driver_timeout, or no worker is left──► stop the workers, exit
 """
 
@@ -16,41 +16,39 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from elasticstate._native import ControlPage
+from elasticstate.agent.claim import claim
+from elasticstate.agent.contact import Contact
 from elasticstate.agent.output import Terminal
 from elasticstate.agent.pulse import Pulse, newest_commit
 from elasticstate.agent.room import Room
-from elasticstate.agent.worker_process import WorkerProcess, make_pumps
-from elasticstate.commits import CommitDirectory, control_file, owner_of, remove_dead
-from elasticstate.config import WorkerEnvironment, inherited_environment, version
+from elasticstate.agent.seat import Seat
+from elasticstate.agent.worker_process import WorkerProcess, environment_of_worker, make_pumps
+from elasticstate.commits import (
+    ID_FILE,
+    control_file,
+    make_agent_directory,
+    owner_of,
+    remove_leftovers,
+)
+from elasticstate.config import WorkerEnvironment, runtime_directory
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.errors import CommitSpaceError
 from elasticstate.net import messages
+from elasticstate.net.control import SILENT_SHARE
 from elasticstate.net.link import AgentSocket
-from elasticstate.net.rpc import DriverStream
 
 LOOK_INTERVAL_S = 0.25  # between two looks at the workers' stamps
 _ESCAPE_TIMEOUT_S = 2.0  # for a worker to get out of a collective, when its generation has ended
 _STACKS_TIMEOUT_S = 0.5  # for the stacks of a worker that is to be killed
-STAMPS_INTERVAL_S = 0.5  # between two messages with them: the agent's own sign of life
-
-
-@dataclass(slots=True)
-class _Seat:
-    """A worker of this agent."""
-
-    process: WorkerProcess
-    pulse: Pulse
-    error: str = ""  # the first that it reported
-    waits: int = 0  # for answers of this agent
-    doubted_at: float | None = None  # since when it is known that it may hang
-    watcher: asyncio.Task[None] | None = None
-    stopping: list[asyncio.TimerHandle] = field(default_factory=list)
+STAMPS_INTERVAL_S = 1.0  # between two messages with them: the agent's own sign of life; at most
+_STAMPS_PER_TIMEOUT = 16
+_GONE = "the driver is gone"
 
 
 class Agent:
@@ -58,55 +56,77 @@ class Agent:
 
     def __init__(self, launch: messages.Launch) -> None:
         self._launch = launch
-        self._seats: dict[WorkerId, _Seat] = {}
+        self._seats: dict[WorkerId, Seat] = {}
         self._terminals = (Terminal(1), Terminal(2))
         self._held: int | None = None  # the generation that a hold of the driver stops
         self._empty = asyncio.Event()  # no worker is left
+        self._empty.set()
+        self._is_noticed = False  # this host is to be left
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def run(self) -> int:
-        self._loop = asyncio.get_running_loop()
-        fcntl.flock(os.open(self._launch.job_directory, os.O_RDONLY), fcntl.LOCK_SH)  # until the end of this process
-        hello = messages.AgentHello(self._launch.host, os.getpid(), messages.PROTOCOL_VERSION, version())
-        self._driver = DriverStream(self._launch.address, self._launch.token, hello)
+        self._loop, launch = asyncio.get_running_loop(), self._launch
         self._listen_to_signals()
-        self._socket = AgentSocket(self._launch.socket, self._admit, self._from_worker, self._complain)
         try:
-            first = await self._driver.receive()
-            if not isinstance(first, messages.JobSpec):
-                raise ConnectionError(f"the driver says {first}")
-            self._spec = first
-            self._commits = CommitDirectory(
-                first.commit_dir, first.job_id, self._launch.host, self._launch.job_directory
-            )
-            self._room = Room(self._commits, self._launch.host, lambda: len(self._seats), self._complain)
-            self._socket.open()
-        except (ConnectionError, OSError) as error:
+            job_directory = launch.job_directory or make_agent_directory(str(runtime_directory()))
+            fcntl.flock(os.open(job_directory, os.O_RDONLY), fcntl.LOCK_SH)  # until the end of this process
+        except OSError as error:
             self._complain(f"cannot serve: {error}")
             return 1
-        self._driver.send(messages.Serving(tuple(self._adopted())))
-        self._loop.run_in_executor(None, remove_dead, first.commit_dir)  # gigabytes take a while
-        looking = asyncio.ensure_future(self._look_regularly())
+        self._socket_path = launch.socket or f"{job_directory}/agent"
+        self._socket = AgentSocket(self._socket_path, self._admit, self._from_worker, self._complain)
+        status, looking = 1, None
+        try:
+            self._driver = Contact(launch)
+            spec = self._spec = await self._driver.establish(launch.wait_s)
+            if not launch.job_directory:
+                Path(job_directory, ID_FILE).write_text(spec.job_id)
+            if not Path(launch.directory).is_dir():
+                raise NotADirectoryError(f"{launch.directory}, in which the job was started, is not there")
+            self._local_address = launch.local_address or self._driver.local_address
+            looking = asyncio.ensure_future(self._look_regularly())
+            self._commits = await claim(spec, launch.host, job_directory, self._socket_path, self._driver)
+            self._room = Room(self._commits, launch.host, lambda: len(self._seats), self._complain)
+            self._socket.open()
+        except (ConnectionError, OSError, ValueError) as error:
+            self._complain(f"cannot serve: {error}")
+        else:
+            status = await self._live()
+        if looking is not None:
+            looking.cancel()
+        if not launch.job_directory:
+            shutil.rmtree(job_directory, ignore_errors=True)
+        return status
+
+    async def _live(self) -> int:
+        """Serve until the end, and clear up; returns the exit status."""
+        self._driver.send(messages.Serving(tuple(self._adopted()), ()))
+        self._loop.run_in_executor(
+            None, remove_leftovers, self._spec.commit_dir, str(runtime_directory())
+        )  # takes a while
         status = await self._serve()
-        looking.cancel()
         self._socket.close()
         self._room.close()
         self._commits.remove()
-        await self._driver.flush()
         await self._driver.close()
         return status
 
     async def _serve(self) -> int:
-        serving = asyncio.ensure_future(self._obey())
-        self._watch_stdin(serving)
-        try:
-            reason = await serving
-        except (ConnectionError, asyncio.CancelledError):
-            self._release_hold()
-            await self._orphaned()
-            return 1
+        """Until the driver says that it is enough, or is gone for too long."""
+        reason = ""
+        while not reason:
+            try:
+                await self._stop_all(await self._obey())
+            except ConnectionError as error:  # noqa: PERF203
+                self._complain(f"out of touch with the driver: {error}")
+                self._release_hold()
+                reason = await self._orphaned()
+            else:
+                return 0
         await self._stop_all(reason)
-        return 0
+        if reason == _GONE and self._launch.job_directory:
+            shutil.rmtree(self._launch.job_directory, ignore_errors=True)
+        return 1
 
     async def _obey(self) -> str:
         """Carry out orders until the one to shut down; returns its reason. Raises ConnectionError without a driver."""
@@ -115,6 +135,39 @@ class Agent:
             if isinstance(order, messages.Shutdown):
                 return order.reason
             self._carry_out(order)
+
+    async def _orphaned(self) -> str:
+        """Training goes on without a driver until there is one (""), or there is a reason to stop. On the driver's own
+        machine whoever has no workers need not wait; on another one what is in memory may be all that there is."""
+        limit_s = self._spec.driver_timeout_s
+        dialling = asyncio.ensure_future(self._driver.establish(limit_s))
+        waiting: set[asyncio.Future[Any]] = {dialling}
+        if self._launch.job_directory:
+            waiting.add(asyncio.ensure_future(self._empty.wait()))
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if dialling.done():
+                dialling.result()
+                self._driver.send(messages.Serving(tuple(self._adopted()), tuple(self._reports())))
+                if self._is_noticed:
+                    self._driver.send(messages.AgentNotice())
+                return ""
+        except ConnectionRefusedError as refusal:
+            self._complain(f"stops its workers: {refusal}")
+            return str(refusal)
+        except ConnectionError as error:
+            self._complain(f"no driver for --driver-timeout of {limit_s:g} s: stops its workers ({error})")
+        finally:
+            for future in waiting:
+                future.cancel()
+        return _GONE
+
+    def _reports(self) -> Iterator[messages.WorkerReport]:
+        """All that a driver has to know of the workers that live here."""
+        for worker, seat in self._seats.items():
+            seat.pulse.look(self._loop.time())
+            words = (*seat.words, messages.Notice()) if seat.is_noticed else tuple(seat.words)
+            yield messages.WorkerReport(worker, seat.process.pid, seat.joined, seat.pulse.latest, words)
 
     def _carry_out(self, order: messages.ToAgent) -> None:
         match order:
@@ -131,6 +184,9 @@ class Agent:
                         self._kill_later(worker)
             case messages.WorldsOnHost(worlds):
                 for worker, world in worlds:
+                    if worker in self._seats:
+                        self._seats[worker].joined = world.generation
+                        self._seats[worker].words.clear()
                     self._socket.send(worker, messages.encode_to_worker(world))
             case _:
                 self._complain(f"did not expect {type(order).__name__}")
@@ -150,8 +206,9 @@ class Agent:
                 self._socket.send(worker, data)
 
     def _adopted(self) -> Iterator[tuple[int, CommitId]]:
-        """What an agent before this one has left in memory."""
-        for slot in self._commits.adopted():
+        """What is in memory where no worker lives: left by an agent before this one, or by a worker."""
+        living = {worker.slot for worker in self._seats}
+        for slot in set(self._commits.adopted()) - living:
             with suppress(OSError, ValueError):  # it died as it made the page
                 page = ControlPage(control_file(self._commits.prefix(slot)))
                 commit = newest_commit(page, owner_of(self._spec.job_id, self._launch.host, slot))
@@ -165,14 +222,22 @@ class Agent:
         try:
             pulse = Pulse(self._commits.make_page(worker.slot), owner_of(spec.job_id, worker.host, worker.slot))
             pumps = make_pumps(worker, self._terminals, spec.tag_output, spec.log_dir)
-            process = WorkerProcess(
-                worker, spec.command, self._environment(worker, reserve_bytes), launch.directory, *pumps
+            told = WorkerEnvironment(
+                socket=self._socket_path,
+                worker=worker,
+                job=spec.job,
+                job_id=spec.job_id,
+                local_address=self._local_address,
+                commits=self._commits.prefix(worker.slot),
+                reserve_bytes=reserve_bytes,
             )
+            environment = environment_of_worker(launch.environment, spec.environment, told)
+            process = WorkerProcess(worker, spec.command, environment, launch.directory, *pumps)
         except (OSError, CommitSpaceError) as error:
             self._complain(f"cannot start {worker}: {error}")
             self._driver.send(messages.Exited(worker, 0, 127, None, f"cannot be started: {error}"))
             return
-        seat = self._seats[worker] = _Seat(process, pulse)
+        seat = self._seats[worker] = Seat(process, pulse)
         self._empty.clear()
         self._driver.send(messages.Started(worker, process.pid))
         seat.watcher = asyncio.ensure_future(self._watch(seat))
@@ -180,22 +245,7 @@ class Agent:
             if reserve_bytes:  # while it boots
                 self._begin(self._room.make(worker.slot, index, reserve_bytes))
 
-    def _environment(self, worker: WorkerId, reserve_bytes: int) -> Mapping[str, str]:
-        given = dict(self._spec.environment)
-        told = WorkerEnvironment(
-            socket=self._launch.socket,
-            worker=worker,
-            job=self._spec.job,
-            job_id=self._spec.job_id,
-            local_address=self._launch.local_address,
-            commits=self._commits.prefix(worker.slot),
-            reserve_bytes=reserve_bytes,
-        )
-        # torch's own words on a peer's death are a page of C++ frames each; the worker's exception tells the same.
-        quiet = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-        return {**quiet, **inherited_environment(), **given, **told.variables()}
-
-    async def _watch(self, seat: _Seat) -> None:
+    async def _watch(self, seat: Seat) -> None:
         process = seat.process
         ending = await process.ended()
         self._socket.drain(process.worker)
@@ -235,17 +285,6 @@ class Agent:
         while self._seats:
             await self._empty.wait()
 
-    async def _orphaned(self) -> None:
-        """Training goes on without a driver, for a while."""
-        limit_s = self._spec.driver_timeout_s
-        if self._seats:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._empty.wait(), limit_s)
-        if self._seats:
-            self._complain(f"no driver for --driver-timeout of {limit_s:g} s: stops its workers")
-        await self._stop_all("the driver is gone")
-        shutil.rmtree(self._launch.job_directory, ignore_errors=True)
-
     # --------------------------------------------------------------------------------------------------- the workers
 
     def _admit(self, worker: WorkerId) -> str:
@@ -261,6 +300,9 @@ class Agent:
             case messages.NeedSpace(index, size):
                 self._begin(self._make_room(seat, index, size))
             case _:
+                seat.is_noticed |= isinstance(message, messages.Notice)
+                if isinstance(message, messages.LASTING):
+                    seat.words.append(message)
                 self._driver.send(messages.FromWorker(worker, message))
 
     def _begin(self, what: Coroutine[Any, Any, object]) -> None:
@@ -268,7 +310,7 @@ class Agent:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _make_room(self, seat: _Seat, index: int, size_bytes: int) -> None:
+    async def _make_room(self, seat: Seat, index: int, size_bytes: int) -> None:
         seat.waits += 1
         worker = seat.process.worker
         try:
@@ -279,15 +321,19 @@ class Agent:
 
     async def _look_regularly(self) -> None:
         looked_at = stamped_at = self._loop.time()
+        stamps_interval_s = min(STAMPS_INTERVAL_S, self._spec.heartbeat_timeout_s / _STAMPS_PER_TIMEOUT)
+        look_interval_s = min(LOOK_INTERVAL_S, stamps_interval_s)
         while True:
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(look_interval_s)
             now = self._loop.time()
-            stalled_s = now - looked_at - LOOK_INTERVAL_S
+            stalled_s = now - looked_at - look_interval_s
             if stalled_s > self._spec.heartbeat_timeout_s / 2:
                 self._forgive(stalled_s)
+            elif not self._launch.job_directory:  # on one machine silence only says that the driver is stopped
+                self._driver.judge(now, SILENT_SHARE * self._spec.heartbeat_timeout_s)
             looked_at = now
             self._judge(now)
-            if now - stamped_at >= STAMPS_INTERVAL_S:
+            if now - stamped_at >= stamps_interval_s:
                 stamped_at = now
                 self._send_stamps()
 
@@ -307,7 +353,7 @@ class Agent:
                 self._driver.send(messages.Unresponsive(seat.process.worker, reason))
                 self._begin(self._kill_with_stacks(seat))
 
-    def _hangs(self, seat: _Seat, now: float) -> str:
+    def _hangs(self, seat: Seat, now: float) -> str:
         """Why a worker is taken to hang, or "".
 
         Whoever waits for it in a collective stands as still as the one that hangs. So the generation is ended first,
@@ -324,7 +370,7 @@ class Agent:
             return doubt
         return ""
 
-    async def _kill_with_stacks(self, seat: _Seat) -> None:
+    async def _kill_with_stacks(self, seat: Seat) -> None:
         """First its stacks into its log: the handler needs no GIL, but the process must not be stopped."""
         seat.process.ask_for_stacks()
         await asyncio.sleep(_STACKS_TIMEOUT_S)
@@ -340,17 +386,12 @@ class Agent:
         """Ctrl-C and a closed terminal are the driver's to judge. No SIG_IGN: the workers would inherit it."""
         for number in (signal.SIGINT, signal.SIGHUP):
             self._loop.add_signal_handler(number, lambda: None)
-        self._loop.add_signal_handler(signal.SIGTERM, lambda: self._driver.send(messages.AgentNotice()))
+        self._loop.add_signal_handler(signal.SIGTERM, self._take_notice)
 
-    def _watch_stdin(self, serving: asyncio.Task[str]) -> None:
-        """The driver holds the other end of our stdin for as long as it lives."""
-
-        def ended() -> None:
-            if not os.read(0, 4096):
-                self._loop.remove_reader(0)
-                serving.cancel()
-
-        self._loop.add_reader(0, ended)
+    def _take_notice(self) -> None:
+        self._is_noticed = True
+        self._driver.send(messages.AgentNotice())
 
     def _complain(self, text: str) -> None:
-        print(f"elasticstate: agent of {self._launch.host}: {text}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # whoever has started it may be gone
+            print(f"elasticstate: agent of {self._launch.host}: {text}", file=sys.stderr, flush=True)

@@ -73,10 +73,15 @@ class Pulse:
     def _place(self) -> Place:
         return _place(self._seen[2])
 
+    @property
+    def latest(self) -> Stamp:
+        """What the page says."""
+        _, _, place, generation, ticks = self._seen
+        return Stamp(_place(place), generation, ticks, newest_commit(self._page, self._owner))
+
     def news(self) -> Stamp | None:
         """What the driver has not been told: a sign of life since the last call, or another commit."""
-        _, _, place, generation, ticks = self._seen
-        stamp = Stamp(_place(place), generation, ticks, newest_commit(self._page, self._owner))
+        stamp = self.latest
         if not self._is_news and stamp == self._told:
             return None
         self._is_news, self._told = False, stamp

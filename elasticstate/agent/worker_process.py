@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from elasticstate.agent import exec_shim
 from elasticstate.agent.output import Pump, Terminal
+from elasticstate.config import WorkerEnvironment, inherited_environment
 from elasticstate.core.types import WorkerId
 from elasticstate.net.messages import STACKS_SIGNAL
 from elasticstate.processes import catches, ended, kill_session
@@ -27,6 +28,15 @@ class Ending(NamedTuple):
     exit_code: int | None
     signal: int | None
     last_words: str  # the end of its stderr
+
+
+def environment_of_worker(
+    passed_on: Iterable[tuple[str, str]], given: Iterable[tuple[str, str]], told: WorkerEnvironment
+) -> dict[str, str]:
+    """This process's environment, what was passed on from the driver's host, what the job gives, and what we tell."""
+    # torch's own words on a peer's death are a page of C++ frames each; the worker's exception tells the same.
+    quiet = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    return {**quiet, **inherited_environment(), **dict(passed_on), **dict(given), **told.variables()}
 
 
 class WorkerProcess:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import inf
 from signal import Signals
 
-from elasticstate.core import memory
+from elasticstate.core import memory, reach
 from elasticstate.core import types as t
 from elasticstate.core.cooldown import DEATHS_IN_A_ROW, SAME_DEATH_S, backoff_s, cooldown_s
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
@@ -79,10 +79,17 @@ def _hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
 
 def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     host = d.hosts.get(event.host)
-    if host is not None and host.agent == "asked":
-        d.put_host(host, agent="joined", heard="its agent is connected")
-        memory.found(d, host.name, dict(event.commits))
-        d.note("agent_joined", host=host.name)
+    if host is not None and host.agent == "stopping":  # one that was out of reach has come back in the other's place
+        d.effects.append(t.StopAgent(host.name, "it is not wanted any more"))
+    if host is None or host.agent not in ("asked", "none"):
+        return
+    d.put_host(host, agent="joined", may_live_until=-inf, heard="its agent is connected")
+    memory.found(d, host.name, dict(event.commits), {worker.slot for worker, _ in event.workers})
+    d.note("agent_joined", host=host.name)
+    if host.may_live_until > -inf and not event.workers:
+        d.account(is_broken=True)
+    for worker, generation in event.workers:
+        reach.take_back(d, worker, generation)
 
 
 def _agent_lost(d: Draft, event: t.AgentLost) -> None:
@@ -90,6 +97,7 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     if host is None or host.agent == "none":
         return
     expected = host.agent == "stopping"
+    may_live = event.may_live and not expected
     heard = "its agent was stopped" if expected else f"its agent was lost: {event.reason}"
     host = d.put_host(host, agent="none", leaving="", heard=heard)
     if not expected:
@@ -100,6 +108,10 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         cause = d.root_cause(worker, f"lost {worker.id}: the agent of host {host.name} is gone ({event.reason})")
         if d.breaks(worker) and not worker.gone:
             d.broken.append(Failure(cause, "lost"))
+        if d.breaks(worker) and may_live:
+            host = d.put_host(host, may_live_until=d.now + reach.lease_s(d.policy))
+        elif d.breaks(worker):
+            d.account(is_broken=True)
         _bury(d, worker, exit_code=None, signal=None)
     if expected:
         memory.found(d, host.name, {})  # it has removed its workers' commits
@@ -139,6 +151,8 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
     cause = d.root_cause(worker, f"{worker.id} {how}", error, exit_code=event.exit_code, signal=event.signal)
     is_member = d.breaks(worker) and not worker.gone
     benign = worker.gone == "stopped"
+    if d.breaks(worker):
+        d.account(is_broken=True)
     if isinstance(d.phase, Finishing) and is_member:
         benign = event.exit_code == 0
         if not benign:
@@ -292,6 +306,7 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         confirmed_at=None,
     )
     if d.breaks(worker):
+        d.account(is_broken=True)
         match d.phase:
             case Running():
                 cause = d.root_cause(worker, f"{worker.id} has left the generation")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 from elasticstate.core import types as t
 from elasticstate.core.assignment import NEWCOMER, assign
@@ -98,7 +99,10 @@ def enter(d: Draft, world: t.World) -> None:
             confirmed_at=None,
         )
         age += newcomer
-    d.account(next_age=age, own_errors=0, own_error=None)
+    d.account(next_age=age, own_errors=0, own_error=None, is_broken=False)
+    for host in list(d.hosts.values()):
+        if host.may_live_until > -inf:
+            d.put_host(host, may_live_until=-inf)  # their world stands still; what is found there proves nothing more
     d.world = world
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from elasticstate.core.facts import apply
 from elasticstate.core.missing import waiting_for
 from elasticstate.core.records import Draft, Ledger, Membership, Over, Waiting
-from elasticstate.core.rules import decide
+from elasticstate.core.rules import decide, watch_window
 from elasticstate.core.seats import bound_boots, mark_leavers, start_and_stop
 from elasticstate.core.types import Effect, Event, Policy
 
@@ -50,6 +50,7 @@ def step(m: Membership, event: Event, now: float) -> Transition:
     bound_boots(d)
     decide(d)
     start_and_stop(d)
+    watch_window(d)
     return Transition(d.freeze(), tuple(d.effects), d.reason)
 
 

@@ -7,6 +7,8 @@ for. What is remembered of a slot is what was last heard: from its worker, or fr
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from elasticstate.core import types as t
 from elasticstate.core.records import Draft, Membership, Worker
 
@@ -18,9 +20,10 @@ def remember(d: Draft, seat: t.SlotId, commit: t.CommitId | None) -> None:
         d.put_slot(seat, memory=commit)
 
 
-def found(d: Draft, host: str, commits: dict[int, t.CommitId]) -> None:
-    """A host has this in memory, and nothing else. No worker lives there."""
-    for index in sorted({seat.slot for seat in d.slots if seat.host == host} | set(commits)):
+def found(d: Draft, host: str, commits: dict[int, t.CommitId], living: Collection[int] = ()) -> None:
+    """A host has this in memory, and nothing else, but for what the workers in the slots ``living`` will tell of."""
+    known = {seat.slot for seat in d.slots if seat.host == host}
+    for index in sorted(known.difference(living).union(commits)):
         d.put_slot(t.SlotId(host, index), memory=commits.get(index))
 
 

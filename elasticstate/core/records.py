@@ -49,6 +49,7 @@ class Host:
     cooldowns: int = 0  # in a row
     cooldown_until: float = -inf
     gives_way_at: float = -inf  # earlier than cooldown_until: when the job would be below min_np without this host
+    may_live_until: float = -inf  # out of reach; workers of the newest world may be at it there until they give up
     heard: str = "not asked yet"  # what was last heard of it
 
 
@@ -175,6 +176,7 @@ class Ledger:
     hold_not_before: float = -inf
     holds_failed: int = 0  # in a row
     quiet_until: float = -inf  # no boot competes with a recovery until then
+    is_broken: bool = False  # the newest world: a member has left it, or is dead, so no other one can make a tick
     down_since: float | None = None  # training stands still since then
     ticks_lost: int = 0
     downtime_s: float = 0.0  # of the whole job

@@ -7,6 +7,7 @@ A rule looks at the draft, changes the phase if it must, and says why in ``d.rea
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from elasticstate.core import types as t
 from elasticstate.core.ending import (
@@ -240,21 +241,47 @@ def form(d: Draft) -> bool:
         _await_memory(d, None)
         d.reason = f"waits for {holder.id}, which may hold the newest commit"
         return False
+    if _may_train_on(d):
+        return False
     slots = awaited(d)
     if slots and not _memory_is_given_up(d, slots):
         d.reason = f"waits for {slots[0][0]}, whose memory holds the newest commit {slots[0][1]}"
+        return False
+    lost = d.ledger.highest is not None and newest(chosen) == NOTHING
+    if lost and (hosts := _out_of_reach(d)):
+        d.reason = f"waits for {listed(hosts)}, out of reach: the workers there may hold the only commits"
         return False
     for seat, commit in slots:
         limit_s = d.policy.regroup_timeout_s
         d.warn(
             f"commit {commit} in the memory of {seat} is given up: not back within --regroup-timeout of {limit_s:g} s"
         )
-    if d.ledger.highest is not None and newest(chosen) == NOTHING:
+    if lost:
         reason = f"StateLostError: the job has committed {d.ledger.highest}, and nobody holds a commit any more"
         fail_job(d, reason, d.ledger.outage)
     else:
         become_running(d, chosen)
     return True
+
+
+def _may_train_on(d: Draft) -> bool:
+    """Whether all of the newest world is out of reach, so that it may make ticks that nobody here knows of (I16).
+
+    A single member that is known to have left it, or to be dead, is proof that it stands still.
+    """
+    if d.ledger.is_broken or not (hosts := _out_of_reach(d)):
+        return False
+    _await_memory(d, None)
+    d.reason = f"waits until the workers on {listed(hosts)}, out of reach, have given up"
+    return True
+
+
+def _out_of_reach(d: Draft) -> list[str]:
+    """The hosts on which members of the newest world may live on, until the last of them has given up."""
+    hosts = [host for host in d.hosts.values() if host.may_live_until > -inf]
+    if not hosts or d.due(max(host.may_live_until for host in hosts)):
+        return []
+    return [host.name for host in hosts]
 
 
 def _memory_is_given_up(d: Draft, slots: list[tuple[t.SlotId, t.CommitId]]) -> bool:
@@ -282,6 +309,14 @@ def _window_is_over(d: Draft, stay: list[Worker], first: bool) -> bool:
     if not any(worker.booting for worker in d.workers.values()):
         return True
     return d.due(ready_at[d.policy.min_np - 1] + d.policy.join_window_s)
+
+
+def watch_window(d: Draft) -> None:
+    """Once more, for those just started while a world waits for something else: the window's end is a deadline."""
+    if isinstance(d.phase, Waiting):
+        stay = candidates(d)
+        if d.policy.min_np <= len(stay) < d.policy.np:
+            _window_is_over(d, stay, d.generation == 0)
 
 
 def _let_leavers_go(d: Draft, stay: list[Worker]) -> None:

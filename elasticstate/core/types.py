@@ -1,7 +1,7 @@
 """The words of the core: identities, worlds, events that go in, effects that come out. All values are frozen.
 
 Every type here is plain data that msgspec can also put on the wire; nothing in this module reads a clock, a socket or
-the environment.
+the environment. One long file, so that the whole vocabulary can be read in one place.
 """
 
 from __future__ import annotations
@@ -95,6 +95,9 @@ class Policy:
     regroup_timeout_s: float = 60.0
     failure_grace_s: float = 2.0
     drain_timeout_s: float = 30.0
+    driver_timeout_s: float = 10.0
+    heartbeat_timeout_s: float = 10.0
+    stop_timeout_s: float = 10.0
     hold_timeout_s: float = 2.0
     join_window_s: float = 5.0
     min_interrupt_distance_s: float = 5.0
@@ -118,18 +121,27 @@ class HostsDiscovered:
 
 @dataclass(frozen=True, slots=True)
 class AgentJoined:
-    """The agent of a host is connected and takes orders. ``commits``: by slot, what an agent before it has left."""
+    """The agent of a host is connected and takes orders, and no other one lives there.
+
+    ``commits``: by slot, what is in memory where no worker lives. ``workers``: those that have lived on while it was
+    out of touch, each with the newest generation that it was given a world of.
+    """
 
     host: str
     commits: tuple[tuple[int, CommitId], ...] = ()
+    workers: tuple[tuple[WorkerId, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """The agent of a host is gone; its workers are counted as dead."""
+    """The agent of a host is gone; its workers are counted as dead.
+
+    ``may_live``: it is only known to be out of reach, and its workers may go on until they miss the driver.
+    """
 
     host: str
     reason: str
+    may_live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +333,15 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Sever:
+    """The generation that this worker, back in reach, is still in has ended without it."""
+
+    worker: WorkerId
+    generation: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class PublishWorld:
     world: World
 
@@ -387,6 +408,7 @@ Effect = (
     | Hold
     | Release
     | End
+    | Sever
     | PublishWorld
     | Leave
     | ConfirmOwnError

@@ -1,4 +1,7 @@
-"""The agents of a job: started, spoken with, watched, and ended with all that is theirs."""
+"""The agents of a job: started, spoken with, watched, and ended with all that is theirs.
+
+An agent on another host that is out of touch is not known to be dead: it may dial in again, with its workers.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticstate.config import Options, passed_on
 from elasticstate.core import types as t
-from elasticstate.driver.launcher import LocalAgent
+from elasticstate.driver import launcher
+from elasticstate.driver.launcher import AgentProcess, DialledIn
+from elasticstate.errors import OptionError
+from elasticstate.kinds import split_address
 from elasticstate.net import messages
-from elasticstate.net.names import address_of
-from elasticstate.net.rpc import AgentStream, ControlServer
+from elasticstate.net.control import SILENT_SHARE, AgentStream, ControlServer
+from elasticstate.net.names import LOCALHOST, address_of, is_this_machine, own_addresses
+from elasticstate.net.trust import Trust, make_token, read_token, write_token
+from elasticstate.processes import allow_many_descriptors
 
-_WATCH_INTERVAL_S = 0.5
+_LOOKS_PER_TIMEOUT = 16  # at who is silent, within --heartbeat-timeout; as often the agents hear that the driver lives
+_LONGEST_INTERVAL_S = 1.0
 _LAST_MOMENT_S = 0.1
 _EXIT_TIMEOUT_S = 5.0  # for an agent, after the time that its workers may take
+_REFUSALS_SAID = 5  # of one kind, each by itself
 
 
 @dataclass(slots=True, eq=False)
 class _Agent:
     host: str
-    process: LocalAgent
-    heard_at: float
+    id: str
+    process: AgentProcess
+    since: float  # started, or lost
     stream: AgentStream | None = None
+    pid: int | None = None
+    slots: int = 0  # of one that has dialled in
     watcher: asyncio.Task[None] | None = None
     is_stopping: bool = False  # was told to shut down
     is_lost: bool = False
@@ -37,54 +51,106 @@ class Agents:
     def __init__(
         self,
         spec: messages.JobSpec,
+        options: Options,
         directory: Path,
         post: Callable[[t.Event], None],
         received: Callable[[str, messages.FromAgent], None],
         status: Callable[[], str],
+        warn: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> None:
-        self.token = secrets.token_urlsafe(32)
+        self.token = _token(options.token_file)
         self._spec = spec
+        self._options = options
         self._directory = directory
         self._post = post
         self._received = received
-        self._server = ControlServer(self.token, self._joined, self._from_stream, self._stream_lost, status)
+        self.status = status
+        self._warn = warn
+        self._say = say
+        self._server = ControlServer(Trust(self.token), options.connect_timeout_s, self)
         self._loop = asyncio.get_running_loop()
         self._agents: dict[str, _Agent] = {}  # the present one of each host
+        self._away: dict[str, _Agent] = {}  # by id: out of touch, and perhaps alive
         self._processes: set[_Agent] = set()  # whose process lives, or has not been cleared up
+        self._refusals: dict[str, int] = {}
         self._started = 0
+        self.is_open = False
         self._silence: asyncio.Task[None] | None = None
 
-    async def listen(self) -> str:
-        """Returns the address for agents and ``elasticrun status``."""
-        self._address = await self._server.start()
+    def listen(self) -> str:
+        """Returns the address for ``elasticrun status``. Raises OSError."""
+        address = f"{LOCALHOST}:{self._server.listen(LOCALHOST)}"
+        self._addresses: tuple[str, ...] = (address,)
         self._silence = asyncio.ensure_future(self._watch_silence())
-        return self._address
+        if self._options.listen is not None:
+            self._await_agents(*split_address(self._options.listen))
+        return address
+
+    def _await_agents(self, host: str, port: int) -> None:
+        """``--listen``: whoever dials in is a host."""
+        allow_many_descriptors()
+        port = self._server.listen(host, port)
+        self.is_open = True
+        shown = host if host not in ("0.0.0.0", "::") else next(iter(own_addresses()), LOCALHOST)
+        self._say(
+            f"waits for agents: on each host run elasticrun agent --join {shown}:{port} "
+            f"--token-file {self._options.token_file}"
+        )
+
+    def open(self) -> None:
+        """Listen for other hosts, too: before the first agent is started. Raises OSError."""
+        allow_many_descriptors()
+        port = self._server.listen("0.0.0.0")
+        self._addresses = tuple(f"{address}:{port}" for address in (*own_addresses(), LOCALHOST))
+        self.is_open = True
+
+    def refuse(self, host: str) -> str:
+        """Why no agent can be started on a host; "" when one can."""
+        if reason := launcher.refuse(host):
+            return reason
+        if is_this_machine(host) or self.is_open or not self._started:
+            return ""
+        return (
+            f"host {host!r} is not this machine, and all that there were when the job began are: its workers "
+            "listen on the loopback interface only, and the new ones could not reach them"
+        )
 
     def start(self, host: str) -> None:
         """Start the agent of a host; Serving or AgentLost follows."""
+        if self._options.listen is not None:
+            return  # it is here already
         self._started += 1
-        launch = messages.Launch(
-            host=host,
-            address=self._address,
-            token=self.token,
-            local_address=address_of(host),
-            socket=str(self._directory / f"agent-{self._started}"),
-            directory=os.getcwd(),
-            job_directory=str(self._directory),
-        )
+        launch = self._launch(host)
         try:
-            process = LocalAgent(launch)
+            process = launcher.start(launch, self._options, self._directory / f"ssh-{self._started}")
         except OSError as error:
             self._post(t.AgentLost(host, f"cannot be started: {error}"))
             return
-        agent = self._agents[host] = _Agent(host, process, self._loop.time())
-        self._processes.add(agent)
-        agent.watcher = asyncio.ensure_future(self._watch(agent))
+        agent = self._agents[host] = _Agent(host, launch.agent, process, self._loop.time())
+        self._follow(agent)
+
+    def _launch(self, host: str) -> messages.Launch:
+        here = is_this_machine(host)
+        return messages.Launch(
+            host=host,
+            agent=secrets.token_hex(8),
+            slots=0,
+            addresses=self._addresses,
+            token=self.token,
+            connect_timeout_s=self._options.connect_timeout_s,
+            wait_s=self._options.connect_timeout_s,
+            local_address="" if self.is_open else address_of(host),
+            socket=str(self._directory / f"agent-{self._started}") if here else "",
+            directory=os.getcwd(),
+            job_directory=str(self._directory) if here else "",
+            environment=() if here else passed_on(self._options.env),
+        )
 
     def pid_of(self, host: str) -> int | None:
-        """The process id of a host's agent."""
+        """The process id of a host's agent, as it is on that host."""
         agent = self._agents.get(host)
-        return agent.process.pid if agent is not None else None
+        return agent.pid if agent is not None else None
 
     def send(self, host: str, message: messages.ToAgent) -> None:
         """Send to the agent of a host, after all that it was sent before; without effect when it is lost."""
@@ -128,63 +194,138 @@ class Agents:
         if agent.stream is not None:
             agent.stream.send(messages.encode(messages.Shutdown(reason)))
         else:
-            agent.process.kill()  # it has no workers yet
+            agent.process.kill()  # it has no workers yet, or is out of touch
 
     # ------------------------------------------------------------------------------------------------ how they fare
 
+    def _follow(self, agent: _Agent) -> None:
+        self._processes.add(agent)
+        agent.watcher = asyncio.ensure_future(self._watch(agent))
+
     async def _watch(self, agent: _Agent) -> None:
-        """Until the process has ended."""
+        """Until the process has ended. That of another host's agent is but the connection that has started it."""
         how = await agent.process.ended()
+        if not agent.process.is_local and agent.stream is not None:
+            agent.process = DialledIn()
+            how = await agent.process.ended()
         self._lose(agent, how)
         agent.process.kill()  # what it left
         self._processes.discard(agent)
 
     async def _watch_silence(self) -> None:
-        """An agent says something twice a second. One that does not is as good as dead, even if its process lives."""
+        """Who says nothing is as good as dead, even if its process lives. So that the agents can say as much: beats."""
+        interval_s = min(_LONGEST_INTERVAL_S, self._spec.heartbeat_timeout_s / _LOOKS_PER_TIMEOUT)
         looked_at = self._loop.time()
+        forgiven_until = looked_at
         while True:
-            await asyncio.sleep(_WATCH_INTERVAL_S)
+            await asyncio.sleep(interval_s)
             now = self._loop.time()
-            stalled_s = now - looked_at - _WATCH_INTERVAL_S
+            stalled_s = now - looked_at - interval_s
             looked_at = now
+            if stalled_s > _LONGEST_INTERVAL_S:  # this driver was stopped, and the agents may have been, too
+                forgiven_until = now
             for agent in list(self._agents.values()):
-                if stalled_s > _WATCH_INTERVAL_S:
-                    agent.heard_at += stalled_s  # this driver was stopped, and the agents may have been, too
-                limit_s = self._spec.heartbeat_timeout_s if agent.stream is not None else self._spec.start_timeout_s
-                if now - agent.heard_at > limit_s:
-                    self._lose(agent, f"was silent for {limit_s:g} s")
+                if agent.stream is not None:
+                    agent.stream.beat()
+                    limit_s = SILENT_SHARE * self._spec.heartbeat_timeout_s
+                    if now - max(agent.stream.heard_at, forgiven_until) > limit_s:
+                        self._lose(agent, f"was silent for {limit_s:g} s")
+                elif now - max(agent.since, forgiven_until) > self._spec.start_timeout_s:
+                    self._lose(agent, f"was not connected within {self._spec.start_timeout_s:g} s")
 
     def _lose(self, agent: _Agent, reason: str) -> None:
-        """Its workers count as dead from now on: make that true."""
+        """Its workers count as lost from now on: where they can be ended, they are."""
         if agent.is_lost:
             return
-        agent.is_lost = True
-        agent.stream = None
+        stream, agent.stream = agent.stream, None
+        agent.is_lost, agent.since = True, self._loop.time()
         if self._agents.get(agent.host) is agent:
             del self._agents[agent.host]
-        if not agent.is_stopping:
+        may_live = not agent.process.is_local and stream is not None and not agent.is_stopping
+        if may_live:
+            self._away[agent.id] = agent
+        elif not agent.is_stopping or isinstance(agent.process, DialledIn):
             agent.process.kill()
-        self._post(t.AgentLost(agent.host, reason))
+        if stream is not None:
+            stream.abort(reason)
+        self._post(t.AgentLost(agent.host, reason, may_live))
+        self._say_who_has_dialled_in()
 
-    # ------------------------------------------------------------------------------------------------- their streams
+    # ------------------------------------------------------------------------------------- what the server tells of
 
-    def _joined(self, stream: AgentStream) -> None:
-        agent = self._agents.get(stream.hello.host)
-        if agent is None or agent.process.pid != stream.hello.pid or agent.stream is not None:
-            stream.send(messages.encode(messages.Shutdown("is no agent of this job")))
+    def agent_joined(self, stream: AgentStream) -> None:
+        hello = stream.hello
+        agent = self._agents.get(hello.host)
+        if agent is not None and agent.id == hello.agent and agent.stream is not None:
+            self._lose(agent, "is out of touch: it has dialled again")  # before it was missed
+            agent = None
+        back = self._away.pop(hello.agent, None)
+        if back is not None:
+            if agent is not None:
+                self._send_away(agent)
+            agent = self._agents[hello.host] = back
+            agent.is_lost = False
+            if agent not in self._processes:
+                agent.process = DialledIn()
+                self._follow(agent)
+        elif self._options.listen is not None and agent is None:
+            agent = self._agents[hello.host] = _Agent(hello.host, hello.agent, DialledIn(), self._loop.time())
+            agent.slots = hello.slots
+            self._follow(agent)
+        elif agent is None or agent.id != hello.agent or agent.stream is not None:
+            stream.refuse(f"{hello.host} is no host of this job, or has another agent")
             return
-        agent.stream = stream
-        agent.heard_at = self._loop.time()
+        agent.stream, agent.pid = stream, hello.pid
         stream.send(messages.encode(self._spec))
+        self._say_who_has_dialled_in()
 
-    def _from_stream(self, stream: AgentStream, message: messages.FromAgent) -> None:
+    def _send_away(self, agent: _Agent) -> None:
+        """It is not needed: the agent that it was to replace is back."""
+        agent.is_lost = True
+        if agent.stream is not None:
+            agent.stream.refuse(f"the agent before it is back on {agent.host}")
+            agent.stream = None
+        else:
+            agent.process.kill()
+
+    def _say_who_has_dialled_in(self) -> None:
+        if self._options.listen is not None:
+            hosts = (t.HostSlots(agent.host, agent.slots) for agent in self._agents.values())
+            self._post(t.HostsDiscovered(tuple(hosts)))
+
+    def agent_said(self, stream: AgentStream, message: messages.FromAgent) -> None:
         agent = self._agents.get(stream.hello.host)
-        if agent is None or agent.stream is not stream:
-            return
-        agent.heard_at = self._loop.time()
-        self._received(agent.host, message)
+        if agent is not None and agent.stream is stream:
+            self._received(agent.host, message)
 
-    def _stream_lost(self, stream: AgentStream, reason: str) -> None:
+    def agent_gone(self, stream: AgentStream, reason: str) -> None:
         agent = self._agents.get(stream.hello.host)
         if agent is not None and agent.stream is stream:  # the sockets of a process close a moment before it has ended
-            self._loop.call_later(_LAST_MOMENT_S, self._lose, agent, reason)
+            self._loop.call_later(_LAST_MOMENT_S, self._lose_stream, agent, stream, reason)
+
+    def _lose_stream(self, agent: _Agent, stream: AgentStream, reason: str) -> None:
+        if agent.stream is stream:
+            self._lose(agent, f"is out of touch: {reason}")
+
+    def refused(self, peer: str, reason: str) -> None:
+        """Say who, and why; when it is the same again and again, only now and then."""
+        count = self._refusals[reason] = self._refusals.get(reason, 0) + 1
+        if count <= _REFUSALS_SAID or count & (count - 1) == 0:
+            times = f" ({count} times by now)" if count > _REFUSALS_SAID else ""
+            self._warn(f"refused a connection from {peer}: {reason}{times}")
+
+
+def _token(path: str | None) -> str:
+    """The job's: of its own, or that in the file, which is made if it is not there. Raises OptionError."""
+    if path is None:
+        return make_token()
+    try:
+        return write_token(path)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise OptionError(f"--token-file: {path!r}: cannot be made ({error.strerror})") from None
+    try:
+        return read_token(path)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--token-file: {path!r}: {error}") from None

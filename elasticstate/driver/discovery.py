@@ -13,12 +13,12 @@ import shlex
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from glob import glob
 from pathlib import Path
 
-from elasticstate.config import Options, parse_host
+from elasticstate.config import Options, slots_of_this_machine
 from elasticstate.core.types import HostSlots
 from elasticstate.errors import DiscoveryError
+from elasticstate.kinds import parse_host
 
 Hosts = tuple[HostSlots, ...]
 
@@ -29,11 +29,6 @@ class Fault(DiscoveryError):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
-
-
-def slots_of_this_machine() -> int:
-    """Its NVIDIA GPUs; without any, the cores that this process may use."""
-    return len(glob("/dev/nvidia[0-9]*")) or len(os.sched_getaffinity(0))
 
 
 def parse_hosts(text: str, default_slots: int) -> Hosts:
@@ -129,6 +124,8 @@ class Discovery:
 
     async def _text(self) -> str:
         options = self._options
+        if options.listen:
+            return ""  # the agents that dial in are the hosts
         if options.host_discovery_script:
             return await run_script(options.host_discovery_script, options.discovery_timeout_s)
         if options.hostfile:

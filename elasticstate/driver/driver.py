@@ -16,19 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate import commits as commit_directory
-from elasticstate.config import Options, inherited_environment, parse_host
+from elasticstate.config import Options, inherited_environment
 from elasticstate.core import types as t
 from elasticstate.core.membership import new_membership, next_deadline, step
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.goodput import Goodput
-from elasticstate.driver.launcher import refuse
 from elasticstate.driver.record import JobDirectory, Record
 from elasticstate.driver.report import Report
 from elasticstate.driver.status import status_text
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net import messages
+from elasticstate.net.names import is_this_machine
 
+_DELAY_PER_WORKER_S = 1e-4  # of what is not urgent
+_LONGEST_DELAY_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -48,9 +50,6 @@ class Driver:
     """
 
     def __init__(self, options: Options) -> None:
-        for host in options.hosts:
-            if reason := refuse(parse_host(host, 1).name):
-                raise OptionError(f"-H/--hosts: {reason}")
         if reason := commit_directory.refuse(options.commit_dir):
             raise OptionError(f"--commit-dir: {options.commit_dir!r}: takes a directory to keep commits in: {reason}")
         self._options = options
@@ -61,6 +60,7 @@ class Driver:
         self._reason = ""
         self._queue: list[t.Event] = []
         self._wake = asyncio.Event()
+        self._soon: asyncio.TimerHandle | None = None  # when the events that can wait are looked at
         self._outcome: Outcome | None = None
         self._hurry = asyncio.Event()  # Ctrl-C for the second time
         self._commit_bytes = 0  # what a commit takes in the largest worker
@@ -72,8 +72,17 @@ class Driver:
         self._goodput = Goodput(started_at)
         directory = JobDirectory(self._job, self._job_id)
         try:
-            self._agents = Agents(self._job_spec(), directory.path, self._post, self._from_agent, self._status)
-            directory.write(Record(await self._agents.listen(), self._agents.token))
+            self._agents = Agents(
+                self._job_spec(),
+                self._options,
+                directory.path,
+                self._post,
+                self._from_agent,
+                self._status,
+                self._warn,
+                self._report.say,
+            )
+            directory.write(Record(self._agents.listen(), self._agents.token))
             self._listen_to_signals()
             await self._until_over()
         finally:
@@ -86,7 +95,7 @@ class Driver:
 
     async def _until_over(self) -> None:
         options = self._options
-        discovery = Discovery(options, refuse, self._warn)
+        discovery = Discovery(options, self._agents.refuse, self._warn)
         self._event(
             "job_started",
             pid=os.getpid(),
@@ -113,7 +122,10 @@ class Driver:
             await asyncio.gather(following, return_exceptions=True)
 
     async def _follow(self, discovery: Discovery) -> None:
-        self._post(t.HostsDiscovered(await discovery.first()))
+        hosts = await discovery.first()
+        if not all(is_this_machine(host.name) for host in hosts):
+            self._agents.open()
+        self._post(t.HostsDiscovered(hosts))
         async for hosts in discovery.changes():
             self._post(t.HostsDiscovered(hosts))
 
@@ -130,7 +142,17 @@ class Driver:
         self._queue.append(event)
         self._wake.set()
 
+    def _post_soon(self, event: t.Event) -> None:
+        """In its turn, but with others of its kind: a step costs time for each worker there is."""
+        self._queue.append(event)
+        if self._soon is None:
+            delay_s = min(_LONGEST_DELAY_S, _DELAY_PER_WORKER_S * len(self._m.workers))
+            self._soon = self._loop.call_later(delay_s, self._wake.set)
+
     def _step(self) -> None:
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
         events, self._queue = self._queue, []
         event = t.Several(tuple(events)) if events else t.TimePassed()
         self._m, effects, self._reason = step(self._m, event, self._loop.time())
@@ -163,6 +185,8 @@ class Driver:
                 agents.broadcast(messages.ReleaseOrder(generation))
             case t.End(generation, at_tick, cause):
                 agents.broadcast(messages.EndOrder(generation, at_tick, cause))
+            case t.Sever(worker, generation, cause):
+                agents.send(worker.host, messages.ToWorkers((worker,), messages.EndOrder(generation, None, cause)))
             case t.OpenGate(generation):
                 self._goodput.end(self._loop.time())
                 agents.broadcast(messages.GateOpen(generation))
@@ -172,18 +196,21 @@ class Driver:
                 self._outcome = Outcome(0 if succeeded else 1, "succeeded" if succeeded else "failed", cause)
 
     def _publish(self, world: t.World) -> None:
+        lacking = messages.as_runs(world.lacking)
         for host, members in groupby(world.members, key=lambda placement: placement.worker.host):
-            parts = tuple((placement.worker, self._part(world, placement)) for placement in members)
+            parts = tuple((placement.worker, self._part(world, placement, lacking)) for placement in members)
             self._agents.send(host, messages.WorldsOnHost(parts))
 
-    def _part(self, world: t.World, placement: t.Placement) -> messages.WorldMessage:
+    def _part(
+        self, world: t.World, placement: t.Placement, lacking: tuple[tuple[int, int], ...]
+    ) -> messages.WorldMessage:
         return messages.WorldMessage(
             job=self._job,
             generation=world.generation,
             placement=placement,
             size=world.size,
             root=world.root,
-            lacking=world.lacking,
+            lacking=lacking,
             store=world.store,
             collective_timeout_s=self._options.collective_timeout_s,
             regroup_timeout_s=self._options.regroup_timeout_s,
@@ -194,15 +221,18 @@ class Driver:
 
     def _from_agent(self, host: str, message: messages.FromAgent) -> None:
         match message:
-            case messages.Serving(commits):
-                self._post(t.AgentJoined(host, commits))
+            case messages.Serving(commits, workers):
+                returned = tuple((report.worker, report.generation) for report in workers)
+                self._post(t.AgentJoined(host, commits, returned))
+                for report in workers:
+                    self._returned(report)
             case messages.FromWorker(worker, body):
                 self._from_worker(worker, body)
             case messages.Stamps(stamps):
                 for worker, stamp in stamps:
                     self._goodput.ticks(stamp.generation, stamp.ticks)
                     place = stamp.place.name.lower()
-                    self._post(t.Heartbeat(worker, place, stamp.generation, stamp.ticks, stamp.commit))
+                    self._post_soon(t.Heartbeat(worker, place, stamp.generation, stamp.ticks, stamp.commit))
             case messages.Started(worker, pid):
                 self._pids[str(worker)] = pid
             case messages.Exited(worker, pid, exit_code, number, error):
@@ -212,6 +242,14 @@ class Driver:
                 self._post(t.WorkerUnresponsive(worker, reason))
             case messages.AgentNotice():
                 self._post(t.AgentLeaving(host))
+
+    def _returned(self, report: messages.WorkerReport) -> None:
+        """A worker that lived on while its agent was out of touch: what it would have said."""
+        worker, stamp = report.worker, report.stamp
+        self._pids[str(worker)] = report.pid
+        self._post(t.Heartbeat(worker, stamp.place.name.lower(), stamp.generation, stamp.ticks, stamp.commit))
+        for body in report.words:
+            self._from_worker(worker, body)
 
     def _from_worker(self, worker: t.WorkerId, body: messages.FromWorkerBody) -> None:
         match body:

@@ -1,5 +1,7 @@
 """What travels on the control plane: typed, validated msgspec messages. Nothing is ever unpickled here.
 
+One long file, so that the whole protocol can be read in one place.
+
 ::
 
     driver                       agent                        worker's sentinel
@@ -23,7 +25,9 @@ from __future__ import annotations
 
 import signal
 import struct
+from collections.abc import Callable, Iterable
 from enum import IntEnum
+from typing import Any
 
 import msgspec
 
@@ -129,6 +133,8 @@ class Notice(_Message, frozen=True):
     """The worker has had SIGTERM: it drains."""
 
 
+LASTING = Ready | Failure | Gate
+"""What stays true of a worker until it is given another world."""
 FromWorkerBody = (
     Hello
     | Ready
@@ -156,11 +162,27 @@ class WorldMessage(_Message, frozen=True):
     placement: Placement
     size: int
     root: int
-    lacking: tuple[int, ...]
+    lacking: tuple[tuple[int, int], ...]  # as runs: of a first world's members all but one lack the state
     store: str
     collective_timeout_s: float
     regroup_timeout_s: float
     verify_sync: bool = False
+
+
+def as_runs(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending numbers as runs [first, one behind the last)."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return tuple(runs)
+
+
+def from_runs(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """The reverse of :func:`as_runs`."""
+    return tuple(number for first, behind in runs for number in range(first, behind))
 
 
 class HoldOrder(_Message, frozen=True):
@@ -256,15 +278,11 @@ def decode_to_worker(data: bytes) -> ToWorkerBody:
 
 class AgentHello(_Message, frozen=True):
     host: str
+    agent: str  # unlike any other agent's
+    slots: int  # 0: as discovery says
     pid: int
     protocol: int
     version: str
-
-
-class Serving(_Message, frozen=True):
-    """The agent has its JobSpec and takes orders. ``commits``: by slot, what an agent before it has left in memory."""
-
-    commits: tuple[tuple[int, CommitId], ...]
 
 
 class FromWorker(_Message, frozen=True):
@@ -299,6 +317,23 @@ class Stamp(_Message, frozen=True):
     commit: CommitId | None
 
 
+class WorkerReport(_Message, frozen=True):
+    """All that matters of a worker that was there before this driver, or while it was out of touch."""
+
+    worker: WorkerId
+    pid: int
+    generation: int  # the newest that it was given a world of
+    stamp: Stamp
+    words: tuple[FromWorkerBody, ...]  # said in that generation
+
+
+class Serving(_Message, frozen=True):
+    """The agent has its JobSpec and takes orders. ``commits``: by slot, what is in memory where no worker lives."""
+
+    commits: tuple[tuple[int, CommitId], ...]
+    workers: tuple[WorkerReport, ...]
+
+
 class Stamps(_Message, frozen=True):
     """The latest stamp of each worker of the host that was heard since the last message of this kind."""
 
@@ -309,7 +344,12 @@ class AgentNotice(_Message, frozen=True):
     """The agent has had SIGTERM: its host drains."""
 
 
-FromAgent = AgentHello | Serving | FromWorker | Started | Exited | Unresponsive | Stamps | AgentNotice
+class AskStatus(_Message, frozen=True):
+    """From ``elasticrun status``, instead of a hello: the answer is text, and the end of the connection."""
+
+
+Opening = AgentHello | AskStatus
+FromAgent = Serving | FromWorker | Started | Exited | Unresponsive | Stamps | AgentNotice
 
 
 # ------------------------------------------------------------------------------------------------ driver -> agent
@@ -362,14 +402,34 @@ class Shutdown(_Message, frozen=True):
     reason: str
 
 
-ToAgent = JobSpec | Spawn | Stop | ToWorkers | WorldsOnHost | Shutdown
+class Refusal(_Message, frozen=True):
+    """The driver does not want this agent, or cannot speak with it; it ends the connection."""
+
+    reason: str
+
+
+ToAgent = JobSpec | Spawn | Stop | ToWorkers | WorldsOnHost | Shutdown | Refusal
+
+
+def _decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Raises msgspec.DecodeError on whatever is no message: its own decoder leaves text that is no UTF-8 to Python."""
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def strict(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except UnicodeDecodeError as error:
+            raise msgspec.DecodeError(str(error)) from None
+
+    return strict
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_from_worker = msgspec.msgpack.Decoder(FromWorkerBody).decode
-_decode_to_worker = msgspec.msgpack.Decoder(ToWorkerBody).decode
-decode_from_agent = msgspec.msgpack.Decoder(FromAgent).decode
-decode_to_agent = msgspec.msgpack.Decoder(ToAgent).decode
+decode_from_worker = _decoder(FromWorkerBody)
+_decode_to_worker = _decoder(ToWorkerBody)
+decode_opening = _decoder(Opening)
+decode_from_agent = _decoder(FromAgent)
+decode_to_agent = _decoder(ToAgent)
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -379,9 +439,14 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     host: str
-    address: str  # of the driver
+    agent: str  # unlike any other agent's
+    slots: int  # that it says of itself; 0: as discovery says
+    addresses: tuple[str, ...]  # of the driver
     token: str
-    local_address: str  # at which other hosts reach this one
+    connect_timeout_s: float
+    wait_s: float  # for a driver, in the first place
+    local_address: str  # at which other hosts reach this one; empty: as its connection to the driver shows
     socket: str  # path at which the workers of this host find their agent
     directory: str  # in which the workers run
-    job_directory: str  # removed by whoever is last: the driver, or an agent that has lost it
+    job_directory: str  # removed by whoever is last: the driver, or an agent that has lost it; empty: its own
+    environment: tuple[tuple[str, str], ...]  # for the workers, before that of the job

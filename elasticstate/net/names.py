@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import socket
+import struct
+from contextlib import suppress
 
 LOCALHOST = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def is_loopback(host: str) -> bool:
@@ -24,3 +28,14 @@ def is_this_machine(host: str) -> bool:
 def address_of(host: str) -> str:
     """At which address the other hosts of a job, all of them names of this machine, reach it."""
     return host if is_loopback(host) else LOCALHOST
+
+
+def own_addresses() -> tuple[str, ...]:
+    """The IPv4 addresses of this machine's interfaces at which others may reach it."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return tuple(address for address in found if not is_loopback(address))

@@ -93,7 +93,7 @@ def _view(message: messages.WorldMessage) -> world.WorldView:
         message.placement,
         message.size,
         message.root,
-        message.lacking,
+        messages.from_runs(message.lacking),
         host,
         int(port),
         message.verify_sync,

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Job:
         *options: str,
         command: list[str] | None = None,
         before: list[str] | None = None,
+        within: Sequence[str] = (),
         **script: object,
     ) -> None:
         self.directory = directory
@@ -40,7 +41,7 @@ class Job:
         arguments = ["--events-file", str(self.events_file), *options, "--", *command]
         with open(self.output_file, "wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "elasticstate", *arguments],
+                [*within, sys.executable, "-m", "elasticstate", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from elasticstate.core import reach
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, Transition, next_deadline
 from elasticstate.core.records import Finishing, Host, Over, Running, Waiting
@@ -41,6 +42,9 @@ class Checker:
         self._ended: dict[int, list[int | None]] = {}  # generation: at which ticks
         self._planned_at: float | None = None
         self._over = False
+        self._severed: dict[t.WorkerId, int] = {}  # in this step: those that are back in reach, and in what
+        self._leases: dict[str, float] = {}  # hosts out of reach with members of the newest world: how long they live
+        self._stands_still = False  # the newest world: one of its members is known to be out
 
     @property
     def generation(self) -> int:
@@ -55,10 +59,17 @@ class Checker:
             assert not effects
             assert after is before
             return
+        agents: dict[str, str] = {}  # what has become of some in this step
         for part in each(event):
-            self._hear(before, part)
+            if isinstance(part, (t.AgentLost, t.AgentJoined)):
+                known = before.hosts.get(part.host)
+                agents.setdefault(part.host, known.agent if known is not None else "")
+                self._hear_agent(agents, transition, part, now)
+            else:
+                self._hear(before, part)
         for effect in effects:
             self._see_effect(before, after, effects, effect, now)
+        assert not self._severed, "who is back is severed"
         self._not_too_many(after, [effect.worker for effect in effects if isinstance(effect, t.StartWorker)])
 
     def _not_too_many(self, after: Membership, started: list[t.WorkerId]) -> None:
@@ -77,6 +88,7 @@ class Checker:
         match event:
             case t.WorkerReady(worker=worker, commit=commit) if self._lives(before, worker):
                 if self._joined.get(worker, 0) == event.generation:
+                    self._stands_still |= event.generation == self.generation
                     self._held[worker] = commit
                     self._committed |= any(c is not None and c.tick > 0 for c in (commit, event.previous))
             case t.Heartbeat(worker=worker, commit=commit) | t.CommitSealed(worker=worker, commit=commit) if (
@@ -87,8 +99,58 @@ class Checker:
                 self._unresponsive.add(worker)
             case t.WorkerExited(worker=worker) if self._living.get(worker.seat) == worker:
                 del self._living[worker.seat]
-            case t.AgentLost(host) if host in before.hosts and before.hosts[host].agent != "none":
-                self._living = {seat: worker for seat, worker in self._living.items() if seat.host != host}
+                self._ages.pop(worker, None)
+                self._stands_still |= self._joined.get(worker, 0) == self.generation
+
+    def _hear_agent(
+        self, agents: dict[str, str], transition: Transition, event: t.AgentLost | t.AgentJoined, now: float
+    ) -> None:
+        """Follow who lives on a host. ``agents``: their states up to this event."""
+        host, known = event.host, agents[event.host]
+        if known == "stopping" and isinstance(event, t.AgentJoined):
+            assert any(isinstance(effect, t.StopAgent) and effect.host == host for effect in transition.effects)
+            self.reached["joined while stopped"] += 1
+        if isinstance(event, t.AgentJoined):
+            if known in ("asked", "none"):
+                agents[host] = "joined"
+                lease = self._leases.pop(host, None)
+                self._stands_still |= lease is not None and not event.workers
+                for worker, generation in event.workers:
+                    self._returns(transition, worker, generation)
+        elif known not in ("", "none"):
+            agents[host] = "none"
+            for worker in [worker for worker in self._living.values() if worker.host == host]:
+                del self._living[worker.seat]
+                self._ages.pop(worker, None)  # if it is back it is a newcomer
+                if self._joined.get(worker, 0) != self.generation or not self.world:
+                    continue
+                if event.may_live and known != "stopping":
+                    self._leases[host] = now + reach.lease_s(transition.next.policy)
+                else:
+                    self._stands_still = True
+
+    def _returns(self, transition: Transition, worker: t.WorkerId, generation: int) -> None:
+        """It has lived on; the core takes it back, unless it cannot be true."""
+        if self._living.get(worker.seat) == worker:
+            return  # said twice
+        after, effects, _ = transition
+        killed = any(isinstance(e, t.StopWorker) and e.worker == worker and e.kill for e in effects)
+        is_true = worker.seat not in self._living and self._incarnations.get(worker.seat) == worker.incarnation
+        if generation > self.generation or not is_true or (killed and worker not in after.workers):
+            assert killed, "who cannot live there any more is killed"
+            assert worker not in after.workers
+            ended = generation < self.generation or bool(self._ended.get(generation)) or not self.world
+            ended = ended and not isinstance(after.phase, Finishing)  # behind the gate nobody is taken back
+            assert not is_true or not ended or generation > self.generation, "who may live is taken back"
+            self.reached["refused"] += 1
+            return
+        self._living[worker.seat] = worker
+        self._joined[worker] = generation
+        self._held.pop(worker, None)
+        self._unresponsive.discard(worker)
+        if generation:
+            self._severed[worker] = generation
+        self.reached["returned"] += 1
 
     def _lives(self, before: Membership, worker: t.WorkerId) -> bool:
         gone = worker in before.workers and before.workers[worker].gone
@@ -111,6 +173,8 @@ class Checker:
                 self.reached["release"] += 1
             case t.End(generation, at_tick, _):
                 self._end(before, generation, at_tick, now)
+            case t.Sever(worker, generation, _):
+                assert self._severed.pop(worker, 0) == generation > 0, "nobody but who is back, once"
             case t.Leave(worker):
                 assert isinstance(after.phase, Running | Waiting | Finishing | Over)
                 published = [e.world for e in effects if isinstance(e, t.PublishWorld)]
@@ -134,6 +198,8 @@ class Checker:
                 self.reached["job succeeded" if succeeded else "job failed"] += 1
                 if cause is not None:
                     self.reached.update(f"end: {name}" for name in ENDS if name in cause.reason)
+                    lease_over = now >= max(self._leases.values(), default=now)
+                    assert lease_over or "StateLostError" not in cause.reason, "I3: who is out of reach may hold it"
             case t.Note(event):
                 self.reached[f"note {event}"] += 1
                 self.reached["memory given up"] += "is given up" in str(effect.get("text"))
@@ -144,6 +210,10 @@ class Checker:
         policy, members = after.policy, [placement.worker for placement in world.members]
         assert world.generation == self.generation + 1, "I1: one world per generation, strictly rising"
         assert not self.world or world.generation - 1 in self._ended, "I1: the last generation has been ended"
+        lease_until = max(self._leases.values(), default=now)
+        assert self._stands_still or now >= lease_until, "I16: the last world, out of reach, may be training"
+        self.reached["lease over"] += bool(self._leases) and not self._stands_still
+        self._leases, self._stands_still = {}, False
         assert policy.min_np <= world.size, "I4"
         assert policy.max_np is None or world.size <= policy.max_np, "I4"
         order = [host.name for host in sorted(after.hosts.values(), key=lambda host: (host.order, host.name))]

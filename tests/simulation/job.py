@@ -12,10 +12,15 @@ from collections import Counter
 from elasticstate.core import types as t
 from elasticstate.core.membership import Transition, new_membership, next_deadline, step
 from tests.simulation.invariants import Checker, each
+from tests.simulation.judge import Judge
+from tests.simulation.reach import Reach
 from tests.simulation.workers import Content, Group, Memory, Script, Worker
 
 HOSTS = ("a", "b", "c")
-FAULTS = ("kill", "kill", "several", "all", "exit", "own", "all own", "freeze", "notice", "hosts", "agent", "host")
+FAULTS = (
+    *("kill", "kill", "several", "all", "exit", "own", "all own", "freeze", "notice", "hosts", "agent", "host"),
+    *("cut", "cut two", "cut the world", "cut all", "cut ones gone"),
+)
 MAX_ACTIONS = 30_000
 
 
@@ -31,6 +36,9 @@ class Job:
             regroup_timeout_s=rng.choice((20.0, 20.0, 2.0)),
             failure_grace_s=rng.choice((0.0, 1.0)),
             drain_timeout_s=10.0,
+            driver_timeout_s=rng.choice((2.0, 10.0)),
+            heartbeat_timeout_s=0.5,
+            stop_timeout_s=0.5,
             hold_timeout_s=2.0,
             join_window_s=rng.choice((0.0, 2.0)),
             min_interrupt_distance_s=rng.choice((0.0, 0.5)),
@@ -48,10 +56,9 @@ class Job:
         self.exits: list[t.WorkerExited] = []
         self.agents: dict[str, str] = {}  # host: "asked", "up"
         self.lost: list[str] = []  # agents whose loss is not yet known
+        self.reach = Reach(self)
         self.memory: dict[t.SlotId, Memory] = {}
-        self.heard: dict[t.SlotId, t.CommitId] = {}  # what the core has been told of it, and is still there
-        self.waits_since: float | None = None  # for what is in memory
-        self.given_up = t.CommitId(0, 0)  # what was made up to here may be lost
+        self.judge = Judge(self)
         self.hosts = tuple(t.HostSlots(host, rng.randint(1, 2)) for host in HOSTS[: rng.randint(1, 3)])
         self.end: t.EndJob | None = None
         self.log: list[tuple[float, t.Event, Transition]] = []
@@ -68,7 +75,7 @@ class Job:
 
     def run(self, actions: int) -> None:
         """``actions`` random ones with faults among them, then as many fair ones as the end of the job takes."""
-        self._tell(t.HostsDiscovered(self.hosts))
+        self.tell(t.HostsDiscovered(self.hosts))
         for _ in range(actions):
             if self.end is not None:
                 break
@@ -82,11 +89,13 @@ class Job:
                 break
             self._act()
         assert self.end is not None, f"the job does not end: {self.m.phase_name}"
-        self._judge_the_end(self.end)
+        self.judge.end(self.end)
 
     def _act(self) -> None:
         """One thing happens: a main thread goes on, a message arrives, a death is seen, or nothing but time passes."""
         self.now += 0.001
+        if self.reach.cuts:
+            self.reach.time_passes()
         living = list(self.workers.values())
         for _ in range(3):
             kind = self.rng.random()
@@ -97,43 +106,72 @@ class Job:
                 worker = self.rng.choice(living)
                 if self._worker_acts(worker, kind):
                     return
-        quiet = not self.exits and not any(w.up or (w.down and not w.frozen) for w in self.workers.values())
+        cuts = self.reach.cuts
+        quiet = not self.exits and not any(
+            (w.down and not w.frozen) or (w.up and w.id.host not in cuts) for w in self.workers.values()
+        )
         if self.rng.random() < (0.3 if quiet else 0.02):
             self._time_passes()
 
     def _worker_acts(self, worker: Worker, kind: float) -> bool:
-        if kind < 0.4 and worker.up:
-            self._tell(worker.up.popleft())
+        in_reach = worker.id.host not in self.reach.cuts
+        if kind < 0.4 and worker.up and in_reach:
+            self.tell(worker.up.popleft())
             return True
         if worker.exit is not None or worker.frozen:
-            if worker.exit is not None and not worker.up:
+            if worker.exit is not None and not (worker.up and in_reach):
                 self.workers.pop(worker.id, None)
             return False
         moved = True
         if kind < 0.65 and worker.down:
             worker.receive()
         else:
-            moved = worker.step()
-        if worker.exit is not None:
+            moved = self.now >= worker.busy_until and worker.step()
+        if worker.exit is not None and in_reach:
             self.exits.append(worker.exit)
         return moved or worker.exit is not None
 
     def _agents_and_exits(self) -> bool:
         if self.exits and self.rng.random() < 0.6:
             left = self.exits.pop(self.rng.randrange(len(self.exits)))
-            self._tell(t.Several((*self._last_words(left.worker), left)))
+            self.tell(t.Several((*self._last_words(left.worker), left)))
             return True
         if self.lost:
             host = self.lost.pop()
-            self._tell(t.AgentLost(host, "connection closed"))
+            self.tell(t.AgentLost(host, "connection closed"))
             return True
         for host, state in self.agents.items():
-            if state == "asked":
-                self.agents[host] = "up"
-                found = [(seat.slot, m.commit[0]) for seat, m in self.memory.items() if seat.host == host and m.commit]
-                self._tell(t.AgentJoined(host, tuple(found)))
+            if state == "asked" and host not in self.reach:
+                self.agent_joins(host)
                 return True
-        return False
+            if state == "asked" and self.rng.random() < 0.1:
+                del self.agents[host]
+                self.tell(t.AgentLost(host, "out of reach for ssh"))
+                return True
+        return self.reach.something_happens()
+
+    def agent_joins(
+        self, host: str, workers: tuple[tuple[t.WorkerId, int], ...] = (), words: tuple[t.Event, ...] = ()
+    ) -> None:
+        """It is connected, with what is in memory where no worker lives; ``words`` of ``workers`` that lived on."""
+        self.agents[host] = "up"
+        group = self.groups.get(self.m.generation)
+        if group is not None and group.in_reach is False:
+            group.in_reach = any(placement.worker.host == host for placement in group.world.members)
+        living = {worker.seat for worker, _ in workers}
+        found = [
+            (seat.slot, memory.commit[0])
+            for seat, memory in self.memory.items()
+            if seat.host == host and memory.commit and seat not in living
+        ]
+        joined = t.AgentJoined(host, tuple(found), workers)
+        self.tell(t.Several((joined, *words)) if words else joined)
+        is_taken = self.end is not None or self.m.hosts[host].agent == "joined"
+        assert is_taken or host not in self.agents, f"the agent of {host} is neither taken nor told to stop"
+
+    def workers_on(self, host: str) -> list[Worker]:
+        """The living ones."""
+        return [worker for worker in self.workers.values() if worker.id.host == host and worker.exit is None]
 
     def _last_words(self, worker: t.WorkerId) -> list[t.Event]:
         """The agent looks once more at what a dead worker has left."""
@@ -144,24 +182,28 @@ class Job:
         """A second at most, up to the deadline; the agents tell who lives, and who does not respond."""
         deadline = next_deadline(self.m)
         self.now = min(self.now + 1.0, deadline if deadline is not None else self.now + 1.0)
+        self.reach.time_passes()
         beats: list[t.Event] = [t.TimePassed()]
         for worker in self.workers.values():
             if worker.exit is not None:
                 continue
             if not worker.frozen:
-                worker.up.append(worker.heartbeat())
+                if worker.id.host not in self.reach:
+                    worker.up.append(worker.heartbeat())
+                    assert worker.id in self.m.workers or worker.down, f"{worker.id} lives, and the core knows nothing"
             elif self.rng.random() < 0.2:
-                beats.append(t.WorkerUnresponsive(worker.id, "no stamp"))
+                if worker.id.host not in self.reach:
+                    beats.append(t.WorkerUnresponsive(worker.id, "no stamp"))
                 self._kill(worker)
-        self._tell(t.Several(tuple(beats)))
+        self.tell(t.Several(tuple(beats)))
 
     # ------------------------------------------------------------------------------------------------- the core
 
-    def _tell(self, event: t.Event) -> None:
+    def tell(self, event: t.Event) -> None:
         if self.end is not None:
             return
         for part in each(event):
-            self._note_what_is_heard(part)
+            self.judge.hear(part)
         transition = step(self.m, event, self.now)
         self.reached["events"] += 1
         self.log.append((self.now, event, transition))
@@ -169,55 +211,64 @@ class Job:
         self.m = transition.next
         for effect in transition.effects:
             self._carry_out(effect)
-        waits = "whose memory holds the newest commit" in transition.reason
-        self.reached["memory awaited"] += waits
-        if not waits and self.end is None:
-            self.waits_since = None
-        elif waits and self.waits_since is None:
-            self.waits_since = self.now
+        self.judge.see(transition)
 
     def _carry_out(self, effect: t.Effect) -> None:
         match effect:
             case t.StartAgent(host):
                 self.agents[host] = "asked"
+            case t.StopAgent(host) if host in self.reach:
+                if self.agents.pop(host, None) is not None:
+                    self.reach.stop(host)
+                    self.judge.forget(host)
             case t.StopAgent(host):
                 self._stop_agent(host, with_memory=True)
-            case t.StartWorker(worker):
+            case t.StartWorker(worker) if self.agents.get(worker.host) == "up" and worker.host not in self.reach:
                 content = Content(str(worker), 0, 0)
                 memory = self.memory.setdefault(worker.seat, Memory())
                 self.workers[worker] = Worker(worker, self.script, self.groups, self.rng, content, memory)
             case t.PublishWorld(world):
+                if world.generation - 1 in self.groups:
+                    self.groups[world.generation - 1].ticks_after = 0
                 self.groups[world.generation] = Group(world)
                 for placement in world.members:
                     self._send(placement.worker, effect)
-                self._nothing_made_is_lost(world)
-            case t.StopWorker(worker) | t.ConfirmOwnError(worker) | t.Leave(worker):
+                self.judge.nothing_made_is_lost(world)
+            case t.StopWorker(worker) | t.ConfirmOwnError(worker) | t.Leave(worker) | t.Sever(worker):
                 if isinstance(effect, t.Leave):
-                    self._leaver_holds_nothing_back(worker)
+                    self.judge.leaver_holds_nothing_back(worker)
                 self._send(worker, effect)
             case t.Hold() | t.Release() | t.End() | t.OpenGate():
+                group = self.groups[effect.generation]
+                if isinstance(effect, t.End) and group.in_reach is None:
+                    group.in_reach = any(p.worker.host not in self.reach for p in group.world.members)
                 for worker in self.workers:
                     self._send(worker, effect)
             case t.EndJob():
                 self.end = effect
 
     def _send(self, worker: t.WorkerId, message: t.Effect) -> None:
-        if worker in self.workers:
+        if worker in self.workers and worker.host not in self.reach.cuts:
             self.workers[worker].down.append(message)
 
     def _stop_agent(self, host: str, *, with_memory: bool) -> None:
         """The agent and its workers die. What they have committed is still there, unless the host dies, too."""
         if self.agents.pop(host, None) is not None:
             for worker in [worker for worker in self.workers.values() if worker.id.host == host]:
-                self._vanish(worker)
+                self.vanish(worker)
             self.exits = [left for left in self.exits if left.worker.host != host]
             self.lost.append(host)
             if with_memory:
-                for seat in [seat for seat in self.memory if seat.host == host]:
-                    del self.memory[seat]
-                    self.heard.pop(seat, None)
+                self.host_is_cleared(host)
 
-    def _vanish(self, worker: Worker) -> None:
+    def host_is_cleared(self, host: str) -> None:
+        """No worker and no commit is left there."""
+        for worker in self.workers_on(host):
+            self.vanish(worker)
+        self.memory = {seat: memory for seat, memory in self.memory.items() if seat.host != host}
+        self.judge.forget(host)
+
+    def vanish(self, worker: Worker) -> None:
         """It dies with its agent: nobody hears of it again."""
         if worker.exit is None:
             worker.die(None, 9)
@@ -227,18 +278,26 @@ class Job:
         if worker.exit is None:
             worker.die(exit_code, signal)
             assert worker.exit is not None
-            self.exits.append(worker.exit)
+            if worker.id.host not in self.reach:
+                self.exits.append(worker.exit)
 
     # ------------------------------------------------------------------------------------------------- faults
 
     def _fault(self) -> None:
         living = [worker for worker in self.workers.values() if worker.exit is None]
         kind = self.rng.choice(FAULTS)
+        agents = [host for host in self.agents if host not in self.reach]
         if kind == "hosts":
             hosts = [t.HostSlots(host, self.rng.randint(1, 2)) for host in HOSTS if self.rng.random() < 0.8]
-            self._tell(t.HostsDiscovered(tuple(hosts)))
-        elif kind in ("agent", "host") and self.agents:
-            self._stop_agent(self.rng.choice(list(self.agents)), with_memory=kind == "host")
+            self.tell(t.HostsDiscovered(tuple(hosts)))
+        elif kind == "cut ones gone":
+            self.tell(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS if host not in self.reach)))
+        elif kind in ("agent", "host") and agents:
+            self._stop_agent(self.rng.choice(agents), with_memory=kind == "host")
+        elif kind.startswith("cut") and agents:
+            members = {placement.worker.host for placement in self.m.world.members} if self.m.world else set(agents)
+            count = {"cut": 1, "cut two": 2, "cut all": len(agents)}.get(kind, 0)
+            self.reach.cut(self.rng.sample(agents, min(count, len(agents))) if count else sorted(members))
         elif kind == "all own" and self.rng.random() < 0.2:
             self.script.bug_at = self.rng.randrange(self.script.batches)
         elif living:
@@ -263,77 +322,9 @@ class Job:
         self.reached[f"fault {kind}"] += 1
 
     def _all_is_well_again(self) -> None:
-        self._tell(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS)))
-
-    # ------------------------------------------------------------------------------------------------- judgement
-
-    def _note_what_is_heard(self, event: t.Event) -> None:
-        match event:
-            case (
-                t.Heartbeat(worker, commit=commit)
-                | t.CommitSealed(worker, commit)
-                | t.WorkerReady(worker, commit=commit)
-            ):
-                known = self.m.workers.get(worker) is not None
-                if known and commit is not None and worker.seat in self.memory:
-                    self.heard[worker.seat] = commit
-            case t.AgentJoined(host, commits):
-                self.heard.update((t.SlotId(host, slot), commit) for slot, commit in commits)
-
-    def _has_waited(self) -> bool:
-        """Whether the core has waited for what is in memory as long as it must."""
-        limit_s = self.policy.regroup_timeout_s
-        return self.waits_since is not None and self.now >= self.waits_since + limit_s
-
-    def _nothing_made_is_lost(self, world: t.World) -> None:
-        """I3: what all members of a generation have sealed is in the next world, if it is still in anybody's memory,
-        and the core has heard of it; unless it was waited for, for the regroup time-out."""
-        made = max(
-            (c for g, group in self.groups.items() if g < world.generation and (c := group.made())), default=None
-        )
-        root = world.members[world.root].worker
-        if root not in self.workers or self.workers[root].exit is not None:
-            return  # it has died, and the core cannot know yet
-        held = self.memory[root.seat].commit
-        if made is None or made <= self.given_up or (held is not None and held[0] >= made):
-            self.reached["nothing lost"] += made is not None
-            return
-        holders = [
-            seat
-            for seat, commit in self.heard.items()
-            if commit >= made
-            and (m := self.memory[seat].commit)
-            and m[0] >= made
-            and not self.m.hosts[seat.host].leaving
-        ]
-        assert not holders or self._has_waited(), f"a commit of all is lost: {made}, in the memory of {holders}"
-        self.given_up = max(self.given_up, made)
-        self.reached["given up"] += bool(holders)
-
-    def _leaver_holds_nothing_back(self, leaver: t.WorkerId) -> None:
-        """I15: whoever leaves has no commit that is newer than what those who stay have."""
-        worker = self.workers.get(leaver)
-        stay = [w for w in self.workers.values() if w.id != leaver and w.exit is None and not w.sentinel.leave]
-        if worker is None or worker.commit is None or self.exits or self.lost:
-            return  # or a death that the core cannot know of yet
-        held = [w.commit[0] for w in stay if w.commit is not None]
-        if held:
-            assert max(held) >= worker.commit[0], "I15: the leaver takes a commit with it"
-            self.reached["I15"] += 1
-
-    def _judge_the_end(self, end: t.EndJob) -> None:
-        if end.succeeded:
-            contents = {worker.content for worker in self.workers.values() if worker.passed_gate}
-            assert len(contents) <= 1, f"I11: different results {contents}"
-            assert all(content.batches == self.script.batches for content in contents)
-            return
-        assert end.root_cause is not None
-        reason = end.root_cause.reason
-        if "StateLostError" in reason:
-            holders = [w for w in self.workers.values() if w.exit is None and not w.frozen and w.commit is not None]
-            assert not [w for w in holders if not self.m.workers.get(w.id) or not self.m.workers[w.id].gone], reason
-            left = [seat for seat in self.heard if self.memory[seat].commit and not self.m.hosts[seat.host].leaving]
-            assert not left or self._has_waited(), f"{reason}; but in memory of {left}"
+        while self.reach.cuts and self.end is None:
+            self.reach.heal(self.rng.choice(list(self.reach.cuts)))
+        self.tell(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS)))
 
 
 def play(seed: int, actions: int) -> Counter[str]:
@@ -343,5 +334,9 @@ def play(seed: int, actions: int) -> Counter[str]:
         job.run(actions)
     except AssertionError as error:
         raise AssertionError(f"{job.story()}\n{error}") from error
+    for group in job.groups.values():
+        if group.ticks_after is not None:
+            job.reached["I16 with 1"] += group.ticks_after
+            job.reached["I16 with 0"] += not group.in_reach
     job.reached["restored"] += sum(worker.restored for worker in job.workers.values())
     return job.reached

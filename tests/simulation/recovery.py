@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from elasticstate.core import reach
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, next_deadline, step
 from elasticstate.core.records import Finishing, Forming, Over, Running
@@ -13,6 +14,7 @@ def world_or_end_is_reached(m: Membership, now: float, *, one_is_deaf: bool) -> 
     """Answer everything that is asked, from ``m`` on. A running world is broken first; one member may never answer."""
     policy = m.policy
     bound = now + policy.start_timeout_s + policy.elastic_timeout_s + policy.regroup_timeout_s + policy.join_window_s
+    bound += reach.lease_s(policy)
     if isinstance(m.phase, Running):
         member = next(w for w in m.workers.values() if w.joined == m.generation and not w.gone)
         m, effects, _ = step(m, t.WorkerExited(member.id, None, 9), now)

@@ -27,6 +27,9 @@ def random_policy(rng: random.Random) -> t.Policy:
         regroup_timeout_s=3.0,
         failure_grace_s=rng.choice((0.0, 0.5, 1.0)),
         drain_timeout_s=rng.choice((1.0, 4.0)),
+        driver_timeout_s=rng.choice((1.0, 4.0, 12.0)),
+        heartbeat_timeout_s=0.5,
+        stop_timeout_s=0.5,
         hold_timeout_s=1.0,
         join_window_s=rng.choice((0.0, 2.0)),
         min_interrupt_distance_s=rng.choice((0.0, 2.0)),
@@ -45,6 +48,7 @@ class EventMaker:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.commits: dict[t.WorkerId, t.CommitId | None] = {}
+        self.away: dict[str, list[tuple[t.WorkerId, int]]] = {}  # by host out of reach: who may live, and was in what
         self._hosts: tuple[t.HostSlots, ...] = ()
 
     def draw(self, m: Membership) -> t.Event:
@@ -72,7 +76,10 @@ class EventMaker:
         if any(host.agent == "asked" for host in m.hosts.values()):
             some.append((self._agent_joins, 8.0))
         if any(host.agent != "none" for host in m.hosts.values()):
-            some += [(self._agent_lost, 0.4), (self._agent_leaving, 0.2)]
+            some += [(self._agent_lost, 0.4), (self._out_of_reach, 0.5), (self._agent_leaving, 0.2)]
+            some.append((self._all_out_of_reach, 0.1))
+        if self.away:
+            some.append((self._back_in_reach, 3.0))
         workers = list(m.workers.values())
         if not workers:
             return some
@@ -116,9 +123,47 @@ class EventMaker:
 
     def _agent_joins(self, m: Membership) -> t.Event:
         host = self.rng.choice([h.name for h in m.hosts.values() if h.agent == "asked"])
+        self.away.pop(host, None)  # it has taken the place of the one that was there before
+        return t.AgentJoined(host, self._left_on(host))
+
+    def _left_on(self, host: str) -> tuple[tuple[int, t.CommitId], ...]:
         seats = [(seat, commit) for seat, commit in self._newest_by_seat().items() if seat.host == host]
         found = [(seat.slot, commit) for seat, commit in seats if self.rng.random() < 0.8]
-        return t.AgentJoined(host, tuple(found))
+        return tuple(found)
+
+    def _out_of_reach(self, m: Membership) -> t.Event:
+        host = self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"])
+        living = [(w.id, w.joined) for w in m.workers.values() if w.id.host == host and w.gone != "failed"]
+        if living:
+            self.away[host] = living
+        return t.AgentLost(host, "was silent", may_live=True)
+
+    def _all_out_of_reach(self, m: Membership) -> t.Event:
+        """All hosts of the newest world."""
+        hosts = {w.id.host for w in m.workers.values() if w.joined == m.generation}
+        for host in hosts:
+            self.away[host] = [(w.id, w.joined) for w in m.workers.values() if w.id.host == host]
+        return t.Several(tuple(t.AgentLost(host, "was silent", may_live=True) for host in sorted(hosts)))
+
+    def _back_in_reach(self, m: Membership) -> t.Event:
+        """Most of those who may live there, and now and then somebody who cannot."""
+        rng = self.rng
+        host = rng.choice(list(self.away))
+        workers = [(worker, given) for worker, given in self.away.pop(host) if rng.random() < 0.8]
+        if workers and rng.random() < 0.2:
+            worker, given = rng.choice(workers)
+            lie = rng.randrange(4)
+            if lie == 0:
+                worker = worker._replace(incarnation=worker.incarnation - 1)
+            elif lie == 1:
+                worker = worker._replace(slot=7)
+            elif lie == 2:
+                workers.remove((worker, given))
+                given = m.generation + 1
+            workers.append((worker, given))
+        living = {worker.slot for worker, _ in workers}
+        left = tuple((slot, commit) for slot, commit in self._left_on(host) if slot not in living)
+        return t.AgentJoined(host, left, tuple(workers))
 
     def _agent_lost(self, m: Membership) -> t.Event:
         host = self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"])

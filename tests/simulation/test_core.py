@@ -27,6 +27,7 @@ MUST_BE_REACHED = (
     *(f"end: {name}" for name in ENDS),
     *("note host_cooldown", "note agent_lost", "note waiting", "note warning", "note training_resumed"),
     *("note worker_unresponsive", "note host_removed", "note root_cause", "memory awaited", "memory given up"),
+    *("returned", "refused", "joined while stopped", "lease waited for", "lease over"),
 )
 reached: Counter[str] = Counter()
 
@@ -51,6 +52,7 @@ def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
             _what_is_stale_has_no_effect(rng, m, now)
         checker.reached["below min-np"] += m.phase_name == "WAITING" and m.generation > 0
         checker.reached["memory awaited"] += "whose memory holds" in transition.reason
+        checker.reached["lease waited for"] += "out of reach, have given up" in transition.reason
         checker.reached["forming"] += m.phase_name.startswith("FORMING")
         if isinstance(m.phase, Over):
             break

@@ -30,13 +30,16 @@ MUST_BE_REACHED = (
     *("postponed leave", "cooldown gave way", "nothing lost", "I15", "job succeeded", "job failed"),
     *("memory awaited", "memory given up", "beyond max_np"),
     *("end: StateLostError", "end: no progress", "note worker_unresponsive"),
+    *("cut", "several hosts cut at once", "all hosts cut", "healed in time", "agent gave up", "evicted"),
+    *("cleared before it was back", "stopped while cut off", "returned"),
+    *("lease waited for", "state out of reach", "I16 with 0", "I16 with 1"),
     *(f"fault {name}" for name in FAULTS),
 )
 reached: Counter[str] = Counter()
 
 
 @settings(max_examples=SCHEDULES, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
-@given(seed=st.integers(0, 2**64 - 1), actions=st.integers(30, 250))
+@given(seed=st.integers(0, 2**64 - 1), actions=st.integers(30, 220))
 def explore(seed: int, actions: int) -> None:
     reached.update(play(seed, actions))
     reached["schedules"] += 1

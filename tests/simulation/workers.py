@@ -43,9 +43,23 @@ class Group:
         self.cut: set[t.WorkerId] = set()  # members whose sockets are closed
         self.synced: dict[t.WorkerId, Content] = {}  # what each began to train from
         self.sealed: dict[t.WorkerId, t.CommitId] = {}  # the newest commit that each has made here
+        self.ticks: dict[t.WorkerId, int] = {}  # how many each has counted
+        self.in_reach: bool | None = None  # whether any member has been since it was ended; None: not ended
+        self.ticks_after: int | None = None  # completed since there is a newer world; None: there is none
 
     def arrive(self, key: object, worker: t.WorkerId, content: Content) -> None:
+        was_complete = self.complete(key)
         self.arrived.setdefault(key, {})[worker] = content
+        if self.ticks_after is None or was_complete or not self.complete(key) or not isinstance(key, tuple):
+            return
+        self.ticks_after += 1
+        assert self.in_reach, f"I16: {key} of {self.world.generation}, all of it out of reach, after a newer world"
+        assert self.ticks_after <= 1, f"I16: {key} of {self.world.generation}, the second after a newer world"
+
+    def count(self, worker: t.WorkerId, ticks: int) -> None:
+        """``worker`` has completed its tick number ``ticks``."""
+        assert ticks == self.ticks.get(worker, 0) + 1, f"I16: {worker} counts {ticks} after {self.ticks.get(worker)}"
+        self.ticks[worker] = ticks
 
     def made(self) -> t.CommitId | None:
         """The newest commit that all members have sealed."""
@@ -106,7 +120,9 @@ class Worker:
     down: deque[t.Effect] = field(default_factory=deque)  # from the core, in order
     exit: t.WorkerExited | None = None  # set: dead
     frozen: bool = False
+    busy_until: float = 0.0  # its batch takes so long
     crash: bool = False  # fault: the next batch raises an exception of this worker's own
+    words: list[t.Event] = field(default_factory=list)  # the lasting ones: its agent can say them again
     restored: int = 0
     passed_gate: bool = False
 
@@ -152,7 +168,7 @@ class Worker:
                 self._restore()
                 yield True
             except OwnError:
-                self.up.append(t.FailureReported(self.id, generation, False, "ValueError: own"))
+                self._say(t.FailureReported(self.id, generation, False, "ValueError: own"))
                 while self.sentinel.ended < generation and self.sentinel.own_error < generation:
                     yield False
                 if self.sentinel.own_error >= generation:
@@ -161,6 +177,10 @@ class Worker:
                 self._restore()
             self._cut()
             yield True
+
+    def _say(self, word: t.Event) -> None:
+        self.up.append(word)
+        self.words.append(word)
 
     @property
     def commit(self) -> tuple[t.CommitId, Content] | None:
@@ -188,7 +208,7 @@ class Worker:
         commit, previous = self.memory.commit, self.memory.previous
         if commit is not None:
             assert self.content == commit[1], "I10: READY, but the live state is not the commit"
-        self.up.append(
+        self._say(
             t.WorkerReady(
                 self.id,
                 sentinel.generation,
@@ -222,7 +242,7 @@ class Worker:
             if group.cut - {self.id} and self.noticed:
                 self.sentinel.ended = max(self.sentinel.ended, generation)
                 self._cut()
-                self.up.append(t.FailureReported(self.id, generation, True, "Connection closed by peer"))
+                self._say(t.FailureReported(self.id, generation, True, "Connection closed by peer"))
                 raise Failed
             yield False
 
@@ -267,6 +287,7 @@ class Worker:
         old = sentinel.word
         sentinel.word += 1
         ticks = (old & (HOLD - 1)) + 1
+        self.groups[generation].count(self.id, ticks)
         yield True
         if not (old & HOLD or old == 0):
             return
@@ -286,7 +307,7 @@ class Worker:
 
     def _gate(self, generation: int) -> Iterator[bool]:
         self.sentinel.place = "gate"
-        self.up.append(t.GateEntered(self.id, generation))
+        self._say(t.GateEntered(self.id, generation))
         while self.sentinel.open_gate < generation:
             if self.sentinel.ended >= generation:
                 raise Failed
@@ -310,7 +331,7 @@ class Worker:
                 sentinel.held = False
                 if sentinel.end_tick is None and sentinel.ended < generation:
                     sentinel.word &= HOLD - 1
-            case t.End(generation, None, _):
+            case t.End(generation, None, _) | t.Sever(_, generation, _):
                 sentinel.ended = max(sentinel.ended, generation)
                 sentinel.word |= HOLD
                 if sentinel.ended >= sentinel.generation:
@@ -327,6 +348,31 @@ class Worker:
                 sentinel.leave = True
             case t.StopWorker(kill=kill):
                 self.die(None, 9 if kill else 15)
+
+    # ------------------------------------------------------------------------------------------ its agent
+
+    def lose_messages(self) -> None:
+        """Its host is out of reach: of what is on its way to it a random rest is lost, and the agent ends a hold."""
+        for _ in range(self.rng.randint(0, len(self.down))):
+            self.down.pop()
+        sentinel = self.sentinel
+        held = sentinel.generation if sentinel.held and sentinel.end_tick is None else 0
+        for message in self.down:
+            match message:
+                case t.Hold(generation):
+                    held = generation
+                case t.Release() | t.End():
+                    held = 0
+        if held:
+            self.down.append(t.Release(held))
+        self.up.clear()
+
+    def report(self) -> tuple[int, list[t.Event]]:
+        """The newest generation that it was given a world of, and its lasting words since then."""
+        worlds = [message.world for message in self.down if isinstance(message, t.PublishWorld)]
+        world = worlds[-1] if worlds else self.sentinel.world
+        given = world.generation if world is not None else 0
+        return given, [word for word in self.words if getattr(word, "generation", -1) == given]
 
     def heartbeat(self) -> t.Heartbeat:
         commit = self.commit[0] if self.commit else None

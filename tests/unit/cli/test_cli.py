@@ -34,10 +34,6 @@ def test_tags_are_turned_off() -> None:
         (["--nope", "-np", "1", "c"], "unrecognized arguments: --nope"),
         (["--min", "1", "-np", "1", "c"], "unrecognized arguments: --min"),
         (["c"], "-np/--num-proc is missing: takes the number of workers to start with"),
-        (
-            ["-np", "1", "-H", "far:2", "c"],
-            "-H/--hosts: host 'far' is not this machine; remote hosts come with ssh support",
-        ),
         (["-np", "1", "--events-file", "/nowhere/e", "c"], "--events-file: '/nowhere/e': takes a path to write to"),
         (["status"], "status takes the name of one job: elasticrun status JOB"),
     ],

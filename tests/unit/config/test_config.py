@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from elasticstate import config
-from elasticstate.config import Options, WorkerEnvironment, option_names, parse_host, read_options, worker_environment
+from elasticstate.config import Options, WorkerEnvironment, option_names, read_options, worker_environment
 from elasticstate.core.types import HostSlots, Policy, WorkerId
 from elasticstate.errors import OptionError
+from elasticstate.kinds import parse_host
 
 COMMAND = ["python", "train.py"]
 
@@ -44,12 +45,14 @@ def test_every_option_has_a_line_of_help_and_a_twin_for_each_long_name() -> None
 @pytest.mark.parametrize("name", option_names())
 def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples = {"hosts": "a:3", "backend": "gloo", "cooldown_range_s": "1 2", "tag_output": "0", "verbose": "yes"}
-    samples |= {"verify_sync": "on"}
+    samples |= {"verify_sync": "on", "ssh_check_host_keys": "off", "env": "HF_TOKEN,NCCL_*"}
     samples |= {"min_np": "1", "max_np": "7", "job_name": "j"}
+    samples |= {"listen": "0.0.0.0:7000", "token_file": "f"}
     text = samples.get(name, "6")
     given = {} if name == "np" else {"np": "2"}
+    given |= {"listen": {"token_file": "f"}, "token_file": {"listen": "[::1]"}}.get(name, {})
     values = [getattr(read_options(given, COMMAND, {twin: text}), name) for twin in option_names()[name].twins]
-    plain = getattr(read_options({**given, "np": "9"}, COMMAND, {}), name)
+    plain = getattr(read_options({"np": "9"}, COMMAND, {}), name)
     assert all(value != plain for value in values)
 
 
@@ -172,15 +175,6 @@ def test_a_worker_reads_what_its_agent_wrote(monkeypatch: pytest.MonkeyPatch) ->
         worker_environment()
     monkeypatch.delenv("ELASTICSTATE_SOCKET")
     assert worker_environment() is None
-
-
-def test_what_quiets_grpc_is_not_inherited_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
-    config.quiet_grpc()
-    assert "GRPC_VERBOSITY" not in config.inherited_environment()
-    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
-    config.quiet_grpc()
-    assert config.inherited_environment()["GRPC_VERBOSITY"] == "DEBUG"
 
 
 def test_the_record_of_a_job_is_kept_where_only_the_user_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

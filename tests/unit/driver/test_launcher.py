@@ -1,13 +1,15 @@
-"""Which names mean this machine."""
+"""Which names mean this machine, and how the others are reached."""
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
-from elasticstate.driver.launcher import refuse
-from elasticstate.net.names import address_of
+from elasticstate.config import Options, read_options
+from elasticstate.driver.launcher import refuse, ssh_command
+from elasticstate.net.names import address_of, is_loopback, is_this_machine, own_addresses
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2", "127.3.2.1", socket.gethostname()])
@@ -16,11 +18,39 @@ def test_names_of_this_machine_are_taken(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["far.example", "10.0.0.1", "127.0.0", "localhost2"])
-def test_other_names_are_refused_with_the_reason(host: str) -> None:
-    assert refuse(host) == f"host {host!r} is not this machine; remote hosts come with ssh support"
+def test_other_names_need_ssh(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_this_machine(host)
+    monkeypatch.setenv("PATH", "")
+    assert refuse(host).startswith(f"host {host!r} is not this machine, and there is no ssh to reach it with")
+
+
+def test_own_addresses_are_no_loopback() -> None:
+    assert not any(is_loopback(address) for address in own_addresses())
 
 
 def test_addresses() -> None:
     assert address_of("127.0.0.2") == "127.0.0.2"
     assert address_of("localhost") == "127.0.0.1"
     assert address_of(socket.gethostname()) == "127.0.0.1"
+
+
+def options(**given: str) -> Options:
+    return read_options({"np": "1", **given}, ["c"], {})
+
+
+def test_the_ssh_command_checks_host_keys_unless_told_not_to() -> None:
+    command = ssh_command("far", "/a python", options(), Path("log"))
+    assert command[0] == "ssh"
+    assert command[-3:] == ["--", "far", "exec '/a python' -m elasticstate.agent"]
+    assert "BatchMode=yes" in command
+    assert "ConnectTimeout=10" in command
+    assert not [word for word in command if "HostKey" in word or "KnownHosts" in word or word in ("-p", "-i")]
+    careless = ssh_command("far", "p", options(ssh_check_host_keys="off", connect_timeout_s="0.3"), Path("log"))
+    assert "StrictHostKeyChecking=no" in careless
+    assert "ConnectTimeout=1" in careless
+
+
+def test_port_and_key_are_passed_on_to_ssh() -> None:
+    command = ssh_command("far", "p", options(ssh_port="2222", ssh_identity_file="/key"), Path("log"))
+    assert command[command.index("-p") + 1] == "2222"
+    assert command[command.index("-i") + 1] == "/key"

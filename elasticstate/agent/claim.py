@@ -1,0 +1,45 @@
+"""Taking a host: not before an agent of the job that was here before is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from elasticstate.agent.contact import Contact
+from elasticstate.commits import CommitDirectory
+from elasticstate.net import messages
+
+_LOOK_INTERVAL_S = 0.01
+
+
+async def claim(
+    spec: messages.JobSpec, host: str, job_directory: str, socket_path: str, driver: Contact
+) -> CommitDirectory:
+    """The commits of this host, those that are there already included.
+
+    An agent that was here before is given ``--heartbeat-timeout`` to end, and is then killed with its workers. It may
+    be in touch again before: then the driver refuses this one, which leaves it alone.
+
+    Raises OSError (TimeoutError: the other one stays).
+    """
+    refused = threading.Event()
+    claiming = asyncio.get_running_loop().run_in_executor(
+        None,
+        lambda: CommitDirectory(
+            spec.commit_dir,
+            spec.job_id,
+            host,
+            job_directory,
+            socket_path,
+            lambda: refused.wait(_LOOK_INTERVAL_S),
+            spec.heartbeat_timeout_s,
+        ),
+    )
+    receiving = asyncio.ensure_future(driver.receive())  # there are no orders yet: only a refusal
+    both: set[asyncio.Future[Any]] = {claiming, receiving}
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    refused.set()
+    receiving.cancel()
+    await asyncio.wait(both)
+    return claiming.result()

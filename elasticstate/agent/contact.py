@@ -1,0 +1,97 @@
+"""An agent's contact with its driver: dialled, lost, dialled again. What is said while there is none is not kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from elasticstate.config import version
+from elasticstate.net import messages
+from elasticstate.net.control import DriverStream
+from elasticstate.net.trust import Trust
+
+_FIRST_PAUSE_S = 0.05  # before it is dialled again, doubled each time up to the longest
+_LONGEST_PAUSE_S = 1.0
+
+
+class Contact:
+    """``establish`` first, and whenever ``receive`` has raised ConnectionError. Raises ValueError on a bad token."""
+
+    def __init__(self, launch: messages.Launch) -> None:
+        self._launch = launch
+        self._trust = Trust(launch.token)
+        self._hello = messages.AgentHello(
+            launch.host, launch.agent, launch.slots, os.getpid(), messages.PROTOCOL_VERSION, version()
+        )
+        self._stream: DriverStream | None = None
+        self._loop = asyncio.get_running_loop()
+
+    async def establish(self, limit_s: float) -> messages.JobSpec:
+        """Dial until a driver wants this agent; returns what it says first.
+
+        Raises:
+            ConnectionRefusedError: a driver of this job does not want this agent.
+            ConnectionError: there was none for ``limit_s``, or it spoke otherwise than agreed.
+        """
+        deadline = self._loop.time() + limit_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._greet(max(0.1, deadline - self._loop.time()))
+            except ConnectionRefusedError:
+                raise
+            except ConnectionError:
+                if self._loop.time() + pause_s >= deadline:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _greet(self, limit_s: float) -> messages.JobSpec:
+        timeout_s = min(self._launch.connect_timeout_s, limit_s)
+        stream = await DriverStream.dial(self._launch.addresses, self._trust, timeout_s)
+        stream.send(self._hello)
+        answer = asyncio.ensure_future(stream.receive())
+        try:
+            await asyncio.wait({answer}, timeout=timeout_s)
+            if not answer.done():
+                raise ConnectionError("the driver does not answer")
+            spec = answer.result()
+            if not isinstance(spec, messages.JobSpec):
+                raise ConnectionError(f"the driver says {type(spec).__name__} instead of what to run")
+        except BaseException:
+            answer.cancel()
+            stream.abort("no agreement")
+            raise
+        self._stream = stream
+        return spec
+
+    @property
+    def local_address(self) -> str:
+        """At which address the driver reaches this host."""
+        assert self._stream is not None
+        return self._stream.local_address
+
+    def send(self, message: messages.FromAgent) -> None:
+        """Send after all that was sent before; without effect when there is no driver."""
+        if self._stream is not None:
+            self._stream.send(message)
+
+    async def receive(self) -> messages.ToAgent:
+        """The next order. Raises ConnectionError, with the reason, when there is no driver (any more)."""
+        assert self._stream is not None
+        try:
+            return await self._stream.receive()
+        except ConnectionError as error:
+            self._stream.abort(str(error))
+            self._stream = None
+            raise
+
+    def judge(self, now: float, limit_s: float) -> None:
+        """Give a driver up that has said nothing for so long: ``receive`` raises."""
+        if self._stream is not None and now - self._stream.heard_at > limit_s:
+            self._stream.abort(f"the driver was silent for {limit_s:g} s")
+
+    async def close(self) -> None:
+        """Send what was to be sent, and end."""
+        if self._stream is not None:
+            await self._stream.close()

@@ -1,0 +1,44 @@
+"""``elasticrun agent --join``: an agent that nobody has started for the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+from elasticstate.agent.agent import Agent
+from elasticstate.config import slots_of_this_machine
+from elasticstate.errors import OptionError
+from elasticstate.net.messages import Launch
+from elasticstate.net.trust import read_token
+
+_CONNECT_TIMEOUT_S = 10.0
+
+
+def join(address: str, token_file: str, name: str, slots: int, wait_s: float) -> NoReturn:
+    """Serve until the end of the job, and exit. ``slots`` 0: as many as this machine has. Raises OptionError."""
+    try:
+        token = read_token(token_file)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--token-file: {token_file!r}: {error}") from None
+    launch = Launch(
+        host=name,
+        agent=secrets.token_hex(8),
+        slots=slots or slots_of_this_machine(),
+        addresses=(address,),
+        token=token,
+        connect_timeout_s=_CONNECT_TIMEOUT_S,
+        wait_s=wait_s,
+        local_address="",
+        socket="",
+        directory=os.getcwd(),
+        job_directory="",
+        environment=(),
+    )
+    status = asyncio.run(Agent(launch).run())
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(status)  # a thread may be stuck in a write to a terminal that nobody reads

@@ -1,0 +1,130 @@
+"""What the values of options look like: how each kind is read, and the words that say what it takes."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elasticstate.core.types import HostSlots
+
+_HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?::(?P<a>\d+)|\s+slots\s*=\s*(?P<b>\d+))?")
+_JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,39}")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the values of an option look like: how one is read, and the words that say what it takes."""
+
+    metavar: str
+    takes: str
+    parse: Callable[[str], object]  # raises ValueError
+
+
+def parse_host(text: str, default_slots: int) -> HostSlots:
+    """Read ``host``, ``host:slots`` or ``host slots=N``. Raises ValueError."""
+    match = _HOST.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text.strip()!r} is no host: takes host or host:slots")
+    slots = match["a"] or match["b"]
+    return HostSlots(match["name"], default_slots if slots is None else int(slots))
+
+
+def _whole(text: str, minimum: int) -> int:
+    value = int(text)
+    if value < minimum:
+        raise ValueError(text)
+    return value
+
+
+def _seconds(text: str, minimum: float) -> float:
+    value = float(text)
+    if not math.isfinite(value) or value < minimum:
+        raise ValueError(text)
+    return value
+
+
+def _port(text: str) -> int:
+    port = _whole(text, 1)
+    if port >= 1 << 16:
+        raise ValueError(text)
+    return port
+
+
+def _or_off(parse: Callable[[str], object]) -> Callable[[str], object]:
+    return lambda text: None if text.lower() == "off" else parse(text)
+
+
+def _yes_or_no(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError(text)
+    return words[text.lower()]
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    hosts = tuple(host.strip() for host in text.split(","))
+    for host in hosts:
+        parse_host(host, 1)
+    return hosts
+
+
+def _address(text: str) -> str:
+    host, port = split_address(text)
+    ipaddress.ip_address(host)
+    if not 0 <= port < 1 << 16:
+        raise ValueError(text)
+    return text
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """``host``, ``host:port``, ``[v6]`` or ``[v6]:port``; port 0 if there is none. Raises ValueError."""
+    match = re.fullmatch(r"(?:\[(?P<six>[^]]+)]|(?P<host>[^:\[\]]+))(?::(?P<port>\d{1,5}))?", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no address")
+    return match["six"] or match["host"], int(match["port"] or 0)
+
+
+def _patterns(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(re.fullmatch(r"[A-Za-z_*][A-Za-z0-9_*]*", name) for name in names):
+        raise ValueError(text)
+    return names
+
+
+def _range(text: str) -> tuple[float, float]:
+    low, high = (_seconds(part, 0.0) for part in text.split())
+    if low > high:
+        raise ValueError(text)
+    return low, high
+
+
+def _matching(pattern: re.Pattern[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if pattern.fullmatch(text) is None:
+            raise ValueError(text)
+        return text
+
+    return parse
+
+
+def at_least_s(minimum: float) -> Kind:
+    return Kind("S", f"seconds, at least {minimum:g}", lambda text: _seconds(text, minimum))
+
+
+COUNT = Kind("N", "a whole number, at least 1", lambda text: _whole(text, 1))
+SECONDS = at_least_s(0.0)
+SECONDS_OR_OFF = Kind("S|off", "seconds, at least 1, or off", _or_off(lambda text: _seconds(text, 1.0)))
+LIMIT_OR_OFF = Kind("N|off", "a whole number, at least 0, or off", _or_off(lambda text: _whole(text, 0)))
+HOSTS = Kind("H1:4,H2:4", "host or host:slots, with commas between", _hosts)
+SLOTS = Kind("N|auto", "a whole number, at least 1, or auto", lambda t: None if t == "auto" else _whole(t, 1))
+PATH = Kind("PATH", "a path", _matching(re.compile(r".+")))
+BACKEND = Kind("auto|gloo", "auto or gloo (nccl and mpi come later)", _matching(re.compile("auto|gloo")))
+RANGE = Kind("MIN MAX", "two times in seconds, the smaller one first", _range)
+FLAG = Kind("", "1 or 0", _yes_or_no)
+PORT = Kind("PORT", "a port, 1 to 65535", _port)
+NAMES = Kind("NAMES", "names of environment variables, with commas between; * stands for anything", _patterns)
+ADDRESS = Kind("ADDR[:PORT]", "an address of this machine (0.0.0.0: all), with or without a port", _address)
+NAME = Kind("NAME", "up to 40 letters, digits, dots, dashes and underscores", _matching(_JOB))

@@ -1,0 +1,288 @@
+"""The control plane: the driver listens, its agents (and whoever asks for the status) dial in.
+
+All that a connection can do before it has proved that it belongs to the job is to wait for the proof: nothing it says
+is looked at. How long that may take, and how many may be at it, is bounded; beyond that the oldest is turned away, so
+that a crowd of silent strangers keeps nobody out. Each who is turned away is told of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from elasticstate.net import messages
+from elasticstate.net.stream import MessageQueue, Stream, dial, reason_of
+from elasticstate.net.trust import NAME, Trust
+
+MAX_UNPROVEN = 2048  # connections that have not shown a certificate yet
+SILENT_SHARE = 0.75  # of --heartbeat-timeout: whoever is gone is known to be within it, by the other end's next look
+_BACKLOG = 4096  # connections that the kernel keeps until we come to them
+_BREATH_S = 0.05  # when there is no descriptor left
+_NEXT_ADDRESS_S = 0.25  # RFC 8305
+_BROKE_OFF = "it broke off before it had proved that it belongs to the job: it may have another token"
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+class Owner(Protocol):
+    """Who has a ControlServer. All is called on the server's event loop."""
+
+    def agent_joined(self, stream: AgentStream, /) -> None:
+        """An agent has said hello."""
+
+    def agent_said(self, stream: AgentStream, message: messages.FromAgent, /) -> None:
+        """What it says from then on."""
+
+    def agent_gone(self, stream: AgentStream, reason: str, /) -> None:
+        """Its connection has ended; once."""
+
+    def status(self) -> str:
+        """The answer of ``elasticrun status``."""
+
+    def refused(self, peer: str, reason: str, /) -> None:
+        """A connection that was turned away, or went away, before it was an agent."""
+
+
+class AgentStream:
+    """The driver's end of one connection: an agent's, from its hello on."""
+
+    hello: messages.AgentHello
+
+    def __init__(self, owner: Owner, peer: str) -> None:
+        self.peer = peer
+        self.has_spoken = False
+        self.stream = Stream(self._received, self._ended)
+        self._owner = owner
+        self._is_agent = False
+
+    @property
+    def heard_at(self) -> float:
+        """When it last said anything, on the loop's clock."""
+        return self.stream.heard_at
+
+    def send(self, data: bytes) -> None:
+        """Send an encoded message after all that were sent before; without effect when the agent is gone."""
+        self.stream.send(data)
+
+    def beat(self) -> None:
+        """Let it know that the driver lives."""
+        self.stream.send(b"")
+
+    def refuse(self, reason: str) -> None:
+        """Tell it why it is not wanted, and end the connection."""
+        self.send(messages.encode(messages.Refusal(reason)))
+        self.stream.close()
+
+    def abort(self, reason: str) -> None:
+        """End the connection now; ``agent_gone`` follows."""
+        self.stream.abort(reason)
+
+    def _received(self, data: bytes) -> None:
+        try:
+            if self._is_agent:
+                self._owner.agent_said(self, messages.decode_from_agent(data))
+            elif not self.has_spoken:
+                self._first(messages.decode_opening(data))
+        except msgspec.DecodeError as error:
+            self.abort(f"it sent what is no message: {error}")
+
+    def _first(self, first: messages.Opening) -> None:
+        self.has_spoken = True
+        if isinstance(first, messages.AskStatus):
+            self.send(self._owner.status().encode())
+            self.stream.close()
+        elif first.protocol != messages.PROTOCOL_VERSION:
+            reason = (
+                f"the agent speaks protocol {first.protocol} (elasticstate {first.version}), "
+                f"the driver {messages.PROTOCOL_VERSION}: install the same version on all hosts"
+            )
+            self._owner.refused(self.peer, reason)
+            self.refuse(reason)
+        else:
+            self.hello, self._is_agent = first, True
+            self._owner.agent_joined(self)
+
+    def _ended(self, reason: str) -> None:
+        if self._is_agent:
+            self._owner.agent_gone(self, reason)
+        elif not self.has_spoken:
+            self._owner.refused(self.peer, reason)
+
+
+class ControlServer:
+    """The driver's server."""
+
+    def __init__(self, trust: Trust, proof_timeout_s: float, owner: Owner) -> None:
+        self._trust = trust
+        self._proof_timeout_s = proof_timeout_s
+        self._owner = owner
+        self._unproven: dict[asyncio.Task[None], socket.socket] = {}  # in the order they came
+        self._turned_away: dict[socket.socket, str] = {}  # why
+        self._streams: set[Stream] = set()
+        self._listeners: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
+
+    def listen(self, host: str, port: int = 0) -> int:
+        """Listen at ``host``, an address; may be called for several. Returns the port. Raises OSError."""
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+        except OSError:
+            listener.close()
+            raise
+        self._listeners.append(listener)
+        self._accepting.append(asyncio.ensure_future(self._accept(listener)))
+        found: int = listener.getsockname()[1]
+        return found
+
+    async def stop(self) -> None:
+        """End all connections, after what they have still to be told."""
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+        meeting = list(self._unproven)
+        while self._unproven:
+            self._turn_away_the_oldest("the driver ends")
+        await asyncio.gather(*meeting)
+        closing = [asyncio.ensure_future(stream.closed()) for stream in self._streams]
+        for stream in self._streams:
+            stream.close()
+        if closing:
+            await asyncio.wait(closing)
+
+    # -------------------------------------------------------------------------------------------- who comes to the door
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(listener)
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    self._turn_away_the_oldest(f"there is no room for it: {error.strerror}")
+                    await asyncio.sleep(_BREATH_S)
+                continue
+            if len(self._unproven) >= MAX_UNPROVEN:
+                self._turn_away_the_oldest("too many others wait to prove that they belong to the job")
+            peer = f"{address[0]}:{address[1]}"
+            task = asyncio.ensure_future(self._meet(connection, peer))
+            self._unproven[task] = connection
+            task.add_done_callback(lambda task: self._unproven.pop(task, None))
+
+    def _turn_away_the_oldest(self, reason: str) -> None:
+        if self._unproven:
+            connection = self._unproven.pop(next(iter(self._unproven)))
+            self._turned_away[connection] = reason
+            with suppress(OSError):  # it has ended already
+                connection.shutdown(socket.SHUT_RDWR)
+
+    async def _meet(self, connection: socket.socket, peer: str) -> None:
+        """The certificate and the first message, each within its time, or the end."""
+        agent = AgentStream(self._owner, peer)
+        stream = agent.stream
+        loop = asyncio.get_running_loop()
+        self._streams.add(stream)
+        stream.when_closed(lambda: self._streams.discard(stream))
+        try:
+            await loop.connect_accepted_socket(
+                lambda: stream, connection, ssl=self._trust.server, ssl_handshake_timeout=self._proof_timeout_s
+            )
+        except (OSError, ssl.SSLError) as error:
+            self._streams.discard(stream)
+            reason = _BROKE_OFF if isinstance(error, ConnectionResetError) else reason_of(error)
+            self._owner.refused(peer, self._turned_away.pop(connection, reason))
+        else:
+            await asyncio.wait({asyncio.ensure_future(stream.heard())}, timeout=self._proof_timeout_s)
+            if not agent.has_spoken:
+                agent.abort(self._turned_away.get(connection, "it did not say in time what it wants"))
+            self._turned_away.pop(connection, None)
+
+
+class DriverStream:
+    """The agent's end of its connection."""
+
+    def __init__(self, stream: Stream, queue: MessageQueue) -> None:
+        self._stream = stream
+        self._queue = queue
+
+    @classmethod
+    async def dial(cls, addresses: tuple[str, ...], trust: Trust, timeout_s: float) -> DriverStream:
+        """Connect to the first of these ``host:port`` that proves to be the job's driver (RFC 8305: each next one is
+        tried a moment after the one before). Raises ConnectionError, with the reasons, when none does within the time.
+        """
+        reasons: list[str] = []
+        dialling: set[asyncio.Task[tuple[Stream, MessageQueue]]] = set()
+        ahead = list(addresses)
+        try:
+            while ahead or dialling:
+                if ahead:
+                    dialling.add(asyncio.ensure_future(dial(ahead.pop(0), trust.client, NAME, timeout_s)))
+                done, dialling = await asyncio.wait(
+                    dialling, timeout=_NEXT_ADDRESS_S if ahead else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    if task.exception() is None:
+                        return cls(*task.result())
+                    reasons.append(str(task.exception()))
+        finally:
+            for task in dialling:
+                task.cancel()
+            for result in await asyncio.gather(*dialling, return_exceptions=True):
+                if isinstance(result, tuple):  # it was made all the same
+                    result[0].abort("another address was quicker")
+        raise ConnectionError("; ".join(dict.fromkeys(reasons)))
+
+    @property
+    def local_address(self) -> str:
+        """Of this end: at which address the driver's side reaches this host."""
+        return self._stream.local_address
+
+    @property
+    def heard_at(self) -> float:
+        """When the driver last said anything, on the loop's clock."""
+        return self._stream.heard_at
+
+    def send(self, message: messages.Opening | messages.FromAgent) -> None:
+        """Send after all that was sent before; without effect when the driver is gone."""
+        self._stream.send(messages.encode(message))
+
+    async def receive(self) -> messages.ToAgent:
+        """The next message. Raises ConnectionError, with the reason, when there is no driver (any more)."""
+        data = await self._queue.get()
+        try:
+            order: messages.ToAgent = messages.decode_to_agent(data)
+        except msgspec.DecodeError as error:
+            raise ConnectionError(f"it sent what is no message: {error}") from None
+        if isinstance(order, messages.Refusal):
+            raise ConnectionRefusedError(order.reason)
+        return order
+
+    async def close(self) -> None:
+        """Send what was to be sent, and end."""
+        self._stream.close()
+        await self._stream.closed()
+
+    def abort(self, reason: str) -> None:
+        """End the connection now; ``receive`` raises, with the reason, after what has come already."""
+        self._stream.abort(reason)
+
+
+async def ask_status(address: str, token: str, timeout_s: float) -> str:
+    """What the driver at ``address`` says of its job. Raises ConnectionError with the reason."""
+    stream, queue = await dial(address, Trust(token).client, NAME, timeout_s)
+    stream.send(messages.encode(messages.AskStatus()))
+    getting = asyncio.ensure_future(queue.get())
+    await asyncio.wait({getting}, timeout=timeout_s)
+    stream.close()
+    await stream.closed()
+    return (await getting).decode()

@@ -1,0 +1,187 @@
+"""One connection between driver and agent, or whoever asks for the status: TLS, and messages with their length before.
+
+No library for this: the ones at hand accept whoever connects, as many as come, and tell nobody who was turned away and
+why (gRPC's core); asyncio and ssl leave that to us, and four bytes before each message are all that they lack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import struct
+from asyncio import sslproto
+from collections import deque
+from collections.abc import Callable
+
+from elasticstate.net.messages import MAX_MESSAGE_BYTES
+
+# asyncio keeps a buffer of so many bytes for each TLS connection, and fills it with zeros: with its own 256 KiB, the
+# driver of a thousand hosts would take a quarter of a gigabyte for nothing. (Python 3.10 has no such buffer.)
+setattr(sslproto.SSLProtocol, "max_size", 1 << 14)  # noqa: B010 - typeshed does not know it
+_LENGTH = struct.Struct("!I")
+_MAX_BACKLOG_BYTES = 64 << 20  # of what a peer does not read, before it is given up
+_LAST_MOMENT_S = 1.0  # for the other end to close, too
+
+
+class Stream(asyncio.Protocol):
+    """First in, first out, each way. ``received(data)`` gets each message, ``lost(reason)`` the end, once.
+
+    A message of length 0 is a beat: it says that the other end lives, and is not handed on.
+    """
+
+    def __init__(self, received: Callable[[bytes], None], lost: Callable[[str], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._received = received
+        self._lost = lost
+        self._transport: asyncio.Transport | None = None
+        self._pending = bytearray()
+        self._reason = ""
+        self._spoke: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self.heard_at = self._loop.time()
+
+    # ---------------------------------------------------------------------------------------------------- for its user
+
+    def send(self, data: bytes) -> None:
+        """Send a message after all that were sent before; without effect when the connection has ended."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        transport.write(_LENGTH.pack(len(data)) + data)
+        if transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
+            self.abort("it does not read what it is sent")
+
+    def close(self) -> None:
+        """Send what was to be sent, and end: within a moment, whatever the other end does."""
+        if self._transport is not None and not self._transport.is_closing():  # asyncio forgets its end the second time
+            self._transport.close()
+            self._loop.call_later(_LAST_MOMENT_S, self.abort, "it did not close the connection")
+
+    def abort(self, reason: str) -> None:
+        """End now; ``lost`` gets the reason."""
+        self._reason = self._reason or reason
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def heard(self) -> None:
+        """Until the first bytes have come and been handed on, or the connection has ended."""
+        await asyncio.wait({self._spoke, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+
+    async def closed(self) -> None:
+        """Until the connection has ended."""
+        await asyncio.wait({self._ended})
+
+    def when_closed(self, callback: Callable[[], object]) -> None:
+        self._ended.add_done_callback(lambda _: callback())
+
+    @property
+    def local_address(self) -> str:
+        """The address of this end. Raises ConnectionError when the connection has ended."""
+        if self._transport is None:
+            raise ConnectionError(self._reason)
+        address: str = self._transport.get_extra_info("sockname")[0]
+        return address
+
+    # ------------------------------------------------------------------------------------------------------ for asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = self._loop.time()
+        self._pending += data
+        begin = 0
+        while len(self._pending) - begin >= _LENGTH.size and not self._reason:
+            (length,) = _LENGTH.unpack_from(self._pending, begin)
+            if length > MAX_MESSAGE_BYTES:
+                self.abort(f"a message of {length} bytes is larger than {MAX_MESSAGE_BYTES}")
+                return
+            end = begin + _LENGTH.size + length
+            if len(self._pending) < end:
+                break
+            if length:
+                self._received(bytes(self._pending[begin + _LENGTH.size : end]))
+            begin = end
+        del self._pending[:begin]
+        if begin and not self._spoke.done():
+            self._spoke.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._ended.set_result(None)
+        self._reason = self._reason or (reason_of(error) if error is not None else "it has closed the connection")
+        self._lost(self._reason)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a connection was refused, or has ended, in words for whoever reads the log."""
+    match error:
+        case ssl.SSLCertVerificationError():
+            return "its certificate is not of this job: it has another token"
+        case ssl.SSLError() if "DID_NOT_RETURN" in (error.reason or ""):
+            return "it has shown no certificate"
+        case ssl.SSLError() if "ALERT" in (error.reason or "") or "CERTIFICATE" in (error.reason or ""):
+            return "it and this end do not have the same token"
+        case ssl.SSLError():
+            return f"it speaks no TLS as this job does ({(error.reason or str(error)).lower().replace('_', ' ')})"
+        case asyncio.TimeoutError() | TimeoutError():
+            return "it did not answer in time"
+        case ConnectionAbortedError():
+            return "it did not prove in time that it belongs to the job"
+        case ConnectionResetError() | BrokenPipeError():
+            return "it has broken off the connection"
+        case ConnectionRefusedError():
+            return "nobody listens there"
+        case _:
+            return str(error) or type(error).__name__
+
+
+class MessageQueue:
+    """The messages of a stream, one at a time."""
+
+    def __init__(self) -> None:
+        self._messages: deque[bytes] = deque()
+        self._end: str | None = None
+        self._news = asyncio.Event()
+
+    def received(self, data: bytes) -> None:
+        self._messages.append(data)
+        self._news.set()
+
+    def lost(self, reason: str) -> None:
+        self._end = reason
+        self._news.set()
+
+    async def get(self) -> bytes:
+        """The next one. Raises ConnectionError, with the reason, behind the last."""
+        while not self._messages:
+            if self._end is not None:
+                raise ConnectionError(self._end)
+            self._news.clear()
+            await self._news.wait()
+        return self._messages.popleft()
+
+
+async def dial(address: str, context: ssl.SSLContext, name: str, timeout_s: float) -> tuple[Stream, MessageQueue]:
+    """Connect to ``host:port``. Raises ConnectionError with the reason."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    queue = MessageQueue()
+    loop = asyncio.get_running_loop()
+    connecting = asyncio.ensure_future(
+        loop.create_connection(
+            lambda: Stream(queue.received, queue.lost), host, int(port), ssl=context, server_hostname=name
+        )
+    )
+    # Not asyncio.wait_for: until Python 3.12 it loses a cancellation that comes as the connection is made.
+    try:
+        await asyncio.wait({connecting}, timeout=timeout_s)
+        if not connecting.done():
+            raise ConnectionError(f"{address}: {reason_of(asyncio.TimeoutError())}")
+        _, stream = connecting.result()
+    except (OSError, ssl.SSLError) as error:
+        raise ConnectionError(f"{address}: {reason_of(error)}") from None
+    finally:
+        connecting.cancel()
+    return stream, queue

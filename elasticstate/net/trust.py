@@ -1,0 +1,116 @@
+"""Who belongs to a job: whoever has its token.
+
+Both ends of a connection show a certificate that the job's own authority has signed, and TLS makes sure that they do.
+The authority's key is derived from the token (RFC 5869), so each process that has the token can make a certificate of
+its own, and knows what the others' must look like. Nothing else has to be handed out, and the token never travels.
+
+Whoever watches a handshake can try tokens against the certificates in it: a token has to be long and random.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import ssl
+from datetime import datetime, timezone
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.x509.oid import NameOID
+
+MIN_TOKEN_LENGTH = 32  # characters
+NAME = "elasticstate"  # in all certificates: what has to be right is who signed them
+_PURPOSE = b"elasticstate: the key of the job's certificate authority"
+# Clocks of hosts differ, and a job may run for long; the certificates are as good as the token, and end with it.
+_FROM, _UNTIL = datetime(2000, 1, 1, tzinfo=timezone.utc), datetime(9999, 12, 31, tzinfo=timezone.utc)
+
+
+def make_token() -> str:
+    """A new one: 256 random bits, of letters, digits, - and _."""
+    return secrets.token_urlsafe(32)
+
+
+def read_token(path: str) -> str:
+    """The token in a file. Raises OSError, or ValueError when it is none."""
+    token = Path(path).read_text().strip()
+    if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or len(token.split()) > 1:
+        raise ValueError(f"it holds no token: one word of at least {MIN_TOKEN_LENGTH} characters")
+    return token
+
+
+def write_token(path: str) -> str:
+    """Make a token, and a file with it that nobody else can read. Raises OSError; FileExistsError if it is there."""
+    token = make_token()
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token + "\n")
+    return token
+
+
+class Trust:
+    """The contexts of both ends, with a certificate of this process's own. Raises ValueError on too short a token."""
+
+    def __init__(self, token: str) -> None:
+        if len(token) < MIN_TOKEN_LENGTH:
+            raise ValueError(f"a token has at least {MIN_TOKEN_LENGTH} characters, this one has {len(token)}")
+        seed = HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=_PURPOSE).derive(token.encode())
+        authority_key, key = Ed25519PrivateKey.from_private_bytes(seed), Ed25519PrivateKey.generate()
+        authority = _certificate(authority_key, authority_key, "elasticstate job", is_authority=True)
+        own = _certificate(key, authority_key, NAME, is_authority=False)
+        self.server = _context(ssl.PROTOCOL_TLS_SERVER, authority, own, key)
+        self.server.num_tickets = 0  # no connection is ever resumed
+        self.client = _context(ssl.PROTOCOL_TLS_CLIENT, authority, own, key)
+
+
+def _certificate(key: Ed25519PrivateKey, signer: Ed25519PrivateKey, name: str, is_authority: bool) -> x509.Certificate:
+    public, signed_by = key.public_key(), signer.public_key()
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "elasticstate job")])
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(1 if is_authority else x509.random_serial_number())
+        .not_valid_before(_FROM)
+        .not_valid_after(_UNTIL)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
+        .add_extension(_usage(is_authority), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signed_by), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
+        .sign(signer, None)
+    )
+
+
+def _usage(is_authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not is_authority,
+        key_cert_sign=is_authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _context(
+    protocol: int, authority: x509.Certificate, own: x509.Certificate, key: Ed25519PrivateKey
+) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    pem = serialization.Encoding.PEM
+    context.load_verify_locations(cadata=authority.public_bytes(pem).decode())
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    fd = os.memfd_create("elasticstate-certificate")  # ssl reads files only: this one is in no directory
+    try:
+        os.write(fd, private + own.public_bytes(pem))
+        context.load_cert_chain(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+    return context

@@ -1,0 +1,287 @@
+"""The control plane at scale: the real driver, and up to 1,250 agents that are real to it, of 8 workers each.
+
+The driver is a plain ``elasticrun --listen``. The agents run in a few processes, speak the real protocol over the real
+TLS connections, and answer for workers that do not exist: READY when all have been asked for, an answer to each hold,
+READY once more after each END, stamps once a second. For each size, on an otherwise idle machine:
+
+- world: from the last READY sent to the last WORLD received
+- hold: from the first HOLD received to the last END(at K) received, which follows the last answer
+- end: from the abrupt end of one agent's connection to the last END(now) received
+- next world: from the same moment to the last WORLD of the next generation received
+- rest: CPU time of the driver while nothing happens but stamps and beats, in % of one core; and its memory at the end
+
+All on this one machine: agents and driver share its cores. Prints markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elasticstate.core.types import WorkerId
+from elasticstate.net import messages
+from elasticstate.net.stream import Stream
+from elasticstate.net.trust import NAME, Trust
+
+SLOTS = 8
+PROCESSES = 2
+TIMEOUT_S = 120.0
+REST_S = 5.0
+STAMPS_INTERVAL_S = 1.0
+GOALS = {"world": 1.0, "hold": 1.0, "end": 0.5, "next world": 1.0}
+
+
+class Agent:
+    """One host: a connection, and what its workers would say."""
+
+    def __init__(self, part: Part, host: str) -> None:
+        self.part = part
+        self.host = host
+        self.workers: list[WorkerId] = []
+        self.generation = 0
+        self.tick = 0
+
+    async def dial(self, port: int, trust: Trust) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                _, self.stream = await loop.create_connection(
+                    lambda: Stream(self.received, lambda _: None),
+                    *("127.0.0.1", port),
+                    ssl=trust.client,
+                    server_hostname=NAME,
+                )
+                break
+            except OSError:  # turned away, for there are too many at once: an agent tries again, too
+                await asyncio.sleep(0.1)
+        self.send(messages.AgentHello(self.host, self.host, SLOTS, os.getpid(), messages.PROTOCOL_VERSION, "bench"))
+
+    def send(self, message: Any) -> None:
+        self.stream.send(messages.encode(message))
+
+    def say(self, worker: WorkerId, body: messages.FromWorkerBody) -> None:
+        self.send(messages.FromWorker(worker, body))
+
+    def received(self, data: bytes) -> None:
+        order = messages.decode_to_agent(data)
+        match order:
+            case messages.JobSpec():
+                self.send(messages.Serving((), ()))
+            case messages.Spawn(worker):
+                self.workers.append(worker)
+                self.send(messages.Started(worker, 1))
+                self.part.count("spawned")
+            case messages.WorldsOnHost(worlds):
+                self.generation, self.tick = worlds[0][1].generation, 1
+                self.part.count(f"world {self.generation}", len(worlds))
+                if worlds[0][1].placement.rank == 0:
+                    self.say(worlds[0][0], messages.First(self.generation))
+            case messages.ToWorkers(_, body):
+                self.told(body)
+            case messages.Shutdown():
+                self.stream.close()
+
+    def told(self, body: messages.ToWorkerBody) -> None:
+        match body:
+            case messages.HoldOrder(generation):
+                self.part.count("hold")
+                for worker in self.workers:
+                    self.say(worker, messages.HoldAnswer(generation, self.tick, False))
+            case messages.EndOrder(generation, tick, _) if generation == self.generation:
+                self.part.count("end now" if tick is None else "end at")
+                self.tick = tick or self.tick
+                self.ready()
+            case messages.LeaveOrder():
+                pass
+
+    def ready(self) -> None:
+        for worker in self.workers:
+            self.say(worker, messages.Ready(self.generation, None, None, f"{self.host}:1", self.tick, 0.0))
+
+    def stamps(self) -> None:
+        place = messages.Place.TRAIN if self.generation else messages.Place.REGROUP
+        stamp = messages.Stamp(place, self.generation, self.tick, None)
+        self.send(messages.Stamps(tuple((worker, stamp) for worker in self.workers)))
+
+
+class Part:
+    """Some of the agents, in one process. It is told what to do on its stdin, and says when what has happened."""
+
+    def __init__(self, port: int, token: str, first: int, count: int) -> None:
+        self.port = port
+        self.trust = Trust(token)
+        self.agents = [Agent(self, f"host{number}") for number in range(first, first + count)]
+        self.counts: dict[str, list[float]] = {}  # how often, first and last time
+
+    def count(self, what: str, times: int = 1) -> None:
+        now = time.time()
+        entry = self.counts.setdefault(what, [0, now, now])
+        entry[0] += times
+        entry[2] = now
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        await asyncio.gather(*(agent.dial(self.port, self.trust) for agent in self.agents))
+        stamping = asyncio.ensure_future(self._stamp())
+        while line := (await reader.readline()).decode().strip():
+            if line == "ready":
+                for agent in self.agents:
+                    agent.ready()
+                    await asyncio.sleep(0)
+                self.count("ready sent")
+            elif line == "die":
+                self.count("died")
+                self.agents.pop().stream.abort("bench")
+            elif line == "forget":
+                self.counts.clear()
+            print(json.dumps(self.counts), flush=True)
+        stamping.cancel()
+
+    async def _stamp(self) -> None:
+        while self.agents:
+            for agent in list(self.agents):
+                agent.stamps()
+                await asyncio.sleep(STAMPS_INTERVAL_S / len(self.agents) if self.agents else 0)
+
+
+class Bench:
+    """The driver and the processes with agents, for one size."""
+
+    def __init__(self, hosts: int, folder: Path) -> None:
+        self.hosts = hosts
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        token = folder / "token"
+        options = (
+            "-np",
+            str(hosts * SLOTS),
+            "--min-np",
+            "1",
+            "--listen",
+            f"127.0.0.1:{self.port}",
+            "--token-file",
+            token,
+        )
+        quick = ("--min-interrupt-distance", "0", "--cooldown-range", "1000", "1000")
+        self.driver = subprocess.Popen(
+            [sys.executable, "-m", "elasticstate", *map(str, options), *quick, "unused"], stderr=subprocess.DEVNULL
+        )
+        self.process = psutil.Process(self.driver.pid)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not token.exists() or not self._listens():
+            assert time.monotonic() < deadline, "the driver does not listen"
+            time.sleep(0.01)
+        self.token = token.read_text().strip()
+        share = -(-hosts // PROCESSES)
+        self.parts = [self._part(i, min(share, hosts - i)) for i in range(0, hosts, share)]
+
+    def _listens(self) -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", self.port)).close()
+            return True
+        return False
+
+    def _part(self, first: int, count: int) -> subprocess.Popen[str]:
+        command = [sys.executable, __file__, "--part", str(self.port), self.token, str(first), str(count)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, word: str, *parts: subprocess.Popen[str]) -> dict[str, list[float]]:
+        """Say it to these (or all) processes; returns what all have counted, as [times, first, last]."""
+        merged: dict[str, list[float]] = {}
+        for part in self.parts:
+            assert part.stdin is not None
+            assert part.stdout is not None
+            part.stdin.write((word if not parts or part in parts else "look") + "\n")
+            part.stdin.flush()
+        for part in self.parts:
+            assert part.stdout is not None
+            for what, (times, first, last) in json.loads(part.stdout.readline()).items():
+                before = merged.get(what, [0, first, last])
+                merged[what] = [before[0] + times, min(before[1], first), max(before[2], last)]
+        return merged
+
+    def until(self, what: str, condition: Callable[[dict[str, list[float]]], bool]) -> dict[str, list[float]]:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition(counts := self.tell("look")):
+            assert time.monotonic() < deadline, f"{what} has not come: {counts}"
+            time.sleep(0.05)
+        return counts
+
+    def measure(self) -> dict[str, float]:
+        workers = self.hosts * SLOTS
+        self.until("the order to start", lambda c: c.get("spawned", [0])[0] == workers)
+        self.tell("ready")
+        counts = self.until("world 1", lambda c: c.get("world 1", [0])[0] == workers)
+        found = {"world": counts["world 1"][2] - counts["ready sent"][2]}
+
+        rest = sum(self.process.cpu_times()[:2])
+        time.sleep(REST_S)
+        found["rest"] = (sum(self.process.cpu_times()[:2]) - rest) / REST_S * 100
+
+        newcomer = self._part(self.hosts, 1)
+        self.parts.append(newcomer)
+        self.until("the order to start", lambda c: c["spawned"][0] == workers + SLOTS)
+        self.tell("ready", newcomer)
+        workers += SLOTS
+        counts = self.until("world 2", lambda c: c.get("world 2", [0])[0] == workers)
+        found["hold"] = counts["end at"][2] - counts["hold"][1]
+
+        self.tell("die", newcomer)
+        counts = self.until("world 3", lambda c: c.get("world 3", [0])[0] == workers - SLOTS)
+        found["end"] = counts["end now"][2] - counts["died"][1]
+        found["next world"] = counts["world 3"][2] - counts["died"][1]
+        found["MB"] = self.process.memory_info().rss / 1e6
+        return found
+
+    def close(self) -> None:
+        self.driver.terminate()
+        for part in self.parts:
+            assert part.stdin is not None
+            part.stdin.close()
+            part.wait(TIMEOUT_S)
+        self.driver.wait(TIMEOUT_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 12, 125, 1250])
+    parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part:
+        port, token, first, count = args.part
+        asyncio.run(Part(int(port), token, int(first), int(count)).run())
+        return
+    print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}\n")
+    names = ("world", "hold", "end", "next world")
+    print("| workers | " + " | ".join(f"{name}, ms" for name in names) + " | at rest, % of a core | driver, MB |")
+    print("|---|" + "---|" * 6)
+    for hosts in args.hosts:
+        with tempfile.TemporaryDirectory(prefix="elasticstate-bench-") as folder:
+            bench = Bench(hosts, Path(folder))
+            try:
+                found = bench.measure()
+            finally:
+                bench.close()
+        figures = " | ".join(f"{found[name] * 1e3:.0f}" for name in names)
+        print(f"| {hosts * SLOTS} | {figures} | {found['rest']:.1f} | {found['MB']:.0f} |", flush=True)
+    print("| goal | " + " | ".join(f"{GOALS[name] * 1e3:.0f}" for name in names) + " | 10 | 500 |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Hosts that are real to all that runs on them: network namespaces on one bridge, each with an address, a name, a
+shared memory and an ssh server of its own; and what goes wrong with hosts and links.
+
+Needs root, ``ip``, ``unshare``, ``nsenter``, ``sshd`` and ``iptables``: ``missing()`` says what is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+_NEEDED = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "iptables")
+_NET = "10.91.7"
+
+
+def missing() -> str:
+    """Why there can be no such hosts here; "" if there can."""
+    if os.geteuid() != 0:
+        return "needs root, for network namespaces"
+    os.environ["PATH"] += os.pathsep + "/usr/sbin:/sbin"
+    absent = [program for program in _NEEDED if shutil.which(program) is None]
+    return f"needs {', '.join(absent)} (Debian: iproute2 util-linux openssh-server iptables)" if absent else ""
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+
+
+class _Namespaces:
+    """A process that does nothing but hold its namespaces."""
+
+    def __init__(self, *kinds: str) -> None:
+        self._process = subprocess.Popen(["unshare", *(f"--{kind}" for kind in kinds), "sleep", "infinity"])
+        self.pid = self._process.pid
+        own = os.stat("/proc/self/ns/net").st_ino
+        deadline = time.monotonic() + 10
+        while not _is_in(self.pid, lambda: os.stat(f"/proc/{self.pid}/ns/net").st_ino != own) or "sleep" not in _comm(
+            self.pid
+        ):
+            assert time.monotonic() < deadline, "no namespaces within 10 s"
+            time.sleep(0.005)
+        self.inode = os.stat(f"/proc/{self.pid}/ns/net").st_ino
+
+    def enter(self, *command: str) -> list[str]:
+        return ["nsenter", "--target", str(self.pid), "--net", "--mount", "--uts", "--", *command]
+
+    def run(self, *command: str) -> None:
+        _run(*self.enter(*command))
+
+    def kill(self) -> None:
+        """SIGKILL to all that is in it."""
+        while others := [p for p in psutil.pids() if p != self.pid and self._has(p)]:
+            for pid in others:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.002)
+        self._process.kill()
+        self._process.wait()
+
+    def lines(self) -> list[str]:
+        """The command lines of all that is in it."""
+        found = []
+        for pid in psutil.pids():
+            with suppress(psutil.Error):
+                if pid != self.pid and self._has(pid):
+                    found.append(" ".join(psutil.Process(pid).cmdline()))
+        return found
+
+    def _has(self, pid: int) -> bool:
+        with suppress(OSError, psutil.Error):
+            living = psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+            return living and os.stat(f"/proc/{pid}/ns/net").st_ino == self.inode
+        return False
+
+
+def _is_in(pid: int, look: object) -> bool:
+    with suppress(OSError):
+        return bool(look())  # type: ignore[operator]
+    return False
+
+
+def _comm(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text()
+    return ""
+
+
+class Host:
+    """One machine. ``power_on`` first."""
+
+    def __init__(self, network: Network, name: str, number: int) -> None:
+        self.name = name
+        self.address = f"{_NET}.{number}"
+        self._network = network
+        self._port = f"port{number}"
+        self._number = number
+        self._space: _Namespaces | None = None
+        self._sshd: subprocess.Popen[bytes] | None = None
+
+    @property
+    def space(self) -> _Namespaces:
+        assert self._space is not None, f"{self.name} has no power"
+        return self._space
+
+    def power_on(self, ssh: bool = True) -> None:
+        """With a new, empty memory."""
+        space = self._space = _Namespaces("net", "mount", "uts")
+        switch, number = self._network.switch, self._number
+        with suppress(AssertionError):  # the kernel takes its time to remove what it had before
+            switch.run("ip", "link", "delete", self._port)
+        peer = ("peer", "name", "eth0", "address", f"02:00:00:00:00:{number:02x}", "netns", str(space.pid))
+        switch.run("ip", "link", "add", self._port, "type", "veth", *peer)
+        switch.run("ip", "link", "set", self._port, "master", "bridge", "up")
+        space.run("ip", "link", "set", "lo", "up")
+        space.run("ip", "address", "add", f"{_NET}.{number}/24", "dev", "eth0")
+        space.run("ip", "link", "set", "eth0", "up")
+        space.run("hostname", self.name)
+        space.run("mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", "/dev/shm")
+        space.run("mount", "--bind", str(self._network.etc / "hosts"), "/etc/hosts")
+        space.run("mount", "--bind", str(self._network.etc / "ssh"), "/etc/ssh")
+        if ssh:
+            Path("/run/sshd").mkdir(exist_ok=True)
+            log = self._network.directory / f"sshd-{self.name}"
+            self._sshd = subprocess.Popen([*space.enter("/usr/sbin/sshd", "-D", "-E", str(log))])
+            self._wait_for_sshd()
+
+    def _wait_for_sshd(self) -> None:
+        deadline = time.monotonic() + 10
+        while b":0016 " not in Path(f"/proc/{self.space.pid}/net/tcp").read_bytes():  # port 22
+            assert time.monotonic() < deadline, "no sshd within 10 s"
+            time.sleep(0.01)
+
+    def power_off(self) -> None:
+        """Its link and all its processes at once: no FIN, no RST leaves it."""
+        self.cut()
+        self.stop()
+
+    def stop(self) -> None:
+        """All its processes; what their sockets have to say still gets out."""
+        if self._space is not None:
+            space, self._space = self._space, None
+            space.kill()
+        if self._sshd is not None:
+            self._sshd.wait()
+            self._sshd = None
+
+    def processes(self) -> list[str]:
+        """The command lines of what runs there of ours."""
+        return [] if self._space is None else [line for line in self._space.lines() if "elasticstate" in line]
+
+    def cut(self) -> None:
+        """The cable."""
+        self._network.switch.run("ip", "link", "set", self._port, "down")
+
+    def heal(self) -> None:
+        self._network.switch.run("ip", "link", "set", self._port, "up")
+
+    def mute(self) -> None:
+        """Nothing gets out of it any more; what is sent to it arrives."""
+        self.space.run("iptables", "-A", "OUTPUT", "-o", "eth0", "-j", "DROP")
+
+    def deafen(self) -> None:
+        """Nothing that is sent to it arrives any more."""
+        self.space.run("iptables", "-A", "INPUT", "-i", "eth0", "-j", "DROP")
+
+    def deafen_to(self, other: Host) -> None:
+        """Nothing from there arrives any more."""
+        self.space.run("iptables", "-A", "INPUT", "-i", "eth0", "-s", other.address, "-j", "DROP")
+
+    def lose(self, share: float) -> None:
+        """So many of the packets that are sent to it do not arrive."""
+        rule = ("-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP")
+        self.space.run("iptables", "-A", "INPUT", "-i", "eth0", *rule)
+
+    def dropped(self) -> int:
+        """Packets that rules have dropped so far: that a fault has really struck."""
+        command = self.space.enter("iptables", "-L", "-v", "-x", "-n")
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return sum(int(line.split()[0]) for line in text.splitlines() if " DROP " in line)
+
+    def mend(self) -> None:
+        """No rule is left."""
+        self.space.run("iptables", "-F")
+
+
+class Network:
+    """A driver's host ``d`` and others. Use it as a context manager; nothing of it is left afterwards."""
+
+    def __init__(self, directory: Path, *names: str) -> None:
+        self.directory = directory / "network"
+        self.etc = self.directory / "etc"
+        (self.etc / "ssh").mkdir(parents=True)
+        self.hosts = {name: Host(self, name, number) for number, name in enumerate(("d", *names), start=1)}
+        lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in self.hosts.values())]
+        (self.etc / "hosts").write_text("\n".join(lines) + "\n")
+        self._write_ssh()
+
+    def _write_ssh(self) -> None:
+        ssh = self.etc / "ssh"
+        for key in ("ssh_host_ed25519_key", "user_key"):
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(ssh / key))
+        public = (ssh / "ssh_host_ed25519_key.pub").read_text()
+        (ssh / "known_hosts").write_text("".join(f"{h.name},{h.address} {public}" for h in self.hosts.values()))
+        shutil.copy(ssh / "user_key.pub", ssh / "authorized_keys")
+        (ssh / "ssh_config").write_text(
+            "GlobalKnownHostsFile /etc/ssh/known_hosts\nUserKnownHostsFile /dev/null\nIdentityFile /etc/ssh/user_key\n"
+        )
+        passed = " ".join(
+            f'"{name}={os.environ[name]}"'
+            for name in ("PYTHONPATH", "XDG_RUNTIME_DIR", "ELASTICSTATE_TEST_RUN")
+            if name in os.environ
+        )
+        (ssh / "sshd_config").write_text(
+            "HostKey /etc/ssh/ssh_host_ed25519_key\nAuthorizedKeysFile /etc/ssh/authorized_keys\nStrictModes no\n"
+            f"PermitRootLogin yes\nUsePAM no\nPidFile none\nLogLevel VERBOSE\nSetEnv {passed}\n"
+        )
+
+    def __enter__(self) -> Network:
+        self.switch = _Namespaces("net")
+        self.switch.run("ip", "link", "add", "bridge", "type", "bridge", "forward_delay", "0")
+        self.switch.run("ip", "link", "set", "bridge", "up")
+        for host in self.hosts.values():
+            host.power_on(ssh=host.name != "d")
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._wait_until_nothing_runs()
+        finally:
+            for host in self.hosts.values():
+                host.stop()
+            self.switch.kill()
+
+    def _wait_until_nothing_runs(self) -> None:
+        """The jobs are over: agents that nobody wants, or that were out of reach, end by themselves."""
+        deadline = time.monotonic() + 30
+        while left := [f"{host.name}: {line}" for host in self.hosts.values() for line in host.processes()]:
+            assert time.monotonic() < deadline, f"left on the hosts: {left}"
+            time.sleep(0.02)
+
+    def __getitem__(self, name: str) -> Host:
+        return self.hosts[name]
+
+    def python(self, name: str, *arguments: str) -> Sequence[str]:
+        """A command that runs this Python on a host."""
+        return self[name].space.enter(sys.executable, *arguments)

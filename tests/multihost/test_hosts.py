@@ -1,0 +1,241 @@
+"""Jobs on several hosts, started by ssh, and what happens to hosts and links: all of it really happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from job import Job, Line
+
+from tests.multihost.network import Network, missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+HEARTBEAT_S = 2.0
+NEXT_STEP_S = 0.5  # from the detection of a host's death to the survivors' next step
+QUICK = (
+    *("--heartbeat-timeout", str(HEARTBEAT_S), "--min-interrupt-distance", "0.1", "--join-window", "5"),
+    *("--cooldown-range", "0.2", "0.4", "--connect-timeout", "1", "--orphan-timeout", "20"),
+)
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    with Network(tmp_path, "a", "b", "c") as network:
+        yield network
+
+
+def job_on(network: Network, tmp_path: Path, *options: str, **script: object) -> Job:
+    """A worker on each of the hosts a, b and c; it trains until the file ``stop`` is there."""
+    hosts = ("-np", "3", "--min-np", "1", "-H", "a:1,b:1,c:1")
+    within = network["d"].space.enter()
+    return Job(tmp_path, *hosts, *QUICK, *options, within=within, until=tmp_path / "stop", steps=10, **script)
+
+
+def trains_with(job: Job, size: int, count: int = 1) -> Line:
+    """The ``count``-th world of this size has completed a tick."""
+    event = job.wait_for_event("world_formed", count, size=size)
+    generation = event["generation"]
+    job.wait_for(
+        f"a tick of generation {generation}", lambda: any(c["generation"] >= generation for c in job.log("commit"))
+    )
+    return event
+
+
+def ends_well(job: Job) -> None:
+    job.stop_file.touch()
+    job.finish()
+    job.check_survival()
+    check_no_two_worlds(job)
+
+
+def check_no_two_worlds(job: Job) -> None:
+    """Once a later world has made a tick, an older one may end the tick that all its members were in, and no other."""
+    ticks: dict[int, dict[int, list[float]]] = {}
+    for line in job.log("commit"):
+        ticks.setdefault(line["generation"], {}).setdefault(line["step"], []).append(line["time"])
+    for generation, steps in ticks.items():
+        later = [min(map(min, ticks[g].values())) for g in ticks if g > generation]
+        if later:
+            side_by_side = [step for step, times in steps.items() if max(times) > min(later)]
+            assert len(side_by_side) <= 1, f"generation {generation} went on beside a later one: {side_by_side}"
+
+
+def next_step_after(job: Job, lost: Line) -> float:
+    """Seconds from the loss of a host to the first tick without it."""
+    resumed = job.wait_for(
+        "training resumed", lambda: [e for e in job.events("training_resumed") if e["time"] > lost["time"]]
+    )
+    return float(resumed[0]["time"]) - float(lost["time"])
+
+
+def test_a_job_by_ssh_on_three_hosts(network: Network, tmp_path: Path) -> None:
+    with job_on(network, tmp_path) as job:
+        formed = trains_with(job, 3)
+        assert formed["hosts"] == 3
+        assert {e["host"] for e in job.events("worker_ready")} == {"a", "b", "c"}
+        ends_well(job)
+        assert len(job.events("world_formed")) == 1
+
+
+def test_nothing_secret_is_in_a_list_of_processes(
+    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET", "xyzzy-plugh")
+    monkeypatch.setenv("NOT_ASKED_FOR", "xyzzy-frotz")
+    show = ["sh", "-c", 'echo "secret=$MY_SECRET other=$NOT_ASKED_FOR"; exec "$@"', "sh"]
+    with job_on(network, tmp_path, "--env", "MY_*", before=show) as job:
+        trains_with(job, 3)
+        token = next(Path(os.environ["XDG_RUNTIME_DIR"]).glob("*/driver.json")).read_text().split('"')[3]
+        assert len(token) > 30
+        lines = [Path("/proc", pid, "cmdline").read_bytes() for pid in os.listdir("/proc") if pid.isdigit()]
+        assert sum(b"elasticstate.agent" in line for line in lines) >= 3
+        assert not [line for line in lines if b"xyzzy" in line or token.encode() in line]
+        ends_well(job)
+    assert job.output.count("secret=xyzzy-plugh other=\n") == 3
+
+
+def test_a_host_that_loses_power_is_missed_within_the_heartbeat_and_back_when_it_is(
+    network: Network, tmp_path: Path
+) -> None:
+    with job_on(network, tmp_path) as job:
+        trains_with(job, 3)
+        struck = _now(network["b"].power_off)
+        lost = job.wait_for_event("agent_lost", host="b")
+        assert lost["time"] - struck < HEARTBEAT_S
+        assert next_step_after(job, lost) < NEXT_STEP_S
+        trains_with(job, 2)
+        network["b"].power_on()
+        trains_with(job, 3, count=2)
+        ends_well(job)
+
+
+def test_a_host_that_is_rebooted_is_missed_at_once(network: Network, tmp_path: Path) -> None:
+    """Its sockets are closed, and tell so."""
+    with job_on(network, tmp_path) as job:
+        trains_with(job, 3)
+        struck = _now(network["b"].stop)
+        trains_with(job, 2)
+        commit = min(c["time"] for c in job.log("commit") if c["generation"] > 1)
+        assert commit - struck < NEXT_STEP_S
+        network["b"].power_on()
+        trains_with(job, 3, count=2)
+        ends_well(job)
+
+
+def test_a_host_whose_link_is_cut_and_healed_comes_back_with_its_workers(network: Network, tmp_path: Path) -> None:
+    with job_on(network, tmp_path) as job:
+        trains_with(job, 3)
+        struck = _now(network["b"].cut)
+        lost = job.wait_for_event("agent_lost", host="b")
+        assert lost["time"] - struck < HEARTBEAT_S
+        assert next_step_after(job, lost) < NEXT_STEP_S
+        trains_with(job, 2)
+        network["b"].heal()
+        trains_with(job, 3, count=2)
+        assert len([e for e in job.events("worker_started") if e["host"] == "b"]) == 1, "the same process"
+        ends_well(job)
+
+
+@pytest.mark.parametrize("fault", ["mute", "deafen"])
+def test_a_link_that_is_cut_in_one_direction(fault: str, network: Network, tmp_path: Path) -> None:
+    with job_on(network, tmp_path) as job:
+        trains_with(job, 3)
+        struck = _now(getattr(network["b"], fault))
+        lost = job.wait_for_event("agent_lost", host="b")
+        assert lost["time"] - struck < HEARTBEAT_S
+        trains_with(job, 2)
+        assert network["b"].dropped() > 0
+        network["b"].mend()
+        trains_with(job, 3, count=2)
+        ends_well(job)
+
+
+def test_two_hosts_that_are_cut_off_together(network: Network, tmp_path: Path) -> None:
+    with job_on(network, tmp_path) as job:
+        trains_with(job, 3)
+        network["b"].cut()
+        network["c"].cut()
+        for host in ("b", "c"):
+            job.wait_for_event("agent_lost", host=host)
+        trains_with(job, 1)
+        network["b"].heal()
+        network["c"].heal()
+        job.wait_for("all three again", lambda: [e for e in job.events("world_formed")[1:] if e["size"] == 3])
+        ends_well(job)
+
+
+def test_a_host_that_only_the_driver_cannot_reach_stands_still(network: Network, tmp_path: Path) -> None:
+    """Workers reach each other all the time."""
+    with job_on(network, tmp_path) as job:
+        trains_with(job, 3)
+        network["b"].deafen_to(network["d"])
+        network["d"].deafen_to(network["b"])
+        lost = job.wait_for_event("agent_lost", host="b")
+        assert next_step_after(job, lost) < NEXT_STEP_S
+        trains_with(job, 2)
+        assert network["b"].dropped() > 0
+        network["b"].mend()
+        network["d"].mend()
+        trains_with(job, 3, count=2)
+        ends_well(job)
+
+
+def test_lost_packets_are_no_lost_hosts(network: Network, tmp_path: Path) -> None:
+    with job_on(network, tmp_path, "--heartbeat-timeout", "10") as job:
+        trains_with(job, 3)
+        network["b"].lose(0.05)
+        steps = len(job.log("commit"))
+        job.wait_for("200 more commits", lambda: len(job.log("commit")) > steps + 200)
+        assert network["b"].dropped() > 0
+        network["b"].mend()
+        ends_well(job)
+        assert not job.events("agent_lost")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_agent_that_is_killed_or_stopped_is_replaced(
+    number: signal.Signals, network: Network, tmp_path: Path
+) -> None:
+    with job_on(network, tmp_path) as job:
+        trains_with(job, 3)
+        agent = next(e["pid"] for e in job.events("agent_joined") if e["host"] == "b")
+        os.kill(agent, number)
+        lost = job.wait_for_event("agent_lost", host="b")
+        assert next_step_after(job, lost) < NEXT_STEP_S
+        trains_with(job, 3, count=2)
+        assert len([e for e in job.events("worker_started") if e["host"] == "b"]) == 2
+        ends_well(job)
+
+
+def test_while_all_of_the_world_is_out_of_reach_no_other_world_is_made(network: Network, tmp_path: Path) -> None:
+    """Workers on a and b train; c comes when the driver's host is cut off from both."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a:1\nb:1\n")
+    within = network["d"].space.enter()
+    options = ("-np", "2", "--min-np", "1", "--max-np", "3", "--hostfile", str(hosts), "--discovery-interval", "0.1")
+    with Job(tmp_path, *options, *QUICK, within=within, until=tmp_path / "stop", steps=10) as job:
+        trains_with(job, 2)
+        for name in ("a", "b"):
+            network["d"].deafen_to(network[name])
+        for name in ("a", "b"):
+            job.wait_for_event("agent_lost", host=name)
+        hosts.write_text("a:1\nb:1\nc:1\n")
+        job.wait_for_event("worker_ready", host="c")
+        before = len(job.log("commit"))
+        job.wait_for("more ticks out of reach", lambda: len(job.log("commit")) > before + 50)
+        assert len(job.events("world_formed")) == 1
+        network["d"].mend()
+        trains_with(job, 3)
+        ends_well(job)
+
+
+def _now(strike: Callable[[], None]) -> float:
+    """Strike; the moment before."""
+    now = time.time()
+    strike()
+    return now

@@ -1,0 +1,79 @@
+"""What goes wrong with ssh is said with its remedy, and ends the job when it must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from job import Job
+
+from tests.multihost.network import Network, missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    with Network(tmp_path, "a") as network:
+        yield network
+
+
+def failed_job(network: Network, tmp_path: Path, *options: str) -> str:
+    """What a job says that cannot start its only host."""
+    given = ("-np", "1", "-H", "a:1", "--start-timeout", "2", "--connect-timeout", "1", *options)
+    with Job(tmp_path, *given, within=network["d"].space.enter(), steps=1) as job:
+        job.finish(status=1)
+        return job.output
+
+
+def test_a_host_key_that_is_not_known(network: Network, tmp_path: Path) -> None:
+    (network.etc / "ssh" / "known_hosts").write_text("")
+    said = failed_job(network, tmp_path)
+    assert "Host key verification failed" in said
+    assert "add it to known_hosts (ssh-keyscan)" in said
+
+
+def test_host_keys_are_not_checked_if_so_told(network: Network, tmp_path: Path) -> None:
+    (network.etc / "ssh" / "known_hosts").write_text("")
+    options = ("-np", "1", "-H", "a:1", "--no-ssh-check-host-keys")
+    with Job(tmp_path, *options, within=network["d"].space.enter(), steps=3) as job:
+        job.finish()
+
+
+def test_a_key_that_is_not_accepted(network: Network, tmp_path: Path) -> None:
+    (network.etc / "ssh" / "authorized_keys").write_text("")
+    said = failed_job(network, tmp_path)
+    assert "Permission denied" in said
+    assert "see --ssh-identity-file and ssh-copy-id" in said
+
+
+def test_a_port_where_nobody_listens(network: Network, tmp_path: Path) -> None:
+    said = failed_job(network, tmp_path, "--ssh-port", "2222")
+    assert "Connection refused" in said
+    assert "no ssh server listens there: see --ssh-port" in said
+
+
+def test_a_host_that_does_not_answer(network: Network, tmp_path: Path) -> None:
+    network["a"].cut()
+    said = failed_job(network, tmp_path)
+    assert "timed out" in said
+    assert "see --connect-timeout" in said
+
+
+def test_a_python_that_is_not_there(network: Network, tmp_path: Path) -> None:
+    said = failed_job(network, tmp_path, "--remote-python", "/no/such/python")
+    assert "there is no /no/such/python on a: see --remote-python" in said
+
+
+def test_a_python_without_elasticstate(network: Network, tmp_path: Path) -> None:
+    said = failed_job(network, tmp_path, "--remote-python", "/usr/bin/env")  # any program that takes other arguments
+    assert "exited with" in said
+
+
+def test_a_name_that_nobody_knows(network: Network, tmp_path: Path) -> None:
+    options = ("-np", "1", "-H", "nobody:1", "--start-timeout", "2", "--connect-timeout", "1")
+    with Job(tmp_path, *options, within=network["d"].space.enter(), steps=1) as job:
+        job.finish(status=1)
+        assert "Could not resolve hostname nobody" in job.output
+        assert "its name is not known here" in job.output

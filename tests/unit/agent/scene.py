@@ -1,0 +1,216 @@
+"""A real agent process, driven by a server of the test; and what the workers are that it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+
+from elasticstate.core.types import WorkerId
+from elasticstate.net import messages
+from elasticstate.net.control import AgentStream, ControlServer
+from elasticstate.net.trust import Trust
+
+W = WorkerId("h", 0, 1)
+JOB_ID = "c0ffee"
+TOKEN = "t" * 32
+M = TypeVar("M")
+
+# A worker that says hello and prints each order that it gets.
+SPEAK = """
+import os, sys, time
+from elasticstate._native import ControlPage
+from elasticstate.commits import control_file
+from elasticstate.config import worker_environment
+from elasticstate.net import messages
+from elasticstate.net.link import WorkerLink
+told = worker_environment()
+link = WorkerLink(told.socket)
+link.connect()
+page = ControlPage(control_file(told.commits))
+page.enter(1)
+page.set_place(messages.Place.TRAIN)
+link.send(messages.Hello(told.worker, os.getpid(), messages.PROTOCOL_VERSION))
+link.send(messages.Gate(1))
+while True:
+    try:
+        order = link.receive()
+    except BlockingIOError:
+        page.beat()
+        time.sleep(0.01)
+        continue
+    if order is None:
+        os._exit(1)
+    print(type(order).__name__, flush=True)
+"""
+
+
+SEAL = """
+import os
+from elasticstate._native import ControlPage
+from elasticstate.commits import control_file, owner_of
+from elasticstate.config import worker_environment
+told = worker_environment()
+page = ControlPage(control_file(told.commits))
+owner = owner_of(told.job_id, told.worker.host, told.worker.slot)
+print(page.stamp()[1:], page.sealed(0, owner), flush=True)
+page.enter(4)
+page.set_place(2)
+page.word.add_tick()
+page.seal(0, owner, generation=4, tick=told.worker.incarnation, layout=0, length=0, checksum=0)
+os._exit(7)
+"""
+
+
+class Scene:
+    """A driver's server, an agent that it has started, and what the agent says."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.heard: list[messages.FromAgent] = []
+        self.lost = asyncio.Event()
+        self.port = 0
+        self.refusals: list[str] = []
+        self.agents: list[asyncio.subprocess.Process] = []
+        self._agents = 0
+        self._streams: list[AgentStream] = []
+        self.server = ControlServer(Trust(TOKEN), 5.0, self)
+
+    def agent_joined(self, stream: AgentStream) -> None:
+        self._streams.append(stream)
+
+    def agent_said(self, _: AgentStream, message: messages.FromAgent) -> None:
+        self.heard.append(message)
+
+    def agent_gone(self, stream: AgentStream, _: str) -> None:
+        self.lost.set()
+
+    def status(self) -> str:
+        return ""
+
+    def refused(self, _: str, reason: str) -> None:
+        self.refusals.append(reason)
+
+    async def start(self, **changes: Any) -> None:
+        """Start an agent; the second time another one for the same host."""
+        job = self.directory / "job"
+        if not self.port:
+            self.port = self.server.listen("127.0.0.1")
+            job.mkdir(mode=0o700)
+        self._streams.clear()
+        self._agents += 1
+        launch = messages.Launch(
+            host="h",
+            agent=f"agent {self._agents}",
+            slots=0,
+            addresses=(f"127.0.0.1:{self.port}",),
+            token=TOKEN,
+            connect_timeout_s=5.0,
+            wait_s=5.0,
+            local_address="127.0.0.1",
+            socket=str(job / f"s{self._agents}"),
+            directory=str(self.directory),
+            job_directory=str(job),
+            environment=(("PASSED", "on"),),
+        )
+        launch = msgspec.structs.replace(launch, **changes)
+        self.agent = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "elasticstate.agent",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        self.agents.append(self.agent)
+        assert self.agent.stdin is not None
+        self.agent.stdin.write(msgspec.json.encode(launch) + b"\n")
+
+    async def serve(self, *command: str, **changes: Any) -> None:
+        """Tell the agent the job, and let it start one worker."""
+        await self.until(lambda: bool(self._streams), "an agent")
+        self.send(self.spec(*command, **changes))
+        self.send(messages.Spawn(W))
+
+    def spec(self, *command: str, **changes: Any) -> messages.JobSpec:
+        spec = messages.JobSpec(
+            job="j",
+            job_id=JOB_ID,
+            command=command,
+            commit_dir=str(self.directory),
+            heartbeat_timeout_s=60.0,
+            hang_timeout_s=None,
+            start_timeout_s=60.0,
+            stop_timeout_s=60.0,
+            driver_timeout_s=60.0,
+            tag_output=False,
+            log_dir=None,
+            environment=(("GIVEN", "1"),),
+        )
+        return msgspec.structs.replace(spec, **changes)
+
+    def send(self, order: messages.ToAgent) -> None:
+        self._streams[0].send(messages.encode(order))
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        async def look() -> None:
+            while not condition():
+                await asyncio.sleep(0.005)
+
+        try:
+            await asyncio.wait_for(look(), 15)
+        except asyncio.TimeoutError:
+            said = b""
+            if self.agent.returncode is not None and self.agent.stderr is not None:
+                said = await self.agent.stderr.read()
+            pytest.fail(f"has not come: {what}; heard {self.heard}; the agent: {self.agent.returncode} {said.decode()}")
+
+    async def hear(self, kind: type[M]) -> M:
+        def found() -> list[M]:
+            return [message for message in self.heard if isinstance(message, kind)]
+
+        await self.until(lambda: bool(found()), kind.__name__)
+        return found()[0]
+
+    async def beat(self) -> None:
+        """What a driver does that lives."""
+        while True:
+            self._streams[0].beat()
+            await asyncio.sleep(0.05)
+
+    async def cut(self) -> None:
+        """End the connection of the agent, which dials again."""
+        stream = self._streams.pop()
+        stream.abort("cut")
+        await self.until(lambda: bool(self._streams), "the agent once more")
+
+    async def line(self) -> str:
+        """The next line that a worker prints."""
+        assert self.agent.stdout is not None
+        return (await asyncio.wait_for(self.agent.stdout.readline(), 15)).decode().strip()
+
+    async def end(self) -> tuple[int, str]:
+        """Exit status of the agent, and the rest of what it and its workers have printed."""
+        stdout, stderr = await asyncio.wait_for(self.agent.communicate(), 15)
+        assert self.agent.returncode is not None
+        return self.agent.returncode, (stdout + stderr).decode()
+
+
+def play(directory: Path, scenario: Callable[[Scene], Awaitable[None]]) -> None:
+    async def run() -> None:
+        scene = Scene(directory)
+        try:
+            await scenario(scene)
+        finally:
+            for agent in scene.agents:
+                if agent.returncode is None:
+                    agent.kill()
+                    await agent.wait()
+            await scene.server.stop()
+
+    asyncio.run(run())

@@ -1,0 +1,156 @@
+"""A real agent process that loses its driver, finds it again, is not wanted, or finds another agent on its host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from elasticstate.core.types import CommitId
+from elasticstate.net import messages
+from tests.unit.agent.scene import SEAL, SPEAK, Scene, W, play
+
+
+def test_an_agent_in_touch_again_tells_all_of_its_workers_and_goes_on(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        await scene.serve(sys.executable, "-c", SPEAK)
+        assert await scene.hear(messages.Serving) == messages.Serving((), ())
+        await scene.hear(messages.FromWorker)
+        pid = (await scene.hear(messages.Started)).pid
+        scene.send(messages.ToWorkers(None, messages.HoldOrder(1)))
+        assert await scene.line() == "HoldOrder"
+        await scene.cut()
+        assert await scene.line() == "ReleaseOrder"
+        scene.heard.clear()
+        scene.send(scene.spec("unused"))
+        stamp = messages.Stamp(messages.Place.TRAIN, 1, 0, None)
+        report = messages.WorkerReport(W, pid, 0, stamp, (messages.Gate(1),))
+        assert await scene.hear(messages.Serving) == messages.Serving((), (report,))
+        scene.send(messages.ToWorkers(None, messages.GateOpen(1)))
+        assert await scene.line() == "GateOpen"
+        scene.send(messages.Stop(W, "", kill=True))
+        await scene.hear(messages.Exited)
+        scene.send(messages.Shutdown("done"))
+        assert (await scene.end())[0] == 0
+
+    play(tmp_path, scenario)
+
+
+def test_an_agent_that_is_not_wanted_any_more_stops_its_workers(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        await scene.serve("sleep", "100", stop_timeout_s=0.2)
+        await scene.hear(messages.Started)
+        await scene.cut()
+        scene._streams[0].refuse("h is no host of this job")
+        status, said = await scene.end()
+        assert status == 1
+        assert "stops its workers: h is no host of this job" in said
+
+    play(tmp_path, scenario)
+
+
+def test_a_driver_on_another_host_that_says_nothing_is_given_up_and_dialled_again(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start(job_directory="", socket="")
+        await scene.serve("sleep", "100", heartbeat_timeout_s=0.5, stop_timeout_s=0.2)
+        await scene.hear(messages.Started)
+        await scene.until(lambda: len(scene._streams) == 2, "the agent once more")
+        scene._streams.pop(0)
+        scene.send(scene.spec("unused"))
+        scene.send(messages.Shutdown("done"))
+        status, said = await scene.end()
+        assert status == 0
+        assert "out of touch with the driver: the driver was silent for 0.375 s" in said
+
+    play(tmp_path, scenario)
+
+
+def test_an_agent_on_another_host_makes_its_own_directory_and_finds_its_address(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start(job_directory="", socket="", local_address="")
+        await scene.serve("sh", "-c", "echo $PASSED $GIVEN $ELASTICSTATE_LOCAL_ADDRESS $ELASTICSTATE_SOCKET")
+        passed, given, address, socket = (await scene.line()).split()
+        assert (passed, given, address) == ("on", "1", "127.0.0.1")
+        await scene.hear(messages.Exited)
+        scene.send(messages.Shutdown("done"))
+        assert (await scene.end())[0] == 0
+        assert not Path(socket).parent.exists()
+
+    play(tmp_path, scenario)
+
+
+def test_a_directory_that_is_not_there_is_said(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start(directory="/no/such/directory")
+        await scene.until(lambda: bool(scene._streams), "an agent")
+        scene.send(scene.spec("true"))
+        status, said = await scene.end()
+        assert status == 1
+        assert "cannot serve: /no/such/directory, in which the job was started, is not there" in said
+
+    play(tmp_path, scenario)
+
+
+def test_an_agent_that_is_stopped_is_killed_by_the_next_one_with_its_workers(tmp_path: Path) -> None:
+    """A stopped worker, too: it cannot see that its agent is gone."""
+
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        await scene.serve(sys.executable, "-c", SEAL.replace("os._exit(7)", "os.kill(os.getpid(), 19)"))
+        await scene.until(lambda: any(isinstance(m, messages.Stamps) and m.stamps for m in scene.heard), "a commit")
+        pid = (await scene.hear(messages.Started)).pid
+        before = scene.agent
+        os.kill(before.pid, signal.SIGSTOP)
+        await scene.start()
+        await scene.until(lambda: bool(scene._streams), "another agent")
+        scene.send(scene.spec("sleep", "100", heartbeat_timeout_s=0.5))
+        beating = asyncio.ensure_future(scene.beat())
+        await scene.until(lambda: messages.Serving(((0, CommitId(4, 1)),), ()) in scene.heard, "what was left")
+        assert await asyncio.wait_for(before.wait(), 15) == -signal.SIGKILL
+        assert not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
+        beating.cancel()
+        scene.send(messages.Shutdown("done"))
+        assert (await scene.end())[0] == 0
+
+    play(tmp_path, scenario)
+
+
+def test_an_agent_that_is_not_needed_leaves_the_one_before_it_alone(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        await scene.serve("sleep", "100")
+        await scene.hear(messages.Started)
+        before, stream = scene.agent, scene._streams[0]
+        await scene.start()
+        await scene.until(lambda: bool(scene._streams), "another agent")
+        scene.send(scene.spec("sleep", "100"))
+        scene._streams[0].refuse("the agent before it is back on h")
+        status, said = await scene.end()
+        assert status == 1
+        assert "another agent has" in said
+        scene.agent, scene._streams = before, [stream]
+        scene.send(messages.Stop(W, "", kill=True))
+        await scene.hear(messages.Exited)
+        scene.send(messages.Shutdown("done"))
+        assert (await scene.end())[0] == 0
+
+    play(tmp_path, scenario)
+
+
+def test_a_wrong_token_is_said(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start(token="w" * 32, wait_s=0.3)
+        status, said = await scene.end()
+        assert status == 1
+        assert "cannot serve: 127.0.0.1" in said
+        assert "its certificate is not of this job: it has another token" in said
+        assert "token" in scene.refusals[0]
+
+    play(tmp_path, scenario)
+
+
+# A worker that seals a commit on its page, and dies at once.
