@@ -178,7 +178,7 @@ class Sentinel:
     """
 
     ORDERS: ClassVar[dict[str, int]]
-    """The numbers of net.messages.OrderKind, as the thread knows them."""
+    """The numbers of net.orders.OrderKind, as the thread knows them."""
     PLACES: ClassVar[dict[str, int]]
     """The numbers of net.messages.Place."""
 

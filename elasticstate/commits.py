@@ -3,8 +3,8 @@
 ::
 
     /dev/shm/elasticstate-<uid>-<job id>-<host>/    made, and locked for as long as it lives, by the agent of the host
-        job                    names the directory of the job, which its driver and its agents lock (driver/record.py)
-        agent                  process id and socket of the agent; its workers are known by the socket
+        job                    names the directory of the job, which its driver and its agents lock (driver/record.py);
+                               then process id and socket of the agent, by which its workers are known
         0.control              slot 0: the page that worker and agent share
         0.0.safetensors        its two buffers, written in turn
         0.1.safetensors
@@ -36,7 +36,6 @@ ID_FILE = "id"
 
 PAGE_BYTES = 4096
 _JOB_FILE = "job"
-_AGENT_FILE = "agent"
 _PREFIX = "elasticstate-"
 _LOCK_TIMEOUT_S = 5.0  # for the lock of an agent that was killed a moment ago, or of somebody who looks for leftovers
 
@@ -86,8 +85,7 @@ class CommitDirectory:
         self.base = Path(base).absolute()
         self.path = self.base / f"{_beginning_of(job_id)}{host}"
         self._lock = _claim(self.path, pause, patience_s)
-        (self.path / _JOB_FILE).write_text(f"{job_id} {Path(job_directory).absolute()}")
-        (self.path / _AGENT_FILE).write_text(f"{os.getpid()} {socket}")
+        (self.path / _JOB_FILE).write_text(f"{job_id} {Path(job_directory).absolute()}\n{os.getpid()} {socket}")
 
     def prefix(self, slot: int) -> str:
         """What the names of a slot's files begin with."""
@@ -218,9 +216,9 @@ def _claim(path: Path, pause: Callable[[], bool], patience_s: float) -> int:
 def _agent_of(path: Path) -> tuple[int, str]:
     """The agent that has, or had, this directory: its process id, and the socket by which its workers are known."""
     try:
-        pid, _, socket = (path / _AGENT_FILE).read_text().partition(" ")
+        pid, _, socket = (path / _JOB_FILE).read_text().splitlines()[1].partition(" ")
         return int(pid), socket
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):
         return 0, ""
 
 
@@ -268,11 +266,11 @@ def _is_still(path: Path, fd: int) -> bool:
 def _bury_job(path: Path) -> bool:
     """Whether nobody of the job that made this commit directory lives; then its own directory is removed."""
     try:
-        job_id, _, name = (path / _JOB_FILE).read_text().partition(" ")
+        job_id, _, name = (path / _JOB_FILE).read_text().splitlines()[0].partition(" ")
         directory = Path(name)
         if not _is_ours(directory) or (directory / ID_FILE).read_text() != job_id:
             return True
-    except OSError:
+    except (OSError, IndexError):
         return True
     with _locked(directory) as locked:
         if locked:

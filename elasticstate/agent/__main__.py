@@ -11,7 +11,7 @@ import msgspec
 
 from elasticstate.agent.agent import Agent
 from elasticstate.config import ssh_client
-from elasticstate.net.messages import Launch
+from elasticstate.net.launch import Launch
 
 
 def main() -> int:

@@ -39,8 +39,9 @@ from elasticstate.commits import (
 from elasticstate.config import WorkerEnvironment, runtime_directory
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.errors import CommitSpaceError
-from elasticstate.net import messages
+from elasticstate.net import messages, orders
 from elasticstate.net.control import SILENT_SHARE
+from elasticstate.net.launch import Launch
 from elasticstate.net.link import AgentSocket
 
 LOOK_INTERVAL_S = 0.25  # between two looks at the workers' stamps
@@ -54,7 +55,7 @@ _GONE = "the driver is gone"
 class Agent:
     """``await Agent(launch).run()`` returns the exit status."""
 
-    def __init__(self, launch: messages.Launch) -> None:
+    def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._seats: dict[WorkerId, Seat] = {}
         self._terminals = (Terminal(1), Terminal(2))
@@ -177,7 +178,7 @@ class Agent:
                 self._stop(worker, kill)
             case messages.ToWorkers(workers, body):
                 self._note_hold(body)
-                data = messages.encode_to_worker(body)
+                data = orders.encode_to_worker(body)
                 for worker in list(self._seats) if workers is None else workers:
                     self._socket.send(worker, data)
                     if isinstance(body, messages.LeaveOrder):
@@ -187,7 +188,7 @@ class Agent:
                     if worker in self._seats:
                         self._seats[worker].joined = world.generation
                         self._seats[worker].words.clear()
-                    self._socket.send(worker, messages.encode_to_worker(world))
+                    self._socket.send(worker, orders.encode_to_worker(world))
             case _:
                 self._complain(f"did not expect {type(order).__name__}")
 
@@ -201,7 +202,7 @@ class Agent:
     def _release_hold(self) -> None:
         """A hold must end without the driver; not after END, which the workers may be on their way to."""
         if self._held is not None:
-            data = messages.encode_to_worker(messages.ReleaseOrder(self._held))
+            data = orders.encode_to_worker(messages.ReleaseOrder(self._held))
             for worker in self._seats:
                 self._socket.send(worker, data)
 
@@ -269,7 +270,7 @@ class Agent:
         if kill:
             seat.process.kill()
         elif self._socket.is_connected(worker):
-            self._socket.send(worker, messages.encode_to_worker(messages.LeaveOrder()))
+            self._socket.send(worker, orders.encode_to_worker(messages.LeaveOrder()))
         else:
             seat.process.terminate()
         self._kill_later(worker)
@@ -317,7 +318,7 @@ class Agent:
             length, error = await self._room.make(worker.slot, min(index, 1), size_bytes)
         finally:
             seat.waits -= 1
-        self._socket.send(worker, messages.encode_to_worker(messages.Space(index, length, error)))
+        self._socket.send(worker, orders.encode_to_worker(messages.Space(index, length, error)))
 
     async def _look_regularly(self) -> None:
         looked_at = stamped_at = self._loop.time()

@@ -8,6 +8,7 @@ import os
 from elasticstate.config import version
 from elasticstate.net import messages
 from elasticstate.net.control import DriverStream
+from elasticstate.net.launch import Launch
 from elasticstate.net.trust import Trust
 
 _FIRST_PAUSE_S = 0.05  # before it is dialled again, doubled each time up to the longest
@@ -17,7 +18,7 @@ _LONGEST_PAUSE_S = 1.0
 class Contact:
     """``establish`` first, and whenever ``receive`` has raised ConnectionError. Raises ValueError on a bad token."""
 
-    def __init__(self, launch: messages.Launch) -> None:
+    def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._trust = Trust(launch.token)
         self._hello = messages.AgentHello(

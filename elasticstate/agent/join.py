@@ -12,7 +12,7 @@ from typing import NoReturn
 from elasticstate.agent.agent import Agent
 from elasticstate.config import slots_of_this_machine
 from elasticstate.errors import OptionError
-from elasticstate.net.messages import Launch
+from elasticstate.net.launch import Launch
 from elasticstate.net.trust import read_token
 
 _CONNECT_TIMEOUT_S = 10.0

@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 from elasticstate.core.facts import apply
 from elasticstate.core.missing import waiting_for
+from elasticstate.core.policy import Policy
 from elasticstate.core.records import Draft, Ledger, Membership, Over, Waiting
 from elasticstate.core.rules import decide, watch_window
 from elasticstate.core.seats import bound_boots, mark_leavers, start_and_stop
-from elasticstate.core.types import Effect, Event, Policy
+from elasticstate.core.types import Effect, Event
 
 __all__ = ["Membership", "Transition", "new_membership", "next_deadline", "step", "waiting_for"]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from elasticstate.core import types as t
+from elasticstate.core.policy import Policy
 from elasticstate.core.records import Draft, Forming, Waiting, Worker
 
 _MARGIN = 1.25  # clocks differ
 
 
-def lease_s(policy: t.Policy) -> float:
+def lease_s(policy: Policy) -> float:
     """For how long, after the loss of its agent, a worker out of reach may be at it: until its agent has noticed, has
     waited for a driver, and has killed those that do not stop."""
     return _MARGIN * (policy.heartbeat_timeout_s + policy.driver_timeout_s + policy.stop_timeout_s)

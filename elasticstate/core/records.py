@@ -19,7 +19,8 @@ from math import inf
 from typing import Any, Literal
 
 from elasticstate.core.assignment import NEWCOMER
-from elasticstate.core.types import CommitId, Effect, Note, Policy, RootCause, SlotId, WorkerId, WorkerReady, World
+from elasticstate.core.policy import Policy
+from elasticstate.core.types import CommitId, Effect, Note, RootCause, SlotId, WorkerId, WorkerReady, World
 
 FailureKind = Literal["own", "lost", "reported", "drain"]
 

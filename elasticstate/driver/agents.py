@@ -20,6 +20,7 @@ from elasticstate.errors import OptionError
 from elasticstate.kinds import split_address
 from elasticstate.net import messages
 from elasticstate.net.control import SILENT_SHARE, AgentStream, ControlServer
+from elasticstate.net.launch import Launch
 from elasticstate.net.names import LOCALHOST, address_of, is_this_machine, own_addresses
 from elasticstate.net.trust import Trust, make_token, read_token, write_token
 from elasticstate.processes import allow_many_descriptors
@@ -130,9 +131,9 @@ class Agents:
         agent = self._agents[host] = _Agent(host, launch.agent, process, self._loop.time())
         self._follow(agent)
 
-    def _launch(self, host: str) -> messages.Launch:
+    def _launch(self, host: str) -> Launch:
         here = is_this_machine(host)
-        return messages.Launch(
+        return Launch(
             host=host,
             agent=secrets.token_hex(8),
             slots=0,

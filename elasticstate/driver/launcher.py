@@ -19,7 +19,7 @@ import msgspec
 
 from elasticstate import processes
 from elasticstate.config import Options, socket_variable
-from elasticstate.net.messages import Launch
+from elasticstate.net.launch import Launch
 from elasticstate.net.names import is_this_machine
 
 _SSH_FAILED = 255

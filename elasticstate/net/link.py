@@ -17,7 +17,7 @@ from contextlib import suppress
 import msgspec
 
 from elasticstate.core.types import WorkerId
-from elasticstate.net import messages
+from elasticstate.net import messages, orders
 
 MAX_DATAGRAM_BYTES = 128 * 1024  # well below the kernel's default for a socket's send buffer
 _CUT = "\n... cut ...\n"
@@ -62,7 +62,7 @@ class WorkerLink:
             data = self._socket.recv(MAX_DATAGRAM_BYTES, socket.MSG_DONTWAIT)
         except ConnectionResetError:
             return None
-        return messages.decode_to_worker(data) if data else None
+        return orders.decode_to_worker(data) if data else None
 
     def close(self) -> None:
         self._socket.close()

@@ -1,7 +1,5 @@
 """What travels on the control plane: typed, validated msgspec messages. Nothing is ever unpickled here.
 
-One long file, so that the whole protocol can be read in one place.
-
 ::
 
     driver                       agent                        worker's sentinel
@@ -24,7 +22,6 @@ Messages from a worker reach the driver as :class:`FromWorker`, which names the 
 from __future__ import annotations
 
 import signal
-import struct
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Any
@@ -226,53 +223,6 @@ class Space(_Message, frozen=True):
 ToWorkerBody = WorldMessage | HoldOrder | ReleaseOrder | EndOrder | OwnError | GateOpen | LeaveOrder | Space
 
 
-class OrderKind(IntEnum):
-    """What the sentinel has to know of a message before Python reads it (native/sentinel.hpp has the same numbers)."""
-
-    OTHER = 0
-    WORLD = 1
-    HOLD = 2
-    RELEASE = 3
-    END_NOW = 4
-    END_AT = 5
-    OWN_ERROR = 6
-    GATE_OPEN = 7
-    LEAVE = 8
-
-
-ORDER_HEAD = struct.Struct("<QQQ")
-"""Before each message to a worker: kind, generation and tick (0 where there is none)."""
-
-
-def encode_to_worker(message: ToWorkerBody) -> bytes:
-    """The message as the worker's socket carries it: a head of fixed size for the sentinel, then MessagePack."""
-    kind, generation, tick = OrderKind.OTHER, 0, 0
-    match message:
-        case WorldMessage(generation=generation):
-            kind = OrderKind.WORLD
-        case HoldOrder(generation):
-            kind = OrderKind.HOLD
-        case ReleaseOrder(generation):
-            kind = OrderKind.RELEASE
-        case EndOrder(generation, None, _):
-            kind = OrderKind.END_NOW
-        case EndOrder(generation, int(tick), _):
-            kind = OrderKind.END_AT
-        case OwnError(generation):
-            kind = OrderKind.OWN_ERROR
-        case GateOpen(generation):
-            kind = OrderKind.GATE_OPEN
-        case LeaveOrder():
-            kind = OrderKind.LEAVE
-    return ORDER_HEAD.pack(kind, generation, tick) + encode(message)
-
-
-def decode_to_worker(data: bytes) -> ToWorkerBody:
-    """The reverse of :func:`encode_to_worker`. Raises msgspec.DecodeError on rubbish."""
-    message: ToWorkerBody = _decode_to_worker(data[ORDER_HEAD.size :])
-    return message
-
-
 # ------------------------------------------------------------------------------------------------ agent -> driver
 
 
@@ -426,27 +376,7 @@ def _decoder(kind: Any) -> Callable[[bytes], Any]:
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_worker = _decoder(FromWorkerBody)
-_decode_to_worker = _decoder(ToWorkerBody)
+decode_order = _decoder(ToWorkerBody)
 decode_opening = _decoder(Opening)
 decode_from_agent = _decoder(FromAgent)
 decode_to_agent = _decoder(ToAgent)
-
-
-class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an agent reads from its stdin, as one line of JSON: the token must not be seen in a list of processes.
-
-    The pipe stays open for as long as its driver lives.
-    """
-
-    host: str
-    agent: str  # unlike any other agent's
-    slots: int  # that it says of itself; 0: as discovery says
-    addresses: tuple[str, ...]  # of the driver
-    token: str
-    connect_timeout_s: float
-    wait_s: float  # for a driver, in the first place
-    local_address: str  # at which other hosts reach this one; empty: as its connection to the driver shows
-    socket: str  # path at which the workers of this host find their agent
-    directory: str  # in which the workers run
-    job_directory: str  # removed by whoever is last: the driver, or an agent that has lost it; empty: its own
-    environment: tuple[tuple[str, str], ...]  # for the workers, before that of the job

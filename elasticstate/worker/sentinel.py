@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from elasticstate import _native
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
-from elasticstate.net import messages
+from elasticstate.net import messages, orders
 from elasticstate.net.link import encode_from_worker
 from elasticstate.net.messages import Place
 
@@ -100,7 +100,7 @@ class Sentinel:
         message = self._native.cause
         if not message:
             return ""
-        end = messages.decode_to_worker(message)
+        end = orders.decode_to_worker(message)
         assert isinstance(end, messages.EndOrder)
         return end.cause
 
@@ -132,7 +132,7 @@ class Sentinel:
         """Say ``question``, and wait for the agent's message of type ``answer``. Strays are dropped."""
         self.say(question)
         while True:
-            message = messages.decode_to_worker(self._native.wait_other())
+            message = orders.decode_to_worker(self._native.wait_other())
             if isinstance(message, answer):
                 return message
 
@@ -152,7 +152,7 @@ class Sentinel:
         message = self._native.wait_world(joined)
         if message is None:
             raise SystemExit(0)
-        world = messages.decode_to_worker(message)
+        world = orders.decode_to_worker(message)
         assert isinstance(world, messages.WorldMessage)
         return world
 
@@ -191,7 +191,7 @@ class Sentinel:
     def failed(self, error: str) -> None:
         """The present generation is broken, by fact: nobody uses it any more."""
         generation = self.generation
-        end = messages.encode_to_worker(messages.EndOrder(generation, None, error))
+        end = orders.encode_to_worker(messages.EndOrder(generation, None, error))
         if self._native.end(generation, end):
             self.say(messages.Failure(generation, True, error))
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 
 from elasticstate.core.membership import Membership, new_membership, step
+from elasticstate.core.policy import Policy
 from elasticstate.core.types import (
     AgentJoined,
     CommitId,
@@ -19,7 +20,6 @@ from elasticstate.core.types import (
     FirstTick,
     HostsDiscovered,
     HostSlots,
-    Policy,
     PublishWorld,
     Several,
     WorkerExited,

@@ -11,6 +11,7 @@ from collections import Counter
 
 from elasticstate.core import types as t
 from elasticstate.core.membership import Transition, new_membership, next_deadline, step
+from elasticstate.core.policy import Policy
 from tests.simulation.invariants import Checker, each
 from tests.simulation.judge import Judge
 from tests.simulation.reach import Reach
@@ -28,7 +29,7 @@ class Job:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         np = rng.randint(1, 4)
-        self.policy = t.Policy(
+        self.policy = Policy(
             np=np,
             min_np=rng.randint(1, np),
             max_np=rng.choice((np, np + 1, None)),

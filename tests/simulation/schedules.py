@@ -10,15 +10,16 @@ import random
 from collections.abc import Callable
 
 from elasticstate.core import types as t
+from elasticstate.core.policy import Policy
 from elasticstate.core.records import Finishing, Forming, Membership, Running, Worker
 
 HOSTS = ("a", "b", "c", "d")
 
 
-def random_policy(rng: random.Random) -> t.Policy:
+def random_policy(rng: random.Random) -> Policy:
     """Short time-outs, so that schedules of some tens of events run into all of them."""
     np = rng.randint(1, 4)
-    return t.Policy(
+    return Policy(
         np=np,
         min_np=rng.randint(1, np),
         max_np=rng.choice((None, np, np + 1, np + 2)),

@@ -10,7 +10,6 @@ import mmap
 import os
 import random
 import signal
-import struct
 import sys
 import time
 import traceback
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 
 from elasticstate import TorchState
@@ -114,6 +114,43 @@ def wrong(values: dict[str, object], tick: int) -> list[str]:
     return bad if values["note"] == f"tick {tick}" else [*bad, "note"]
 
 
+class Marks:
+    """How far a writer has come, in words that its parent sees: the ticks whose commit has begun and ended, and when.
+
+    Each word is written at once and alone (``struct.pack_into`` clears all of them first, and a kill may strike there).
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 4096)
+        self._ticks = np.frombuffer(self._memory, dtype=np.uint64, count=2)
+        self._at = np.frombuffer(self._memory, dtype=np.float64, count=1, offset=16)
+
+    @property
+    def begun(self) -> int:
+        return int(self._ticks[0])
+
+    @property
+    def ended(self) -> int:
+        return int(self._ticks[1])
+
+    @property
+    def at(self) -> float:
+        """When the last of the two happened, on the monotonic clock, in seconds."""
+        return float(self._at[0])
+
+    def start(self, ended: int) -> None:
+        """A new writer goes on after the tick ``ended``: none has begun."""
+        self._ticks[0], self._ticks[1] = 0, ended
+
+    def begin(self, tick: int) -> None:
+        self._at[0] = time.monotonic()
+        self._ticks[0] = tick
+
+    def end(self, tick: int) -> None:
+        self._at[0] = time.monotonic()
+        self._ticks[1] = tick
+
+
 class Stateful(dict):
     """Tensors by name, some of which come and go."""
 
@@ -125,8 +162,8 @@ class Stateful(dict):
         self.update(values)
 
 
-def write(prefix: Path, marks: mmap.mmap) -> None:
-    """Go on from the last commit for ever: in ``marks``, the ticks whose commit has begun and ended."""
+def write(prefix: Path, marks: Marks) -> None:
+    """Go on from the last commit for ever."""
     state = TorchState(tensors=Stateful(), note="")
     state._attach(FileSpace(prefix))
     last = state.commits[0]
@@ -136,12 +173,12 @@ def write(prefix: Path, marks: mmap.mmap) -> None:
     while True:
         tick = state._session.ticks + 1
         fill(state, tick)
-        struct.pack_into("QQd", marks, 0, tick, tick - 1, time.monotonic())
+        marks.begin(tick)
         state.commit()
-        struct.pack_into("QQd", marks, 0, tick, tick, time.monotonic())
+        marks.end(tick)
 
 
-def fork(prefix: Path, marks: mmap.mmap) -> int:
+def fork(prefix: Path, marks: Marks) -> int:
     pid = os.fork()
     if pid == 0:
         try:
@@ -152,26 +189,25 @@ def fork(prefix: Path, marks: mmap.mmap) -> int:
     return pid
 
 
-def wait_for(pid: int, marks: mmap.mmap, tick: int) -> float:
+def wait_for(pid: int, marks: Marks, tick: int) -> float:
     """Wait until a writer has begun to commit ``tick``; returns when that was."""
     while True:
-        begun, _, at = struct.unpack_from("QQd", marks)
-        if begun >= tick:
-            return at
+        if marks.begun >= tick:
+            return marks.at
         if os.waitpid(pid, os.WNOHANG) != (0, 0):
             raise RuntimeError("a writer has ended by itself")
         time.sleep(5e-5)  # both cores are the writer's
 
 
-def measure(prefix: Path, marks: mmap.mmap) -> float:
+def measure(prefix: Path, marks: Marks) -> float:
     """How long a commit takes, in seconds."""
     pid = fork(prefix, marks)
     took = []
-    for tick in range(20):
+    for tick in range(1, 20):
         started = wait_for(pid, marks, tick)
-        while struct.unpack_from("QQd", marks)[1] < tick:
+        while marks.ended < tick:
             time.sleep(5e-5)
-        took.append(struct.unpack_from("QQd", marks)[2] - started)
+        took.append(marks.at - started)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return median(took[5:])
@@ -180,20 +216,19 @@ def measure(prefix: Path, marks: mmap.mmap) -> float:
 def main(folder: str, kills: int, seed: int) -> None:
     torch.set_num_threads(1)
     prefix = Path(folder) / "slot"
-    marks = mmap.mmap(-1, 4096)
+    marks = Marks()
     commit_s = measure(prefix, marks)
     rng = random.Random(seed)
     for _ in range(kills):
         newest = Snapshot(FileSpace(prefix)).newest
         first = newest.tick + 1 if newest is not None else 1
-        struct.pack_into("QQd", marks, 0, 0, 0, 0.0)
+        marks.start(first - 1)
         pid = fork(prefix, marks)
         begun_at = wait_for(pid, marks, first + rng.randrange(3))
         until = begun_at + rng.random() * commit_s
         time.sleep(max(0.0, until - time.monotonic()))
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        begun, ended, _ = struct.unpack_from("QQd", marks)
         snapshot = Snapshot(FileSpace(prefix))
         held = {}
         for commit in (snapshot.newest, snapshot.previous):
@@ -201,8 +236,8 @@ def main(folder: str, kills: int, seed: int) -> None:
                 held[commit.tick] = wrong(dict(snapshot.read(commit)), commit.tick)
         line = {
             "first": first,
-            "begun": begun,
-            "ended": ended,
+            "begun": marks.begun,
+            "ended": marks.ended,
             "signal": os.WTERMSIG(status),
             "newest": snapshot.newest.tick if snapshot.newest is not None else None,
             "held": held,

@@ -15,6 +15,7 @@ from typing import Any
 
 from elasticstate.core import types as t
 from elasticstate.core.membership import new_membership, next_deadline, step
+from elasticstate.core.policy import Policy
 
 TRANSCRIPTS = Path(__file__).parent
 
@@ -22,7 +23,7 @@ TRANSCRIPTS = Path(__file__).parent
 def replay(text: str) -> str:
     """The transcript with the core's answers of today."""
     lines: list[str] = []
-    m = new_membership(t.Policy(np=1, min_np=1))
+    m = new_membership(Policy(np=1, min_np=1))
     for line in text.splitlines():
         if line.startswith("policy "):
             m = new_membership(replace(m.policy, **{key: _value(value) for key, value in _pairs(line.split()[1:])}))

@@ -14,6 +14,7 @@ import pytest
 from elasticstate.core.types import WorkerId
 from elasticstate.net import messages
 from elasticstate.net.control import AgentStream, ControlServer
+from elasticstate.net.launch import Launch
 from elasticstate.net.trust import Trust
 
 W = WorkerId("h", 0, 1)
@@ -104,7 +105,7 @@ class Scene:
             job.mkdir(mode=0o700)
         self._streams.clear()
         self._agents += 1
-        launch = messages.Launch(
+        launch = Launch(
             host="h",
             agent=f"agent {self._agents}",
             slots=0,

@@ -10,7 +10,8 @@ import pytest
 
 from elasticstate import config
 from elasticstate.config import Options, WorkerEnvironment, option_names, read_options, worker_environment
-from elasticstate.core.types import HostSlots, Policy, WorkerId
+from elasticstate.core.policy import Policy
+from elasticstate.core.types import HostSlots, WorkerId
 from elasticstate.errors import OptionError
 from elasticstate.kinds import parse_host
 

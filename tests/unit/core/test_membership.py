@@ -8,9 +8,10 @@ import pytest
 
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, new_membership, next_deadline, step, waiting_for
+from elasticstate.core.policy import Policy
 from tests.simulation.transcripts import parse_event
 
-POLICY = t.Policy(np=3, min_np=2, max_np=3)
+POLICY = Policy(np=3, min_np=2, max_np=3)
 RUNNING = """
 0.0 hosts a:3
 0.1 agent-joined a

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, new_membership, step
+from elasticstate.core.policy import Policy
 from elasticstate.driver.status import status_text
 
 A, B = t.WorkerId("a", 0, 1), t.WorkerId("a", 1, 1)
 
 
 def after(*events: t.Event) -> Membership:
-    m = new_membership(t.Policy(np=2, min_np=1, max_np=2))
+    m = new_membership(Policy(np=2, min_np=1, max_np=2))
     for event in (t.HostsDiscovered((t.HostSlots("a", 2),)), t.AgentJoined("a"), *events):
         m = step(m, event, 10.0).next
     return m

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.core.types import CommitId, WorkerId
-from elasticstate.net import messages
+from elasticstate.net import messages, orders
 from elasticstate.net.link import MAX_DATAGRAM_BYTES, AgentSocket, WorkerLink
 
 W = WorkerId("h", 0, 1)
@@ -83,7 +83,7 @@ def test_a_worker_reads_without_blocking_and_sees_the_end_of_its_agent(tmp_path:
         await agent.until(lambda: agent.socket.is_connected(W))
         with pytest.raises(BlockingIOError):
             link.receive()
-        agent.socket.send(W, messages.encode_to_worker(messages.HoldOrder(4)))
+        agent.socket.send(W, orders.encode_to_worker(messages.HoldOrder(4)))
         assert link.receive() == messages.HoldOrder(4)
         agent.socket.close()
         assert link.receive() is None
@@ -97,16 +97,16 @@ def test_sending_to_a_worker_that_does_not_read_never_blocks_and_loses_nothing(t
         link = link_to(agent)
         link.send(HELLO)
         await agent.until(lambda: agent.socket.is_connected(W))
-        orders = [messages.EndOrder(g, None, "x" * 10_000) for g in range(500)]  # far more than the socket holds
-        for order in orders:
-            agent.socket.send(W, messages.encode_to_worker(order))
+        words = [messages.EndOrder(g, None, "x" * 10_000) for g in range(500)]  # far more than the socket holds
+        for order in words:
+            agent.socket.send(W, orders.encode_to_worker(order))
         got = []
-        while len(got) < len(orders):
+        while len(got) < len(words):
             try:
                 got.append(link.receive())
             except BlockingIOError:  # noqa: PERF203
                 await asyncio.sleep(0)
-        assert got == orders
+        assert got == words
         link.close()
 
     with_agent(tmp_path, scenario)
@@ -143,7 +143,7 @@ def test_nobody_takes_the_place_of_a_connected_worker(tmp_path: Path) -> None:
         other.send(HELLO)
         await agent.until(lambda: bool(agent.complaints))
         assert "which is connected" in agent.complaints[0]
-        agent.socket.send(W, messages.encode_to_worker(messages.GateOpen(1)))
+        agent.socket.send(W, orders.encode_to_worker(messages.GateOpen(1)))
         assert link.receive() == messages.GateOpen(1)
         link.close()
         other.close()
@@ -199,7 +199,7 @@ def test_a_worker_can_poll_its_link(tmp_path: Path) -> None:
         poller = select.poll()
         poller.register(link.fileno(), select.POLLIN)
         assert poller.poll(0) == []
-        agent.socket.send(W, messages.encode_to_worker(messages.LeaveOrder()))
+        agent.socket.send(W, orders.encode_to_worker(messages.LeaveOrder()))
         assert [fd for fd, _ in poller.poll(1000)] == [link.fileno()]
         link.close()
 

@@ -16,7 +16,7 @@ import pytest
 from elasticstate import _native
 from elasticstate.core.types import CommitId, Placement, WorkerId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
-from elasticstate.net import messages
+from elasticstate.net import messages, orders
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
 from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.sentinel import Sentinel
@@ -45,7 +45,7 @@ class Worker:
         self.failure: BaseException | None = None
 
     def hear(self, message: messages.ToWorkerBody) -> None:
-        self.agent.send(messages.encode_to_worker(message))
+        self.agent.send(orders.encode_to_worker(message))
 
     def said(self) -> messages.FromWorkerBody:
         """The next message."""
@@ -275,7 +275,7 @@ def test_a_failure_by_fact_is_told_once(worker: Worker) -> None:
 
 
 def test_the_numbers_are_those_of_the_messages() -> None:
-    assert {kind.name: kind.value for kind in messages.OrderKind} == _native.Sentinel.ORDERS
+    assert {kind.name: kind.value for kind in orders.OrderKind} == _native.Sentinel.ORDERS
     assert {place.name: place.value for place in messages.Place} == _native.Sentinel.PLACES
 
 
@@ -336,7 +336,7 @@ def test_a_message_that_no_socket_takes_is_refused(worker: Worker) -> None:
     ("rubbish", "complaint"),
     [
         (b"short", "no head: 5 bytes"),
-        (messages.ORDER_HEAD.pack(99, GENERATION, 0), "unknown kind 99"),
+        (orders.ORDER_HEAD.pack(99, GENERATION, 0), "unknown kind 99"),
         (bytes(MAX_DATAGRAM_BYTES + 1), "longer than"),
     ],
 )

@@ -17,7 +17,7 @@ import pytest
 
 from elasticstate import _native
 from elasticstate.core.types import WorkerId
-from elasticstate.net import messages
+from elasticstate.net import messages, orders
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
 
 GENERATION = 3
@@ -29,7 +29,7 @@ BEGIN = f"""
 import ctypes, os, signal, socket, sys, threading, time
 from elasticstate import _native
 from elasticstate.core.types import Placement, WorkerId
-from elasticstate.net import messages
+from elasticstate.net import messages, orders
 from elasticstate.worker.sentinel import Sentinel
 
 class Context:
@@ -80,7 +80,7 @@ class Process:
         self.hear(messages.Hello)
 
     def tell(self, message: messages.ToWorkerBody) -> None:
-        self.agent.send(messages.encode_to_worker(message))
+        self.agent.send(orders.encode_to_worker(message))
 
     def hear(self, kind: type[M]) -> M:
         """The next message, which is of this kind."""

@@ -1,0 +1,31 @@
+"""The options that decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The options that decide. All times in seconds; None means: no limit. See config.py for what each one does."""
+
+    np: int
+    min_np: int
+    max_np: int | None = None
+    start_timeout_s: float = 600.0
+    elastic_timeout_s: float = 600.0
+    regroup_timeout_s: float = 60.0
+    failure_grace_s: float = 2.0
+    drain_timeout_s: float = 30.0
+    driver_timeout_s: float = 10.0
+    heartbeat_timeout_s: float = 10.0
+    stop_timeout_s: float = 10.0
+    hold_timeout_s: float = 2.0
+    join_window_s: float = 5.0
+    min_interrupt_distance_s: float = 5.0
+    gate_timeout_s: float | None = None
+    reset_limit: int | None = None
+    max_no_progress: int = 3
+    cooldown_min_s: float = 10.0
+    cooldown_max_s: float = 600.0
+    waiting_notice_s: float = 30.0
