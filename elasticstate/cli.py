@@ -24,19 +24,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _status(argv[1:])
         if argv[:1] == ["agent"]:
             return _agent(argv[1:])
+        if "--reattach" in argv[:3]:
+            return _reattach(argv)
         return _run(parse_options(argv))
     except OptionError as error:
         print(f"elasticrun: {error}", file=sys.stderr)
         return 2
 
 
-def _run(options: Options) -> int:
+def _run(options: Options, must_take_over: bool = False) -> int:
     import asyncio
 
     from elasticstate.driver.driver import Driver
 
     async def run() -> int:
-        return await Driver(options).run()
+        return await Driver(options, must_take_over).run()
 
     return asyncio.run(run())
 
@@ -59,6 +61,37 @@ def _status(argv: Sequence[str]) -> int:
         print(f"elasticrun: the driver of job {argv[0]!r} does not answer: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _reattach(argv: Sequence[str]) -> int:
+    """``elasticrun --reattach JOB``: the driver of a job that has lost its own, with the options of that one."""
+    timeout = option_names()["reattach_timeout_s"]
+    parser = _Parser(prog="elasticrun --reattach", add_help=False, allow_abbrev=False)
+    parser.add_argument("--reattach", required=True, metavar="JOB")
+    parser.add_argument(*timeout.names, dest="timeout", metavar="S")
+    given, rest = parser.parse_known_args(argv)
+    if rest:
+        raise OptionError(
+            f"--reattach: {' '.join(rest)}: takes the name of a job, and no option but --reattach-timeout: "
+            "all others, and the command, are those that the job was started with"
+        )
+    import os
+    from dataclasses import replace
+
+    from elasticstate.driver.record import find_job
+
+    record = find_job(given.reattach)
+    if record is None:
+        raise OptionError(f"--reattach: {given.reattach!r}: takes a job of yours that has lost its driver")
+    options = replace(record.options, job_name=given.reattach)
+    if given.timeout is not None:
+        try:
+            changes: dict[str, Any] = {"reattach_timeout_s": timeout.kind.parse(given.timeout)}
+            options = replace(options, **changes)
+        except ValueError:
+            raise OptionError(f"--reattach-timeout: {given.timeout!r}: takes {timeout.kind.takes}") from None
+    os.chdir(record.directory)
+    return _run(options, must_take_over=True)
 
 
 def _agent(argv: Sequence[str]) -> int:
@@ -101,6 +134,7 @@ examples:
   elasticrun -np 8 --min-np 4 --listen 0.0.0.0:7000 --token-file F train.py
   elasticrun agent --join HOST:7000 --token-file F
   elasticrun status JOB
+  elasticrun --reattach JOB             (its driver has died, its workers train on: be its driver)
 
 Options stand before COMMAND; what follows COMMAND belongs to it. A COMMAND that ends in .py runs with this Python.
 Each --option-name may also be given as ELASTICSTATE_OPTION_NAME in the environment; the command line has precedence.
@@ -143,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="elasticrun",
         usage="elasticrun -np N [options] COMMAND...\n       elasticrun agent --join HOST:PORT --token-file F\n"
-        "       elasticrun status JOB",
+        "       elasticrun --reattach JOB\n       elasticrun status JOB",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),

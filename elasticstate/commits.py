@@ -135,6 +135,15 @@ def remove_agent_directories(base: str) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def agent_on(base: str, job_id: str, host: str) -> tuple[int, str]:
+    """The agent that this machine has, or had, for a host of a job: its process id (0 if it has ended), and the socket
+    by which its workers are known ("" if there never was one)."""
+    path = Path(base).absolute() / f"{_beginning_of(job_id)}{host}"
+    with _locked(path) as has_ended:
+        pid, socket = _agent_of(path)
+        return 0 if has_ended else pid, socket
+
+
 def remove_job(base: str, job_id: str) -> None:
     """What agents that were killed have left of a job that is over. Those that live remove theirs themselves."""
     for path in _directories(base, _beginning_of(job_id)):
@@ -152,6 +161,12 @@ def remove_dead(base: str) -> list[str]:
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(str(path))
     return removed
+
+
+def remove_job_directory(path: str, lock: int) -> None:
+    """By the last who has locked a job's directory, shared, through ``lock``: no other agent, and no driver."""
+    if _try_lock(lock):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_leftovers(commit_directory: str, runtime_directory: str) -> None:

@@ -157,11 +157,14 @@ class Options:
         2.0, _TIMES, kinds.SECONDS, "--hold-timeout", "a planned change not agreed on after so long is put off"
     )
     driver_timeout_s: float = _option(
-        10.0,
+        300.0,
         _TIMES,
         kinds.SECONDS,
         "--driver-timeout --orphan-timeout",
         "an agent without elasticrun for so long stops its workers",
+    )
+    reattach_timeout_s: float = _option(
+        60.0, _TIMES, kinds.SECONDS, "--reattach-timeout", "a restarted elasticrun waits so long for its agents"
     )
     connect_timeout_s: float = _option(
         10.0,

@@ -11,8 +11,17 @@ from contextlib import suppress
 from pathlib import Path
 
 
-async def ended(pid: int) -> None:
+async def ended_child(pid: int) -> None:
     """Wait until a child of this process has ended; it stays a zombie until its owner asks for the status."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        await ended(pidfd)
+    finally:
+        os.close(pidfd)
+
+
+async def ended(pidfd: int) -> None:
+    """Wait until the process of a descriptor has ended (pidfd_open(2))."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
 
@@ -20,13 +29,11 @@ async def ended(pid: int) -> None:
         if not over.done():
             over.set_result(None)
 
-    pidfd = os.pidfd_open(pid)
     loop.add_reader(pidfd, readable)
     try:
         await over
     finally:
         loop.remove_reader(pidfd)
-        os.close(pidfd)
 
 
 def allow_many_descriptors() -> None:

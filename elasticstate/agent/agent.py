@@ -5,7 +5,7 @@ In and out of its phases::
     attach ──JobSpec──► serve ──Shutdown──► stop the workers, exit
                           │ ▲ the driver is gone; it is there again
                           ▼ │
-                        orphan ──driver_timeout, or no worker is left──► stop the workers, exit
+                        orphan ──driver_timeout──► stop the workers, exit
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from elasticstate._native import ControlPage
+from elasticstate.agent.account import Account
 from elasticstate.agent.claim import claim
 from elasticstate.agent.contact import Contact
 from elasticstate.agent.output import Terminal
-from elasticstate.agent.pulse import Pulse, newest_commit
+from elasticstate.agent.pulse import Pulse
 from elasticstate.agent.room import Room
 from elasticstate.agent.seat import Seat
 from elasticstate.agent.worker_process import WorkerProcess, environment_of_worker, make_pumps
 from elasticstate.commits import (
     ID_FILE,
-    control_file,
     make_agent_directory,
     owner_of,
+    remove_job_directory,
     remove_leftovers,
 )
 from elasticstate.config import WorkerEnvironment, runtime_directory
-from elasticstate.core.types import CommitId, WorkerId
+from elasticstate.core.types import WorkerId
 from elasticstate.errors import CommitSpaceError
 from elasticstate.net import messages, orders
 from elasticstate.net.control import SILENT_SHARE
@@ -59,7 +59,6 @@ class Agent:
         self._launch = launch
         self._seats: dict[WorkerId, Seat] = {}
         self._terminals = (Terminal(1), Terminal(2))
-        self._held: int | None = None  # the generation that a hold of the driver stops
         self._empty = asyncio.Event()  # no worker is left
         self._empty.set()
         self._is_noticed = False  # this host is to be left
@@ -70,7 +69,8 @@ class Agent:
         self._listen_to_signals()
         try:
             job_directory = launch.job_directory or make_agent_directory(str(runtime_directory()))
-            fcntl.flock(os.open(job_directory, os.O_RDONLY), fcntl.LOCK_SH)  # until the end of this process
+            self._lock = os.open(job_directory, os.O_RDONLY)  # until the end of this process
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
         except OSError as error:
             self._complain(f"cannot serve: {error}")
             return 1
@@ -87,6 +87,7 @@ class Agent:
             self._local_address = launch.local_address or self._driver.local_address
             looking = asyncio.ensure_future(self._look_regularly())
             self._commits = await claim(spec, launch.host, job_directory, self._socket_path, self._driver)
+            self._account = Account(self._commits, spec.job_id, launch.host)
             self._room = Room(self._commits, launch.host, lambda: len(self._seats), self._complain)
             self._socket.open()
         except (ConnectionError, OSError, ValueError) as error:
@@ -101,7 +102,7 @@ class Agent:
 
     async def _live(self) -> int:
         """Serve until the end, and clear up; returns the exit status."""
-        self._driver.send(messages.Serving(tuple(self._adopted()), ()))
+        self._driver.send(self._account.serving({}, self._loop.time()))
         self._loop.run_in_executor(
             None, remove_leftovers, self._spec.commit_dir, str(runtime_directory())
         )  # takes a while
@@ -126,7 +127,7 @@ class Agent:
                 return 0
         await self._stop_all(reason)
         if reason == _GONE and self._launch.job_directory:
-            shutil.rmtree(self._launch.job_directory, ignore_errors=True)
+            remove_job_directory(self._launch.job_directory, self._lock)
         return 1
 
     async def _obey(self) -> str:
@@ -138,37 +139,21 @@ class Agent:
             self._carry_out(order)
 
     async def _orphaned(self) -> str:
-        """Training goes on without a driver until there is one (""), or there is a reason to stop. On the driver's own
-        machine whoever has no workers need not wait; on another one what is in memory may be all that there is."""
+        """Training goes on without a driver until there is one (""), or there is a reason to stop. Who has no workers
+        waits as well: what is in memory here, or how they ended, may be what the next driver has to know."""
         limit_s = self._spec.driver_timeout_s
-        dialling = asyncio.ensure_future(self._driver.establish(limit_s))
-        waiting: set[asyncio.Future[Any]] = {dialling}
-        if self._launch.job_directory:
-            waiting.add(asyncio.ensure_future(self._empty.wait()))
         try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if dialling.done():
-                dialling.result()
-                self._driver.send(messages.Serving(tuple(self._adopted()), tuple(self._reports())))
-                if self._is_noticed:
-                    self._driver.send(messages.AgentNotice())
-                return ""
+            await self._driver.establish(limit_s)
         except ConnectionRefusedError as refusal:
             self._complain(f"stops its workers: {refusal}")
             return str(refusal)
         except ConnectionError as error:
             self._complain(f"no driver for --driver-timeout of {limit_s:g} s: stops its workers ({error})")
-        finally:
-            for future in waiting:
-                future.cancel()
-        return _GONE
-
-    def _reports(self) -> Iterator[messages.WorkerReport]:
-        """All that a driver has to know of the workers that live here."""
-        for worker, seat in self._seats.items():
-            seat.pulse.look(self._loop.time())
-            words = (*seat.words, messages.Notice()) if seat.is_noticed else tuple(seat.words)
-            yield messages.WorkerReport(worker, seat.process.pid, seat.joined, seat.pulse.latest, words)
+            return _GONE
+        self._driver.send(self._account.serving(self._seats, self._loop.time()))
+        if self._is_noticed:
+            self._driver.send(messages.AgentNotice())
+        return ""
 
     def _carry_out(self, order: messages.ToAgent) -> None:
         match order:
@@ -177,13 +162,14 @@ class Agent:
             case messages.Stop(worker, _, kill):
                 self._stop(worker, kill)
             case messages.ToWorkers(workers, body):
-                self._note_hold(body)
+                self._account.told(body)
                 data = orders.encode_to_worker(body)
                 for worker in list(self._seats) if workers is None else workers:
                     self._socket.send(worker, data)
                     if isinstance(body, messages.LeaveOrder):
                         self._kill_later(worker)
             case messages.WorldsOnHost(worlds):
+                self._account.has_a_world()
                 for worker, world in worlds:
                     if worker in self._seats:
                         self._seats[worker].joined = world.generation
@@ -192,34 +178,18 @@ class Agent:
             case _:
                 self._complain(f"did not expect {type(order).__name__}")
 
-    def _note_hold(self, body: messages.ToWorkerBody) -> None:
-        match body:
-            case messages.HoldOrder(generation):
-                self._held = generation
-            case messages.ReleaseOrder() | messages.EndOrder():
-                self._held = None
-
     def _release_hold(self) -> None:
         """A hold must end without the driver; not after END, which the workers may be on their way to."""
-        if self._held is not None:
-            data = orders.encode_to_worker(messages.ReleaseOrder(self._held))
+        if self._account.held is not None:
+            data = orders.encode_to_worker(messages.ReleaseOrder(self._account.held))
             for worker in self._seats:
                 self._socket.send(worker, data)
-
-    def _adopted(self) -> Iterator[tuple[int, CommitId]]:
-        """What is in memory where no worker lives: left by an agent before this one, or by a worker."""
-        living = {worker.slot for worker in self._seats}
-        for slot in set(self._commits.adopted()) - living:
-            with suppress(OSError, ValueError):  # it died as it made the page
-                page = ControlPage(control_file(self._commits.prefix(slot)))
-                commit = newest_commit(page, owner_of(self._spec.job_id, self._launch.host, slot))
-                if commit is not None:
-                    yield slot, commit
 
     # ------------------------------------------------------------------------------------------------- the processes
 
     def _spawn(self, worker: WorkerId, reserve_bytes: int) -> None:
         spec, launch = self._spec, self._launch
+        self._account.started(worker)
         try:
             pulse = Pulse(self._commits.make_page(worker.slot), owner_of(spec.job_id, worker.host, worker.slot))
             pumps = make_pumps(worker, self._terminals, spec.tag_output, spec.log_dir)
@@ -236,7 +206,7 @@ class Agent:
             process = WorkerProcess(worker, spec.command, environment, launch.directory, *pumps)
         except (OSError, CommitSpaceError) as error:
             self._complain(f"cannot start {worker}: {error}")
-            self._driver.send(messages.Exited(worker, 0, 127, None, f"cannot be started: {error}"))
+            self._has_ended(messages.Exited(worker, 0, 127, None, f"cannot be started: {error}"))
             return
         seat = self._seats[worker] = Seat(process, pulse)
         self._empty.clear()
@@ -258,9 +228,13 @@ class Agent:
         self._socket.disconnect(process.worker)
         error = seat.error or (ending.last_words if ending.exit_code != 0 else "")
         exited = messages.Exited(process.worker, process.pid, ending.exit_code, ending.signal, error)
-        self._driver.send(exited)
+        self._has_ended(exited)
         if not self._seats:
             self._empty.set()
+
+    def _has_ended(self, exited: messages.Exited) -> None:
+        self._account.ended(exited)
+        self._driver.send(exited)
 
     def _stop(self, worker: WorkerId, kill: bool) -> None:
         """Ask a worker that has said hello, SIGTERM to any other; SIGKILL to the session when the time is up."""

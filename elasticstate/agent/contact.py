@@ -21,9 +21,7 @@ class Contact:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._trust = Trust(launch.token)
-        self._hello = messages.AgentHello(
-            launch.host, launch.agent, launch.slots, os.getpid(), messages.PROTOCOL_VERSION, version()
-        )
+        self._epoch = 0  # of the newest driver that it has obeyed
         self._stream: DriverStream | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -50,7 +48,7 @@ class Contact:
     async def _greet(self, limit_s: float) -> messages.JobSpec:
         timeout_s = min(self._launch.connect_timeout_s, limit_s)
         stream = await DriverStream.dial(self._launch.addresses, self._trust, timeout_s)
-        stream.send(self._hello)
+        stream.send(self._hello())
         answer = asyncio.ensure_future(stream.receive())
         try:
             await asyncio.wait({answer}, timeout=timeout_s)
@@ -59,12 +57,20 @@ class Contact:
             spec = answer.result()
             if not isinstance(spec, messages.JobSpec):
                 raise ConnectionError(f"the driver says {type(spec).__name__} instead of what to run")
+            if spec.epoch < self._epoch:
+                raise ConnectionError(f"a driver of epoch {spec.epoch}, after one of epoch {self._epoch}")
         except BaseException:
             answer.cancel()
             stream.abort("no agreement")
             raise
-        self._stream = stream
+        self._stream, self._epoch = stream, spec.epoch
         return spec
+
+    def _hello(self) -> messages.AgentHello:
+        launch = self._launch
+        return messages.AgentHello(
+            launch.host, launch.agent, launch.slots, self._epoch, os.getpid(), messages.PROTOCOL_VERSION, version()
+        )
 
     @property
     def local_address(self) -> str:

@@ -17,7 +17,7 @@ from elasticstate.agent.output import Pump, Terminal
 from elasticstate.config import WorkerEnvironment, inherited_environment
 from elasticstate.core.types import WorkerId
 from elasticstate.net.messages import STACKS_SIGNAL
-from elasticstate.processes import catches, ended, kill_session
+from elasticstate.processes import catches, ended_child, kill_session
 
 _DRAIN_TIMEOUT_S = 2.0  # for output that is still on its way when the process has ended
 
@@ -95,7 +95,7 @@ class WorkerProcess:
 
     async def ended(self) -> Ending:
         """Wait for the end of the process, end what is left of its session, and pass on what it has printed."""
-        await ended(self.pid)
+        await ended_child(self.pid)
         kill_session(self.pid)  # before wait(): as long as there is a zombie, no other session has its id
         code = self._process.wait()
         _, late = await asyncio.wait(

@@ -17,7 +17,7 @@ class Policy:
     regroup_timeout_s: float = 60.0
     failure_grace_s: float = 2.0
     drain_timeout_s: float = 30.0
-    driver_timeout_s: float = 10.0
+    driver_timeout_s: float = 300.0
     heartbeat_timeout_s: float = 10.0
     stop_timeout_s: float = 10.0
     hold_timeout_s: float = 2.0

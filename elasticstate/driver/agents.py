@@ -8,22 +8,23 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticstate.config import Options, passed_on
+from elasticstate import commits as commit_directory
+from elasticstate.config import Options, passed_on, socket_variable
 from elasticstate.core import types as t
 from elasticstate.driver import launcher
-from elasticstate.driver.launcher import AgentProcess, DialledIn
+from elasticstate.driver.launcher import AdoptedAgent, AgentProcess, DialledIn
 from elasticstate.errors import OptionError
 from elasticstate.kinds import split_address
 from elasticstate.net import messages
 from elasticstate.net.control import SILENT_SHARE, AgentStream, ControlServer
 from elasticstate.net.launch import Launch
 from elasticstate.net.names import LOCALHOST, address_of, is_this_machine, own_addresses
-from elasticstate.net.trust import Trust, make_token, read_token, write_token
-from elasticstate.processes import allow_many_descriptors
+from elasticstate.net.trust import Trust
+from elasticstate.processes import allow_many_descriptors, kill_marked
 
 _LOOKS_PER_TIMEOUT = 16  # at who is silent, within --heartbeat-timeout; as often the agents hear that the driver lives
 _LONGEST_INTERVAL_S = 1.0
@@ -53,6 +54,7 @@ class Agents:
         self,
         spec: messages.JobSpec,
         options: Options,
+        token: str,
         directory: Path,
         post: Callable[[t.Event], None],
         received: Callable[[str, messages.FromAgent], None],
@@ -60,8 +62,8 @@ class Agents:
         warn: Callable[[str], None],
         say: Callable[[str], None],
     ) -> None:
-        self.token = _token(options.token_file)
         self._spec = spec
+        self._token = token
         self._options = options
         self._directory = directory
         self._post = post
@@ -69,7 +71,7 @@ class Agents:
         self.status = status
         self._warn = warn
         self._say = say
-        self._server = ControlServer(Trust(self.token), options.connect_timeout_s, self)
+        self._server = ControlServer(Trust(token), options.connect_timeout_s, self)
         self._loop = asyncio.get_running_loop()
         self._agents: dict[str, _Agent] = {}  # the present one of each host
         self._away: dict[str, _Agent] = {}  # by id: out of touch, and perhaps alive
@@ -79,14 +81,18 @@ class Agents:
         self.is_open = False
         self._silence: asyncio.Task[None] | None = None
 
-    def listen(self) -> str:
-        """Returns the address for ``elasticrun status``. Raises OSError."""
-        address = f"{LOCALHOST}:{self._server.listen(LOCALHOST)}"
-        self._addresses: tuple[str, ...] = (address,)
+    def listen(self, ports: tuple[int, ...] = ()) -> None:
+        """Where the driver before this one was found (``ports``), or anywhere. Raises OptionError."""
+        try:
+            self.ports: tuple[int, ...] = (self._server.listen(LOCALHOST, *ports[:1]),)
+            self._addresses: tuple[str, ...] = (f"{LOCALHOST}:{self.ports[0]}",)
+            if ports[1:]:
+                self.open(ports[1])
+        except OSError as error:
+            raise OptionError(f"--job-name: its agents dial {LOCALHOST}, ports {ports}: {error.strerror}") from None
         self._silence = asyncio.ensure_future(self._watch_silence())
         if self._options.listen is not None:
             self._await_agents(*split_address(self._options.listen))
-        return address
 
     def _await_agents(self, host: str, port: int) -> None:
         """``--listen``: whoever dials in is a host."""
@@ -99,12 +105,37 @@ class Agents:
             f"--token-file {self._options.token_file}"
         )
 
-    def open(self) -> None:
+    def open(self, port: int = 0) -> None:
         """Listen for other hosts, too: before the first agent is started. Raises OSError."""
         allow_many_descriptors()
-        port = self._server.listen("0.0.0.0")
+        port = self._server.listen("0.0.0.0", port)
+        self.ports = (self.ports[0], port)
         self._addresses = tuple(f"{address}:{port}" for address in (*own_addresses(), LOCALHOST))
         self.is_open = True
+
+    def expect(self, hosts: Iterable[str]) -> None:
+        """The agents that a driver before this one had there dial in. AgentLost follows for those known to be gone."""
+        for host in hosts:
+            self._started += 1
+            if not is_this_machine(host) or self._options.listen is not None:
+                continue
+            pid, socket = commit_directory.agent_on(self._options.commit_dir, self._spec.job_id, host)
+            try:
+                if not pid:
+                    raise ProcessLookupError
+                agent = self._agents[host] = _Agent(host, "", AdoptedAgent(pid, socket), self._loop.time(), pid=pid)
+                self._follow(agent)
+            except ProcessLookupError:
+                kill_marked(*socket_variable(socket))
+                self._post(t.AgentLost(host, "has ended"))
+
+    def give_up(self, host: str, reason: str) -> None:
+        """An agent that was expected and has not come."""
+        agent = self._agents.get(host)
+        if agent is not None:
+            self._lose(agent, reason)
+        else:
+            self._post(t.AgentLost(host, reason, may_live=True))
 
     def refuse(self, host: str) -> str:
         """Why no agent can be started on a host; "" when one can."""
@@ -124,7 +155,7 @@ class Agents:
         self._started += 1
         launch = self._launch(host)
         try:
-            process = launcher.start(launch, self._options, self._directory / f"ssh-{self._started}")
+            process = launcher.start(launch, self._options, self._directory / f"ssh-{self._spec.epoch}-{self._started}")
         except OSError as error:
             self._post(t.AgentLost(host, f"cannot be started: {error}"))
             return
@@ -138,11 +169,11 @@ class Agents:
             agent=secrets.token_hex(8),
             slots=0,
             addresses=self._addresses,
-            token=self.token,
+            token=self._token,
             connect_timeout_s=self._options.connect_timeout_s,
             wait_s=self._options.connect_timeout_s,
             local_address="" if self.is_open else address_of(host),
-            socket=str(self._directory / f"agent-{self._started}") if here else "",
+            socket=str(self._directory / f"agent-{self._spec.epoch}-{self._started}") if here else "",
             directory=os.getcwd(),
             job_directory=str(self._directory) if here else "",
             environment=() if here else passed_on(self._options.env),
@@ -269,6 +300,8 @@ class Agents:
             if agent not in self._processes:
                 agent.process = DialledIn()
                 self._follow(agent)
+        elif 0 < hello.epoch < self._spec.epoch and (agent is None or agent.stream is None):
+            agent = self._take_over(agent, hello)
         elif self._options.listen is not None and agent is None:
             agent = self._agents[hello.host] = _Agent(hello.host, hello.agent, DialledIn(), self._loop.time())
             agent.slots = hello.slots
@@ -279,6 +312,18 @@ class Agents:
         agent.stream, agent.pid = stream, hello.pid
         stream.send(messages.encode(self._spec))
         self._say_who_has_dialled_in()
+
+    def _take_over(self, agent: _Agent | None, hello: messages.AgentHello) -> _Agent:
+        """It has served a driver before this one; ``agent`` is what is known of its host."""
+        if agent is not None and agent.pid == hello.pid and not agent.id:
+            agent.id = hello.agent
+            return agent
+        if agent is not None:
+            self._send_away(agent)
+        agent = self._agents[hello.host] = _Agent(hello.host, hello.agent, DialledIn(), self._loop.time())
+        agent.slots = hello.slots
+        self._follow(agent)
+        return agent
 
     def _send_away(self, agent: _Agent) -> None:
         """It is not needed: the agent that it was to replace is back."""
@@ -314,19 +359,3 @@ class Agents:
         if count <= _REFUSALS_SAID or count & (count - 1) == 0:
             times = f" ({count} times by now)" if count > _REFUSALS_SAID else ""
             self._warn(f"refused a connection from {peer}: {reason}{times}")
-
-
-def _token(path: str | None) -> str:
-    """The job's: of its own, or that in the file, which is made if it is not there. Raises OptionError."""
-    if path is None:
-        return make_token()
-    try:
-        return write_token(path)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise OptionError(f"--token-file: {path!r}: cannot be made ({error.strerror})") from None
-    try:
-        return read_token(path)
-    except (OSError, ValueError) as error:
-        raise OptionError(f"--token-file: {path!r}: {error}") from None

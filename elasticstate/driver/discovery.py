@@ -93,16 +93,21 @@ class Discovery:
         self._empty_in_a_row = 0
         self._warned: set[str] = set()
 
+    def believe(self, hosts: Hosts) -> None:
+        """What another driver was told last; instead of ``first``."""
+        self._last = hosts
+
     async def first(self) -> Hosts:
         """Raises DiscoveryError when there is no good answer."""
         self._last = await self._ask()
         return self._last
 
     async def changes(self) -> AsyncIterator[Hosts]:
-        """Each answer that differs from the last good one. Ends at once where nothing can change."""
-        if not (self._options.host_discovery_script or self._options.hostfile):
-            return
-        while True:
+        """Each answer that differs from the last good one. Ends at once where nothing can change any more."""
+        can_change = bool(self._options.host_discovery_script or self._options.hostfile)
+        is_first = True
+        while can_change or is_first:
+            is_first = False
             await asyncio.sleep(self._options.discovery_interval_s)
             try:
                 answer = await self._ask()

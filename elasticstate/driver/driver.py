@@ -11,20 +11,31 @@ import os
 import secrets
 import signal
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from elasticstate import commits as commit_directory
-from elasticstate.config import Options, inherited_environment
+from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.membership import new_membership, next_deadline, step
+from elasticstate.core.missing import listed
+from elasticstate.core.takeover import take_over
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.goodput import Goodput
-from elasticstate.driver.record import JobDirectory, Record
+from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Report
+from elasticstate.driver.spec import job_spec, one_thread_each, world_messages
 from elasticstate.driver.status import status_text
+from elasticstate.driver.takeover import (
+    Keeper,
+    Takeover,
+    first_record,
+    lost_hosts,
+    next_record,
+    without_old_answers,
+)
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net import messages
 from elasticstate.net.names import is_this_machine
@@ -49,11 +60,12 @@ class Driver:
     Raises OptionError for what cannot be used.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, must_take_over: bool = False) -> None:
+        """``must_take_over``: only from a driver that has died; otherwise whether there is one decides."""
         if reason := commit_directory.refuse(options.commit_dir):
             raise OptionError(f"--commit-dir: {options.commit_dir!r}: takes a directory to keep commits in: {reason}")
         self._options = options
-        self._job_id = secrets.token_hex(8)
+        self._must_take_over = must_take_over
         self._job = options.job_name or f"job-{secrets.token_hex(3)}"
         self._report = Report(self._job, options.events_file, options.verbose)
         self._m = new_membership(options.policy())
@@ -70,41 +82,52 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         started_at = self._loop.time()
         self._goodput = Goodput(started_at)
-        directory = JobDirectory(self._job, self._job_id)
+        directory = JobDirectory(self._job)
         try:
-            self._agents = Agents(
-                self._job_spec(),
-                self._options,
-                directory.path,
-                self._post,
-                self._from_agent,
-                self._status,
-                self._warn,
-                self._report.say,
-            )
-            directory.write(Record(self._agents.listen(), self._agents.token))
+            self._begin(directory)
+        except BaseException:
+            directory.give_back()
+            raise
+        try:
             self._listen_to_signals()
             await self._until_over()
         finally:
             await self._agents.stop(self._reason, self._hurry)
-            commit_directory.remove_job(self._options.commit_dir, self._job_id)
+            commit_directory.remove_job(self._options.commit_dir, self._keeper.record.job_id)
             directory.remove()
         return self._close(started_at)
+
+    def _begin(self, directory: JobDirectory) -> None:
+        """Be found by agents; those of the driver before this one included, if there was one. Raises OptionError."""
+        options, last = self._options, directory.found
+        if last is None and self._must_take_over:
+            raise OptionError(f"--reattach: {self._job!r}: takes a job that has lost its driver")
+        record = first_record(options, self._job) if last is None else next_record(last, options, self._job)
+        directory.write_id(record.job_id)
+        self._agents = Agents(
+            job_spec(self._job, record.job_id, record.epoch, options),
+            options,
+            record.token,
+            directory.path,
+            self._post,
+            self._from_agent,
+            self._status,
+            self._warn,
+            self._report.say,
+        )
+        self._agents.listen(record.ports)
+        self._keeper = Keeper(directory, msgspec.structs.replace(record, ports=self._agents.ports))
+        self._takeover = Takeover(record) if last is not None else None
 
     # -------------------------------------------------------------------------------------------------- the one loop
 
     async def _until_over(self) -> None:
-        options = self._options
-        discovery = Discovery(options, self._agents.refuse, self._warn)
-        self._event(
-            "job_started",
-            pid=os.getpid(),
-            command=list(options.command),
-            np=options.np,
-            min_np=options.min_np,
-            max_np=options.max_np,
-        )
-        self._say_threads()
+        discovery = Discovery(self._options, self._agents.refuse, self._warn)
+        if self._takeover is None:
+            self._say_that_it_starts()
+        else:
+            discovery.believe(self._takeover.record.hosts)
+            await self._take_over(self._takeover)
         following = asyncio.ensure_future(self._follow(discovery))
         following.add_done_callback(lambda _: self._wake.set())
         try:
@@ -122,12 +145,38 @@ class Driver:
             await asyncio.gather(following, return_exceptions=True)
 
     async def _follow(self, discovery: Discovery) -> None:
-        hosts = await discovery.first()
-        if not all(is_this_machine(host.name) for host in hosts):
-            self._agents.open()
-        self._post(t.HostsDiscovered(hosts))
+        if self._takeover is None:
+            hosts = await discovery.first()
+            if not all(is_this_machine(host.name) for host in hosts):
+                self._agents.open()
+            self._post(t.HostsDiscovered(hosts))
         async for hosts in discovery.changes():
             self._post(t.HostsDiscovered(hosts))
+
+    async def _take_over(self, takeover: Takeover) -> None:
+        """Wait for the agents of the driver before this one; then the core goes on where that one has stopped."""
+        record, limit_s = takeover.record, self._options.reattach_timeout_s
+        self._agents.expect(record.agents)
+        deadline = self._loop.time() + limit_s
+        timer = self._loop.call_at(deadline, self._wake.set)
+        while awaited := takeover.awaited(lost_hosts(self._queue)):
+            self._reason = f"takes over as driver {record.epoch}: waits for the agents of {listed(awaited)}"
+            self._report.reason(self._reason)
+            await self._wake.wait()
+            self._wake.clear()
+            if self._outcome is not None:
+                return
+            if self._loop.time() >= deadline:
+                for host in takeover.awaited(lost_hosts(self._queue)):
+                    self._agents.give_up(host, f"was not back within --reattach-timeout of {limit_s:g} s")
+        timer.cancel()
+        self._m, effects, self._reason = take_over(self._options.policy(), takeover.remains(), self._loop.time())
+        self._event("driver_restarted", epoch=record.epoch, back=takeover.back(), lost=lost_hosts(self._queue))
+        self._queue = without_old_answers(self._queue)
+        takeover.is_over = True
+        for effect in effects:
+            self._carry_out(effect)
+        self._wake.set()
 
     async def _something(self) -> None:
         """Wait for an event, or for the core's deadline."""
@@ -156,9 +205,13 @@ class Driver:
         events, self._queue = self._queue, []
         event = t.Several(tuple(events)) if events else t.TimePassed()
         self._m, effects, self._reason = step(self._m, event, self._loop.time())
+        self._carry_out_all(effects)
+        self._report.reason(self._reason)
+
+    def _carry_out_all(self, effects: tuple[t.Effect, ...]) -> None:
+        self._keeper.keep(self._m, self._agents.ports)  # whoever comes after this driver must not know less than others
         for effect in effects:
             self._carry_out(effect)
-        self._report.reason(self._reason)
 
     def _carry_out(self, effect: t.Effect) -> None:
         agents = self._agents
@@ -191,43 +244,28 @@ class Driver:
                 self._goodput.end(self._loop.time())
                 agents.broadcast(messages.GateOpen(generation))
             case t.PublishWorld(world):
-                self._publish(world)
+                for host, worlds in world_messages(self._job, world, self._options):
+                    agents.send(host, worlds)
             case t.EndJob(succeeded, cause):
                 self._outcome = Outcome(0 if succeeded else 1, "succeeded" if succeeded else "failed", cause)
-
-    def _publish(self, world: t.World) -> None:
-        lacking = messages.as_runs(world.lacking)
-        for host, members in groupby(world.members, key=lambda placement: placement.worker.host):
-            parts = tuple((placement.worker, self._part(world, placement, lacking)) for placement in members)
-            self._agents.send(host, messages.WorldsOnHost(parts))
-
-    def _part(
-        self, world: t.World, placement: t.Placement, lacking: tuple[tuple[int, int], ...]
-    ) -> messages.WorldMessage:
-        return messages.WorldMessage(
-            job=self._job,
-            generation=world.generation,
-            placement=placement,
-            size=world.size,
-            root=world.root,
-            lacking=lacking,
-            store=world.store,
-            collective_timeout_s=self._options.collective_timeout_s,
-            regroup_timeout_s=self._options.regroup_timeout_s,
-            verify_sync=self._options.verify_sync,
-        )
 
     # ------------------------------------------------------------------------------------------- what the agents say
 
     def _from_agent(self, host: str, message: messages.FromAgent) -> None:
         match message:
-            case messages.Serving(commits, workers):
+            case messages.Serving(commits, workers, exits):
+                if self._takeover is not None:
+                    self._takeover.joined(host, message)
                 returned = tuple((report.worker, report.generation) for report in workers)
                 self._post(t.AgentJoined(host, commits, returned))
                 for report in workers:
                     self._returned(report)
+                for exited in exits:
+                    self._from_agent(host, exited)
             case messages.FromWorker(worker, body):
                 self._from_worker(worker, body)
+            case messages.Stamps() if self._takeover is not None and not self._takeover.is_over:
+                pass  # there will be others
             case messages.Stamps(stamps):
                 for worker, stamp in stamps:
                     self._goodput.ticks(stamp.generation, stamp.ticks)
@@ -296,8 +334,17 @@ class Driver:
     def _status(self) -> str:
         return status_text(self._job, self._m, self._reason, self._loop.time())
 
-    def _say_threads(self) -> None:
-        if self._threads():
+    def _say_that_it_starts(self) -> None:
+        options = self._options
+        self._event(
+            "job_started",
+            pid=os.getpid(),
+            command=list(options.command),
+            np=options.np,
+            min_np=options.min_np,
+            max_np=options.max_np,
+        )
+        if one_thread_each(self._options):
             self._report.say("OMP_NUM_THREADS=1 for each worker, as several share this machine; set it to choose")
 
     def _close(self, started_at: float) -> int:
@@ -319,27 +366,6 @@ class Driver:
         return outcome.status
 
     # ------------------------------------------------------------------------------------------------------- the rest
-
-    def _threads(self) -> bool:
-        """Whether each worker gets one thread: several on one machine would fight over its cores (as torchrun does)."""
-        return self._options.max_np != 1 and "OMP_NUM_THREADS" not in inherited_environment()
-
-    def _job_spec(self) -> messages.JobSpec:
-        options = self._options
-        return messages.JobSpec(
-            job=self._job,
-            job_id=self._job_id,
-            command=options.command,
-            commit_dir=str(Path(options.commit_dir).absolute()),
-            heartbeat_timeout_s=options.heartbeat_timeout_s,
-            hang_timeout_s=options.hang_timeout_s,
-            start_timeout_s=options.start_timeout_s,
-            stop_timeout_s=options.stop_timeout_s,
-            driver_timeout_s=options.driver_timeout_s,
-            tag_output=options.tag_output,
-            log_dir=str(Path(options.log_dir).absolute()) if options.log_dir else None,
-            environment=(("OMP_NUM_THREADS", "1"),) if self._threads() else (),
-        )
 
     def _listen_to_signals(self) -> None:
         for number in _SIGNALS:

@@ -9,6 +9,7 @@ import asyncio
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -73,7 +74,7 @@ class LocalAgent:
         return self._process.pid
 
     async def ended(self) -> str:
-        await processes.ended(self.pid)
+        await processes.ended_child(self.pid)
         return _how(self._process.wait())
 
     def kill(self) -> None:
@@ -81,6 +82,27 @@ class LocalAgent:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+        processes.kill_marked(*self._mark)
+
+
+class AdoptedAgent:
+    """An agent on this machine that a driver before this one has started."""
+
+    is_local = True
+
+    def __init__(self, pid: int, socket: str) -> None:
+        """Raises ProcessLookupError when it has ended."""
+        self._pidfd = os.pidfd_open(pid)
+        self._mark = socket_variable(socket)
+
+    async def ended(self) -> str:
+        await processes.ended(self._pidfd)
+        return "has ended"
+
+    def kill(self) -> None:
+        """SIGKILL to the agent, and to all that its workers have started, wherever it has fled to."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         processes.kill_marked(*self._mark)
 
 
@@ -103,7 +125,7 @@ class SshAgent:
         _tell(self._process, launch)
 
     async def ended(self) -> str:
-        await processes.ended(self._process.pid)
+        await processes.ended_child(self._process.pid)
         code = self._process.wait()
         if code == _SSH_FAILED:
             return f"was out of reach for ssh: {_explain(self._host, self._words())}"

@@ -230,6 +230,7 @@ class AgentHello(_Message, frozen=True):
     host: str
     agent: str  # unlike any other agent's
     slots: int  # 0: as discovery says
+    epoch: int  # of the newest driver that it has obeyed; 0: none yet
     pid: int
     protocol: int
     version: str
@@ -278,10 +279,13 @@ class WorkerReport(_Message, frozen=True):
 
 
 class Serving(_Message, frozen=True):
-    """The agent has its JobSpec and takes orders. ``commits``: by slot, what is in memory where no worker lives."""
+    """The agent has its JobSpec and takes orders; all that a driver has to know that was not there before."""
 
-    commits: tuple[tuple[int, CommitId], ...]
+    commits: tuple[tuple[int, CommitId], ...]  # by slot: what is in memory where no worker lives
     workers: tuple[WorkerReport, ...]
+    exits: tuple[Exited, ...] = ()  # since the newest world that this host was given
+    incarnations: tuple[tuple[int, int], ...] = ()  # by slot: the last process that it has had
+    gate: int = 0  # the newest generation whose gate the workers here were told is open
 
 
 class Stamps(_Message, frozen=True):
@@ -310,6 +314,7 @@ class JobSpec(_Message, frozen=True):
 
     job: str
     job_id: str
+    epoch: int  # counts the drivers of the job; a lower one is refused
     command: tuple[str, ...]
     commit_dir: str
     heartbeat_timeout_s: float

@@ -21,6 +21,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import NameOID
 
+from elasticstate.errors import OptionError
+
 MIN_TOKEN_LENGTH = 32  # characters
 NAME = "elasticstate"  # in all certificates: what has to be right is who signed them
 _PURPOSE = b"elasticstate: the key of the job's certificate authority"
@@ -47,6 +49,22 @@ def write_token(path: str) -> str:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(token + "\n")
     return token
+
+
+def token_of_job(path: str | None) -> str:
+    """A new one, or that in the file, which is made if it is not there. Raises OptionError."""
+    if path is None:
+        return make_token()
+    try:
+        return write_token(path)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise OptionError(f"--token-file: {path!r}: cannot be made ({error.strerror})") from None
+    try:
+        return read_token(path)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--token-file: {path!r}: {error}") from None
 
 
 class Trust:

@@ -68,7 +68,7 @@ class Agent:
                 break
             except OSError:  # turned away, for there are too many at once: an agent tries again, too
                 await asyncio.sleep(0.1)
-        self.send(messages.AgentHello(self.host, self.host, SLOTS, os.getpid(), messages.PROTOCOL_VERSION, "bench"))
+        self.send(messages.AgentHello(self.host, self.host, SLOTS, 0, os.getpid(), messages.PROTOCOL_VERSION, "bench"))
 
     def send(self, message: Any) -> None:
         self.stream.send(messages.encode(message))

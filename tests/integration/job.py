@@ -39,14 +39,25 @@ class Job:
         self.stop_file = directory / "stop"
         command = command or [*(before or []), sys.executable, str(SCRIPTS / "train.py"), *self._arguments(script)]
         arguments = ["--events-file", str(self.events_file), *options, "--", *command]
-        with open(self.output_file, "wb") as output:
+        self._elasticrun = [*within, sys.executable, "-m", "elasticstate"]
+        self.arguments = arguments
+        self.start(*arguments)
+
+    def start(self, *arguments: str) -> None:
+        """Start ``elasticrun``; again, after it was killed."""
+        with open(self.output_file, "ab") as output:
             self.process = subprocess.Popen(
-                [*within, sys.executable, "-m", "elasticstate", *arguments],
+                [*self._elasticrun, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}"},
             )
+
+    def kill_driver(self) -> None:
+        """SIGKILL, and nothing of it is left."""
+        self.process.kill()
+        assert self.process.wait() == -signal.SIGKILL
 
     def _arguments(self, script: dict[str, object]) -> list[str]:
         arguments = ["--log", str(self.logs)]
@@ -109,6 +120,13 @@ class Job:
                 raise AssertionError(f"no {what} within {timeout} s; the job {state}:\n{self.output[-6000:]}")
             time.sleep(0.01)
         return found
+
+    def wait_for_while_gone(self, what: str, condition: Callable[[], Any], timeout: float = 60.0) -> None:
+        """The same while the driver is killed."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what} within {timeout} s:\n{self.output[-6000:]}"
+            time.sleep(0.01)
 
     def wait_for_event(self, name: str, count: int = 1, timeout: float = 60.0, **fields: object) -> Line:
         def found() -> Line | None:

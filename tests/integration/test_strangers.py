@@ -68,14 +68,14 @@ def test_random_bytes_and_half_open_tls(tmp_path: Path) -> None:
 def test_wrong_tokens_and_certificates(tmp_path: Path) -> None:
     async def knock(door: Door, context: ssl.SSLContext) -> None:
         stream, queue = await dial(f"{door.host}:{door.port}", context, NAME, 10)
-        stream.send(messages.encode(messages.AgentHello("localhost", "x", 0, 1, messages.PROTOCOL_VERSION, "1")))
+        stream.send(messages.encode(messages.AgentHello("localhost", "x", 0, 0, 1, messages.PROTOCOL_VERSION, "1")))
         with pytest.raises(ConnectionError):
             await queue.get()
 
     async def greet(door: Door, context: ssl.SSLContext) -> str:
         """It has the token, but is no agent of a host of this job."""
         stream, queue = await dial(f"{door.host}:{door.port}", context, NAME, 10)
-        stream.send(messages.encode(messages.AgentHello("localhost", "x", 0, 1, messages.PROTOCOL_VERSION, "1")))
+        stream.send(messages.encode(messages.AgentHello("localhost", "x", 0, 0, 1, messages.PROTOCOL_VERSION, "1")))
         answer = messages.decode_to_agent(await queue.get())
         assert isinstance(answer, messages.Refusal)
         stream.close()

@@ -17,7 +17,9 @@ JOB = "c0ffee"
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> JobDirectory:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return JobDirectory("a", JOB)
+    directory = JobDirectory("a")
+    directory.write_id(JOB)
+    return directory
 
 
 @pytest.fixture
@@ -34,6 +36,7 @@ def die(directory: CommitDirectory) -> None:
 def end(job: JobDirectory) -> None:
     """The death of the driver and of all agents."""
     os.close(job._lock)
+    os.close(job._driver_lock)
 
 
 def test_each_job_host_and_slot_has_an_owner_of_its_own() -> None:
@@ -83,7 +86,8 @@ def test_a_directory_that_others_may_read_is_refused(base: str, job: JobDirector
 
 
 def test_what_dead_jobs_have_left_is_removed_and_nothing_of_living_ones(base: str, job: JobDirectory) -> None:
-    other = JobDirectory("b", "beef")
+    other = JobDirectory("b")
+    other.write_id("beef")
     dead = CommitDirectory(base, "beef", "h", str(other.path), "/socket")
     living = CommitDirectory(base, JOB, "h", str(job.path), "/socket")
     replaced = CommitDirectory(base, JOB, "i", str(job.path), "/socket")
@@ -113,7 +117,8 @@ def test_a_job_of_the_same_name_does_not_keep_a_dead_one(base: str, job: JobDire
     left = CommitDirectory(base, JOB, "h", str(job.path), "/socket")
     die(left)
     end(job)
-    again = JobDirectory("a", "beef")
+    again = JobDirectory("a")
+    again.write_id("beef")
     assert again.path == job.path
     assert remove_dead(base) == [str(left.path)]
     again.remove()

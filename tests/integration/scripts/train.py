@@ -3,7 +3,7 @@
 Faults are data: ``--fault kill@40:rank=1`` (what, at which step, which rank). Each fires once in the whole job, and a
 file in the log directory says that it did. The lines of ``<log>/<host>-<slot>-<incarnation>.jsonl`` are::
 
-    {"what": "enter" | "commit" | "callback" | "final", "generation": g, "rank": r, "step": s, ...}
+    {"what": "enter" | "commit" | "callback" | "gate" | "final", "generation": g, "rank": r, "step": s, ...}
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ def train(state: elastic.TorchState) -> int:
             raise Wrapped("training went wrong") from error
         raise
     faults.at("gate", rank=rank, step=state.step)
+    note("gate", generation=g, rank=rank, step=state.step)
     return state.step
 
 

@@ -142,6 +142,7 @@ class Scene:
         spec = messages.JobSpec(
             job="j",
             job_id=JOB_ID,
+            epoch=1,
             command=command,
             commit_dir=str(self.directory),
             heartbeat_timeout_s=60.0,

@@ -28,11 +28,37 @@ def test_an_agent_in_touch_again_tells_all_of_its_workers_and_goes_on(tmp_path: 
         scene.send(scene.spec("unused"))
         stamp = messages.Stamp(messages.Place.TRAIN, 1, 0, None)
         report = messages.WorkerReport(W, pid, 0, stamp, (messages.Gate(1),))
-        assert await scene.hear(messages.Serving) == messages.Serving((), (report,))
+        assert await scene.hear(messages.Serving) == messages.Serving((), (report,), incarnations=((0, 1),))
         scene.send(messages.ToWorkers(None, messages.GateOpen(1)))
         assert await scene.line() == "GateOpen"
         scene.send(messages.Stop(W, "", kill=True))
-        await scene.hear(messages.Exited)
+        exited = await scene.hear(messages.Exited)
+        await scene.cut()
+        scene.heard.clear()
+        scene.send(scene.spec("unused"))
+        last = messages.Serving((), (), exits=(exited,), incarnations=((0, 1),), gate=1)
+        assert await scene.hear(messages.Serving) == last, "how it ended may not have been heard"
+        scene.send(messages.Shutdown("done"))
+        assert (await scene.end())[0] == 0
+
+    play(tmp_path, scenario)
+
+
+def test_an_agent_obeys_no_driver_that_is_older_than_its_last_one(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        await scene.serve("sleep", "100", epoch=3)
+        await scene.hear(messages.Started)
+        await scene.cut()
+        assert scene._streams[0].hello.epoch == 3
+        scene.heard.clear()
+        old = scene._streams.pop()
+        old.send(messages.encode(scene.spec("unused", epoch=2)))
+        await scene.until(lambda: bool(scene._streams), "the agent once more")
+        assert scene.heard == [], "to the older one it has said nothing"
+        scene.send(scene.spec("unused", epoch=4))
+        (report,) = (await scene.hear(messages.Serving)).workers
+        assert report.worker == W
         scene.send(messages.Shutdown("done"))
         assert (await scene.end())[0] == 0
 

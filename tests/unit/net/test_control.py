@@ -19,7 +19,7 @@ from elasticstate.net.trust import NAME, Trust, make_token
 
 TOKEN = "t" * 32
 TRUST = Trust(TOKEN)
-HELLO = messages.AgentHello("h", "id", 0, 1, messages.PROTOCOL_VERSION, "1")
+HELLO = messages.AgentHello("h", "id", 0, 0, 1, messages.PROTOCOL_VERSION, "1")
 LOCALHOST = "127.0.0.1"
 
 
@@ -227,7 +227,7 @@ def test_a_refused_agent_that_does_not_close_does_not_keep_the_driver() -> None:
 
 def test_another_protocol_is_refused_with_what_to_do() -> None:
     async def scenario(driver: Driver, port: int) -> None:
-        agent = await agent_at(port, first=messages.AgentHello("h", "id", 0, 1, 99, "9.9"))
+        agent = await agent_at(port, first=messages.AgentHello("h", "id", 0, 0, 1, 99, "9.9"))
         with pytest.raises(ConnectionRefusedError, match=r"protocol 99 \(elasticstate 9.9\).*install the same version"):
             await agent.receive()
         await agent.close()

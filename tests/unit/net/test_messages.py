@@ -14,7 +14,7 @@ W = WorkerId("h", 0, 1)
 WORLD = messages.WorldMessage("j", 3, Placement(W, 0, 0, 1, True, 0, 1), 1, 0, ((0, 2),), "h:1", 60.0, 60.0)
 STAMP = messages.Stamp(messages.Place.TRAIN, 1, 2, CommitId(1, 2))
 SAID = [
-    (messages.decode_opening, messages.AgentHello("h", "id", 0, 1, 1, "1")),
+    (messages.decode_opening, messages.AgentHello("h", "id", 0, 0, 1, 1, "1")),
     (
         messages.decode_from_agent,
         messages.Serving(((0, CommitId(1, 1)),), (messages.WorkerReport(W, 1, 1, STAMP, ()),)),

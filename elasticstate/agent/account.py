@@ -1,0 +1,71 @@
+"""What has happened on a host that a driver has to know which was not there, or was not this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from elasticstate._native import ControlPage
+from elasticstate.agent.pulse import newest_commit
+from elasticstate.agent.seat import Seat
+from elasticstate.commits import CommitDirectory, control_file, owner_of
+from elasticstate.core.types import CommitId, WorkerId
+from elasticstate.net import messages
+
+
+class Account:
+    """Kept by the agent as it goes on."""
+
+    def __init__(self, commits: CommitDirectory, job_id: str, host: str) -> None:
+        self._commits = commits
+        self._job_id = job_id
+        self._host = host
+        self._exits: list[messages.Exited] = []  # since this host was given a world
+        self._incarnations: dict[int, int] = {}
+        self._gate = 0  # the newest generation whose gate is open
+        self.held: int | None = None  # the generation that a hold of the driver stops
+
+    def started(self, worker: WorkerId) -> None:
+        self._incarnations[worker.slot] = worker.incarnation
+
+    def ended(self, exited: messages.Exited) -> None:
+        self._exits.append(exited)
+
+    def has_a_world(self) -> None:
+        """What has ended before is history."""
+        self._exits.clear()
+
+    def told(self, body: messages.ToWorkerBody) -> None:
+        """The driver's words to the workers: holds, and the gate."""
+        match body:
+            case messages.HoldOrder(generation):
+                self.held = generation
+            case messages.ReleaseOrder() | messages.EndOrder():
+                self.held = None
+            case messages.GateOpen(generation):
+                self._gate = generation
+
+    def serving(self, seats: Mapping[WorkerId, Seat], now: float) -> messages.Serving:
+        """All that a driver has to know, with the workers that live here."""
+        return messages.Serving(
+            commits=tuple(self._adopted({worker.slot for worker in seats})),
+            workers=tuple(_report(worker, seat, now) for worker, seat in seats.items()),
+            exits=tuple(self._exits),
+            incarnations=tuple(self._incarnations.items()),
+            gate=self._gate,
+        )
+
+    def _adopted(self, living: set[int]) -> Iterator[tuple[int, CommitId]]:
+        """What is in memory where no worker lives: left by an agent before this one, or by a worker."""
+        for slot in set(self._commits.adopted()) - living:
+            with suppress(OSError, ValueError):  # it died as it made the page
+                page = ControlPage(control_file(self._commits.prefix(slot)))
+                commit = newest_commit(page, owner_of(self._job_id, self._host, slot))
+                if commit is not None:
+                    yield slot, commit
+
+
+def _report(worker: WorkerId, seat: Seat, now: float) -> messages.WorkerReport:
+    seat.pulse.look(now)
+    words = (*seat.words, messages.Notice()) if seat.is_noticed else tuple(seat.words)
+    return messages.WorkerReport(worker, seat.process.pid, seat.joined, seat.pulse.latest, words)

@@ -1,0 +1,64 @@
+"""What agents are told to run, and what the workers of a world are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from elasticstate.config import Options, inherited_environment
+from elasticstate.core import types as t
+from elasticstate.net import messages
+
+
+def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.JobSpec:
+    """The first message to each agent."""
+    return messages.JobSpec(
+        job=job,
+        job_id=job_id,
+        epoch=epoch,
+        command=options.command,
+        commit_dir=str(Path(options.commit_dir).absolute()),
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
+        hang_timeout_s=options.hang_timeout_s,
+        start_timeout_s=options.start_timeout_s,
+        stop_timeout_s=options.stop_timeout_s,
+        driver_timeout_s=options.driver_timeout_s,
+        tag_output=options.tag_output,
+        log_dir=str(Path(options.log_dir).absolute()) if options.log_dir else None,
+        environment=(("OMP_NUM_THREADS", "1"),) if one_thread_each(options) else (),
+    )
+
+
+def one_thread_each(options: Options) -> bool:
+    """Whether each worker gets one thread: several on one machine would fight over its cores (as torchrun does)."""
+    return options.max_np != 1 and "OMP_NUM_THREADS" not in inherited_environment()
+
+
+def world_messages(job: str, world: t.World, options: Options) -> Iterator[tuple[str, messages.WorldsOnHost]]:
+    """By host: what its members are told of a new world."""
+    lacking = messages.as_runs(world.lacking)
+    for host, members in groupby(world.members, key=lambda placement: placement.worker.host):
+        yield (
+            host,
+            messages.WorldsOnHost(
+                tuple(
+                    (
+                        placement.worker,
+                        messages.WorldMessage(
+                            job=job,
+                            generation=world.generation,
+                            placement=placement,
+                            size=world.size,
+                            root=world.root,
+                            lacking=lacking,
+                            store=world.store,
+                            collective_timeout_s=options.collective_timeout_s,
+                            regroup_timeout_s=options.regroup_timeout_s,
+                            verify_sync=options.verify_sync,
+                        ),
+                    )
+                    for placement in members
+                )
+            ),
+        )

@@ -1,0 +1,135 @@
+"""A driver goes on where one before it has died: what it must know of the agents that this one had, and how it is kept.
+
+The record on disk says whom to wait for, and the newest world. All else is what the agents say.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+from collections.abc import Iterable
+
+import msgspec
+
+from elasticstate.config import Options
+from elasticstate.core import types as t
+from elasticstate.core.assignment import NEWCOMER
+from elasticstate.core.records import Membership, by_discovery
+from elasticstate.core.takeover import Remains
+from elasticstate.driver.record import JobDirectory, Record
+from elasticstate.errors import OptionError
+from elasticstate.net import messages
+from elasticstate.net.trust import token_of_job
+
+
+def first_record(options: Options, job: str) -> Record:
+    """Of a new job. Raises OptionError."""
+    token = token_of_job(options.token_file)
+    return Record(job, secrets.token_hex(8), 1, token, (), options, os.getcwd())
+
+
+def next_record(last: Record, options: Options, job: str) -> Record:
+    """Of a driver that comes after another one. Raises OptionError when it is to run something else."""
+    if options.command != last.options.command:
+        raise OptionError(
+            f"--job-name: {job!r}: takes the name of no other job: one that runs {shlex.join(last.options.command)} "
+            f"has lost its driver: wait for --orphan-timeout, or end it by elasticrun --reattach {job} and Ctrl-C"
+        )
+    return msgspec.structs.replace(last, epoch=last.epoch + 1, options=options)
+
+
+def lost_hosts(events: Iterable[t.Event]) -> list[str]:
+    """Hosts that some of the events tell to be lost."""
+    return sorted({event.host for event in events if isinstance(event, t.AgentLost)})
+
+
+def without_old_answers(events: list[t.Event]) -> list[t.Event]:
+    """Only the last answer of discovery counts: the first ones, of agents that dial in, tell of a part of them."""
+    answers = [event for event in events if isinstance(event, t.HostsDiscovered)]
+    return [event for event in events if not isinstance(event, t.HostsDiscovered) or event is answers[-1]]
+
+
+class Keeper:
+    """Keeps the record of a job: call ``keep`` before anything is done that follows from a step of the core."""
+
+    def __init__(self, directory: JobDirectory, record: Record) -> None:
+        self.record = record
+        self._directory = directory
+        self._write()
+
+    def keep(self, m: Membership, ports: tuple[int, ...]) -> None:
+        """Write what has changed."""
+        old = self.record
+        agents = tuple(sorted(host.name for host in m.hosts.values() if host.agent == "joined"))
+        hosts = tuple(t.HostSlots(host.name, host.slots) for host in by_discovery(m) if host.slots)
+        is_first_commit = old.highest is None and m.ledger.highest is not None
+        is_same = (ports, agents, hosts) == (old.ports, old.agents, old.hosts)
+        if m.world is old.world and is_same and not is_first_commit:
+            return
+        members = m.world.members if m.world is not None else ()
+        workers = (m.workers.get(placement.worker) for placement in members)
+        ages = old.ages
+        if m.world is not old.world:
+            ages = tuple(NEWCOMER if worker is None else worker.age for worker in workers)
+        self.record = msgspec.structs.replace(
+            old,
+            ports=ports,
+            agents=agents,
+            hosts=hosts,
+            world=m.world,
+            ages=ages,
+            next_age=m.ledger.next_age,
+            highest=m.ledger.highest,
+        )
+        self._write()
+
+    def _write(self) -> None:
+        self._directory.write(self.record)
+
+
+class Takeover:
+    """The agents of the last driver, as they come back."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.is_over = False
+        self._serving: dict[str, messages.Serving] = {}
+
+    def joined(self, host: str, serving: messages.Serving) -> None:
+        self._serving[host] = serving
+
+    def awaited(self, lost: Iterable[str]) -> list[str]:
+        """Hosts whose agents are neither back nor ``lost``."""
+        return sorted(set(self.record.agents).difference(self._serving, lost))
+
+    def back(self) -> list[str]:
+        """Hosts whose agents are."""
+        return sorted(self._serving)
+
+    def remains(self) -> Remains:
+        """All that is known."""
+        record, world = self.record, self.record.world
+        reports = [report for serving in self._serving.values() for report in serving.workers]
+        generation = world.generation if world is not None else 0
+        stamps = [report.stamp for report in reports if report.generation == generation]
+        members = {placement.worker for placement in world.members} if world is not None else None
+        exited = {exited.worker for serving in self._serving.values() for exited in serving.exits}
+        named = {host.name for host in record.hosts}
+        return Remains(
+            world=world,
+            ages=record.ages,
+            next_age=record.next_age,
+            highest=record.highest,
+            hosts=(*record.hosts, *(t.HostSlots(host, 0) for host in self.back() if host not in named)),
+            lost=frozenset(record.agents).difference(self._serving),
+            living={report.worker: report.generation for report in reports},
+            exited=frozenset(exited if members is None else exited & members),
+            incarnations={
+                t.SlotId(host, slot): last
+                for host, serving in self._serving.items()
+                for slot, last in serving.incarnations
+            },
+            has_ticked=any(stamp.generation == generation and stamp.ticks > 0 for stamp in stamps),
+            gate_is_open=generation > 0 and any(serving.gate == generation for serving in self._serving.values()),
+        )

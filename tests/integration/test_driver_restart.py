@@ -1,0 +1,198 @@
+"""The driver is killed, and another one goes on: the workers train meanwhile, and what has happened is dealt with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from job import Job
+
+from elasticstate.driver.record import find_job
+
+FAST = (
+    "--failure-grace",
+    "0.5",
+    "--join-window",
+    "30",
+    "--min-interrupt-distance",
+    "0.2",
+    "--cooldown-range",
+    "0",
+    "0",
+)
+TWO_HOSTS = ("-np", "4", "--min-np", "1", "-H", "localhost:2,127.0.0.2:2")
+
+
+@pytest.fixture
+def name() -> str:
+    return f"restart-{uuid.uuid4().hex[:8]}"
+
+
+def newest_step(job: Job) -> int:
+    return max((int(line["step"]) for line in job.log("commit")), default=0)
+
+
+def kill_the_driver(job: Job, name: str) -> None:
+    """In mid-training; the workers train on."""
+    record = find_job(name)
+    assert record is not None
+    job.kill_driver()
+    step = newest_step(job)
+    job.wait_for_while_gone("steps without a driver", lambda: newest_step(job) > step + 5)
+
+
+def test_the_world_goes_on_without_its_driver_and_with_the_next_one(tmp_path: Path, name: str) -> None:
+    with Job(tmp_path, *TWO_HOSTS, *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
+        job.wait_for_step(5)
+        kill_the_driver(job, name)
+        job.start(*job.arguments)
+        restarted = job.wait_for_event("driver_restarted")
+        assert (restarted["epoch"], restarted["back"], restarted["lost"]) == (2, ["127.0.0.2", "localhost"], [])
+        step = newest_step(job)
+        job.wait_for_step(step + 10)
+        job.stop_file.touch()
+        job.finish(0)
+        job.check_survival()
+        assert len(job.events("world_formed")) == 1, "nobody was interrupted"
+        assert len({line["pid"] for line in job.log("commit")}) == 4
+    assert find_job(name) is None
+
+
+def test_a_death_while_there_is_no_driver_is_dealt_with_by_the_next_one(tmp_path: Path, name: str) -> None:
+    with Job(tmp_path, *TWO_HOSTS, *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
+        job.wait_for_step(5)
+        kill_the_driver(job, name)
+        victim = job.pid_of(1)
+        os.kill(victim, signal.SIGKILL)
+        job.wait_for_while_gone("the death", lambda: not psutil.pid_exists(victim))
+        job.start(*job.arguments)
+        exited = job.wait_for_event("worker_exited", pid=victim)
+        assert (exited["signal"], exited["rank"], exited["generation"]) == (signal.SIGKILL, 1, 1)
+        job.wait_for_event("world_formed", count=2)
+        job.wait_for_event("world_formed", size=4, count=2, timeout=90)  # the slot has another worker
+        job.stop_file.touch()
+        job.finish(0)
+        job.check_survival()
+
+
+def test_an_agent_and_its_workers_that_die_with_the_driver_are_replaced(tmp_path: Path, name: str) -> None:
+    with Job(tmp_path, *TWO_HOSTS, *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
+        job.wait_for_step(5)
+        agent = psutil.Process(job.wait_for_event("agent_joined", host="127.0.0.2")["pid"])
+        os.kill(agent.pid, signal.SIGSTOP)  # it must not see the driver die first
+        job.kill_driver()
+        agent.kill()
+        psutil.wait_procs([agent], timeout=10)
+        job.start(*job.arguments)
+        assert job.wait_for_event("driver_restarted")["lost"] == ["127.0.0.2"]
+        job.wait_for_event("world_formed", size=2)
+        job.wait_for_event("world_formed", size=4, count=2, timeout=90)
+        job.stop_file.touch()
+        job.finish(0)
+        job.check_survival()
+
+
+def test_when_all_processes_of_a_job_are_killed_it_goes_on_from_memory(tmp_path: Path, name: str) -> None:
+    """What a supervisor does that kills the whole group of what it restarts."""
+    with Job(tmp_path, "-np", "2", *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
+        job.wait_for_step(20)
+        children = psutil.Process(job.process.pid).children(recursive=True)
+        job.process.send_signal(signal.SIGSTOP)
+        for child in children:
+            child.kill()
+        job.kill_driver()
+        psutil.wait_procs(children, timeout=10)
+        assert not [child for child in children if child.is_running()]
+        step = newest_step(job)
+        job.start(*job.arguments)
+        job.wait_for("another generation", lambda: [e for e in job.log("enter") if e["generation"] == 2])
+        assert min(int(e["step"]) for e in job.log("enter") if e["generation"] == 2) >= step
+        job.stop_file.touch()
+        job.finish(0)
+        job.check_survival()
+
+
+def test_a_job_that_finishes_without_its_driver_is_finished_by_the_next_one(tmp_path: Path, name: str) -> None:
+    with Job(tmp_path, *TWO_HOSTS, *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
+        job.wait_for_step(5)
+        kill_the_driver(job, name)
+        job.stop_file.touch()
+        job.wait_for_while_gone("all to be in the gate", lambda: len(job.log("gate")) == 4)
+        job.start("--reattach", name)
+        job.finish(0)
+        job.check_survival()
+        assert len(job.events("world_formed")) == 1
+        assert job.events("job_finished")[-1]["status"] == "succeeded"
+
+
+def test_commands_that_have_ended_meanwhile_are_not_run_again(tmp_path: Path, name: str) -> None:
+    ran = tmp_path / "ran"
+    command = ["sh", "-c", f'echo "$$" >> {ran}; while ! test -e {tmp_path}/stop; do sleep 0.1; done']
+    with Job(tmp_path, "-np", "2", *FAST, "--job-name", name, command=command) as job:
+        job.wait_for("both", lambda: ran.exists() and len(ran.read_text().split()) == 2)
+        job.kill_driver()
+        job.stop_file.touch()
+        shells = [int(pid) for pid in ran.read_text().split()]
+        job.wait_for_while_gone("their end", lambda: not [pid for pid in shells if psutil.pid_exists(pid)])
+        job.start("--reattach", name)
+        job.finish(0)
+        assert len(ran.read_text().split()) == 2
+
+
+def test_a_living_job_has_one_driver(tmp_path: Path, name: str) -> None:
+    with Job(tmp_path, "-np", "1", *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
+        job.wait_for_step(2)
+        for arguments in (job.arguments, ["--reattach", name]):
+            second = subprocess.run(
+                [sys.executable, "-m", "elasticstate", *arguments], capture_output=True, text=True, timeout=30
+            )
+            assert second.returncode == 2
+            assert second.stderr.count("\n") == 1
+            assert f"takes the name of no running job (its driver is process {job.process.pid})" in second.stderr
+        job.stop_file.touch()
+        job.finish(0)
+        job.check_survival()
+
+
+def test_the_name_of_a_job_that_waits_for_its_driver_is_not_given_to_another(tmp_path: Path, name: str) -> None:
+    with Job(tmp_path, "-np", "1", *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
+        job.wait_for_step(2)
+        kill_the_driver(job, name)
+        for arguments, complaint in (
+            (["-np", "1", "--job-name", name, "--", "true"], "has lost its driver: wait for --orphan-timeout"),
+            (["--reattach", name, "-np", "3"], "takes the name of a job, and no option but --reattach-timeout"),
+            (["--reattach", "nobody"], "takes a job of yours that has lost its driver"),
+        ):
+            other = subprocess.run(
+                [sys.executable, "-m", "elasticstate", *arguments], capture_output=True, text=True, timeout=30
+            )
+            assert (other.returncode, other.stderr.count("\n")) == (2, 1)
+            assert complaint in other.stderr
+        job.start("--reattach", name)
+        job.wait_for_event("driver_restarted")
+        job.stop_file.touch()
+        job.finish(0)
+        job.check_survival()
+
+
+def test_what_is_on_disk_is_for_nobody_else(tmp_path: Path, name: str) -> None:
+    with Job(tmp_path, "-np", "1", *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
+        job.wait_for_step(2)
+        (directory,) = [
+            Path(found.rpartition("=")[2]).parent
+            for found in psutil.Process(job.pid_of(0)).environ().values()
+            if found.rpartition("=")[2].startswith("/") and name in found and "agent-" in found
+        ]
+        assert directory.stat().st_mode & 0o777 == 0o700
+        record = directory / "driver.json"
+        assert record.stat().st_mode & 0o777 == 0o600
+        assert json.loads(record.read_text())["epoch"] == 1
+        job.stop_file.touch()
+        job.finish(0)
