@@ -86,6 +86,8 @@ def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     d.put_host(host, agent="joined", may_live_until=-inf, heard="its agent is connected")
     memory.found(d, host.name, dict(event.commits), {worker.slot for worker, _ in event.workers})
     d.note("agent_joined", host=host.name)
+    for slot, incarnation in event.incarnations:
+        reach.has_been(d, t.WorkerId(host.name, slot, incarnation))
     if host.may_live_until > -inf and not event.workers:
         d.account(is_broken=True)
     for worker, generation in event.workers:

@@ -15,12 +15,21 @@ def lease_s(policy: Policy) -> float:
     return _MARGIN * (policy.heartbeat_timeout_s + policy.driver_timeout_s + policy.stop_timeout_s)
 
 
+def has_been(d: Draft, worker: t.WorkerId) -> None:
+    """A driver before this one may have started it."""
+    host, slot = d.hosts[worker.host], d.slots.get(worker.seat)
+    d.put_host(host, seats=max(host.seats, worker.slot + 1))
+    if slot is None or slot.incarnation < worker.incarnation:
+        d.put_slot(worker.seat, incarnation=worker.incarnation)
+
+
 def take_back(d: Draft, worker: t.WorkerId, generation: int) -> None:
     """It has lived on while its agent was out of touch. What it was in has ended: nobody waits for it any more."""
     if worker in d.workers:
         return
-    slot = d.slots.get(worker.seat)
-    if slot is None or slot.worker is not None or slot.incarnation != worker.incarnation or not _is_over(d, generation):
+    has_been(d, worker)
+    slot = d.slots[worker.seat]
+    if slot.worker is not None or slot.incarnation != worker.incarnation or not _is_over(d, generation):
         d.effects.append(t.StopWorker(worker, "its slot is another worker's by now", kill=True))
         return
     d.put_slot(worker.seat, worker=worker)

@@ -13,6 +13,7 @@ from elasticstate.core.ending import end_now
 from elasticstate.core.membership import Transition, new_membership
 from elasticstate.core.missing import listed
 from elasticstate.core.policy import Policy
+from elasticstate.core.reach import has_been
 from elasticstate.core.records import Draft, Failure, Finishing, Host, Running, Worker
 
 
@@ -25,10 +26,9 @@ class Remains:
     next_age: int
     highest: t.CommitId | None  # the newest commit of a user that was heard of
     hosts: tuple[t.HostSlots, ...]  # discovery's last answer
-    lost: frozenset[str]  # hosts that had an agent: AgentLost follows
+    lost: frozenset[str]  # hosts that had an agent, or members of that world: AgentLost follows
     living: dict[t.WorkerId, int]  # in touch, with the newest generation that each was given a world of
     exited: frozenset[t.WorkerId]  # since that world: WorkerExited follows
-    incarnations: dict[t.SlotId, int]  # processes that the slots have had, as far as is known
     has_ticked: bool  # in that world
     gate_is_open: bool  # its members have been told that they may exit
 
@@ -50,7 +50,9 @@ def take_over(policy: Policy, remains: Remains, now: float) -> Transition:
 
 def _hosts(d: Draft, remains: Remains) -> None:
     named = {host.name: host.slots for host in remains.hosts}
-    rest = sorted(remains.lost.union(worker.host for worker in remains.living).difference(named))
+    members = [placement.worker for placement in remains.world.members] if remains.world is not None else []
+    found = {worker.host for worker in (*remains.living, *remains.exited, *members)}
+    rest = sorted(remains.lost.union(found).difference(named))
     for order, name in enumerate((*named, *rest)):
         slots = named.get(name, 0)
         host = d.hosts[name] = Host(name, order, slots, seats=slots, heard="its agent has served another driver")
@@ -60,13 +62,8 @@ def _hosts(d: Draft, remains: Remains) -> None:
 
 def _seats(d: Draft, remains: Remains) -> None:
     members = [placement.worker for placement in remains.world.members] if remains.world is not None else []
-    known = dict(remains.incarnations)
     for worker in (*remains.living, *remains.exited, *members):
-        known[worker.seat] = max(known.get(worker.seat, 0), worker.incarnation)
-    for seat, incarnation in known.items():
-        host = d.hosts.get(seat.host) or Host(seat.host)
-        d.put_host(host, seats=max(host.seats, seat.slot + 1))
-        d.put_slot(seat, incarnation=incarnation)
+        has_been(d, worker)
     for worker in remains.exited.difference(members):
         _add(d, Worker(worker, started_at=d.now))
 

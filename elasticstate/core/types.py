@@ -98,12 +98,13 @@ class AgentJoined:
     """The agent of a host is connected and takes orders, and no other one lives there.
 
     ``commits``: by slot, what is in memory where no worker lives. ``workers``: those that have lived on while it was
-    out of touch, each with the newest generation that it was given a world of.
+    out of touch, each with the newest generation that it was given a world of. ``incarnations``: by slot, as it knows.
     """
 
     host: str
     commits: tuple[tuple[int, CommitId], ...] = ()
     workers: tuple[tuple[WorkerId, int], ...] = ()
+    incarnations: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

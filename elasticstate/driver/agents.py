@@ -135,7 +135,7 @@ class Agents:
         if agent is not None:
             self._lose(agent, reason)
         else:
-            self._post(t.AgentLost(host, reason, may_live=True))
+            self._post(t.AgentLost(host, reason, may_live=not is_this_machine(host)))
 
     def refuse(self, host: str) -> str:
         """Why no agent can be started on a host; "" when one can."""

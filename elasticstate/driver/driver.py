@@ -170,6 +170,8 @@ class Driver:
                 for host in takeover.awaited(lost_hosts(self._queue)):
                     self._agents.give_up(host, f"was not back within --reattach-timeout of {limit_s:g} s")
         timer.cancel()
+        for host in set(takeover.lost()).difference(lost_hosts(self._queue)):
+            self._agents.give_up(host, "was out of touch when the driver was restarted")
         self._m, effects, self._reason = take_over(self._options.policy(), takeover.remains(), self._loop.time())
         self._event("driver_restarted", epoch=record.epoch, back=takeover.back(), lost=lost_hosts(self._queue))
         self._queue = without_old_answers(self._queue)
@@ -253,11 +255,11 @@ class Driver:
 
     def _from_agent(self, host: str, message: messages.FromAgent) -> None:
         match message:
-            case messages.Serving(commits, workers, exits):
+            case messages.Serving(commits, workers, exits, incarnations):
                 if self._takeover is not None:
                     self._takeover.joined(host, message)
                 returned = tuple((report.worker, report.generation) for report in workers)
-                self._post(t.AgentJoined(host, commits, returned))
+                self._post(t.AgentJoined(host, commits, returned, incarnations))
                 for report in workers:
                     self._returned(report)
                 for exited in exits:

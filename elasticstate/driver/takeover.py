@@ -14,7 +14,6 @@ import msgspec
 
 from elasticstate.config import Options
 from elasticstate.core import types as t
-from elasticstate.core.assignment import NEWCOMER
 from elasticstate.core.records import Membership, by_discovery
 from elasticstate.core.takeover import Remains
 from elasticstate.driver.record import JobDirectory, Record
@@ -50,42 +49,42 @@ def without_old_answers(events: list[t.Event]) -> list[t.Event]:
     return [event for event in events if not isinstance(event, t.HostsDiscovered) or event is answers[-1]]
 
 
+def newer(old: Record, m: Membership, ports: tuple[int, ...]) -> Record | None:
+    """The record as it has to be from now on; None: as it was."""
+    agents = tuple(sorted(host.name for host in m.hosts.values() if host.agent == "joined"))
+    hosts = tuple(t.HostSlots(host.name, host.slots) for host in by_discovery(m) if host.slots)
+    is_first_commit = old.highest is None and m.ledger.highest is not None
+    is_same_world = m.world is old.world
+    if is_same_world and not is_first_commit and (ports, agents, hosts) == (old.ports, old.agents, old.hosts):
+        return None
+    members = m.world.members if m.world is not None else ()
+    ages = old.ages if is_same_world else tuple(m.workers[placement.worker].age for placement in members)
+    return msgspec.structs.replace(
+        old,
+        ports=ports,
+        agents=agents,
+        hosts=hosts,
+        world=m.world,
+        ages=ages,
+        next_age=m.ledger.next_age,
+        highest=m.ledger.highest,
+    )
+
+
 class Keeper:
     """Keeps the record of a job: call ``keep`` before anything is done that follows from a step of the core."""
 
     def __init__(self, directory: JobDirectory, record: Record) -> None:
         self.record = record
         self._directory = directory
-        self._write()
+        directory.write(record)
 
     def keep(self, m: Membership, ports: tuple[int, ...]) -> None:
         """Write what has changed."""
-        old = self.record
-        agents = tuple(sorted(host.name for host in m.hosts.values() if host.agent == "joined"))
-        hosts = tuple(t.HostSlots(host.name, host.slots) for host in by_discovery(m) if host.slots)
-        is_first_commit = old.highest is None and m.ledger.highest is not None
-        is_same = (ports, agents, hosts) == (old.ports, old.agents, old.hosts)
-        if m.world is old.world and is_same and not is_first_commit:
-            return
-        members = m.world.members if m.world is not None else ()
-        workers = (m.workers.get(placement.worker) for placement in members)
-        ages = old.ages
-        if m.world is not old.world:
-            ages = tuple(NEWCOMER if worker is None else worker.age for worker in workers)
-        self.record = msgspec.structs.replace(
-            old,
-            ports=ports,
-            agents=agents,
-            hosts=hosts,
-            world=m.world,
-            ages=ages,
-            next_age=m.ledger.next_age,
-            highest=m.ledger.highest,
-        )
-        self._write()
-
-    def _write(self) -> None:
-        self._directory.write(self.record)
+        record = newer(self.record, m, ports)
+        if record is not None:
+            self.record = record
+            self._directory.write(record)
 
 
 class Takeover:
@@ -107,6 +106,12 @@ class Takeover:
         """Hosts whose agents are."""
         return sorted(self._serving)
 
+    def lost(self) -> list[str]:
+        """Hosts with no agent in touch that had one, or have members of the newest world, which may live."""
+        world = self.record.world
+        members = {placement.worker.host for placement in world.members} if world is not None else set()
+        return sorted(members.union(self.record.agents).difference(self._serving))
+
     def remains(self) -> Remains:
         """All that is known."""
         record, world = self.record, self.record.world
@@ -122,14 +127,9 @@ class Takeover:
             next_age=record.next_age,
             highest=record.highest,
             hosts=(*record.hosts, *(t.HostSlots(host, 0) for host in self.back() if host not in named)),
-            lost=frozenset(record.agents).difference(self._serving),
+            lost=frozenset(self.lost()),
             living={report.worker: report.generation for report in reports},
             exited=frozenset(exited if members is None else exited & members),
-            incarnations={
-                t.SlotId(host, slot): last
-                for host, serving in self._serving.items()
-                for slot, last in serving.incarnations
-            },
             has_ticked=any(stamp.generation == generation and stamp.ticks > 0 for stamp in stamps),
             gate_is_open=generation > 0 and any(serving.gate == generation for serving in self._serving.values()),
         )

@@ -12,6 +12,7 @@ from elasticstate.core import reach
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, Transition, next_deadline
 from elasticstate.core.records import Finishing, Host, Over, Running, Waiting
+from elasticstate.core.takeover import Remains
 from tests.simulation.oracle import naive_placements
 
 ENDS = ("StateLostError", "no progress", "reset limit", "--elastic-timeout", "--start-timeout", "times in a row before")
@@ -45,6 +46,30 @@ class Checker:
         self._severed: dict[t.WorkerId, int] = {}  # in this step: those that are back in reach, and in what
         self._leases: dict[str, float] = {}  # hosts out of reach with members of the newest world: how long they live
         self._stands_still = False  # the newest world: one of its members is known to be out
+
+    def restart(self, remains: Remains, transition: Transition) -> None:
+        """Another core goes on: what the last one knew, and this one is not told, does not count."""
+        self._incarnations = {seat: slot.incarnation for seat, slot in transition.next.slots.items()}
+        self._living = {worker.seat: worker for worker in transition.next.workers}
+        self._unresponsive, self._leases, self._planned_at = set(), {}, None
+        members = [placement.worker for placement in self.world.members] if self.world is not None else []
+        ages = dict(zip(members, remains.ages, strict=True))  # who was lost and came back is as old as it was
+        self._ages = {worker: age for worker, age in ages.items() if worker in transition.next.workers}
+        absent = [worker for worker in members if worker not in transition.next.workers]
+        self._stands_still = bool(absent)
+        self._ended.pop(self.generation, None)
+        for effect in transition.effects:
+            match effect:
+                case t.End(generation, None, _):
+                    assert generation == self.generation
+                    assert absent, "a world that may go on is not ended"
+                    self._ended[generation] = [None]
+                case t.OpenGate(generation):
+                    assert generation == self.generation
+                    assert remains.gate_is_open
+                case _:
+                    assert isinstance(effect, t.Note), f"{effect} before anything is heard"
+        assert not absent or transition.effects, "a world without some of its members cannot go on"
 
     @property
     def generation(self) -> int:
@@ -115,6 +140,9 @@ class Checker:
                 agents[host] = "joined"
                 lease = self._leases.pop(host, None)
                 self._stands_still |= lease is not None and not event.workers
+                started = [t.WorkerId(host, *known) for known in event.incarnations]
+                for worker in (*started, *(worker for worker, _ in event.workers)):
+                    self._incarnations[worker.seat] = max(self._incarnations.get(worker.seat, 0), worker.incarnation)
                 for worker, generation in event.workers:
                     self._returns(transition, worker, generation)
         elif known not in ("", "none"):

@@ -15,12 +15,14 @@ from elasticstate.core.policy import Policy
 from tests.simulation.invariants import Checker, each
 from tests.simulation.judge import Judge
 from tests.simulation.reach import Reach
+from tests.simulation.restart import Restart
 from tests.simulation.workers import Content, Group, Memory, Script, Worker
 
 HOSTS = ("a", "b", "c")
 FAULTS = (
     *("kill", "kill", "several", "all", "exit", "own", "all own", "freeze", "notice", "hosts", "agent", "host"),
     *("cut", "cut two", "cut the world", "cut all", "cut ones gone"),
+    *("driver", "driver in the middle"),
 )
 MAX_ACTIONS = 30_000
 
@@ -58,6 +60,8 @@ class Job:
         self.agents: dict[str, str] = {}  # host: "asked", "up"
         self.lost: list[str] = []  # agents whose loss is not yet known
         self.reach = Reach(self)
+        self.restart = Restart(self)
+        self.deaf: set[str] = set()  # hosts that an effect does not reach any more
         self.memory: dict[t.SlotId, Memory] = {}
         self.judge = Judge(self)
         self.hosts = tuple(t.HostSlots(host, rng.randint(1, 2)) for host in HOSTS[: rng.randint(1, 3)])
@@ -80,9 +84,11 @@ class Job:
         for _ in range(actions):
             if self.end is not None:
                 break
-            if self.rng.random() < 0.02:
+            if self.rng.random() < 0.02 and not self.restart.is_down:
                 self._fault()
             self._act()
+        while self.restart.is_down:
+            self.restart.act()
         if self.end is None:
             self._all_is_well_again()
         for _ in range(MAX_ACTIONS):
@@ -94,6 +100,9 @@ class Job:
 
     def _act(self) -> None:
         """One thing happens: a main thread goes on, a message arrives, a death is seen, or nothing but time passes."""
+        if self.restart.is_down:
+            self.restart.act()
+            return
         self.now += 0.001
         if self.reach.cuts:
             self.reach.time_passes()
@@ -128,8 +137,8 @@ class Job:
             worker.receive()
         else:
             moved = self.now >= worker.busy_until and worker.step()
-        if worker.exit is not None and in_reach:
-            self.exits.append(worker.exit)
+        if worker.exit is not None:
+            self._has_ended(worker.exit)
         return moved or worker.exit is not None
 
     def _agents_and_exits(self) -> bool:
@@ -151,6 +160,12 @@ class Job:
                 return True
         return self.reach.something_happens()
 
+    def _has_ended(self, exited: t.WorkerExited) -> None:
+        """Its agent sees it, and the core will hear of it, if it is in reach."""
+        self.restart.accounts.ended(exited)
+        if exited.worker.host not in self.reach and not self.restart.is_down:
+            self.exits.append(exited)
+
     def agent_joins(
         self, host: str, workers: tuple[tuple[t.WorkerId, int], ...] = (), words: tuple[t.Event, ...] = ()
     ) -> None:
@@ -165,7 +180,8 @@ class Job:
             for seat, memory in self.memory.items()
             if seat.host == host and memory.commit and seat not in living
         ]
-        joined = t.AgentJoined(host, tuple(found), workers)
+        incarnations = self.restart.accounts.incarnations.get(host, {})
+        joined = t.AgentJoined(host, tuple(found), workers, tuple(incarnations.items()))
         self.tell(t.Several((joined, *words)) if words else joined)
         is_taken = self.end is not None or self.m.hosts[host].agent == "joined"
         assert is_taken or host not in self.agents, f"the agent of {host} is neither taken nor told to stop"
@@ -195,7 +211,7 @@ class Job:
             elif self.rng.random() < 0.2:
                 if worker.id.host not in self.reach:
                     beats.append(t.WorkerUnresponsive(worker.id, "no stamp"))
-                self._kill(worker)
+                self.kill(worker)
         self.tell(t.Several(tuple(beats)))
 
     # ------------------------------------------------------------------------------------------------- the core
@@ -209,13 +225,33 @@ class Job:
         self.reached["events"] += 1
         self.log.append((self.now, event, transition))
         self.checker.see(self.m, event, self.now, transition)
-        self.m = transition.next
-        for effect in transition.effects:
-            self._carry_out(effect)
+        self.replace(transition)
         self.judge.see(transition)
+
+    def replace(self, transition: Transition) -> None:
+        """What the core says is done, in its order; unless the driver dies in the middle of it."""
+        had_commit = self.m.ledger.highest is not None
+        self.m, effects = transition.next, transition.effects
+        if effects or (self.m.ledger.highest is not None and not had_commit):
+            self.restart.keep()
+        dies = self.restart.is_about_to_die and effects and not isinstance(effects[-1], t.EndJob)
+        last = self.rng.randrange(len(effects)) if dies else len(effects)
+        for effect in effects[:last]:
+            self._carry_out(effect)
+        if dies:
+            self.deaf = {host for host in HOSTS if self.rng.random() < 0.5}
+            self._carry_out(effects[last])
+            self.deaf = set(HOSTS)
+            for effect in effects[last + 1 :]:
+                if isinstance(effect, t.PublishWorld):
+                    self._carry_out(effect)
+            self.deaf = set()
+            self.restart.die()
 
     def _carry_out(self, effect: t.Effect) -> None:
         match effect:
+            case t.StartAgent(host) | t.StopAgent(host) | t.StartWorker(t.WorkerId(host)) if host in self.deaf:
+                pass
             case t.StartAgent(host):
                 self.agents[host] = "asked"
             case t.StopAgent(host) if host in self.reach:
@@ -228,12 +264,15 @@ class Job:
                 content = Content(str(worker), 0, 0)
                 memory = self.memory.setdefault(worker.seat, Memory())
                 self.workers[worker] = Worker(worker, self.script, self.groups, self.rng, content, memory)
+                self.restart.accounts.started(worker)
             case t.PublishWorld(world):
                 if world.generation - 1 in self.groups:
                     self.groups[world.generation - 1].ticks_after = 0
                 self.groups[world.generation] = Group(world)
                 for placement in world.members:
                     self._send(placement.worker, effect)
+                    if self._reaches(placement.worker.host):
+                        self.restart.accounts.exits.pop(placement.worker.host, None)
                 self.judge.nothing_made_is_lost(world)
             case t.StopWorker(worker) | t.ConfirmOwnError(worker) | t.Leave(worker) | t.Sever(worker):
                 if isinstance(effect, t.Leave):
@@ -245,16 +284,23 @@ class Job:
                     group.in_reach = any(p.worker.host not in self.reach for p in group.world.members)
                 for worker in self.workers:
                     self._send(worker, effect)
+                if isinstance(effect, t.OpenGate):
+                    opened = {host: effect.generation for host in self.agents if self._reaches(host)}
+                    self.restart.accounts.gates.update(opened)
             case t.EndJob():
                 self.end = effect
 
     def _send(self, worker: t.WorkerId, message: t.Effect) -> None:
-        if worker in self.workers and worker.host not in self.reach.cuts:
+        if worker in self.workers and self._reaches(worker.host):
             self.workers[worker].down.append(message)
+
+    def _reaches(self, host: str) -> bool:
+        return host not in self.reach and host not in self.deaf
 
     def _stop_agent(self, host: str, *, with_memory: bool) -> None:
         """The agent and its workers die. What they have committed is still there, unless the host dies, too."""
         if self.agents.pop(host, None) is not None:
+            self.restart.accounts.forget(host)
             for worker in [worker for worker in self.workers.values() if worker.id.host == host]:
                 self.vanish(worker)
             self.exits = [left for left in self.exits if left.worker.host != host]
@@ -275,12 +321,11 @@ class Job:
             worker.die(None, 9)
         self.workers.pop(worker.id, None)
 
-    def _kill(self, worker: Worker, signal: int | None = 9, exit_code: int | None = None) -> None:
+    def kill(self, worker: Worker, signal: int | None = 9, exit_code: int | None = None) -> None:
         if worker.exit is None:
             worker.die(exit_code, signal)
             assert worker.exit is not None
-            if worker.id.host not in self.reach:
-                self.exits.append(worker.exit)
+            self._has_ended(worker.exit)
 
     # ------------------------------------------------------------------------------------------------- faults
 
@@ -293,6 +338,10 @@ class Job:
             self.tell(t.HostsDiscovered(tuple(hosts)))
         elif kind == "cut ones gone":
             self.tell(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS if host not in self.reach)))
+        elif kind == "driver":
+            self.restart.die()
+        elif kind == "driver in the middle":
+            self.restart.is_about_to_die = True
         elif kind in ("agent", "host") and agents:
             self._stop_agent(self.rng.choice(agents), with_memory=kind == "host")
         elif kind.startswith("cut") and agents:
@@ -304,16 +353,16 @@ class Job:
         elif living:
             victim = self.rng.choice(living)
             if kind == "kill":
-                self._kill(victim)
+                self.kill(victim)
             elif kind == "several":
                 for worker in living:
                     if self.rng.random() < 0.6:
-                        self._kill(worker)
+                        self.kill(worker)
             elif kind == "all":
                 for worker in living:
-                    self._kill(worker)
+                    self.kill(worker)
             elif kind == "exit":
-                self._kill(victim, signal=None, exit_code=self.rng.choice((0, 1)))
+                self.kill(victim, signal=None, exit_code=self.rng.choice((0, 1)))
             elif kind == "own":
                 victim.crash = True
             elif kind == "freeze":

@@ -34,6 +34,11 @@ class Judge:
         elif waits and self.waits_since is None:
             self.waits_since = self.job.now
 
+    def restart(self) -> None:
+        """Another core, which has been told nothing yet."""
+        self.heard = {}
+        self.waits_since = None
+
     def forget(self, host: str, living: Collection[t.SlotId] = ()) -> None:
         """What was in memory on this host, but for these slots."""
         self.heard = {seat: commit for seat, commit in self.heard.items() if seat.host != host or seat in living}

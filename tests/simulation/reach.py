@@ -59,6 +59,7 @@ class Reach:
                 cut.has_given_up = True
                 job.reached["agent gave up"] += bool(workers)
                 job.host_is_cleared(host)
+                job.restart.accounts.forget(host)
 
     def something_happens(self) -> bool:
         """The core hears that an agent is lost, or one comes back."""

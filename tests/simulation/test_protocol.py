@@ -33,6 +33,8 @@ MUST_BE_REACHED = (
     *("cut", "several hosts cut at once", "all hosts cut", "healed in time", "agent gave up", "evicted"),
     *("cleared before it was back", "stopped while cut off", "returned"),
     *("lease waited for", "state out of reach", "I16 with 0", "I16 with 1"),
+    *("driver died", "died without a driver", "taken over", "the world goes on", "the world cannot go on"),
+    "the gate was open",
     *(f"fault {name}" for name in FAULTS),
 )
 reached: Counter[str] = Counter()
