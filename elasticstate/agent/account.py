@@ -23,6 +23,7 @@ class Account:
         self._exits: list[messages.Exited] = []  # since this host was given a world
         self._incarnations: dict[int, int] = {}
         self._gate = 0  # the newest generation whose gate is open
+        self._ended = 0  # the newest generation that was ended, not at a tick
         self.held: int | None = None  # the generation that a hold of the driver stops
 
     def started(self, worker: WorkerId) -> None:
@@ -40,8 +41,12 @@ class Account:
         match body:
             case messages.HoldOrder(generation):
                 self.held = generation
-            case messages.ReleaseOrder() | messages.EndOrder():
+            case messages.ReleaseOrder():
                 self.held = None
+            case messages.EndOrder(generation, at_tick):
+                self.held = None
+                if at_tick is None:
+                    self._ended = max(self._ended, generation)
             case messages.GateOpen(generation):
                 self._gate = generation
 
@@ -53,6 +58,7 @@ class Account:
             exits=tuple(self._exits),
             incarnations=tuple(self._incarnations.items()),
             gate=self._gate,
+            ended=self._ended,
         )
 
     def _adopted(self, living: set[int]) -> Iterator[tuple[int, CommitId]]:

@@ -79,8 +79,8 @@ def _hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
 
 def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     host = d.hosts.get(event.host)
-    if host is not None and host.agent == "stopping":  # one that was out of reach has come back in the other's place
-        d.effects.append(t.StopAgent(host.name, "it is not wanted any more"))
+    if host is None or host.agent == "stopping":  # one that was out of reach has come back in the other's place
+        d.effects.append(t.StopAgent(event.host, "it is not wanted any more"))
     if host is None or host.agent not in ("asked", "none"):
         return
     d.put_host(host, agent="joined", may_live_until=-inf, heard="its agent is connected")

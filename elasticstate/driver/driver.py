@@ -258,12 +258,12 @@ class Driver:
             case messages.Serving(commits, workers, exits, incarnations):
                 if self._takeover is not None:
                     self._takeover.joined(host, message)
+                for exited in exits:  # first: another one may live in that slot
+                    self._from_agent(host, exited)
                 returned = tuple((report.worker, report.generation) for report in workers)
                 self._post(t.AgentJoined(host, commits, returned, incarnations))
                 for report in workers:
                     self._returned(report)
-                for exited in exits:
-                    self._from_agent(host, exited)
             case messages.FromWorker(worker, body):
                 self._from_worker(worker, body)
             case messages.Stamps() if self._takeover is not None and not self._takeover.is_over:

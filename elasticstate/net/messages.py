@@ -286,6 +286,7 @@ class Serving(_Message, frozen=True):
     exits: tuple[Exited, ...] = ()  # since the newest world that this host was given
     incarnations: tuple[tuple[int, int], ...] = ()  # by slot: the last process that it has had
     gate: int = 0  # the newest generation whose gate the workers here were told is open
+    ended: int = 0  # the newest generation that they were told has ended, not at a tick
 
 
 class Stamps(_Message, frozen=True):

@@ -125,7 +125,8 @@ class Checker:
             case t.WorkerExited(worker=worker) if self._living.get(worker.seat) == worker:
                 del self._living[worker.seat]
                 self._ages.pop(worker, None)
-                self._stands_still |= self._joined.get(worker, 0) == self.generation
+                members = self.world.members if self.world is not None else ()
+                self._stands_still |= any(placement.worker == worker for placement in members)
 
     def _hear_agent(
         self, agents: dict[str, str], transition: Transition, event: t.AgentLost | t.AgentJoined, now: float

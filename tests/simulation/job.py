@@ -183,7 +183,7 @@ class Job:
         incarnations = self.restart.accounts.incarnations.get(host, {})
         joined = t.AgentJoined(host, tuple(found), workers, tuple(incarnations.items()))
         self.tell(t.Several((joined, *words)) if words else joined)
-        is_taken = self.end is not None or self.m.hosts[host].agent == "joined"
+        is_taken = self.end is not None or (host in self.m.hosts and self.m.hosts[host].agent == "joined")
         assert is_taken or host not in self.agents, f"the agent of {host} is neither taken nor told to stop"
 
     def workers_on(self, host: str) -> list[Worker]:
@@ -278,15 +278,19 @@ class Job:
                 if isinstance(effect, t.Leave):
                     self.judge.leaver_holds_nothing_back(worker)
                 self._send(worker, effect)
+                if isinstance(effect, t.Sever) and self._reaches(worker.host):
+                    self.restart.accounts.ends[worker.host] = effect.generation
             case t.Hold() | t.Release() | t.End() | t.OpenGate():
                 group = self.groups[effect.generation]
                 if isinstance(effect, t.End) and group.in_reach is None:
                     group.in_reach = any(p.worker.host not in self.reach for p in group.world.members)
                 for worker in self.workers:
                     self._send(worker, effect)
+                told = {host: effect.generation for host in self.agents if self._reaches(host)}
                 if isinstance(effect, t.OpenGate):
-                    opened = {host: effect.generation for host in self.agents if self._reaches(host)}
-                    self.restart.accounts.gates.update(opened)
+                    self.restart.accounts.gates.update(told)
+                elif isinstance(effect, t.End) and effect.at_tick is None:
+                    self.restart.accounts.ends.update(told)
             case t.EndJob():
                 self.end = effect
 

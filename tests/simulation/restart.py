@@ -29,10 +29,11 @@ class Accounts:
         self.exits: dict[str, list[t.WorkerExited]] = {}  # by host: since it was given a world
         self.incarnations: dict[str, dict[int, int]] = {}
         self.gates: dict[str, int] = {}
+        self.ends: dict[str, int] = {}
 
     def forget(self, host: str) -> None:
         """The agent is gone, and another one knows nothing."""
-        for kept in (self.exits, self.incarnations, self.gates):
+        for kept in (self.exits, self.incarnations, self.gates, self.ends):
             kept.pop(host, None)
 
     def ended(self, exited: t.WorkerExited) -> None:
@@ -117,8 +118,8 @@ class Restart:
             joined = t.AgentJoined(
                 host, serving.commits, tuple((w.id, reports[w.id][0]) for w in workers), serving.incarnations
             )
-            events += [joined, *(word for w in workers for word in (w.heartbeat(), *reports[w.id][1]))]
-            events += self.accounts.exits.get(host, [])
+            words = [word for worker in workers for word in (worker.heartbeat(), *reports[worker.id][1])]
+            events += [*self.accounts.exits.get(host, []), joined, *words]
             for worker in workers:
                 worker.up.clear()
         lost = takeover.lost()
@@ -175,7 +176,8 @@ class Restart:
             for left in self.accounts.exits.get(host, [])
         )
         incarnations = tuple(self.accounts.incarnations.get(host, {}).items())
-        return messages.Serving(commits, reports, exits, incarnations, self.accounts.gates.get(host, 0))
+        gate, ended = self.accounts.gates.get(host, 0), self.accounts.ends.get(host, 0)
+        return messages.Serving(commits, reports, exits, incarnations, gate, ended)
 
 
 def _fields(record: Record) -> dict[str, object]:
