@@ -30,6 +30,7 @@ class Remains:
     living: dict[t.WorkerId, int]  # in touch, with the newest generation that each was given a world of
     exited: frozenset[t.WorkerId]  # since that world: WorkerExited follows
     has_ticked: bool  # in that world
+    has_ended: bool  # some of its members have been told so
     gate_is_open: bool  # its members have been told that they may exit
 
 
@@ -93,14 +94,15 @@ def _members(d: Draft, remains: Remains, world: t.World) -> None:
         else:
             absent.append(worker)
     d.world = world
-    if remains.gate_is_open:
+    if remains.gate_is_open and not remains.has_ended:  # else the last driver did not know that it was open
         d.become(Finishing(since=d.now))
         d.effects.append(t.OpenGate(world.generation))
         return
     d.become(Running(since=d.now, first_tick=remains.has_ticked))
-    if absent:
-        reason = f"the driver was restarted, and {listed([str(worker) for worker in absent])} had not gone on"
-        d.account(is_broken=True)
+    if absent or remains.has_ended:
+        why = f"{listed([str(worker) for worker in absent])} had not gone on" if absent else "the last one had ended it"
+        reason = f"the driver was restarted, and {why}"
+        d.account(is_broken=bool(absent))
         end_now(d, Failure(t.RootCause(reason, generation=world.generation), "lost"))
 
 

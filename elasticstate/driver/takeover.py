@@ -112,12 +112,6 @@ class Takeover:
         members = {placement.worker.host for placement in world.members} if world is not None else set()
         return sorted(members.union(self.record.agents).difference(self._serving))
 
-    def _gate_is_open(self, generation: int) -> bool:
-        """Whether members may have passed it, and none rolls back: the last driver may not have known all agents."""
-        if any(serving.ended >= generation for serving in self._serving.values()):
-            return False
-        return any(serving.gate == generation for serving in self._serving.values())
-
     def remains(self) -> Remains:
         """All that is known."""
         record, world = self.record, self.record.world
@@ -137,5 +131,6 @@ class Takeover:
             living={report.worker: report.generation for report in reports},
             exited=frozenset(exited if members is None else exited & members),
             has_ticked=any(stamp.generation == generation and stamp.ticks > 0 for stamp in stamps),
-            gate_is_open=self._gate_is_open(generation),
+            has_ended=generation > 0 and any(serving.ended >= generation for serving in self._serving.values()),
+            gate_is_open=generation > 0 and any(serving.gate == generation for serving in self._serving.values()),
         )
