@@ -14,9 +14,12 @@ The phases, and how one gets from one to the next (one ``become_`` function per 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from elasticstate.core.assignment import NEWCOMER
 from elasticstate.core.policy import Policy
@@ -35,8 +38,7 @@ class Failure:
     own_error: bool = False  # an exit with a code other than 0, without a signal
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+class Host(Struct, frozen=True, gc=False):
     """A host that discovery has named at least once."""
 
     name: str
@@ -54,8 +56,7 @@ class Host:
     heard: str = "not asked yet"  # what was last heard of it
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(Struct, frozen=True, gc=False):
     """One seat. It outlives its workers."""
 
     incarnation: int = 0  # processes that it has had
@@ -67,8 +68,7 @@ class Slot:
     memory: CommitId | None = None  # the newest commit in its memory, as was last heard; it outlives the workers, too
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(Struct, frozen=True, gc=False):
     """A living process.
 
     Boots until its first READY; then it is READY or in a world. In a world: ``joined`` is the present generation.
@@ -159,8 +159,7 @@ class Over:
 Phase = Waiting | Forming | Running | Finishing | Over
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(Struct, frozen=True, gc=False):
     """What is counted over the whole job."""
 
     started_at: float | None = None
