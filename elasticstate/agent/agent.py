@@ -48,7 +48,7 @@ LOOK_INTERVAL_S = 0.25  # between two looks at the workers' stamps
 _ESCAPE_TIMEOUT_S = 2.0  # for a worker to get out of a collective, when its generation has ended
 _STACKS_TIMEOUT_S = 0.5  # for the stacks of a worker that is to be killed
 STAMPS_INTERVAL_S = 1.0  # between two messages with them: the agent's own sign of life; at most
-_STAMPS_PER_TIMEOUT = 16
+_STAMPS_PER_TIMEOUT = 10
 _GONE = "the driver is gone"
 
 

@@ -13,7 +13,7 @@ The phases, and how one gets from one to the next (one ``become_`` function per 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
@@ -106,6 +106,15 @@ class Worker(Struct, frozen=True, gc=False):
         return not self.joined and self.ready is None and not self.gone and not self.leaving
 
 
+KINDS: dict[str, Callable[[Worker], bool]] = {
+    "booting": lambda worker: worker.booting,
+    "ready": lambda worker: worker.ready is not None and not worker.gone,
+    "leaving": lambda worker: bool(worker.leaving) and not worker.gone,
+    "suspect": lambda worker: worker.suspect_at is not None,
+}
+_COUNTED = {"joined", "ready", "gone", "leaving", "suspect_at"}  # the fields that decide on a kind
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """Too few are READY, or the newest commit is in the memory of a slot that is not. In: at the start, and when an
@@ -194,6 +203,8 @@ class Membership:
     world: World | None  # the newest one published
     ledger: Ledger
     deadline: float | None  # when TimePassed would change something
+    count: Mapping[str, int]  # of living workers, by kind (KINDS): what concerns none of them need not look at all
+    living: Mapping[str, int]  # how many workers live on a host
 
     @property
     def generation(self) -> int:
@@ -238,12 +249,23 @@ class Draft:
         self.effects: list[Effect] = []
         self.reason = ""
         self.broken: list[Failure] = []  # facts against the present generation, found in this step
+        self.count = dict(m.count)
+        self.living = dict(m.living)
         self._wake = inf
+        self._seats: dict[str, set[int]] = {}
 
     def freeze(self) -> Membership:
-        deadline = self._wake if self._wake < inf else None
         return Membership(
-            self.policy, self.phase, self.hosts, self.slots, self.workers, self.world, self.ledger, deadline
+            self.policy,
+            self.phase,
+            self.hosts,
+            self.slots,
+            self.workers,
+            self.world,
+            self.ledger,
+            self._wake if self._wake < inf else None,
+            self.count,
+            self.living,
         )
 
     @property
@@ -268,10 +290,25 @@ class Draft:
     def warn(self, text: str) -> None:
         self.note("warning", text=text)
 
+    def add(self, worker: Worker) -> None:
+        self._recount(None, worker)
+        self.living[worker.id.host] = self.living.get(worker.id.host, 0) + 1
+        self.workers[worker.id] = worker
+
+    def remove(self, worker: Worker) -> None:
+        self._recount(self.workers.pop(worker.id), None)
+        self.living[worker.id.host] -= 1
+
     def put(self, worker: Worker, **changes: Any) -> Worker:
         changed = replace(worker, **changes)
+        if not _COUNTED.isdisjoint(changes):
+            self._recount(self.workers[worker.id], changed)
         self.workers[worker.id] = changed
         return changed
+
+    def _recount(self, before: Worker | None, after: Worker | None) -> None:
+        for kind, belongs in KINDS.items():
+            self.count[kind] += (after is not None and belongs(after)) - (before is not None and belongs(before))
 
     def put_host(self, host: Host, **changes: Any) -> Host:
         changed = replace(host, **changes)
@@ -280,8 +317,17 @@ class Draft:
 
     def put_slot(self, seat: SlotId, **changes: Any) -> Slot:
         changed = replace(self.slots.get(seat, _NEW_SLOT), **changes)
+        if seat not in self.slots and self._seats:
+            self._seats.setdefault(seat.host, set()).add(seat.slot)
         self.slots[seat] = changed
         return changed
+
+    def seats_of(self, host: str) -> set[int]:
+        """The slots of a host of which anything is known."""
+        if not self._seats:
+            for name, index in self.slots:
+                self._seats.setdefault(name, set()).add(index)
+        return self._seats.get(host, set())
 
     def account(self, **changes: Any) -> None:
         self.ledger = replace(self.ledger, **changes)

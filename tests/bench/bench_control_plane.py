@@ -2,7 +2,8 @@
 
 The driver is a plain ``elasticrun --listen``. The agents run in a few processes, speak the real protocol over the real
 TLS connections, and answer for workers that do not exist: READY when all have been asked for, an answer to each hold,
-READY once more after each END, stamps once a second. For each size, on an otherwise idle machine:
+READY once more after each END, stamps as often as with the default --heartbeat-timeout. For each size, on an otherwise
+idle machine:
 
 - world: from the last READY sent to the last WORLD received
 - hold: from the first HOLD received to the last END(at K) received, which follows the last answer
@@ -35,6 +36,7 @@ from typing import Any
 
 import psutil
 
+from elasticstate.agent.agent import STAMPS_INTERVAL_S
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.net import messages
 from elasticstate.net.stream import Stream
@@ -44,7 +46,6 @@ SLOTS = 8
 PROCESSES = 2
 TIMEOUT_S = 120.0
 REST_S = 5.0
-STAMPS_INTERVAL_S = 1.0
 GOALS = {"world": 1.0, "hold": 1.0, "end": 0.5, "next world": 1.0}
 
 
