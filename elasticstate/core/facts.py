@@ -356,7 +356,7 @@ def _failure_reported(d: Draft, event: t.FailureReported) -> None:
 
 def _what_was_found(d: Draft, worker: Worker, error: str) -> Failure:
     """Why a member finds the generation broken: another one leaves it, with an error that is known to be its own."""
-    suspects = d.workers.values() if d.count["suspect"] else ()
+    suspects = d.workers.values() if d.suspects else ()
     confirmed = (w for w in suspects if w.confirmed_at is not None and d.breaks(w))
     first = min(confirmed, key=lambda w: (w.suspect_at or 0.0, w.id), default=None)
     if first is None:

@@ -15,7 +15,7 @@ NOTHING = t.CommitId(0, 0)
 
 def staying(d: Draft) -> list[Worker]:
     """Who is READY, and does not leave."""
-    return [worker for worker in d.ready_workers() if not worker.leaving] if d.count["ready"] else []
+    return [worker for worker in d.ready_workers() if not worker.leaving] if d.ready else []
 
 
 def candidates(d: Draft) -> list[Worker]:
@@ -37,7 +37,7 @@ def newest(workers: Iterable[Worker]) -> t.CommitId:
 
 def postponed(d: Draft, stay: Sequence[Worker]) -> Worker | None:
     """The leaving READY worker that must go along once more: it holds a newer commit than all who stay (I3, I15)."""
-    leavers = [worker for worker in d.ready_workers() if worker.leaving] if d.count["leaving"] else []
+    leavers = [worker for worker in d.ready_workers() if worker.leaving] if d.leaving else []
     holder = max(leavers, key=lambda w: (held(w), -w.age, w.id), default=None)
     return holder if holder is not None and held(holder) > newest(stay) else None
 

@@ -13,10 +13,10 @@ The phases, and how one gets from one to the next (one ``become_`` function per 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -106,13 +106,16 @@ class Worker(Struct, frozen=True, gc=False):
         return not self.joined and self.ready is None and not self.gone and not self.leaving
 
 
-KINDS: dict[str, Callable[[Worker], bool]] = {
-    "booting": lambda worker: worker.booting,
-    "ready": lambda worker: worker.ready is not None and not worker.gone,
-    "leaving": lambda worker: bool(worker.leaving) and not worker.gone,
-    "suspect": lambda worker: worker.suspect_at is not None,
-}
-_COUNTED = {"joined", "ready", "gone", "leaving", "suspect_at"}  # the fields that decide on a kind
+class Count(NamedTuple):
+    """How many workers are of each kind: a rule for one that there is none of need not look at all workers."""
+
+    booting: int = 0
+    ready: int = 0
+    leaving: int = 0
+    suspects: int = 0
+
+
+_COUNTED = {"joined", "ready", "gone", "leaving", "suspect_at"}  # the fields that decide on the kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +206,7 @@ class Membership:
     world: World | None  # the newest one published
     ledger: Ledger
     deadline: float | None  # when TimePassed would change something
-    count: Mapping[str, int]  # of living workers, by kind (KINDS): what concerns none of them need not look at all
+    count: Count  # of the living workers
     living: Mapping[str, int]  # how many workers live on a host
 
     @property
@@ -249,7 +252,7 @@ class Draft:
         self.effects: list[Effect] = []
         self.reason = ""
         self.broken: list[Failure] = []  # facts against the present generation, found in this step
-        self.count = dict(m.count)
+        self.booting, self.ready, self.leaving, self.suspects = m.count
         self.living = dict(m.living)
         self._wake = inf
         self._seats: dict[str, set[int]] = {}
@@ -264,7 +267,7 @@ class Draft:
             self.world,
             self.ledger,
             self._wake if self._wake < inf else None,
-            self.count,
+            Count(self.booting, self.ready, self.leaving, self.suspects),
             self.living,
         )
 
@@ -291,24 +294,27 @@ class Draft:
         self.note("warning", text=text)
 
     def add(self, worker: Worker) -> None:
-        self._recount(None, worker)
+        self._count(worker, 1)
         self.living[worker.id.host] = self.living.get(worker.id.host, 0) + 1
         self.workers[worker.id] = worker
 
     def remove(self, worker: Worker) -> None:
-        self._recount(self.workers.pop(worker.id), None)
+        self._count(self.workers.pop(worker.id), -1)
         self.living[worker.id.host] -= 1
 
     def put(self, worker: Worker, **changes: Any) -> Worker:
         changed = replace(worker, **changes)
         if not _COUNTED.isdisjoint(changes):
-            self._recount(self.workers[worker.id], changed)
+            self._count(self.workers[worker.id], -1)
+            self._count(changed, 1)
         self.workers[worker.id] = changed
         return changed
 
-    def _recount(self, before: Worker | None, after: Worker | None) -> None:
-        for kind, belongs in KINDS.items():
-            self.count[kind] += (after is not None and belongs(after)) - (before is not None and belongs(before))
+    def _count(self, worker: Worker, by: int) -> None:
+        self.booting += by * worker.booting
+        self.ready += by * (worker.ready is not None and not worker.gone)
+        self.leaving += by * (worker.leaving != "" and not worker.gone)
+        self.suspects += by * (worker.suspect_at is not None)
 
     def put_host(self, host: Host, **changes: Any) -> Host:
         changed = replace(host, **changes)
@@ -316,10 +322,10 @@ class Draft:
         return changed
 
     def put_slot(self, seat: SlotId, **changes: Any) -> Slot:
-        changed = replace(self.slots.get(seat, _NEW_SLOT), **changes)
-        if seat not in self.slots and self._seats:
+        before = self.slots.get(seat)
+        if before is None and self._seats:
             self._seats.setdefault(seat.host, set()).add(seat.slot)
-        self.slots[seat] = changed
+        changed = self.slots[seat] = replace(before or _NEW_SLOT, **changes)
         return changed
 
     def seats_of(self, host: str) -> set[int]:

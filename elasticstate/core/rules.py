@@ -304,7 +304,7 @@ def _window_is_over(d: Draft, stay: list[Worker], first: bool) -> bool:
     ready_at = sorted(worker.ready_at for worker in stay)
     if first:
         return d.due(ready_at[-1] + d.policy.join_window_s)
-    if not d.count["booting"]:
+    if not d.booting:
         return True
     return d.due(ready_at[d.policy.min_np - 1] + d.policy.join_window_s)
 
@@ -319,7 +319,7 @@ def watch_window(d: Draft) -> None:
 
 def _let_leavers_go(d: Draft, stay: list[Worker]) -> None:
     """Too few stay for a world: leavers hold nothing back, except the newest commit."""
-    if not d.count["leaving"]:
+    if not d.leaving:
         return
     holder = postponed(d, stay)
     for worker in list(d.ready_workers()):

@@ -62,7 +62,7 @@ def start_and_stop(d: Draft) -> None:
 def _stop_strangers(d: Draft) -> None:
     """Workers outside the present world that nobody wants: leavers, and behind the gate all."""
     finishing = isinstance(d.phase, Finishing)
-    if not (finishing or d.count["leaving"]):
+    if not (finishing or d.leaving):
         return
     for worker in list(d.workers.values()):
         if worker.gone or not (worker.leaving or finishing) or d.breaks(worker):
@@ -78,7 +78,7 @@ def bound_boots(d: Draft) -> None:
     """Whoever has been booting for the start time-out is killed, and its slot has failed. (Before the first world the
     job ends by that time-out.)"""
     limit_s = d.policy.start_timeout_s
-    if not d.generation or isinstance(d.phase, Finishing) or not d.count["booting"]:
+    if not d.generation or isinstance(d.phase, Finishing) or not d.booting:
         return
     for worker in list(d.workers.values()):
         if worker.booting and d.due(worker.started_at + limit_s):

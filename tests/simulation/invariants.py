@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from elasticstate.core import reach
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, Transition, next_deadline
-from elasticstate.core.records import KINDS, Finishing, Host, Over, Running, Waiting
+from elasticstate.core.records import Count, Finishing, Host, Over, Running, Waiting
 from tests.simulation.oracle import naive_placements
 
 ENDS = ("StateLostError", "no progress", "reset limit", "--elastic-timeout", "--start-timeout", "times in a row before")
@@ -27,7 +27,12 @@ def each(event: t.Event) -> Iterator[t.Event]:
 
 def _is_counted_right(m: Membership) -> None:
     workers = m.workers.values()
-    assert m.count == {kind: sum(map(belongs, workers)) for kind, belongs in KINDS.items()}
+    assert m.count == Count(
+        booting=sum(worker.booting for worker in workers),
+        ready=sum(worker.ready is not None and not worker.gone for worker in workers),
+        leaving=sum(bool(worker.leaving) and not worker.gone for worker in workers),
+        suspects=sum(worker.suspect_at is not None for worker in workers),
+    )
     assert Counter(m.living) == Counter(worker.host for worker in m.workers)
     assert {slot.worker for slot in m.slots.values()} - {None} == set(m.workers), "each in its slot, and nobody else"
     assert all(seat.slot < m.hosts[seat.host].seats for seat, slot in m.slots.items() if slot.worker is not None)
