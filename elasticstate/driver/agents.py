@@ -25,7 +25,7 @@ from elasticstate.net.names import LOCALHOST, address_of, is_this_machine, own_a
 from elasticstate.net.trust import Trust, make_token, read_token, write_token
 from elasticstate.processes import allow_many_descriptors
 
-_LOOKS_PER_TIMEOUT = 10  # at who is silent, within --heartbeat-timeout; as often the agents hear that the driver lives
+_LOOKS_PER_TIMEOUT = 10  # at who is silent, within --heartbeat-timeout; half as often the agents hear from the driver
 _LONGEST_INTERVAL_S = 1.0
 _LAST_MOMENT_S = 0.1
 _EXIT_TIMEOUT_S = 5.0  # for an agent, after the time that its workers may take
@@ -219,16 +219,19 @@ class Agents:
         interval_s = min(_LONGEST_INTERVAL_S, self._spec.heartbeat_timeout_s / _LOOKS_PER_TIMEOUT)
         looked_at = self._loop.time()
         forgiven_until = looked_at
+        is_to_beat = False
         while True:
             await asyncio.sleep(interval_s)
             now = self._loop.time()
             stalled_s = now - looked_at - interval_s
             looked_at = now
+            is_to_beat = not is_to_beat
             if stalled_s > _LONGEST_INTERVAL_S:  # this driver was stopped, and the agents may have been, too
                 forgiven_until = now
             for agent in list(self._agents.values()):
                 if agent.stream is not None:
-                    agent.stream.beat()
+                    if is_to_beat:
+                        agent.stream.beat()
                     limit_s = SILENT_SHARE * self._spec.heartbeat_timeout_s
                     if now - max(agent.stream.heard_at, forgiven_until) > limit_s:
                         self._lose(agent, f"was silent for {limit_s:g} s")
