@@ -2,8 +2,7 @@
 
 The driver is a plain ``elasticrun --listen``. The agents run in a few processes, speak the real protocol over the real
 TLS connections, and answer for workers that do not exist: READY when all have been asked for, an answer to each hold,
-READY once more after each END, stamps as often as with the default --heartbeat-timeout. For each size, on an otherwise
-idle machine:
+READY once more after each END, stamps as often as real agents. For each size, on an otherwise idle machine:
 
 - world: from the last READY sent to the last WORLD received
 - hold: from the first HOLD received to the last END(at K) received, which follows the last answer
@@ -37,7 +36,7 @@ from typing import Any
 
 import psutil
 
-from elasticstate.agent.agent import STAMPS_INTERVAL_S
+from elasticstate.agent.pulse import stamps_interval_s
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.net import messages
 from elasticstate.net.stream import Stream
@@ -60,6 +59,7 @@ class Agent:
         self.generation = 0
         self.tick = 0
         self.trains = False
+        self.stamps_interval_s = 1.0
 
     async def dial(self, port: int, trust: Trust) -> None:
         loop = asyncio.get_running_loop()
@@ -86,6 +86,7 @@ class Agent:
         order = messages.decode_to_agent(data)
         match order:
             case messages.JobSpec():
+                self.timeout_s = order.heartbeat_timeout_s
                 self.send(messages.Serving((), ()))
             case messages.Spawn(worker):
                 self.workers.append(worker)
@@ -93,6 +94,7 @@ class Agent:
                 self.part.count("spawned")
             case messages.WorldsOnHost(worlds):
                 self.generation, self.tick, self.trains = worlds[0][1].generation, 1, True
+                self.stamps_interval_s = stamps_interval_s(self.timeout_s, worlds[0][1].size)
                 self.part.count(f"world {self.generation}", len(worlds))
                 if worlds[0][1].placement.rank == 0:
                     self.say(worlds[0][0], messages.First(self.generation))
@@ -165,10 +167,12 @@ class Part:
         stamping.cancel()
 
     async def _stamp(self) -> None:
+        at = time.monotonic()
         while self.agents:
             for agent in list(self.agents):
                 agent.stamps()
-                await asyncio.sleep(STAMPS_INTERVAL_S / len(self.agents) if self.agents else 0)
+                at += agent.stamps_interval_s / max(1, len(self.agents))
+                await asyncio.sleep(max(0.0, at - time.monotonic()))
 
 
 class Bench:
