@@ -25,7 +25,7 @@ from elasticstate.agent.account import Account
 from elasticstate.agent.claim import claim
 from elasticstate.agent.contact import Contact
 from elasticstate.agent.output import Terminal
-from elasticstate.agent.pulse import Pulse
+from elasticstate.agent.pulse import Pulse, stamps_interval_s
 from elasticstate.agent.room import Room
 from elasticstate.agent.seat import Seat
 from elasticstate.agent.worker_process import WorkerProcess, environment_of_worker, make_pumps
@@ -47,8 +47,6 @@ from elasticstate.net.link import AgentSocket
 LOOK_INTERVAL_S = 0.25  # between two looks at the workers' stamps
 _ESCAPE_TIMEOUT_S = 2.0  # for a worker to get out of a collective, when its generation has ended
 _STACKS_TIMEOUT_S = 0.5  # for the stacks of a worker that is to be killed
-STAMPS_INTERVAL_S = 1.0  # between two messages with them: the agent's own sign of life; at most
-_STAMPS_PER_TIMEOUT = 16
 _GONE = "the driver is gone"
 
 
@@ -61,6 +59,7 @@ class Agent:
         self._terminals = (Terminal(1), Terminal(2))
         self._empty = asyncio.Event()  # no worker is left
         self._empty.set()
+        self._world_size = 0  # of the newest world
         self._is_noticed = False  # this host is to be left
         self._tasks: set[asyncio.Task[object]] = set()
 
@@ -171,6 +170,7 @@ class Agent:
             case messages.WorldsOnHost(worlds):
                 self._account.has_a_world()
                 for worker, world in worlds:
+                    self._world_size = world.size
                     if worker in self._seats:
                         self._seats[worker].joined = world.generation
                         self._seats[worker].words.clear()
@@ -296,8 +296,8 @@ class Agent:
 
     async def _look_regularly(self) -> None:
         looked_at = stamped_at = self._loop.time()
-        stamps_interval_s = min(STAMPS_INTERVAL_S, self._spec.heartbeat_timeout_s / _STAMPS_PER_TIMEOUT)
-        look_interval_s = min(LOOK_INTERVAL_S, stamps_interval_s)
+        timeout_s = self._spec.heartbeat_timeout_s
+        look_interval_s = min(LOOK_INTERVAL_S, stamps_interval_s(timeout_s, 0))
         while True:
             await asyncio.sleep(look_interval_s)
             now = self._loop.time()
@@ -308,7 +308,7 @@ class Agent:
                 self._driver.judge(now, SILENT_SHARE * self._spec.heartbeat_timeout_s)
             looked_at = now
             self._judge(now)
-            if now - stamped_at >= stamps_interval_s:
+            if now - stamped_at >= stamps_interval_s(timeout_s, self._world_size):
                 stamped_at = now
                 self._send_stamps()
 

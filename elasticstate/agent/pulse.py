@@ -6,6 +6,11 @@ from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId
 from elasticstate.net.messages import Place, Stamp
 
+_STAMPS_INTERVAL_S = 1.0
+_STAMPS_PER_TIMEOUT = 10
+_FEWEST_STAMPS_PER_TIMEOUT = 5
+_STAMPS_PER_S = 5000  # that a driver gets
+
 
 class Pulse:
     """One worker's page, and when it last changed. Instants are of the agent's own monotonic clock, and given.
@@ -86,6 +91,12 @@ class Pulse:
             return None
         self._is_news, self._told = False, stamp
         return stamp
+
+
+def stamps_interval_s(heartbeat_timeout_s: float, workers: int) -> float:
+    """Between an agent's messages with stamps, which are its own sign of life: longer in a world of many workers."""
+    interval_s = min(_STAMPS_INTERVAL_S, heartbeat_timeout_s / _STAMPS_PER_TIMEOUT)
+    return min(interval_s * max(1.0, workers / _STAMPS_PER_S), heartbeat_timeout_s / _FEWEST_STAMPS_PER_TIMEOUT)
 
 
 def newest_commit(page: ControlPage, owner: bytes) -> CommitId | None:

@@ -95,6 +95,8 @@ def settle(d: Draft, phase: Forming) -> None:
 
 def drain_is_over(d: Draft, members: list[Worker]) -> bool:
     """Stop the leavers whose time is up before they were READY; a generation that still runs fails by it."""
+    if not d.leaving:
+        return False
     limit_s = d.policy.drain_timeout_s
     expired = [w for w in members if w.leaving and w.ready is None and d.due(w.leaving_at + limit_s)]
     for worker in expired:
@@ -112,7 +114,7 @@ def is_live(d: Draft) -> bool:
 
 def verdict(d: Draft, members: list[Worker]) -> bool:
     """Judge the suspects. OWN needs proof: time for evidence, and every other member heard after it. True: some."""
-    suspects = [w for w in members if w.suspect_at is not None]
+    suspects = [w for w in members if w.suspect_at is not None] if d.suspects else []
     suspects.sort(key=lambda w: (w.suspect_at, w.rank))
     if not suspects:
         return False

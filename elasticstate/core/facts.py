@@ -70,7 +70,8 @@ def _hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
     for order, (name, answer) in enumerate(found.items()):
         slots = max(0, answer.slots)
         before = d.hosts.get(name) or Host(name)
-        d.put_host(before, order=order, slots=slots, seats=max(before.seats, slots))
+        if (before.order, before.slots) != (order, slots) or name not in d.hosts:
+            d.put_host(before, order=order, slots=slots, seats=max(before.seats, slots))
         if slots and not before.slots:
             d.note("host_added", host=name, slots=slots)
         elif before.slots and not slots:
@@ -191,7 +192,7 @@ def _member_ended(d: Draft, worker: Worker, cause: t.RootCause) -> None:
 
 
 def _bury(d: Draft, worker: Worker, exit_code: int | None, signal: int | None) -> None:
-    del d.workers[worker.id]
+    d.remove(worker)
     d.put_slot(worker.id.seat, worker=None)
     d.note(
         "worker_exited",
@@ -357,7 +358,8 @@ def _failure_reported(d: Draft, event: t.FailureReported) -> None:
 
 def _what_was_found(d: Draft, worker: Worker, error: str) -> Failure:
     """Why a member finds the generation broken: another one leaves it, with an error that is known to be its own."""
-    confirmed = (w for w in d.workers.values() if w.confirmed_at is not None and d.breaks(w))
+    suspects = d.workers.values() if d.suspects else ()
+    confirmed = (w for w in suspects if w.confirmed_at is not None and d.breaks(w))
     first = min(confirmed, key=lambda w: (w.suspect_at or 0.0, w.id), default=None)
     if first is None:
         return Failure(d.root_cause(worker, f"{worker.id} found the generation broken", error), "reported")

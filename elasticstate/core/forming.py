@@ -13,9 +13,14 @@ NOTHING = t.CommitId(0, 0)
 """Older than every commit."""
 
 
+def staying(d: Draft) -> list[Worker]:
+    """Who is READY, and does not leave."""
+    return [worker for worker in d.ready_workers() if not worker.leaving] if d.ready else []
+
+
 def candidates(d: Draft) -> list[Worker]:
     """Who may be in the next world: READY and staying, oldest first."""
-    found = [worker for worker in d.ready_workers() if not worker.leaving]
+    found = staying(d)
     found.sort(key=lambda w: (w.age, w.ready_at, d.hosts[w.id.host].order, w.id))
     return found
 
@@ -32,7 +37,7 @@ def newest(workers: Iterable[Worker]) -> t.CommitId:
 
 def postponed(d: Draft, stay: Sequence[Worker]) -> Worker | None:
     """The leaving READY worker that must go along once more: it holds a newer commit than all who stay (I3, I15)."""
-    leavers = [worker for worker in d.ready_workers() if worker.leaving]
+    leavers = [worker for worker in d.ready_workers() if worker.leaving] if d.leaving else []
     holder = max(leavers, key=lambda w: (held(w), -w.age, w.id), default=None)
     return holder if holder is not None and held(holder) > newest(stay) else None
 
@@ -75,7 +80,7 @@ def enter(d: Draft, world: t.World) -> None:
     for worker in list(d.workers.values()):
         if worker.age != NEWCOMER and worker.id not in members:
             d.put(worker, age=NEWCOMER)
-    age = d.ledger.next_age
+    age, lacking = d.ledger.next_age, set(world.lacking)
     for placement in world.members:
         worker = d.workers[placement.worker]
         newcomer = worker.age == NEWCOMER
@@ -89,7 +94,7 @@ def enter(d: Draft, world: t.World) -> None:
             answer=None,
             owed=0,
             in_gate=False,
-            lacked=placement.rank in world.lacking,
+            lacked=placement.rank in lacking,
             leaving_at=d.now if worker.leaving else worker.leaving_at,
             ticks=0,
             ticks_at=d.now,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from elasticstate.core.facts import apply
 from elasticstate.core.missing import waiting_for
 from elasticstate.core.policy import Policy
-from elasticstate.core.records import Draft, Ledger, Membership, Over, Waiting
+from elasticstate.core.records import Count, Draft, Ledger, Membership, Over, Waiting
 from elasticstate.core.rules import decide, watch_window
 from elasticstate.core.seats import bound_boots, mark_leavers, start_and_stop
 from elasticstate.core.types import Effect, Event
@@ -35,7 +35,7 @@ class Transition(NamedTuple):
 
 def new_membership(policy: Policy) -> Membership:
     """Nobody is known yet. The start time-out counts from the first step."""
-    return Membership(policy, Waiting(since=0.0), {}, {}, {}, None, Ledger(), None)
+    return Membership(policy, Waiting(since=0.0), {}, {}, {}, None, Ledger(), None, Count(), {})
 
 
 def step(m: Membership, event: Event, now: float) -> Transition:

@@ -22,8 +22,7 @@ def remember(d: Draft, seat: t.SlotId, commit: t.CommitId | None) -> None:
 
 def found(d: Draft, host: str, commits: dict[int, t.CommitId], living: Collection[int] = ()) -> None:
     """A host has this in memory, and nothing else, but for what the workers in the slots ``living`` will tell of."""
-    known = {seat.slot for seat in d.slots if seat.host == host}
-    for index in sorted(known.difference(living).union(commits)):
+    for index in sorted(d.seats_of(host).difference(living).union(commits)):
         d.put_slot(t.SlotId(host, index), memory=commits.get(index))
 
 

@@ -18,7 +18,7 @@ def planned_change(d: Draft, phase: Running, members: list[Worker]) -> None:
     if phase.hold_since is not None:
         _holding(d, phase, members)
         return
-    leavers = [member for member in members if member.leaving]
+    leavers = [member for member in members if member.leaving] if d.leaving else []
     newcomers = _newcomers(d, len(members) - len(leavers))
     if not leavers and not newcomers:
         d.reason = d.reason or "the world trains"
@@ -42,7 +42,7 @@ def _newcomers(d: Draft, staying: int) -> list[Worker]:
 def _admitted(d: Draft, newcomers: list[Worker]) -> bool:
     """Whether it is time to stop the world for these."""
     window_ends = min(worker.ready_at for worker in newcomers) + d.policy.join_window_s
-    if any(worker.booting for worker in d.workers.values()) and not d.due(window_ends):
+    if d.booting and not d.due(window_ends):
         d.reason = f"{names(newcomers)} ready: the join window is open, others boot"
         return False
     if not d.due(d.ledger.planned_at + d.policy.min_interrupt_distance_s):

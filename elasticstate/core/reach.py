@@ -29,7 +29,8 @@ def take_back(d: Draft, worker: t.WorkerId, generation: int) -> None:
         return
     has_been(d, worker)
     slot = d.slots[worker.seat]
-    if slot.worker is not None or slot.incarnation != worker.incarnation or not _is_over(d, generation):
+    is_its_own = slot.worker is None and 0 < worker.incarnation == slot.incarnation
+    if not is_its_own or not _is_over(d, generation):
         d.effects.append(t.StopWorker(worker, "its slot is another worker's by now", kill=True))
         return
     d.put_slot(worker.seat, worker=worker)
@@ -37,7 +38,7 @@ def take_back(d: Draft, worker: t.WorkerId, generation: int) -> None:
     rank = next((placement.rank for placement in members if placement.worker == worker), None)
     lacked = d.world is not None and rank in d.world.lacking  # so its commit may be older than its world
     late = generation > 0
-    d.workers[worker] = Worker(worker, started_at=d.now, joined=generation, rank=rank, lacked=lacked, late=late)
+    d.add(Worker(worker, started_at=d.now, joined=generation, rank=rank, lacked=lacked, late=late))
     if late:
         d.effects.append(t.Sever(worker, generation, f"host {worker.host} was out of reach"))
 

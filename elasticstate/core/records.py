@@ -14,9 +14,12 @@ The phases, and how one gets from one to the next (one ``become_`` function per 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from elasticstate.core.assignment import NEWCOMER
 from elasticstate.core.policy import Policy
@@ -35,8 +38,7 @@ class Failure:
     own_error: bool = False  # an exit with a code other than 0, without a signal
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+class Host(Struct, frozen=True, gc=False):
     """A host that discovery has named at least once."""
 
     name: str
@@ -54,8 +56,7 @@ class Host:
     heard: str = "not asked yet"  # what was last heard of it
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(Struct, frozen=True, gc=False):
     """One seat. It outlives its workers."""
 
     incarnation: int = 0  # processes that it has had
@@ -67,8 +68,7 @@ class Slot:
     memory: CommitId | None = None  # the newest commit in its memory, as was last heard; it outlives the workers, too
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(Struct, frozen=True, gc=False):
     """A living process.
 
     Boots until its first READY; then it is READY or in a world. In a world: ``joined`` is the present generation.
@@ -104,6 +104,18 @@ class Worker:
     def booting(self) -> bool:
         """On its way to its first READY."""
         return not self.joined and self.ready is None and not self.gone and not self.leaving
+
+
+class Count(NamedTuple):
+    """How many workers are of each kind: a rule for one that there is none of need not look at all workers."""
+
+    booting: int = 0
+    ready: int = 0
+    leaving: int = 0
+    suspects: int = 0
+
+
+_COUNTED = {"joined", "ready", "gone", "leaving", "suspect_at"}  # the fields that decide on the kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +171,7 @@ class Over:
 Phase = Waiting | Forming | Running | Finishing | Over
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(Struct, frozen=True, gc=False):
     """What is counted over the whole job."""
 
     started_at: float | None = None
@@ -195,6 +206,8 @@ class Membership:
     world: World | None  # the newest one published
     ledger: Ledger
     deadline: float | None  # when TimePassed would change something
+    count: Count  # of the living workers
+    living: Mapping[str, int]  # how many workers live on a host
 
     @property
     def generation(self) -> int:
@@ -239,12 +252,23 @@ class Draft:
         self.effects: list[Effect] = []
         self.reason = ""
         self.broken: list[Failure] = []  # facts against the present generation, found in this step
+        self.booting, self.ready, self.leaving, self.suspects = m.count
+        self.living = dict(m.living)
         self._wake = inf
+        self._seats: dict[str, set[int]] = {}
 
     def freeze(self) -> Membership:
-        deadline = self._wake if self._wake < inf else None
         return Membership(
-            self.policy, self.phase, self.hosts, self.slots, self.workers, self.world, self.ledger, deadline
+            self.policy,
+            self.phase,
+            self.hosts,
+            self.slots,
+            self.workers,
+            self.world,
+            self.ledger,
+            self._wake if self._wake < inf else None,
+            Count(self.booting, self.ready, self.leaving, self.suspects),
+            self.living,
         )
 
     @property
@@ -269,10 +293,28 @@ class Draft:
     def warn(self, text: str) -> None:
         self.note("warning", text=text)
 
+    def add(self, worker: Worker) -> None:
+        self._count(worker, 1)
+        self.living[worker.id.host] = self.living.get(worker.id.host, 0) + 1
+        self.workers[worker.id] = worker
+
+    def remove(self, worker: Worker) -> None:
+        self._count(self.workers.pop(worker.id), -1)
+        self.living[worker.id.host] -= 1
+
     def put(self, worker: Worker, **changes: Any) -> Worker:
         changed = replace(worker, **changes)
+        if not _COUNTED.isdisjoint(changes):
+            self._count(self.workers[worker.id], -1)
+            self._count(changed, 1)
         self.workers[worker.id] = changed
         return changed
+
+    def _count(self, worker: Worker, by: int) -> None:
+        self.booting += by * worker.booting
+        self.ready += by * (worker.ready is not None and not worker.gone)
+        self.leaving += by * (worker.leaving != "" and not worker.gone)
+        self.suspects += by * (worker.suspect_at is not None)
 
     def put_host(self, host: Host, **changes: Any) -> Host:
         changed = replace(host, **changes)
@@ -280,9 +322,18 @@ class Draft:
         return changed
 
     def put_slot(self, seat: SlotId, **changes: Any) -> Slot:
-        changed = replace(self.slots.get(seat, _NEW_SLOT), **changes)
-        self.slots[seat] = changed
+        before = self.slots.get(seat)
+        if before is None and self._seats:
+            self._seats.setdefault(seat.host, set()).add(seat.slot)
+        changed = self.slots[seat] = replace(before or _NEW_SLOT, **changes)
         return changed
+
+    def seats_of(self, host: str) -> set[int]:
+        """The slots of a host of which anything is known."""
+        if not self._seats:
+            for name, index in self.slots:
+                self._seats.setdefault(name, set()).add(index)
+        return self._seats.get(host, set())
 
     def account(self, **changes: Any) -> None:
         self.ledger = replace(self.ledger, **changes)

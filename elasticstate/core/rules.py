@@ -23,12 +23,12 @@ from elasticstate.core.ending import (
 from elasticstate.core.forming import (
     NOTHING,
     awaited_holder,
-    candidates,
     choose,
     enter,
     make_world,
     newest,
     postponed,
+    staying,
     survivors_of,
     ticks_lost,
 )
@@ -144,10 +144,9 @@ def forming(d: Draft, phase: Forming) -> None:
     elif is_live(d) and members and all(member.in_gate for member in members):
         become_finishing(d)  # train has returned everywhere before tick K: nobody is left to interrupt
         return
-    drain_is_over(d, members)
-    if is_live(d):
-        verdict(d, members)
-    awaited = _awaited(d)
+    drained = drain_is_over(d, members)
+    judged = is_live(d) and verdict(d, members)
+    awaited = _awaited(members_of(d) if drained or judged else members)
     phase = _forming(d)
     if awaited and phase.clock is not None and d.due(phase.clock + d.policy.regroup_timeout_s):
         _give_up(d, phase, awaited)
@@ -159,13 +158,12 @@ def forming(d: Draft, phase: Forming) -> None:
         d.reason = f"waits for {names(awaited)} to leave generation {phase.ended}"
         return
     settle(d, phase)
-    if isinstance(d.phase, Forming) and (len(candidates(d)) < d.policy.min_np or not form(d)):
+    if isinstance(d.phase, Forming) and (len(staying(d)) < d.policy.min_np or not form(d)):
         become_waiting(d)
 
 
-def _awaited(d: Draft) -> list[Worker]:
+def _awaited(members: list[Worker]) -> list[Worker]:
     """Members that may still be READY. Who raises its own error will not be; whether all do is worth waiting for."""
-    members = members_of(d)
     found = [w for w in members if w.ready is None and not w.late]
     if all(w.confirmed_at is not None for w in members):
         return found
@@ -204,7 +202,7 @@ def waiting(d: Draft, phase: Waiting) -> None:
         d.account(outage=d.broken[0].cause)
     if first and (_plain_commands_are_done(d) or _boots_fail(d)):
         return
-    stay = candidates(d)
+    stay = staying(d)
     _let_leavers_go(d, stay)
     enough = len(stay) >= policy.min_np
     if not enough:
@@ -297,7 +295,7 @@ def _memory_is_given_up(d: Draft, slots: list[tuple[t.SlotId, t.CommitId]]) -> b
         return False
     seats = {seat for seat, _ in slots}
     boots = any(worker.booting and worker.id.seat in seats for worker in d.workers.values())
-    lost = d.ledger.highest is not None and newest(candidates(d)) == NOTHING
+    lost = d.ledger.highest is not None and newest(staying(d)) == NOTHING
     return not (boots and lost) or d.due(_waiting(d).since + d.policy.elastic_timeout_s)
 
 
@@ -306,7 +304,7 @@ def _window_is_over(d: Draft, stay: list[Worker], first: bool) -> bool:
     ready_at = sorted(worker.ready_at for worker in stay)
     if first:
         return d.due(ready_at[-1] + d.policy.join_window_s)
-    if not any(worker.booting for worker in d.workers.values()):
+    if not d.booting:
         return True
     return d.due(ready_at[d.policy.min_np - 1] + d.policy.join_window_s)
 
@@ -314,13 +312,15 @@ def _window_is_over(d: Draft, stay: list[Worker], first: bool) -> bool:
 def watch_window(d: Draft) -> None:
     """Once more, for those just started while a world waits for something else: the window's end is a deadline."""
     if isinstance(d.phase, Waiting):
-        stay = candidates(d)
+        stay = staying(d)
         if d.policy.min_np <= len(stay) < d.policy.np:
             _window_is_over(d, stay, d.generation == 0)
 
 
 def _let_leavers_go(d: Draft, stay: list[Worker]) -> None:
     """Too few stay for a world: leavers hold nothing back, except the newest commit."""
+    if not d.leaving:
+        return
     holder = postponed(d, stay)
     for worker in list(d.ready_workers()):
         if worker.leaving and worker is not holder:
@@ -329,9 +329,11 @@ def _let_leavers_go(d: Draft, stay: list[Worker]) -> None:
 
 def _plain_commands_are_done(d: Draft) -> bool:
     """Commands that do not use ``run``: all that were started have exited with 0, and no seat waits for its start."""
+    if d.ledger.ever_ready or d.workers:
+        return False
     finished = sum(slot.finished for slot in d.slots.values())
     seats = sum(host.slots for host in d.hosts.values() if not host.leaving)
-    if d.ledger.ever_ready or not finished or d.workers:
+    if not finished:
         return False
     if finished < d.policy.np and (finished < seats or finished < d.policy.min_np):
         return False
@@ -341,6 +343,8 @@ def _plain_commands_are_done(d: Draft) -> bool:
 
 def _boots_fail(d: Draft) -> bool:
     """Before the first world: too few slots are left that have not failed again and again."""
+    if not any(slot.failures >= d.policy.max_no_progress for slot in d.slots.values()):
+        return False
     seats = [t.SlotId(host.name, index) for host in d.hosts.values() for index in range(host.slots)]
     slots = [d.slots[seat] for seat in seats if seat in d.slots]
     bad = [slot for slot in slots if slot.failures >= d.policy.max_no_progress]

@@ -14,17 +14,13 @@ def mark_leavers(d: Draft) -> None:
     """A worker whose seat discovery takes back, or whose host has had notice, drains from now on."""
     if isinstance(d.phase, Finishing):
         return  # behind the gate it ends in its own time
-    for worker in list(d.workers.values()):
-        if worker.leaving or worker.gone:
+    for host in d.hosts.values():
+        if not (host.leaving or host.slots < host.seats) or not d.living.get(host.name):
             continue
-        host = d.hosts[worker.id.host]
-        if host.leaving:
-            reason = host.leaving
-        elif worker.id.slot >= host.slots:
-            reason = "its slot was taken away" if host.slots else f"host {host.name} is gone from discovery"
-        else:
-            continue
-        d.put(worker, leaving=reason, leaving_at=d.now)
+        gone = "its slot was taken away" if host.slots else f"host {host.name} is gone from discovery"
+        for worker in [d.workers[worker] for worker in _living(d, host)]:
+            if (host.leaving or worker.id.slot >= host.slots) and not (worker.leaving or worker.gone):
+                d.put(worker, leaving=host.leaving or gone, leaving_at=d.now)
 
 
 def stop(d: Draft, worker: Worker, reason: str, *, kill: bool = False) -> None:
@@ -54,7 +50,7 @@ def start_and_stop(d: Draft) -> None:
             if host.agent == "none":
                 d.put_host(host, agent="asked", heard="its agent was asked for")
                 d.effects.append(t.StartAgent(host.name))
-        elif host.agent in ("asked", "joined") and not _wanted(host) and not any(_living(d, host)):
+        elif host.agent in ("asked", "joined") and not _wanted(host) and not d.living.get(host.name):
             if any(seat.host == host.name for seat, _ in holders):
                 continue  # its agent keeps the newest commit: discovery may name the host again
             d.put_host(host, agent="stopping")
@@ -66,6 +62,8 @@ def start_and_stop(d: Draft) -> None:
 def _stop_strangers(d: Draft) -> None:
     """Workers outside the present world that nobody wants: leavers, and behind the gate all."""
     finishing = isinstance(d.phase, Finishing)
+    if not (finishing or d.leaving):
+        return
     for worker in list(d.workers.values()):
         if worker.gone or not (worker.leaving or finishing) or d.breaks(worker):
             continue
@@ -80,7 +78,7 @@ def bound_boots(d: Draft) -> None:
     """Whoever has been booting for the start time-out is killed, and its slot has failed. (Before the first world the
     job ends by that time-out.)"""
     limit_s = d.policy.start_timeout_s
-    if not d.generation or isinstance(d.phase, Finishing):
+    if not d.generation or isinstance(d.phase, Finishing) or not d.booting:
         return
     for worker in list(d.workers.values()):
         if worker.booting and d.due(worker.started_at + limit_s):
@@ -101,6 +99,8 @@ def _living(d: Draft, host: Host) -> Iterator[t.WorkerId]:
 
 def _free_slots(d: Draft, host: Host) -> Iterator[tuple[t.SlotId, float]]:
     """The seats of a host in which a worker may be started, with the time from when on."""
+    if d.living.get(host.name) == host.seats:
+        return
     for index in range(host.slots):
         seat = t.SlotId(host.name, index)
         slot = d.slots.get(seat)
@@ -160,7 +160,7 @@ def _start_workers(d: Draft, hosts: list[Host], holders: list[tuple[t.SlotId, t.
 def _start_worker(d: Draft, seat: t.SlotId) -> None:
     incarnation = d.slots[seat].incarnation + 1 if seat in d.slots else 1
     worker = Worker(t.WorkerId(*seat, incarnation), started_at=d.now)
-    d.workers[worker.id] = worker
+    d.add(worker)
     d.put_slot(seat, incarnation=incarnation, worker=worker.id)
     d.effects.append(t.StartWorker(worker.id))
     d.note("worker_started", worker=str(worker.id), host=seat.host, slot=seat.slot)

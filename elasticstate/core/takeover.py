@@ -70,27 +70,14 @@ def _seats(d: Draft, remains: Remains) -> None:
 
 
 def _members(d: Draft, remains: Remains, world: t.World) -> None:
-    absent = []
+    absent: list[t.WorkerId] = []
+    lacking = frozenset(world.lacking)
     for placement, age in zip(world.members, remains.ages, strict=True):
-        worker, rank = placement.worker, placement.rank
-        given = remains.living.get(worker) == world.generation
-        if given or worker in remains.exited or worker.host in remains.lost:
-            lacked = rank in world.lacking
-            _add(
-                d,
-                Worker(
-                    worker,
-                    started_at=d.now,
-                    joined=world.generation,
-                    first_joined=world.generation,
-                    rank=rank,
-                    age=age,
-                    heard_at=d.now,
-                    place="train",
-                    ticks_at=d.now,
-                    lacked=lacked,
-                ),
-            )
+        worker, generation = placement.worker, world.generation
+        is_given = remains.living.get(worker) == generation
+        if is_given or worker in remains.exited or worker.host in remains.lost:
+            member = Worker(worker, d.now, joined=generation, first_joined=generation, rank=placement.rank, age=age)
+            _add(d, replace(member, heard_at=d.now, ticks_at=d.now, place="train", lacked=placement.rank in lacking))
         else:
             absent.append(worker)
     d.world = world
@@ -101,11 +88,11 @@ def _members(d: Draft, remains: Remains, world: t.World) -> None:
     d.become(Running(since=d.now, first_tick=remains.has_ticked))
     if absent or remains.has_ended:
         why = f"{listed([str(worker) for worker in absent])} had not gone on" if absent else "the last one had ended it"
-        reason = f"the driver was restarted, and {why}"
         d.account(is_broken=bool(absent))
+        reason = f"the driver was restarted, and {why}"
         end_now(d, Failure(t.RootCause(reason, generation=world.generation), "lost"))
 
 
 def _add(d: Draft, worker: Worker) -> None:
-    d.workers[worker.id] = worker
+    d.add(worker)
     d.put_slot(worker.id.seat, worker=worker.id)

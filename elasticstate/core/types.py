@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec import Struct
+
 
 class CommitId(NamedTuple):
     """Names a commit: the generation and the tick it was made at. Compared in that order.
@@ -55,8 +57,7 @@ class HostSlots(NamedTuple):
     slots: int
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True, gc=False):
     """Where one worker stands in a world. Vocabulary of Horovod and torchrun; see DESIGN.md, section 1."""
 
     worker: WorkerId
@@ -126,8 +127,7 @@ class AgentLeaving:
     host: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerReady:
+class WorkerReady(Struct, frozen=True, gc=False):
     """READY: the worker stands in ``run``, has left its generation, and its live state equals its commit (I10)."""
 
     worker: WorkerId
@@ -164,8 +164,7 @@ class WorkerLeaving:
     worker: WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class HoldAnswered:
+class HoldAnswered(Struct, frozen=True, gc=False):
     """Answer of a worker's sentinel to HOLD(generation): ticks completed, and whether it stands in the exit gate."""
 
     worker: WorkerId
@@ -195,8 +194,7 @@ class GateEntered:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Struct, frozen=True, gc=False):
     """Proof that the worker lived when the agent heard it last, with where it is and what it has sealed."""
 
     worker: WorkerId

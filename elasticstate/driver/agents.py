@@ -26,7 +26,7 @@ from elasticstate.net.names import LOCALHOST, address_of, is_this_machine, own_a
 from elasticstate.net.trust import Trust
 from elasticstate.processes import allow_many_descriptors, kill_marked
 
-_LOOKS_PER_TIMEOUT = 16  # at who is silent, within --heartbeat-timeout; as often the agents hear that the driver lives
+_LOOKS_PER_TIMEOUT = 10  # at who is silent, within --heartbeat-timeout; half as often the agents hear from the driver
 _LONGEST_INTERVAL_S = 1.0
 _LAST_MOMENT_S = 0.1
 _EXIT_TIMEOUT_S = 5.0  # for an agent, after the time that its workers may take
@@ -79,6 +79,7 @@ class Agents:
         self._refusals: dict[str, int] = {}
         self._started = 0
         self.is_open = False
+        self._has_news = False  # others have dialled in than the driver was told
         self._silence: asyncio.Task[None] | None = None
 
     def listen(self, ports: tuple[int, ...] = ()) -> None:
@@ -249,16 +250,19 @@ class Agents:
         interval_s = min(_LONGEST_INTERVAL_S, self._spec.heartbeat_timeout_s / _LOOKS_PER_TIMEOUT)
         looked_at = self._loop.time()
         forgiven_until = looked_at
+        is_to_beat = False
         while True:
             await asyncio.sleep(interval_s)
             now = self._loop.time()
             stalled_s = now - looked_at - interval_s
             looked_at = now
+            is_to_beat = not is_to_beat
             if stalled_s > _LONGEST_INTERVAL_S:  # this driver was stopped, and the agents may have been, too
                 forgiven_until = now
             for agent in list(self._agents.values()):
                 if agent.stream is not None:
-                    agent.stream.beat()
+                    if is_to_beat:
+                        agent.stream.beat()
                     limit_s = SILENT_SHARE * self._spec.heartbeat_timeout_s
                     if now - max(agent.stream.heard_at, forgiven_until) > limit_s:
                         self._lose(agent, f"was silent for {limit_s:g} s")
@@ -335,9 +339,17 @@ class Agents:
             agent.process.kill()
 
     def _say_who_has_dialled_in(self) -> None:
-        if self._options.listen is not None:
-            hosts = (t.HostSlots(agent.host, agent.slots) for agent in self._agents.values())
-            self._post(t.HostsDiscovered(tuple(hosts)))
+        if self._options.listen is not None and not self._has_news:
+            self._has_news = True
+            self._post(t.TimePassed())
+
+    def news(self) -> list[t.Event]:
+        """Who has dialled in, if that has changed since the last call: once for all who come at the same time."""
+        if not self._has_news:
+            return []
+        self._has_news = False
+        hosts = (t.HostSlots(agent.host, agent.slots) for agent in self._agents.values())
+        return [t.HostsDiscovered(tuple(hosts))]
 
     def agent_said(self, stream: AgentStream, message: messages.FromAgent) -> None:
         agent = self._agents.get(stream.hello.host)

@@ -10,6 +10,7 @@ import asyncio
 import os
 import secrets
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,13 @@ from elasticstate.net.names import is_this_machine
 _DELAY_PER_WORKER_S = 1e-4  # of what is not urgent
 _LONGEST_DELAY_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+_PLACES = {place: place.name.lower() for place in messages.Place}
+
+
+def _heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
+    return t.Heartbeat(worker, _PLACES[stamp.place], stamp.generation, stamp.ticks, stamp.commit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +201,9 @@ class Driver:
         self._queue.append(event)
         self._wake.set()
 
-    def _post_soon(self, event: t.Event) -> None:
-        """In its turn, but with others of its kind: a step costs time for each worker there is."""
-        self._queue.append(event)
+    def _post_soon(self, events: Iterable[t.Event]) -> None:
+        """In their turn, but with others of their kind: a step costs time for each worker there is."""
+        self._queue += events
         if self._soon is None:
             delay_s = min(_LONGEST_DELAY_S, _DELAY_PER_WORKER_S * len(self._m.workers))
             self._soon = self._loop.call_later(delay_s, self._wake.set)
@@ -204,7 +212,7 @@ class Driver:
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
-        events, self._queue = self._queue, []
+        events, self._queue = [*self._agents.news(), *self._queue], []
         event = t.Several(tuple(events)) if events else t.TimePassed()
         self._m, effects, self._reason = step(self._m, event, self._loop.time())
         self._carry_out_all(effects)
@@ -269,10 +277,9 @@ class Driver:
             case messages.Stamps() if self._takeover is not None and not self._takeover.is_over:
                 pass  # there will be others
             case messages.Stamps(stamps):
-                for worker, stamp in stamps:
+                for _, stamp in stamps:
                     self._goodput.ticks(stamp.generation, stamp.ticks)
-                    place = stamp.place.name.lower()
-                    self._post_soon(t.Heartbeat(worker, place, stamp.generation, stamp.ticks, stamp.commit))
+                self._post_soon([_heartbeat(worker, stamp) for worker, stamp in stamps])
             case messages.Started(worker, pid):
                 self._pids[str(worker)] = pid
             case messages.Exited(worker, pid, exit_code, number, error):
@@ -287,7 +294,7 @@ class Driver:
         """A worker that lived on while its agent was out of touch: what it would have said."""
         worker, stamp = report.worker, report.stamp
         self._pids[str(worker)] = report.pid
-        self._post(t.Heartbeat(worker, stamp.place.name.lower(), stamp.generation, stamp.ticks, stamp.commit))
+        self._post(_heartbeat(worker, stamp))
         for body in report.words:
             self._from_worker(worker, body)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from elasticstate.core import reach
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, Transition, next_deadline
-from elasticstate.core.records import Finishing, Host, Over, Running, Waiting
+from elasticstate.core.records import Count, Finishing, Host, Over, Running, Waiting
 from elasticstate.core.takeover import Remains
 from tests.simulation.oracle import naive_placements
 
@@ -24,6 +24,19 @@ def each(event: t.Event) -> Iterator[t.Event]:
             yield from each(part)
     else:
         yield event
+
+
+def _is_counted_right(m: Membership) -> None:
+    workers = m.workers.values()
+    assert m.count == Count(
+        booting=sum(worker.booting for worker in workers),
+        ready=sum(worker.ready is not None and not worker.gone for worker in workers),
+        leaving=sum(bool(worker.leaving) and not worker.gone for worker in workers),
+        suspects=sum(worker.suspect_at is not None for worker in workers),
+    )
+    assert Counter(m.living) == Counter(worker.host for worker in m.workers)
+    assert {slot.worker for slot in m.slots.values()} - {None} == set(m.workers), "each in its slot, and nobody else"
+    assert all(seat.slot < m.hosts[seat.host].seats for seat, slot in m.slots.items() if slot.worker is not None)
 
 
 class Checker:
@@ -78,6 +91,7 @@ class Checker:
     def see(self, before: Membership, event: t.Event, now: float, transition: Transition) -> None:
         after, effects, reason = transition
         assert reason, "every transition says why"
+        _is_counted_right(after)
         deadline = next_deadline(after)
         assert deadline is None or deadline > now, f"a deadline in the past: {deadline} at {now}"
         if self._over:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate._native import ControlPage
-from elasticstate.agent.pulse import Pulse
+from elasticstate.agent.pulse import Pulse, stamps_interval_s
 from elasticstate.core.types import CommitId
 from elasticstate.net.messages import Place, Stamp
 
@@ -112,3 +112,11 @@ def test_news_are_signs_of_life_and_commits_and_each_is_told_once(worker: Worker
     assert worker.pulse.news() == Stamp(Place.TRAIN, 1, 2, CommitId(1, 3))
     worker.page.seal(0, b"x" * 16, 1, 4, 0, 0, 0)
     assert worker.pulse.news() is None, "a seal of another owner is none"
+
+
+def test_stamps_are_sent_each_second_less_often_in_a_large_world_and_several_times_within_the_timeout() -> None:
+    assert stamps_interval_s(10.0, 0) == stamps_interval_s(10.0, 5000) == stamps_interval_s(60.0, 8) == 1.0
+    assert stamps_interval_s(10.0, 7500) == 1.5
+    assert stamps_interval_s(10.0, 100_000) == 2.0
+    assert stamps_interval_s(2.0, 8) == 0.2
+    assert stamps_interval_s(2.0, 100_000) == 0.4
