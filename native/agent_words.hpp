@@ -25,11 +25,12 @@ inline void add(std::string &message, std::uint64_t value) {
 
 inline void add(std::string &message, bool value) { message += static_cast<char>(value ? 0xc3 : 0xc2); }
 
-inline std::string hold_answer(std::uint64_t generation, std::uint64_t ticks, bool in_gate) {
-    std::string message = begin("HoldAnswer", 3);
+inline std::string hold_answer(std::uint64_t generation, std::uint64_t ticks, bool in_gate, std::uint64_t number) {
+    std::string message = begin("HoldAnswer", 4);
     add(message, generation);
     add(message, ticks);
     add(message, in_gate);
+    add(message, number);
     return message;
 }
 

@@ -370,7 +370,7 @@ void Sentinel::obey_locked(const OrderHead &head, std::string_view message) {
             break;
         case Order::hold:
             if (present) {
-                answer_hold(head.generation);
+                answer_hold(head.generation, head.tick);
             }
             break;
         case Order::release:
@@ -403,10 +403,10 @@ void Sentinel::obey_locked(const OrderHead &head, std::string_view message) {
     }
 }
 
-void Sentinel::answer_hold(std::uint64_t generation) {
+void Sentinel::answer_hold(std::uint64_t generation, std::uint64_t number) {
     held_ = true;
     const std::uint64_t ticks = page_.word().hold() & ~HoldWord::HOLD;
-    send_locked(words::hold_answer(generation, ticks, place() == Place::gate));
+    send_locked(words::hold_answer(generation, ticks, place() == Place::gate, number));
 }
 
 void Sentinel::end_locked(std::uint64_t generation, std::string message) {

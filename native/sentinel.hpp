@@ -24,7 +24,7 @@ enum class Order : std::uint64_t { other, world, hold, release, end_now, end_at,
 struct OrderHead {
     Order kind;
     std::uint64_t generation;
-    std::uint64_t tick;
+    std::uint64_t tick;  // or the number of a hold
 };
 static_assert(sizeof(OrderHead) == 24);
 
@@ -132,7 +132,7 @@ private:
     void read_signals();
     void obey(std::string_view message);
     void obey_locked(const OrderHead &head, std::string_view message);
-    void answer_hold(std::uint64_t generation);
+    void answer_hold(std::uint64_t generation, std::uint64_t number);
     void end_locked(std::uint64_t generation, std::string message);
     void leave_locked();
     void send_locked(std::string message);

@@ -337,11 +337,9 @@ def _member(d: Draft, worker: t.WorkerId, generation: int) -> Worker | None:
 
 def _hold_answered(d: Draft, event: t.HoldAnswered) -> None:
     worker = _member(d, event.worker, event.generation)
-    if worker is None or not worker.owed or not isinstance(d.phase, Running):
-        return
-    owed = worker.owed - 1  # until it is zero these are answers to holds that were released: the worker has run on
-    current = not owed and d.phase.hold_since is not None
-    d.put(worker, owed=owed, answer=(event.ticks, event.in_gate) if current else None, heard_at=d.now)
+    is_held = isinstance(d.phase, Running) and d.phase.hold_since is not None
+    if worker is not None and is_held and event.number == d.ledger.holds:  # since another one's the worker has run on
+        d.put(worker, answer=(event.ticks, event.in_gate), heard_at=d.now)
 
 
 def _failure_reported(d: Draft, event: t.FailureReported) -> None:

@@ -92,7 +92,6 @@ def enter(d: Draft, world: t.World) -> None:
             age=age if newcomer else worker.age,
             ready=None,
             answer=None,
-            owed=0,
             in_gate=False,
             lacked=placement.rank in lacking,
             leaving_at=d.now if worker.leaving else worker.leaving_at,

@@ -53,9 +53,10 @@ def _admitted(d: Draft, newcomers: list[Worker]) -> bool:
 
 def _hold(d: Draft, phase: Running, members: list[Worker], cause: str) -> None:
     for member in members:
-        d.put(member, answer=None, owed=member.owed + 1)
+        d.put(member, answer=None)
+    d.account(holds=d.ledger.holds + 1)
     d.phase = replace(phase, hold_since=d.now, hold_cause=cause)
-    d.effects.append(t.Hold(d.generation))
+    d.effects.append(t.Hold(d.generation, d.ledger.holds))
     d.note("hold", cause=cause)
     d.reason = f"holds the world: {cause}"
 

@@ -94,7 +94,6 @@ class Worker(Struct, frozen=True, gc=False):
     leaving_at: float = inf
     gone: str = ""  # it counts no more, its exit is awaited: "stopped" (told to) or "failed" (counts as a failure)
     answer: tuple[int, bool] | None = None  # to the present hold: ticks, and whether it stands in the gate
-    owed: int = 0  # answers to holds of this generation that are still to come, one for each
     in_gate: bool = False
     suspect_at: float | None = None
     suspect_error: str = ""
@@ -186,6 +185,7 @@ class Ledger(Struct, frozen=True, gc=False):
     outage: RootCause | None = None  # the first failure since the last completed tick
     planned_at: float = -inf  # when the last planned change's world was formed
     hold_not_before: float = -inf
+    holds: int = 0  # the number of the last one
     holds_failed: int = 0  # in a row
     quiet_until: float = -inf  # no boot competes with a recovery until then
     is_broken: bool = False  # the newest world: a member has left it, or is dead, so no other one can make a tick

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from elasticstate.core import types as t
 from elasticstate.core.ending import end_now
 from elasticstate.core.membership import Transition, new_membership
@@ -16,11 +18,14 @@ from elasticstate.core.policy import Policy
 from elasticstate.core.reach import has_been
 from elasticstate.core.records import Draft, Failure, Finishing, Host, Running, Worker
 
+_HOLDS_BITS = 32  # of the number of a hold, for those of one driver
+
 
 @dataclass(frozen=True, slots=True)
 class Remains:
     """What is known of a job without a driver: by its record, and by its agents."""
 
+    epoch: int  # of the driver that takes over: higher than that of any before
     world: t.World | None  # the newest that was published, or was about to be
     ages: tuple[int, ...]  # of its members, by rank
     next_age: int
@@ -41,6 +46,7 @@ def take_over(policy: Policy, remains: Remains, now: float) -> Transition:
     world = remains.world
     started = world is not None or any(remains.living.values())
     d.account(started_at=now, ever_ready=started, highest=remains.highest, next_age=remains.next_age)
+    d.account(holds=remains.epoch << _HOLDS_BITS)
     _hosts(d, remains)
     _seats(d, remains)
     d.reason = "a driver was restarted"

@@ -171,6 +171,7 @@ class HoldAnswered(Struct, frozen=True, gc=False):
     generation: int
     ticks: int
     in_gate: bool
+    number: int = 0  # of that hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +288,7 @@ class Hold:
     """HOLD(g) to all members: answer with your ticks, then wait at the end of the next one."""
 
     generation: int
+    number: int = 0  # unlike that of any other hold of the job
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,8 +242,8 @@ class Driver:
                 agents.send(worker.host, messages.ToWorkers((worker,), messages.LeaveOrder()))
             case t.ConfirmOwnError(worker, generation):
                 agents.send(worker.host, messages.ToWorkers((worker,), messages.OwnError(generation)))
-            case t.Hold(generation):
-                agents.broadcast(messages.HoldOrder(generation))
+            case t.Hold(generation, number):
+                agents.broadcast(messages.HoldOrder(generation, number))
             case t.Release(generation):
                 agents.broadcast(messages.ReleaseOrder(generation))
             case t.End(generation, at_tick, cause):
@@ -303,8 +303,8 @@ class Driver:
             case messages.Ready(generation, commit, previous, store, ticks, paused_s):
                 self._goodput.ticks(generation, ticks)
                 self._post(t.WorkerReady(worker, generation, commit, previous, store, ticks, paused_s))
-            case messages.HoldAnswer(generation, ticks, in_gate):
-                self._post(t.HoldAnswered(worker, generation, ticks, in_gate))
+            case messages.HoldAnswer(generation, ticks, in_gate, number):
+                self._post(t.HoldAnswered(worker, generation, ticks, in_gate, number))
             case messages.Failure(generation, certain, error):
                 self._post(t.FailureReported(worker, generation, certain, error))
             case messages.Gate(generation):

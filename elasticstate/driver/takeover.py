@@ -122,6 +122,7 @@ class Takeover:
         exited = {exited.worker for serving in self._serving.values() for exited in serving.exits}
         named = {host.name for host in record.hosts}
         return Remains(
+            epoch=record.epoch,
             world=world,
             ages=record.ages,
             next_age=record.next_age,

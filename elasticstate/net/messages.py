@@ -74,6 +74,7 @@ class HoldAnswer(_Message, frozen=True):
     generation: int
     ticks: int
     in_gate: bool
+    number: int = 0
 
 
 class Failure(_Message, frozen=True):
@@ -183,7 +184,10 @@ def from_runs(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
 
 
 class HoldOrder(_Message, frozen=True):
+    """``number``: unlike that of any other hold, so that an answer to an old one is not taken for this one's."""
+
     generation: int
+    number: int = 0
 
 
 class ReleaseOrder(_Message, frozen=True):

@@ -23,7 +23,7 @@ class OrderKind(IntEnum):
 
 
 ORDER_HEAD = struct.Struct("<QQQ")
-"""Before each message to a worker: kind, generation and tick (0 where there is none)."""
+"""Before each message to a worker: kind, generation, and tick or the number of a hold (0 where there is none)."""
 
 
 def encode_to_worker(message: messages.ToWorkerBody) -> bytes:
@@ -32,7 +32,7 @@ def encode_to_worker(message: messages.ToWorkerBody) -> bytes:
     match message:
         case messages.WorldMessage(generation=generation):
             kind = OrderKind.WORLD
-        case messages.HoldOrder(generation):
+        case messages.HoldOrder(generation, tick):
             kind = OrderKind.HOLD
         case messages.ReleaseOrder(generation):
             kind = OrderKind.RELEASE

@@ -76,7 +76,7 @@ public:
 
     /// The ticks of the next HoldAnswer.
     std::uint64_t answer() const {
-        const std::string tag = words::begin("HoldAnswer", 3);
+        const std::string tag = words::begin("HoldAnswer", 4);
         for (;;) {
             const std::string message = hear();
             if (message.compare(0, tag.size(), tag) == 0) {
@@ -84,7 +84,7 @@ public:
                 for (std::size_t i = 0; i < 8; ++i) {
                     ticks = ticks << 8 | static_cast<unsigned char>(message.at(tag.size() + 10 + i));
                 }
-                CHECK(message == words::hold_answer(GENERATION, ticks, false));
+                CHECK(message == words::hold_answer(GENERATION, ticks, false, 0));
                 return ticks;
             }
         }

@@ -105,11 +105,11 @@ class Agent:
 
     def told(self, body: messages.ToWorkerBody) -> None:
         match body:
-            case messages.HoldOrder(generation):
+            case messages.HoldOrder(generation, number):
                 self.trains = False
                 self.part.count("hold")
                 for worker in self.workers:
-                    self.say(worker, messages.HoldAnswer(generation, self.tick, False))
+                    self.say(worker, messages.HoldAnswer(generation, self.tick, False, number))
             case messages.EndOrder(generation, tick, _) if generation == self.generation:
                 self.part.count("end now" if tick is None else "end at")
                 self.tick, self.trains = tick or self.tick, False

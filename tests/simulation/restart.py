@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.takeover import take_over
@@ -105,8 +107,8 @@ class Restart:
     def _come_back(self) -> None:
         job, self.is_down = self.job, False
         job.workers = {worker.id: worker for worker in job.workers.values() if worker.exit is None}
+        self.record = msgspec.structs.replace(self.record, epoch=self.record.epoch + 1)
         takeover = Takeover(self.record)
-        self.record = self.record.__class__(**{**_fields(self.record), "epoch": self.record.epoch + 1})
         back = [host for host in job.agents if host not in job.reach]
         job.rng.shuffle(back)
         events: list[t.Event] = []
@@ -178,7 +180,3 @@ class Restart:
         incarnations = tuple(self.accounts.incarnations.get(host, {}).items())
         gate, ended = self.accounts.gates.get(host, 0), self.accounts.ends.get(host, 0)
         return messages.Serving(commits, reports, exits, incarnations, gate, ended)
-
-
-def _fields(record: Record) -> dict[str, object]:
-    return {name: getattr(record, name) for name in record.__struct_fields__}

@@ -265,7 +265,7 @@ class EventMaker:
     def _answers(self, m: Membership) -> t.Event:
         silent = [w for w in m.workers.values() if w.joined == m.generation and w.answer is None]
         in_gate = self.rng.random() < 0.05
-        answers = [t.HoldAnswered(w.id, m.generation, w.ticks, in_gate) for w in silent]
+        answers = [t.HoldAnswered(w.id, m.generation, w.ticks, in_gate, m.ledger.holds) for w in silent]
         return t.Several(tuple(answers if self.rng.random() < 0.7 else answers[:1]))
 
     # ------------------------------------------------------------------------------------------------ rubbish
@@ -284,7 +284,7 @@ def rubbish(worker: t.WorkerId, generation: int, commit: t.CommitId) -> list[t.E
         t.WorkerExited(worker, 0, None),
         t.WorkerUnresponsive(worker, "?"),
         t.WorkerLeaving(worker),
-        t.HoldAnswered(worker, generation, 3, False),
+        t.HoldAnswered(worker, generation, 3, False, 1),
         t.FailureReported(worker, generation, True, "?"),
         t.FailureReported(worker, generation, False, "?"),
         t.GateEntered(worker, generation),

@@ -323,10 +323,10 @@ class Worker:
         match message:
             case t.PublishWorld(world):
                 sentinel.world = world
-            case t.Hold(generation) if generation == sentinel.generation:
+            case t.Hold(generation, number) if generation == sentinel.generation:
                 sentinel.held = True
                 ticks, sentinel.word = self.ticks, sentinel.word | HOLD
-                self.up.append(t.HoldAnswered(self.id, generation, ticks, sentinel.place == "gate"))
+                self.up.append(t.HoldAnswered(self.id, generation, ticks, sentinel.place == "gate", number))
             case t.Release(generation) if generation == sentinel.generation:
                 sentinel.held = False
                 if sentinel.end_tick is None and sentinel.ended < generation:

@@ -97,7 +97,7 @@ def parse_event(words: list[str]) -> t.Event:
         case "leaving":
             return t.WorkerLeaving(worker)
         case "answer":
-            return t.HoldAnswered(worker, generation, ticks, "gate" in given)
+            return t.HoldAnswered(worker, generation, ticks, "gate" in given, int(given.get("to", "1")))
         case "failure" | "suspect":
             return t.FailureReported(worker, generation, kind == "failure", given.get("error", ""))
         case "gate":

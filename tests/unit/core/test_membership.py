@@ -65,7 +65,9 @@ def test_an_answer_to_a_hold_that_was_released_does_not_count() -> None:
     script += " + answer a:1#1 in=1 ticks=3 + answer a:2#1 in=1 ticks=3"
     m, effects = drive(script)
     assert effects == [], "these were sent before the release: the workers have run on"
-    _, effects = drive("9.2 answer a:0#1 in=1 ticks=9 + answer a:1#1 in=1 ticks=9 + answer a:2#1 in=1 ticks=9", m)
+    _, effects = drive(
+        "9.2 answer a:0#1 in=1 ticks=9 to=2 + answer a:1#1 in=1 ticks=9 to=2 + answer a:2#1 in=1 ticks=9 to=2", m
+    )
     end = only(effects, t.End)
     assert isinstance(end, t.End)
     assert end.at_tick == 10
