@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from elasticstate.core import reach
 from elasticstate.core import types as t
+from elasticstate.core.cooldown import FAILURES_IN_A_ROW
 from elasticstate.core.membership import Membership, Transition, next_deadline
 from elasticstate.core.records import Finishing, Host, Over, Running, Waiting
 from tests.simulation.oracle import naive_placements
@@ -269,22 +270,26 @@ class Checker:
         self.reached["start"] += 1
 
     def _respect_cooldown(self, after: Membership, host: Host, now: float) -> None:
-        """I5: nothing starts on a host in cooldown, unless the others cannot make min_np."""
+        """I5: nothing starts on a host in cooldown, unless the others cannot make min_np. Not counted on are slots that
+        fail again and again, and what was asked for a long time ago."""
         if host.cooldown_until <= now:
             return
-        elsewhere = 0
+        elsewhere, half_s = 0, (after.policy.elastic_timeout_s if self.generation else after.policy.start_timeout_s) / 2
         for other in after.hosts.values():
             usable = other.slots and not other.leaving and other.cooldown_until <= now
+            usable = usable and not (other.agent == "asked" and now >= other.heard_at + half_s)
             for index in range(other.seats):
                 slot = after.slots.get(t.SlotId(other.name, index))
                 worker = after.workers.get(slot.worker) if slot and slot.worker else None
+                hopeless = slot is not None and slot.failures >= FAILURES_IN_A_ROW
                 if worker is not None:
                     is_new = worker.started_at == now and other.cooldown_until > now
-                    elsewhere += not (worker.leaving or worker.gone or is_new)
+                    hopeless = worker.booting and (hopeless or now >= worker.started_at + half_s)
+                    elsewhere += not (worker.leaving or worker.gone or is_new or hopeless)
                 elif slot is not None and slot.finished:
                     elsewhere += 1
                 else:
-                    elsewhere += bool(usable) and index < other.slots
+                    elsewhere += bool(usable) and index < other.slots and not hopeless
         holds = any(slot.memory is not None for seat, slot in after.slots.items() if seat.host == host.name)
         assert elsewhere < after.policy.min_np or (holds and self._waits_for_memory(after)), "I5"
         self.reached["cooldown gave way"] += 1
