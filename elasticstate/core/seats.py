@@ -61,7 +61,8 @@ def start_and_stop(d: Draft) -> None:
     hosts = by_discovery(d)
     holders = [] if isinstance(d.phase, Running) else awaited(d)
     waits = isinstance(d.phase, Waiting) and d.phase.memory_since is not None
-    usable = _usable_hosts(d, hosts, {seat.host for seat, _ in holders} if waits else set())
+    holding = {seat.host for seat, _ in holders} if waits else set()
+    usable = _usable_hosts(d, hosts, holding)
     for host in hosts:
         if host.name in usable:
             if host.agent == "none":
@@ -72,8 +73,12 @@ def start_and_stop(d: Draft) -> None:
                 continue  # its agent keeps the newest commit: discovery may name the host again
             d.put_host(host, agent="stopping")
             d.effects.append(t.StopAgent(host.name, host.leaving or f"host {host.name} is gone from discovery"))
-    _start_workers(d, [d.hosts[host.name] for host in hosts if host.name in usable], holders, waits)
+    hosts = [d.hosts[host.name] for host in hosts]
+    usable_now = [host for host in hosts if host.name in usable]
+    _start_workers(d, usable_now, holders, waits)
     bound_boots(d)  # once more: the deadlines of those just started
+    _usable_hosts(d, hosts, holding)
+    _is_short(d, _free(d, usable_now))
 
 
 def _stop_strangers(d: Draft) -> None:
@@ -140,14 +145,16 @@ def _is_counted_on(d: Draft, worker: Worker) -> bool:
     return not (worker.leaving or worker.gone)
 
 
-def _is_in_time(d: Draft, asked_at: float) -> bool:
-    """Whether what was asked for may still come, with time left for another attempt before the job is given up."""
-    return not d.due(asked_at + d.time_to_give_up_s() / 2)
+def _is_in_time(d: Draft, asked_at: float = inf) -> bool:
+    """Whether what was asked for, or would be now, is worth waiting for: not after half of the time after which the job
+    is given up. The other half is for all others."""
+    waits_since = d.phase.since if isinstance(d.phase, Waiting) else inf
+    return not d.due(min(asked_at, waits_since) + d.time_to_give_up_s() / 2)
 
 
 def _good_slots(d: Draft, host: Host) -> int:
     """Free seats of a host that may be counted on."""
-    if host.agent == "asked" and not _is_in_time(d, host.heard_at):
+    if not _is_in_time(d, host.heard_at if host.agent == "asked" else inf):
         return 0
     return sum(slot.failures < FAILURES_IN_A_ROW for _, slot in _free_slots(d, host))
 
@@ -183,7 +190,7 @@ def _start_workers(d: Draft, hosts: list[Host], holders: list[tuple[t.SlotId, t.
     order = {seat: position for position, (seat, _) in enumerate(holders)}
     newest = {seat for seat, commit in holders if commit == holders[0][1]}
     beyond = waits and all(d.slots[seat].worker is None for seat in newest)
-    free = [found for host in hosts if host.agent == "joined" for found in _free_slots(d, host)]
+    free = _free(d, hosts)
     free.sort(key=lambda found: order.get(found[0], len(order)))
     short = _is_short(d, free)
     for seat, slot in free:
@@ -195,10 +202,17 @@ def _start_workers(d: Draft, hosts: list[Host], holders: list[tuple[t.SlotId, t.
             room -= 1
 
 
+def _free(d: Draft, hosts: list[Host]) -> list[tuple[t.SlotId, Slot]]:
+    return [found for host in hosts if host.agent == "joined" for found in _free_slots(d, host)]
+
+
 def _is_short(d: Draft, free: list[tuple[t.SlotId, Slot]]) -> bool:
     """Whether the job would be below min_np without the slots that are left alone after a failure."""
     resting = sum(slot.not_before > d.now for _, slot in free)
-    return resting > 0 and _seats_counted_on(d) + len(free) - resting < d.policy.min_np
+    if not resting:
+        return False
+    startable = len(free) - resting if _is_in_time(d) else 0
+    return _seats_counted_on(d) + startable < d.policy.min_np
 
 
 def _start_worker(d: Draft, seat: t.SlotId) -> None:

@@ -274,17 +274,17 @@ class Checker:
         fail again and again, and what was asked for a long time ago."""
         if host.cooldown_until <= now:
             return
-        elsewhere, half_s = 0, (after.policy.elastic_timeout_s if self.generation else after.policy.start_timeout_s) / 2
+        elsewhere = 0
         for other in after.hosts.values():
             usable = other.slots and not other.leaving and other.cooldown_until <= now
-            usable = usable and not (other.agent == "asked" and now >= other.heard_at + half_s)
+            usable = usable and not self._too_late(after, other.heard_at if other.agent == "asked" else now, now)
             for index in range(other.seats):
                 slot = after.slots.get(t.SlotId(other.name, index))
                 worker = after.workers.get(slot.worker) if slot and slot.worker else None
                 hopeless = slot is not None and slot.failures >= FAILURES_IN_A_ROW
                 if worker is not None:
                     is_new = worker.started_at == now and other.cooldown_until > now
-                    hopeless = worker.booting and (hopeless or now >= worker.started_at + half_s)
+                    hopeless = worker.booting and (hopeless or self._too_late(after, worker.started_at, now))
                     elsewhere += not (worker.leaving or worker.gone or is_new or hopeless)
                 elif slot is not None and slot.finished:
                     elsewhere += 1
@@ -293,6 +293,13 @@ class Checker:
         holds = any(slot.memory is not None for seat, slot in after.slots.items() if seat.host == host.name)
         assert elsewhere < after.policy.min_np or (holds and self._waits_for_memory(after)), "I5"
         self.reached["cooldown gave way"] += 1
+
+    def _too_late(self, after: Membership, asked_at: float, now: float) -> bool:
+        """Half of the time-out since it was asked for, or since the job waits, is over."""
+        if isinstance(after.phase, Waiting):
+            asked_at = min(asked_at, after.phase.since)
+        limit_s = after.policy.elastic_timeout_s if self.generation else after.policy.start_timeout_s
+        return now >= asked_at + limit_s / 2
 
     def _waits_for_memory(self, after: Membership) -> bool:
         return isinstance(after.phase, Waiting) and after.phase.memory_since is not None
