@@ -169,11 +169,9 @@ def _usable_hosts(d: Draft, hosts: list[Host], holders: set[str]) -> set[str]:
         return usable
     usable.difference_update(host.name for host in cooling)
     enough = _seats_counted_on(d) + sum(_good_slots(d, host) for host in wanted if host.name in usable)
-    for host in sorted(cooling, key=lambda host: (host.cooldown_until, host.order)):
-        if enough < d.policy.min_np or host.name in holders:
-            enough += _good_slots(d, host)
-            if d.due(host.gives_way_at):
-                usable.add(host.name)
+    for host in cooling:
+        if (enough < d.policy.min_np or host.name in holders) and d.due(host.gives_way_at):
+            usable.add(host.name)
         d.due(host.cooldown_until)
     return usable
 

@@ -1,4 +1,4 @@
-"""The core and a fleet of machines on a simulated clock: how long each takes to connect and to boot, and what is broken.
+"""The core and a fleet of machines on a simulated clock: how long each takes to connect and to boot, what is broken.
 
 Nothing is random here: the machines say all. Events are delivered in the order of their times.
 """
@@ -83,9 +83,8 @@ class Fleet:
         self.m, effects, _ = step(self.m, event, self.now)
         for effect in effects:
             if isinstance(effect, t.StartAgent):
-                self.given_way += (
-                    before.hosts[effect.host].cooldown_until > self.now if effect.host in before.hosts else 0
-                )
+                host = before.hosts.get(effect.host)
+                self.given_way += host is not None and host.cooldown_until > self.now
             elif isinstance(effect, t.StartWorker):
                 slot = before.slots.get(effect.worker.seat)
                 self.given_way += slot is not None and slot.not_before > self.now

@@ -1,7 +1,7 @@
 """Cooldown never leaves a job stuck that could run: whenever there are enough good slots for min-np, a world forms.
 
-The jobs here have machines that fail in every way, and some that do not; how long anything is left alone must not decide
-whether the job goes on. Replay a failure with ``play(seed)``: hypothesis prints the number.
+The jobs here have machines that fail in every way, and some that do not; how long anything is left alone must not
+decide whether the job goes on. Replay a failure with ``play(seed)``: hypothesis prints the number.
 """
 
 from __future__ import annotations

@@ -116,3 +116,19 @@ def test_a_slot_that_is_left_alone_gives_way_when_the_job_would_be_below_min_np(
     assert (slot.failures, slot.gives_way_at) == (3, 6.0)
     assert slot.not_before >= 7.0
     assert (slot.worker is not None) == is_restarted
+
+
+def test_nobody_counts_on_a_slot_that_fails_again_and_again_while_a_good_host_is_left_alone() -> None:
+    script = "0.0 hosts a:2 b:1\n0.1 agent-joined a\n0.2 agent-lost b no_route\n1.0 ready a:0#1\n"
+    m, _ = drive(script + "2.0 exit a:1#1 code=1\n3.0 exit a:1#2 code=1\n4.2 time", cooldown_min_s=100.0)
+    assert m.hosts["b"].agent == "none", "the slot may yet do it"
+    _, effects = drive("5.0 exit a:1#3 code=1", m)
+    assert t.StartAgent("b") in effects
+
+
+def test_after_half_of_the_time_nobody_counts_on_a_host_that_does_not_come() -> None:
+    script = "0.0 hosts a:1 b:1 c:1\n0.1 agent-joined a\n0.2 agent-lost b no_route\n1.0 ready a:0#1\n"
+    m, effects = drive(script + "299.0 time", cooldown_min_s=600.0)
+    assert t.StartAgent("b") not in effects
+    _, effects = drive("300.0 time", m)
+    assert t.StartAgent("b") in effects
