@@ -357,7 +357,7 @@ class Agent:
         """Why a worker is taken to hang, or "".
 
         Whoever waits for it in a collective stands as still as the one that hangs. So the generation is ended first,
-        which gets all others out of there: who does not move then, for --heartbeat-timeout, is the one.
+        which gets all others out of there: who does not move then, for --failure-grace, is the one.
         """
         doubt = seat.pulse.doubt(now, self._spec.hang_timeout_s)
         if not doubt:
@@ -366,7 +366,7 @@ class Agent:
             seat.doubted_at = now
             failure = messages.Failure(seat.pulse.generation, True, doubt)
             self._driver.send(messages.FromWorker(seat.process.worker, failure))
-        elif now - seat.doubted_at > self._spec.heartbeat_timeout_s:
+        elif now - seat.doubted_at > self._spec.failure_grace_s:
             return doubt
         return ""
 
