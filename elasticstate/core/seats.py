@@ -63,6 +63,7 @@ def start_and_stop(d: Draft) -> None:
     waits = isinstance(d.phase, Waiting) and d.phase.memory_since is not None
     holding = {seat.host for seat, _ in holders} if waits else set()
     usable = _usable_hosts(d, hosts, holding)
+    said = len(d.effects)
     for host in hosts:
         if host.name in usable:
             if host.agent == "none":
@@ -77,8 +78,9 @@ def start_and_stop(d: Draft) -> None:
     usable_now = [host for host in hosts if host.name in usable]
     _start_workers(d, usable_now, holders, waits)
     bound_boots(d)  # once more: the deadlines of those just started
-    _usable_hosts(d, hosts, holding)
-    _is_short(d, _free(d, usable_now))
+    if len(d.effects) > said:
+        _usable_hosts(d, hosts, holding)
+        _is_short(d, _free(d, usable_now))
 
 
 def _stop_strangers(d: Draft) -> None:
