@@ -13,10 +13,10 @@ from elasticstate.config import Options, option_names, read_options
 from elasticstate.errors import OptionError
 from elasticstate.kinds import FLAG, Kind, split_address
 
-_STATUS_TIMEOUT_S = 5.0
 _GC_THRESHOLDS = (100_000, 10, 10)
 """The driver of a thousand hosts keeps a million objects: with Python's own thresholds (700, 10, 10) it would look for
 cycles among all of them in each regroup, 0.1 s at a time."""
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Options)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def _status(argv: Sequence[str]) -> int:
         print(f"elasticrun: no job {argv[0]!r} of yours runs on this machine", file=sys.stderr)
         return 1
     try:
-        sys.stdout.write(asyncio.run(ask_status(record.address, record.token, _STATUS_TIMEOUT_S)))
+        sys.stdout.write(asyncio.run(ask_status(record.address, record.token, _DEFAULTS["connect_timeout_s"])))
     except ConnectionError as error:
         print(f"elasticrun: the driver of job {argv[0]!r} does not answer: {error}", file=sys.stderr)
         return 1
@@ -116,18 +116,27 @@ def _agent(argv: Sequence[str]) -> int:
     add("--slots", default="auto", metavar="N|auto", help="workers that may run here (auto: its GPUs, else its cores)")
     add("--name", default=config.host_name(), metavar="NAME", help="unlike that of any other host (default: its name)")
     add("--wait", default="600", metavar="S", help="seconds to wait for a driver (default: 600)")
+    add(
+        "--connect-timeout",
+        default=_DEFAULTS["connect_timeout_s"],
+        metavar="S",
+        help="seconds for one attempt to reach it (default: %(default)g)",
+    )
     given = parser.parse_args(argv)
     try:
         host, port = split_address(given.join)
         slots, wait_s = 0 if given.slots == "auto" else int(given.slots), float(given.wait)
-        if not port or slots < 0 or wait_s < 0:
+        connect_timeout_s = float(given.connect_timeout)
+        if not port or slots < 0 or wait_s < 0 or connect_timeout_s <= 0:
             raise ValueError("a port is missing, or a number is negative")
     except ValueError as error:
-        raise OptionError(f"elasticrun agent: {error}: takes --join HOST:PORT, --slots N, --wait S") from None
+        takes = "--join HOST:PORT, --slots N, --wait S, --connect-timeout S"
+        raise OptionError(f"elasticrun agent: {error}: takes {takes}") from None
 
     from elasticstate.agent.join import join
 
-    return join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", given.token_file, given.name, slots, wait_s)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join(address, given.token_file, given.name, slots, wait_s=wait_s, connect_timeout_s=connect_timeout_s)
 
 
 # ----------------------------------------------------------------------------------------------------- the options
@@ -189,18 +198,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
         allow_abbrev=False,
     )
-    defaults = {f.name: f.default for f in fields(Options)}
     groups: dict[str, Any] = {}
     for name, option in option_names().items():
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
         add = groups[option.group].add_argument
         if option.kind is FLAG:
-            action: Any = argparse.BooleanOptionalAction if defaults[name] else "store_true"
+            action: Any = argparse.BooleanOptionalAction if _DEFAULTS[name] else "store_true"
             add(*option.names, dest=name, action=action, default=None, help=option.help)
         else:
             metavar = tuple(option.kind.metavar.split())
-            shown = _shown(defaults[name], option.kind)
+            shown = _shown(_DEFAULTS[name], option.kind)
             text = f"{option.help} (default: {shown})" if shown else option.help
             values = {"nargs": 2, "metavar": metavar} if len(metavar) == 2 else {"metavar": metavar[0]}
             add(*option.names, dest=name, default=None, help=text, **values)

@@ -37,7 +37,6 @@ ID_FILE = "id"
 PAGE_BYTES = 4096
 _JOB_FILE = "job"
 _PREFIX = "elasticstate-"
-_LOCK_TIMEOUT_S = 5.0  # for the lock of an agent that was killed a moment ago, or of somebody who looks for leftovers
 
 
 def owner_of(job_id: str, host: str, slot: int) -> bytes:
@@ -74,11 +73,12 @@ class CommitDirectory:
         host: str,
         job_directory: str,
         socket: str,
+        patience_s: float,
         pause: Callable[[], bool] = lambda: _pause(),
-        patience_s: float = _LOCK_TIMEOUT_S,
     ) -> None:
         """An agent of this job that still has the host is given ``patience_s`` to end; then it is killed, with all its
-        workers. ``socket``: by which those of this agent will be known. ``pause()`` waits a moment; true: give up.
+        workers, and has as long again to be gone. ``socket``: by which those of this agent will be known. ``pause()``
+        waits a moment; true: give up.
 
         Raises OSError when the directory cannot be made, or is another's.
         """
@@ -222,7 +222,7 @@ def _claim(path: Path, pause: Callable[[], bool], patience_s: float) -> int:
                 return fd
             if time.monotonic() > deadline and not evicted:
                 _kill_holder(fd, _agent_of(path)[0])
-                evicted, deadline = True, time.monotonic() + _LOCK_TIMEOUT_S
+                evicted, deadline = True, time.monotonic() + patience_s
             os.close(fd)
         if pause() or (evicted and time.monotonic() > deadline):
             raise TimeoutError(f"another agent has {path}")

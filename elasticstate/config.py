@@ -198,6 +198,13 @@ class Options:
     reset_limit: int | None = _option(
         None, _CHANGES, kinds.LIMIT_OR_OFF, "--reset-limit", "more failures than these end the job"
     )
+    reset_window_s: float | None = _option(
+        None,
+        _CHANGES,
+        kinds.SECONDS_OR_OFF,
+        "--reset-window",
+        "--reset-limit counts the failures of so long only, not those of the whole job",
+    )
     max_no_progress: int = _option(
         3, _CHANGES, kinds.COUNT, "--max-no-progress", "failures in a row without a new commit that end the job"
     )

@@ -45,7 +45,6 @@ from elasticstate.net.launch import Launch
 from elasticstate.net.link import AgentSocket
 
 LOOK_INTERVAL_S = 0.25  # between two looks at the workers' stamps
-_ESCAPE_TIMEOUT_S = 2.0  # for a worker to get out of a collective, when its generation has ended
 _STACKS_TIMEOUT_S = 0.5  # for the stacks of a worker that is to be killed
 _GONE = "the driver is gone"
 
@@ -332,7 +331,7 @@ class Agent:
         """Why a worker is taken to hang, or "".
 
         Whoever waits for it in a collective stands as still as the one that hangs. So the generation is ended first,
-        which gets all others out of there: who does not move then is the one.
+        which gets all others out of there: who does not move then, for --failure-grace, is the one.
         """
         doubt = seat.pulse.doubt(now, self._spec.hang_timeout_s)
         if not doubt:
@@ -341,7 +340,7 @@ class Agent:
             seat.doubted_at = now
             failure = messages.Failure(seat.pulse.generation, True, doubt)
             self._driver.send(messages.FromWorker(seat.process.worker, failure))
-        elif now - seat.doubted_at > _ESCAPE_TIMEOUT_S:
+        elif now - seat.doubted_at > self._spec.failure_grace_s:
             return doubt
         return ""
 

@@ -32,8 +32,8 @@ async def claim(
             host,
             job_directory,
             socket_path,
-            lambda: refused.wait(_LOOK_INTERVAL_S),
             spec.heartbeat_timeout_s,
+            lambda: refused.wait(_LOOK_INTERVAL_S),
         ),
     )
     receiving = asyncio.ensure_future(driver.receive())  # there are no orders yet: only a refusal

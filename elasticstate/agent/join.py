@@ -15,10 +15,8 @@ from elasticstate.errors import OptionError
 from elasticstate.net.launch import Launch
 from elasticstate.net.trust import read_token
 
-_CONNECT_TIMEOUT_S = 10.0
 
-
-def join(address: str, token_file: str, name: str, slots: int, wait_s: float) -> NoReturn:
+def join(address: str, token_file: str, name: str, slots: int, *, wait_s: float, connect_timeout_s: float) -> NoReturn:
     """Serve until the end of the job, and exit. ``slots`` 0: as many as this machine has. Raises OptionError."""
     try:
         token = read_token(token_file)
@@ -30,7 +28,7 @@ def join(address: str, token_file: str, name: str, slots: int, wait_s: float) ->
         slots=slots or slots_of_this_machine(),
         addresses=(address,),
         token=token,
-        connect_timeout_s=_CONNECT_TIMEOUT_S,
+        connect_timeout_s=connect_timeout_s,
         wait_s=wait_s,
         local_address="",
         socket="",

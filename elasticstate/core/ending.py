@@ -82,12 +82,17 @@ def settle(d: Draft, phase: Forming) -> None:
         d.account(no_progress=ledger.no_progress + 1, no_progress_cause=ledger.no_progress_cause or failure.cause)
     if failure is None:
         return
-    d.account(failures=ledger.failures + 1)
+    failed_at = (*ledger.failed_at, phase.since)
+    if policy.reset_window_s is not None:
+        failed_at = tuple(at for at in failed_at if at > d.now - policy.reset_window_s)
+    d.account(failed_at=failed_at[-1 - (policy.reset_limit or 0) :])
     if d.ledger.no_progress >= policy.max_no_progress:
         row = d.ledger.no_progress
         fail_job(d, f"no progress: {row} generations in a row failed without a commit", d.ledger.no_progress_cause)
-    elif policy.reset_limit is not None and d.ledger.failures > policy.reset_limit:
-        fail_job(d, f"reset limit: {d.ledger.failures} generations have failed", d.ledger.outage)
+    elif policy.reset_limit is not None and len(failed_at) > policy.reset_limit:
+        within = f" within --reset-window of {policy.reset_window_s:g} s" if policy.reset_window_s is not None else ""
+        reason = f"reset limit: {len(failed_at)} generations have failed{within}, --reset-limit is {policy.reset_limit}"
+        fail_job(d, reason, d.ledger.outage)
 
 
 # ---------------------------------------------------------------------------------- facts that time makes certain

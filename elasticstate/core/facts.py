@@ -12,7 +12,7 @@ from signal import Signals
 
 from elasticstate.core import memory, reach
 from elasticstate.core import types as t
-from elasticstate.core.cooldown import DEATHS_IN_A_ROW, SAME_DEATH_S, backoff_s, cooldown_s
+from elasticstate.core.budget import host_is_lost, slot_failed
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
 
 EXIT_0 = "exited with 0 without returning from train"
@@ -84,7 +84,7 @@ def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
         d.effects.append(t.StopAgent(event.host, "it is not wanted any more"))
     if host is None or host.agent not in ("asked", "none"):
         return
-    d.put_host(host, agent="joined", may_live_until=-inf, heard="its agent is connected")
+    d.put_host(host, agent="joined", may_live_until=-inf, heard="its agent connected", heard_at=d.now)
     memory.found(d, host.name, dict(event.commits), {worker.slot for worker, _ in event.workers})
     d.note("agent_joined", host=host.name)
     for slot, incarnation in event.incarnations:
@@ -102,7 +102,7 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     expected = host.agent == "stopping"
     may_live = event.may_live and not expected
     heard = "its agent was stopped" if expected else f"its agent was lost: {event.reason}"
-    host = d.put_host(host, agent="none", leaving="", heard=heard)
+    host = d.put_host(host, agent="none", leaving="", heard=heard, heard_at=d.now)
     if not expected:
         d.note("agent_lost", host=host.name, reason=event.reason)
     seats = (d.slots.get(t.SlotId(host.name, index)) for index in range(host.seats))
@@ -119,27 +119,13 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     if expected:
         memory.found(d, host.name, {})  # it has removed its workers' commits
     else:
-        if any(_has_seen_a_commit(d, worker) for worker in workers):
-            host = d.put_host(host, deaths=0, cooldowns=0)
-        _cool_down(d, host, "its agent was lost")
+        host_is_lost(d, host, workers, event.reason)
 
 
 def _agent_leaving(d: Draft, event: t.AgentLeaving) -> None:
     host = d.hosts.get(event.host)
     if host is not None and host.agent == "joined" and not host.leaving:
         d.put_host(host, leaving="its agent was told to stop")
-
-
-def _cool_down(d: Draft, host: Host, reason: str) -> None:
-    seconds = cooldown_s(host.name, host.cooldowns, d.policy.cooldown_min_s, d.policy.cooldown_max_s)
-    until = max(host.cooldown_until, d.now + seconds)
-    d.put_host(
-        host,
-        cooldowns=host.cooldowns + 1,
-        cooldown_until=until,
-        gives_way_at=min(until, d.now + backoff_s(host.cooldowns + 1)),
-    )
-    d.note("host_cooldown", host=host.name, seconds=round(until - d.now, 3), reason=reason)
 
 
 # --------------------------------------------------------------------------------------------- the ends of workers
@@ -171,7 +157,7 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
             _member_ended(d, worker, cause)
     _bury(d, worker, event.exit_code, event.signal)
     if not benign:
-        _slot_failed(d, worker, cause)
+        slot_failed(d, worker, cause)
 
 
 def _how(event: t.WorkerExited) -> str:
@@ -203,30 +189,6 @@ def _bury(d: Draft, worker: Worker, exit_code: int | None, signal: int | None) -
         exit_code=exit_code,
         signal=signal,
     )
-
-
-def _has_seen_a_commit(d: Draft, worker: Worker) -> bool:
-    """Whether the job has made a commit while this worker was in its worlds: what failed before is history."""
-    highest = d.ledger.highest
-    return highest is not None and 0 < worker.first_joined <= highest.generation
-
-
-def _slot_failed(d: Draft, worker: Worker, cause: t.RootCause) -> None:
-    """Count a failure of the slot, and a death of the host."""
-    slot = d.slots[worker.id.seat]
-    progressed = _has_seen_a_commit(d, worker)
-    failures = 1 if progressed else slot.failures + 1
-    first = cause if failures == 1 else slot.failure
-    d.put_slot(worker.id.seat, failures=failures, failure=first, not_before=d.now + backoff_s(failures))
-    if d.generation == 0 and d.ledger.outage is None:
-        d.account(outage=cause)
-    host = d.hosts[worker.id.host]
-    if progressed:
-        host = d.put_host(host, deaths=0, cooldowns=0)
-    if d.now - host.last_death > SAME_DEATH_S:
-        host = d.put_host(host, deaths=host.deaths + 1, last_death=d.now)
-        if host.deaths >= DEATHS_IN_A_ROW:
-            _cool_down(d, host, f"{host.deaths} deaths in a row")
 
 
 def _worker_unresponsive(d: Draft, event: t.WorkerUnresponsive) -> None:
@@ -324,7 +286,7 @@ def _finished_slots_have_failed(d: Draft) -> None:
         if slot.finished:
             worker = t.WorkerId(seat.host, seat.slot, slot.incarnation)
             cause = t.RootCause(f"{worker} {EXIT_0}", worker, exit_code=0)
-            d.put_slot(seat, finished=False, failures=1, failure=cause, not_before=d.now + backoff_s(1))
+            d.put_slot(seat, finished=False, failures=1, failure=cause, not_before=d.now)
 
 
 def _member(d: Draft, worker: t.WorkerId, generation: int) -> Worker | None:

@@ -63,7 +63,7 @@ def missing(m: Draft | Membership, now: float) -> Iterator[str]:
             continue
         if host.seats > host.slots:
             yield f"host {host.name}: discovery has taken away {host.seats - host.slots} of its {host.seats} slots"
-        about = _about_host(host, now)
+        about = _about_host(m, host, now)
         if about:
             yield about
         for index in range(host.slots):
@@ -73,16 +73,34 @@ def missing(m: Draft | Membership, now: float) -> Iterator[str]:
             if text:
                 yield f"{seat} {text}"
     if not m.hosts:
-        yield "no hosts: discovery names none"
+        yield "no hosts: none was ever named by discovery, and no agent has dialled in"
 
 
-def _about_host(host: Host, now: float) -> str:
-    cooling = f"in cooldown for {host.cooldown_until - now:.1f} s: " if host.cooldown_until > now else ""
+def left_alone(m: Membership, now: float) -> Iterator[str]:
+    """One line for each host in cooldown: until when, and why."""
+    for host in hosts_of(m):
+        if host.slots and host.cooldown_until > now:
+            yield f"host {host.name}: {_cooldown(host, now)}"
+
+
+def _about_host(m: Draft | Membership, host: Host, now: float) -> str:
     if host.leaving:
         return f"host {host.name} leaves: {host.leaving}"
-    if host.agent == "joined" and not cooling:
-        return "" if host.slots and host.seats else f"host {host.name}: {host.heard}"
-    return f"host {host.name}: {cooling}{host.heard}"
+    cooling = _cooldown(host, now)
+    if host.agent == "joined" and any((host.name, index) in m.slots for index in range(host.slots)):
+        heard = ""  # its slots tell the rest
+    elif not host.heard:
+        heard = "nothing was heard of it"
+    else:
+        since = {"asked": ", nothing was heard since", "joined": ", no worker was started yet"}
+        heard = f"{now - host.heard_at:.1f} s ago {host.heard}{since.get(host.agent, '')}"
+    return f"host {host.name}: {', '.join(filter(None, (heard, cooling)))}" if heard or cooling else ""
+
+
+def _cooldown(host: Host, now: float) -> str:
+    if host.cooldown_until <= now:
+        return ""
+    return f"in cooldown for {host.cooldown_until - now:.1f} s: {host.cooldown_reason}"
 
 
 def _about_slot(m: Draft | Membership, slot: Slot, now: float) -> str:
@@ -93,7 +111,7 @@ def _about_slot(m: Draft | Membership, slot: Slot, now: float) -> str:
         if slot.failure is None:
             return "is free"
         again = f", restart in {slot.not_before - now:.1f} s" if slot.not_before > now else ""
-        return f"failed {slot.failures} time(s): {slot.failure.reason}{again}"
+        return f"{failed_times(slot)}: {slot.failure.reason}{again}"
     if worker.gone:
         return "is being stopped"
     if worker.leaving:
@@ -102,4 +120,14 @@ def _about_slot(m: Draft | Membership, slot: Slot, now: float) -> str:
         return ""
     if worker.joined:
         return f"has not left generation {worker.joined}"
-    return f"boots for {now - worker.started_at:.1f} s"
+    return f"boots for {now - worker.started_at:.1f} s, {_last_heard(worker, now)}"
+
+
+def failed_times(slot: Slot) -> str:
+    return "failed" if slot.failures == 1 else f"failed {slot.failures} times in a row"
+
+
+def _last_heard(worker: Worker, now: float) -> str:
+    if worker.heard_at < worker.started_at:
+        return "nothing heard of it"
+    return f"last heard {now - worker.heard_at:.1f} s ago"

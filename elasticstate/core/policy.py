@@ -25,6 +25,7 @@ class Policy:
     min_interrupt_distance_s: float = 5.0
     gate_timeout_s: float | None = None
     reset_limit: int | None = None
+    reset_window_s: float | None = None
     max_no_progress: int = 3
     cooldown_min_s: float = 10.0
     cooldown_max_s: float = 600.0

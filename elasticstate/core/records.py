@@ -48,12 +48,15 @@ class Host(Struct, frozen=True, gc=False):
     agent: Literal["none", "asked", "joined", "stopping"] = "none"
     leaving: str = ""  # why the whole host drains
     deaths: int = 0  # in a row
+    dead_slots: frozenset[int] = frozenset()  # whose workers these were
     last_death: float = -inf
     cooldowns: int = 0  # in a row
     cooldown_until: float = -inf
+    cooldown_reason: str = ""
     gives_way_at: float = -inf  # earlier than cooldown_until: when the job would be below min_np without this host
     may_live_until: float = -inf  # out of reach; workers of the newest world may be at it there until they give up
-    heard: str = "not asked yet"  # what was last heard of it
+    heard: str = ""  # what was last heard of it; "": nothing yet
+    heard_at: float = -inf
 
 
 class Slot(Struct, frozen=True, gc=False):
@@ -63,6 +66,7 @@ class Slot(Struct, frozen=True, gc=False):
     worker: WorkerId | None = None  # the living one
     failures: int = 0  # in a row
     not_before: float = -inf
+    gives_way_at: float = -inf  # earlier than not_before: when the job would be below min_np without this slot
     finished: bool = False  # its worker exited with 0 before anybody was READY: a command that does not use ``run``
     failure: RootCause | None = None  # the first of the row
     memory: CommitId | None = None  # the newest commit in its memory, as was last heard; it outlives the workers, too
@@ -179,7 +183,7 @@ class Ledger(Struct, frozen=True, gc=False):
     next_age: int = 0
     no_progress: int = 0  # failed generations in a row without a commit
     no_progress_cause: RootCause | None = None  # the first of them
-    failures: int = 0  # failed generations
+    failed_at: tuple[float, ...] = ()  # when generations have failed, as far back as --reset-limit looks
     own_errors: int = 0  # members of the present generation that ended by an error of their own
     own_error: RootCause | None = None  # the first of them
     outage: RootCause | None = None  # the first failure since the last completed tick
@@ -282,6 +286,10 @@ class Draft:
         self._wake = min(self._wake, at)
         return False
 
+    def time_to_give_up_s(self) -> float:
+        """For how long the job waits, at most, when too few are there."""
+        return self.policy.elastic_timeout_s if self.generation else self.policy.start_timeout_s
+
     def become(self, phase: Phase) -> None:
         """Enter a phase: what the last one waited for counts no more."""
         self.phase = phase
@@ -325,7 +333,7 @@ class Draft:
         before = self.slots.get(seat)
         if before is None and self._seats:
             self._seats.setdefault(seat.host, set()).add(seat.slot)
-        changed = self.slots[seat] = replace(before or _NEW_SLOT, **changes)
+        changed = self.slots[seat] = replace(before or NEW_SLOT, **changes)
         return changed
 
     def seats_of(self, host: str) -> set[int]:
@@ -350,7 +358,7 @@ class Draft:
         return worker.joined > 0 and worker.joined == self.generation
 
 
-_NEW_SLOT = Slot()
+NEW_SLOT = Slot()
 
 
 def by_discovery(d: Draft | Membership) -> list[Host]:

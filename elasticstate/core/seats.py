@@ -6,8 +6,21 @@ from collections.abc import Iterator
 from math import inf
 
 from elasticstate.core import types as t
+from elasticstate.core.cooldown import FAILURES_IN_A_ROW
 from elasticstate.core.memory import awaited
-from elasticstate.core.records import Draft, Finishing, Forming, Host, Over, Running, Waiting, Worker, by_discovery
+from elasticstate.core.records import (
+    NEW_SLOT,
+    Draft,
+    Finishing,
+    Forming,
+    Host,
+    Over,
+    Running,
+    Slot,
+    Waiting,
+    Worker,
+    by_discovery,
+)
 
 
 def mark_leavers(d: Draft) -> None:
@@ -44,19 +57,26 @@ def start_and_stop(d: Draft) -> None:
     hosts = by_discovery(d)
     holders = [] if isinstance(d.phase, Running) else awaited(d)
     waits = isinstance(d.phase, Waiting) and d.phase.memory_since is not None
-    usable = _usable_hosts(d, hosts, {seat.host for seat, _ in holders} if waits else set())
+    holding = {seat.host for seat, _ in holders} if waits else set()
+    usable = _usable_hosts(d, hosts, holding)
+    said = len(d.effects)
     for host in hosts:
         if host.name in usable:
             if host.agent == "none":
-                d.put_host(host, agent="asked", heard="its agent was asked for")
+                d.put_host(host, agent="asked", heard="its agent was started", heard_at=d.now)
                 d.effects.append(t.StartAgent(host.name))
         elif host.agent in ("asked", "joined") and not _wanted(host) and not d.living.get(host.name):
             if any(seat.host == host.name for seat, _ in holders):
                 continue  # its agent keeps the newest commit: discovery may name the host again
             d.put_host(host, agent="stopping")
             d.effects.append(t.StopAgent(host.name, host.leaving or f"host {host.name} is gone from discovery"))
-    _start_workers(d, [d.hosts[host.name] for host in hosts if host.name in usable], holders, waits)
+    hosts = [d.hosts[host.name] for host in hosts]
+    usable_now = [host for host in hosts if host.name in usable]
+    _start_workers(d, usable_now, holders, waits)
     bound_boots(d)  # once more: the deadlines of those just started
+    if len(d.effects) > said:
+        _usable_hosts(d, hosts, holding)
+        _is_short(d, _free(d, usable_now))
 
 
 def _stop_strangers(d: Draft) -> None:
@@ -97,22 +117,48 @@ def _living(d: Draft, host: Host) -> Iterator[t.WorkerId]:
             yield slot.worker
 
 
-def _free_slots(d: Draft, host: Host) -> Iterator[tuple[t.SlotId, float]]:
-    """The seats of a host in which a worker may be started, with the time from when on."""
+def _free_slots(d: Draft, host: Host) -> Iterator[tuple[t.SlotId, Slot]]:
+    """The seats of a host in which a worker may be started, when it is time."""
     if d.living.get(host.name) == host.seats:
         return
     for index in range(host.slots):
         seat = t.SlotId(host.name, index)
-        slot = d.slots.get(seat)
-        if slot is None:
-            yield seat, -inf
-        elif slot.worker is None and not slot.finished:
-            yield seat, slot.not_before
+        slot = d.slots.get(seat, NEW_SLOT)
+        if slot.worker is None and not slot.finished:
+            yield seat, slot
+
+
+def _finished_seats(d: Draft) -> int:
+    return 0 if d.ledger.ever_ready else sum(slot.finished for slot in d.slots.values())
 
 
 def _taken_seats(d: Draft) -> int:
-    finished = 0 if d.ledger.ever_ready else sum(slot.finished for slot in d.slots.values())
-    return finished + sum(not (worker.leaving or worker.gone) for worker in d.workers.values())
+    return _finished_seats(d) + sum(not (worker.leaving or worker.gone) for worker in d.workers.values())
+
+
+def _seats_counted_on(d: Draft) -> int:
+    """Taken, by workers that are READY, in a world, or on the way there with some hope."""
+    return _finished_seats(d) + sum(_is_counted_on(d, worker) for worker in d.workers.values())
+
+
+def _is_counted_on(d: Draft, worker: Worker) -> bool:
+    if worker.booting:
+        return d.slots[worker.id.seat].failures < FAILURES_IN_A_ROW and _is_in_time(d, worker.started_at)
+    return not (worker.leaving or worker.gone)
+
+
+def _is_in_time(d: Draft, asked_at: float = inf) -> bool:
+    """Whether what was asked for, or would be now, is worth waiting for: not after half of the time after which the job
+    is given up. The other half is for all others."""
+    waits_since = d.phase.since if isinstance(d.phase, Waiting) else inf
+    return not d.due(min(asked_at, waits_since) + d.time_to_give_up_s() / 2)
+
+
+def _good_slots(d: Draft, host: Host) -> int:
+    """Free seats of a host that may be counted on."""
+    if not _is_in_time(d, host.heard_at if host.agent == "asked" else inf):
+        return 0
+    return sum(slot.failures < FAILURES_IN_A_ROW for _, slot in _free_slots(d, host))
 
 
 def _usable_hosts(d: Draft, hosts: list[Host], holders: set[str]) -> set[str]:
@@ -124,12 +170,10 @@ def _usable_hosts(d: Draft, hosts: list[Host], holders: set[str]) -> set[str]:
     if not cooling:
         return usable
     usable.difference_update(host.name for host in cooling)
-    enough = _taken_seats(d) + sum(1 for host in wanted if host.name in usable for _ in _free_slots(d, host))
-    for host in sorted(cooling, key=lambda host: (host.cooldown_until, host.order)):
-        if enough < d.policy.min_np or host.name in holders:
-            enough += sum(1 for _ in _free_slots(d, host))
-            if d.due(host.gives_way_at):
-                usable.add(host.name)
+    enough = _seats_counted_on(d) + sum(_good_slots(d, host) for host in wanted if host.name in usable)
+    for host in cooling:
+        if (enough < d.policy.min_np or host.name in holders) and d.due(host.gives_way_at):
+            usable.add(host.name)
         d.due(host.cooldown_until)
     return usable
 
@@ -146,15 +190,29 @@ def _start_workers(d: Draft, hosts: list[Host], holders: list[tuple[t.SlotId, t.
     order = {seat: position for position, (seat, _) in enumerate(holders)}
     newest = {seat for seat, commit in holders if commit == holders[0][1]}
     beyond = waits and all(d.slots[seat].worker is None for seat in newest)
-    free = [found for host in hosts if host.agent == "joined" for found in _free_slots(d, host)]
+    free = _free(d, hosts)
     free.sort(key=lambda found: order.get(found[0], len(order)))
-    for seat, not_before in free:
+    short = _is_short(d, free)
+    for seat, slot in free:
         if room <= 0 and not (beyond and seat in newest):
             return
-        if d.due(not_before):
+        if d.due(slot.gives_way_at if short or (waits and seat in newest) else slot.not_before):
             _start_worker(d, seat)
             beyond = beyond and seat not in newest
             room -= 1
+
+
+def _free(d: Draft, hosts: list[Host]) -> list[tuple[t.SlotId, Slot]]:
+    return [found for host in hosts if host.agent == "joined" for found in _free_slots(d, host)]
+
+
+def _is_short(d: Draft, free: list[tuple[t.SlotId, Slot]]) -> bool:
+    """Whether the job would be below min_np without the slots that are left alone after a failure."""
+    resting = sum(slot.not_before > d.now for _, slot in free)
+    if not resting:
+        return False
+    startable = len(free) - resting if _is_in_time(d) else 0
+    return _seats_counted_on(d) + startable < d.policy.min_np
 
 
 def _start_worker(d: Draft, seat: t.SlotId) -> None:

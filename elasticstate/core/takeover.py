@@ -62,7 +62,7 @@ def _hosts(d: Draft, remains: Remains) -> None:
     rest = sorted(remains.lost.union(found).difference(named))
     for order, name in enumerate((*named, *rest)):
         slots = named.get(name, 0)
-        host = d.hosts[name] = Host(name, order, slots, seats=slots, heard="its agent has served another driver")
+        host = d.hosts[name] = Host(name, order, slots, seats=slots, heard="its agent was there before", heard_at=d.now)
         if name in remains.lost:
             d.put_host(host, agent="joined")
 

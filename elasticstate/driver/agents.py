@@ -29,7 +29,6 @@ from elasticstate.processes import allow_many_descriptors, kill_marked
 _LOOKS_PER_TIMEOUT = 10  # at who is silent, within --heartbeat-timeout; half as often the agents hear from the driver
 _LONGEST_INTERVAL_S = 1.0
 _LAST_MOMENT_S = 0.1
-_EXIT_TIMEOUT_S = 5.0  # for an agent, after the time that its workers may take
 _REFUSALS_SAID = 5  # of one kind, each by itself
 
 
@@ -214,7 +213,7 @@ class Agents:
         if watchers:
             gone = asyncio.ensure_future(asyncio.wait(watchers))
             hurried = asyncio.ensure_future(hurry.wait())
-            timeout_s = self._spec.stop_timeout_s + _EXIT_TIMEOUT_S
+            timeout_s = self._spec.stop_timeout_s + self._spec.heartbeat_timeout_s  # its workers, and then itself
             await asyncio.wait({gone, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             hurried.cancel()
             for agent in list(self._processes):

@@ -21,6 +21,7 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
         commit_dir=str(Path(options.commit_dir).absolute()),
         heartbeat_timeout_s=options.heartbeat_timeout_s,
         hang_timeout_s=options.hang_timeout_s,
+        failure_grace_s=options.failure_grace_s,
         start_timeout_s=options.start_timeout_s,
         stop_timeout_s=options.stop_timeout_s,
         driver_timeout_s=options.driver_timeout_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elasticstate.core.membership import Membership, waiting_for
+from elasticstate.core.missing import failed_times, left_alone
 from elasticstate.core.records import Over, Slot, Worker
 from elasticstate.driver.report import number_of
 
@@ -33,6 +34,11 @@ def _lines(job: str, m: Membership, reason: str, now: float) -> Iterator[str]:
         yield f"  {worker.id}  {_doing(worker, now)}"
     for seat, slot in empty:
         yield f"  {seat}  {_why_empty(slot, now)}"
+    cooling = list(left_alone(m, now))
+    if cooling:
+        yield "left alone:"
+    for line in cooling:
+        yield f"  {line}"
     waiting = waiting_for(m, now)
     if waiting:
         yield "waits for:"
@@ -57,4 +63,4 @@ def _why_empty(slot: Slot, now: float) -> str:
     if slot.failure is None:
         return "empty"
     again = f", starts again in {slot.not_before - now:.1f} s" if slot.not_before > now else ""
-    return f"empty: {slot.failure.reason}{again}"
+    return f"{failed_times(slot)}: {slot.failure.reason}{again}"

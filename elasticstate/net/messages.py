@@ -324,6 +324,7 @@ class JobSpec(_Message, frozen=True):
     commit_dir: str
     heartbeat_timeout_s: float
     hang_timeout_s: float | None
+    failure_grace_s: float
     start_timeout_s: float
     stop_timeout_s: float
     driver_timeout_s: float

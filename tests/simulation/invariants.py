@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from elasticstate.core import reach
 from elasticstate.core import types as t
+from elasticstate.core.cooldown import FAILURES_IN_A_ROW
 from elasticstate.core.membership import Membership, Transition, next_deadline
 from elasticstate.core.records import Count, Finishing, Host, Over, Running, Waiting
 from elasticstate.core.takeover import Remains
@@ -312,25 +313,36 @@ class Checker:
         self.reached["start"] += 1
 
     def _respect_cooldown(self, after: Membership, host: Host, now: float) -> None:
-        """I5: nothing starts on a host in cooldown, unless the others cannot make min_np."""
+        """I5: nothing starts on a host in cooldown, unless the others cannot make min_np. Not counted on are slots that
+        fail again and again, and what was asked for a long time ago."""
         if host.cooldown_until <= now:
             return
         elsewhere = 0
         for other in after.hosts.values():
             usable = other.slots and not other.leaving and other.cooldown_until <= now
+            usable = usable and not self._too_late(after, other.heard_at if other.agent == "asked" else now, now)
             for index in range(other.seats):
                 slot = after.slots.get(t.SlotId(other.name, index))
                 worker = after.workers.get(slot.worker) if slot and slot.worker else None
+                hopeless = slot is not None and slot.failures >= FAILURES_IN_A_ROW
                 if worker is not None:
                     is_new = worker.started_at == now and other.cooldown_until > now
-                    elsewhere += not (worker.leaving or worker.gone or is_new)
+                    hopeless = worker.booting and (hopeless or self._too_late(after, worker.started_at, now))
+                    elsewhere += not (worker.leaving or worker.gone or is_new or hopeless)
                 elif slot is not None and slot.finished:
                     elsewhere += 1
                 else:
-                    elsewhere += bool(usable) and index < other.slots
+                    elsewhere += bool(usable) and index < other.slots and not hopeless
         holds = any(slot.memory is not None for seat, slot in after.slots.items() if seat.host == host.name)
         assert elsewhere < after.policy.min_np or (holds and self._waits_for_memory(after)), "I5"
         self.reached["cooldown gave way"] += 1
+
+    def _too_late(self, after: Membership, asked_at: float, now: float) -> bool:
+        """Half of the time-out since it was asked for, or since the job waits, is over."""
+        if isinstance(after.phase, Waiting):
+            asked_at = min(asked_at, after.phase.since)
+        limit_s = after.policy.elastic_timeout_s if self.generation else after.policy.start_timeout_s
+        return now >= asked_at + limit_s / 2
 
     def _waits_for_memory(self, after: Membership) -> bool:
         return isinstance(after.phase, Waiting) and after.phase.memory_since is not None

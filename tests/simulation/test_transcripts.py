@@ -35,6 +35,8 @@ SCENARIOS = (
     "plain_commands",
     "rank_0_dies",
     "reset_limit",
+    "reset_window",
+    "slot_budget",
     "start",
     "state_lost",
 )

@@ -12,6 +12,7 @@ from elasticstate.commits import CommitDirectory, control_file, owner_of, refuse
 from elasticstate.driver.record import JobDirectory
 
 JOB = "c0ffee"
+PATIENCE_S = 5.0
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_each_job_host_and_slot_has_an_owner_of_its_own() -> None:
 
 
 def test_only_this_user_may_look_into_it(base: str, job: JobDirectory) -> None:
-    directory = CommitDirectory(base, JOB, "h", str(job.path), "/socket")
+    directory = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
     assert directory.path.parent == Path(base)
     assert directory.path.name == f"elasticstate-{os.getuid()}-{JOB}-h"
     assert directory.path.stat().st_mode & 0o777 == 0o700
@@ -60,19 +61,18 @@ def test_only_this_user_may_look_into_it(base: str, job: JobDirectory) -> None:
 
 
 def test_an_agent_after_another_finds_what_was_there(base: str, job: JobDirectory) -> None:
-    first = CommitDirectory(base, JOB, "h", str(job.path), "/socket")
+    first = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
     Path(first.make_page(0)).write_bytes(b"x" * 4096)
     die(first)
-    second = CommitDirectory(base, JOB, "h", str(job.path), "/socket")
+    second = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
     assert Path(second.make_page(0)).read_bytes() == b"x" * 4096
     second.remove()
 
 
-def test_two_agents_never_have_it(base: str, job: JobDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elasticstate.commits._LOCK_TIMEOUT_S", 0.05)
-    first = CommitDirectory(base, JOB, "h", str(job.path), "/socket")
+def test_two_agents_never_have_it(base: str, job: JobDirectory) -> None:
+    first = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
     with pytest.raises(TimeoutError, match="another agent has"):
-        CommitDirectory(base, JOB, "h", str(job.path), "/socket", patience_s=0.05)
+        CommitDirectory(base, JOB, "h", str(job.path), "/socket", 0.05)
     first.remove()
 
 
@@ -81,16 +81,16 @@ def test_a_directory_that_others_may_read_is_refused(base: str, job: JobDirector
     planted.mkdir()
     planted.chmod(0o755)
     with pytest.raises(PermissionError, match="this user alone"):
-        CommitDirectory(base, JOB, "h", str(job.path), "/socket")
+        CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
     assert remove_dead(base) == []
 
 
 def test_what_dead_jobs_have_left_is_removed_and_nothing_of_living_ones(base: str, job: JobDirectory) -> None:
     other = JobDirectory("b")
     other.write_id("beef")
-    dead = CommitDirectory(base, "beef", "h", str(other.path), "/socket")
-    living = CommitDirectory(base, JOB, "h", str(job.path), "/socket")
-    replaced = CommitDirectory(base, JOB, "i", str(job.path), "/socket")
+    dead = CommitDirectory(base, "beef", "h", str(other.path), "/socket", PATIENCE_S)
+    living = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
+    replaced = CommitDirectory(base, JOB, "i", str(job.path), "/socket", PATIENCE_S)
     Path(base, "elasticstate-of-somebody").mkdir(mode=0o700)
     Path(base, "file").touch()
     assert remove_dead(base) == []
@@ -114,7 +114,7 @@ def test_what_dead_jobs_have_left_is_removed_and_nothing_of_living_ones(base: st
 
 
 def test_a_job_of_the_same_name_does_not_keep_a_dead_one(base: str, job: JobDirectory) -> None:
-    left = CommitDirectory(base, JOB, "h", str(job.path), "/socket")
+    left = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
     die(left)
     end(job)
     again = JobDirectory("a")
@@ -126,8 +126,8 @@ def test_a_job_of_the_same_name_does_not_keep_a_dead_one(base: str, job: JobDire
 
 
 def test_the_driver_removes_what_killed_agents_of_its_job_have_left(base: str, job: JobDirectory) -> None:
-    killed, living = (CommitDirectory(base, JOB, host, str(job.path), "/socket") for host in "hi")
-    other = CommitDirectory(base, JOB + "0", "h", str(job.path), "/socket")
+    killed, living = (CommitDirectory(base, JOB, host, str(job.path), "/socket", PATIENCE_S) for host in "hi")
+    other = CommitDirectory(base, JOB + "0", "h", str(job.path), "/socket", PATIENCE_S)
     die(killed)
     die(other)
     remove_job(base, JOB)
@@ -146,7 +146,7 @@ def test_whoever_loses_the_race_against_a_removal_makes_it_anew(base: str, job: 
     thread.start()
     try:
         for _ in range(200):
-            directory = CommitDirectory(base, JOB, "h", str(job.path), "/socket")
+            directory = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
             directory.make_page(0)
             assert Path(directory.path, "0.control").exists()
             directory.remove()

@@ -30,7 +30,7 @@ class GlooContext:
 
     def __init__(self) -> None:
         self.sockets = GlooSockets()
-        self._timeout = timedelta(minutes=30)
+        self._timeout = timedelta()
         self._excepthook = sys.excepthook
         self._torch_helper: Any = None
 

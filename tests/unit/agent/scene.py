@@ -147,6 +147,7 @@ class Scene:
             commit_dir=str(self.directory),
             heartbeat_timeout_s=60.0,
             hang_timeout_s=None,
+            failure_grace_s=2.0,
             start_timeout_s=60.0,
             stop_timeout_s=60.0,
             driver_timeout_s=60.0,

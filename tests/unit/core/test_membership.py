@@ -182,13 +182,39 @@ def test_boots_that_fail_again_and_again_end_the_job_with_the_first_error() -> N
 
 
 def test_the_start_time_out_lists_host_by_host_what_was_last_heard() -> None:
-    _, effects = drive(
-        "0.0 hosts a:1 b:1 c:1\n0.1 agent-joined a\n0.2 agent-lost b no_route\n1.0 ready a:0#1\n600.0 time"
-    )
+    script = """
+        0.0 hosts a:4 b:1 c:1 d:2 e:1 f:1
+        1.0 agent-joined a
+        2.0 agent-lost b no_route
+        3.0 agent-joined e
+        4.0 agent-leaving e
+        5.0 ready a:0#1
+        500.0 exit a:1#1 signal=9
+        590.0 time
+        597.0 agent-lost d connection_refused
+        598.0 agent-joined f
+        599.0 beat a:2#1 in=0
+        599.5 exit a:1#2 code=3
+        600.0 time
+    """
+    _, effects = drive(script, np=8, min_np=8, max_np=8)
     cause = ended(effects).root_cause
     assert cause is not None
-    assert "1 of at least 2 workers ready after --start-timeout of 600 s" in cause.reason
-    assert "host c: its agent was asked for" in cause.reason
+    reason, _, missing = cause.reason.partition("; missing: ")
+    assert reason == "1 of at least 8 workers ready after --start-timeout of 600 s"
+    assert missing.split("; ") == [
+        "a:1 failed 2 times in a row: a:1#1 was killed by SIGKILL, restart in 0.6 s",
+        "a:2 boots for 599.0 s, last heard 1.0 s ago",
+        "a:3 boots for 599.0 s, nothing heard of it",
+        "host b: 100.0 s ago its agent was started, nothing was heard since",
+        "host c: 600.0 s ago its agent was started, nothing was heard since",
+        "host d: 3.0 s ago its agent was started, nothing was heard since, "
+        "in cooldown for 7.4 s: its agent was lost: connection_refused",
+        "host e leaves: its agent was told to stop",
+        "e:0 is being stopped",
+        "f:0 boots for 2.0 s, nothing heard of it",
+        "first failure: a:1#1 was killed by SIGKILL",
+    ]
 
 
 def test_a_command_that_uses_run_after_all_has_its_finished_slots_restarted() -> None:
@@ -215,13 +241,16 @@ def test_a_newcomer_that_does_not_become_ready_is_killed_and_its_slot_has_failed
     assert t.StartWorker(t.WorkerId("a", 2, 2)) in effects
     m, effects = drive("602.2 time", m)
     assert kinds(effects) == ["StopWorker"]
-    m, effects = drive("602.3 exit a:2#2 signal=9\n603.3 time", m)
+    m, effects = drive("602.3 exit a:2#2 signal=9\n603.4 time", m)
     assert t.StartWorker(t.WorkerId("a", 2, 3)) in effects
 
 
 def test_who_is_waited_for_can_be_asked_at_any_time() -> None:
     m, _ = drive("0.0 hosts a:1 b:1\n0.1 agent-joined a")
-    assert waiting_for(m, 3.1) == ("a:0 boots for 3.0 s", "host b: its agent was asked for")
+    assert waiting_for(m, 3.1) == (
+        "a:0 boots for 3.0 s, nothing heard of it",
+        "host b: 3.1 s ago its agent was started, nothing was heard since",
+    )
     m, _ = drive(RUNNING + "2.0 exit a:0#1 signal=9")
     assert waiting_for(m, 2.0) == ("a:1#1 has not left its generation", "a:2#1 has not left its generation")
     m, _ = drive(RUNNING)
@@ -234,7 +263,7 @@ def test_a_job_without_hosts_ends_at_the_start_time_out() -> None:
     _, effects = drive("600.0 time", m)
     cause = ended(effects).root_cause
     assert cause is not None
-    assert "no hosts: discovery names none" in cause.reason
+    assert "no hosts: none was ever named by discovery, and no agent has dialled in" in cause.reason
 
 
 def test_after_the_end_nothing_has_an_effect() -> None:

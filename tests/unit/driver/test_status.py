@@ -28,7 +28,7 @@ def test_it_says_who_is_missing_and_since_when() -> None:
         "  a:0#1  ready for 3.0 s",
         "  a:1#1  boots for 3.0 s",
         "waits for:",
-        "  a:1 boots for 3.0 s",
+        "  a:1 boots for 3.0 s, nothing heard of it",
     ]
 
 
@@ -40,5 +40,26 @@ def test_it_shows_the_world_by_rank_and_why_a_slot_is_empty() -> None:
         "world 2: 1 of 1 worker alive, on 1 host",
         "  rank 0  a:0#1  regroup, tick 0, last heard 0.1 s ago",
         "not in the world:",
-        "  a:1  empty: a:1#1 was killed by SIGKILL",
+        "  a:1  failed: a:1#1 was killed by SIGKILL",
     ]
+
+
+def test_it_shows_which_hosts_are_left_alone_until_when_and_why_while_the_others_train() -> None:
+    m = new_membership(Policy(np=1, min_np=1, max_np=2))
+    for at, event in (
+        (10.0, t.HostsDiscovered((t.HostSlots("a", 1), t.HostSlots("b", 1)))),
+        (10.0, t.Several((t.AgentJoined("a"), ready(A)))),
+        (10.5, t.AgentLost("b", "no route to host")),
+        (30.0, t.AgentLost("b", "no route to host")),
+    ):
+        m = step(m, event, at).next
+        m = step(m, t.Several((ready(A),)), at).next
+        m = step(m, t.TimePassed(), at + 15.0).next if at == 10.5 else m
+    lines = status_text("j", m, "the world trains", 35.0).splitlines()
+    until_s = m.hosts["b"].cooldown_until - 35.0
+    assert lines[-2:] == [
+        "left alone:",
+        f"  host b: in cooldown for {until_s:.1f} s: its agent was lost: no route to host (cooldown 2 in a row)",
+    ]
+    assert 14.0 < until_s < 17.0
+    assert "left alone:" not in status_text("j", m, "the world trains", 35.0 + until_s)
