@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate import kinds
+from elasticstate.core.ids import WorkerId
 from elasticstate.core.policy import Policy
-from elasticstate.core.types import WorkerId
 from elasticstate.errors import OptionError
 
 PREFIX = "ELASTICSTATE_"

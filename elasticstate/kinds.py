@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticstate.core.types import HostSlots
+from elasticstate.core.ids import HostSlots
 
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?::(?P<a>\d+)|\s+slots\s*=\s*(?P<b>\d+))?")
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,39}")

@@ -92,6 +92,8 @@ class Judge:
         """I15: whoever leaves has no commit that is newer than what those who stay have."""
         worker = self.job.workers.get(leaver)
         stay = [w for w in self.job.workers.values() if w.id != leaver and w.exit is None and not w.sentinel.leave]
+        if worker is not None and 0 < worker.sentinel.generation < self.job.m.generation:
+            return  # it was out of reach when a newer world was made: what only it has was decided against
         if worker is None or worker.commit is None or self.job.exits or self.job.lost or self.job.reach.cuts:
             return  # or a death that the core cannot know of yet
         held = [w.commit[0] for w in stay if w.commit is not None]

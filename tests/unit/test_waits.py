@@ -26,7 +26,7 @@ ALLOWED = {
     # how often one looks; nothing ends by it
     "agent/claim.py: _LOOK_INTERVAL_S": "between two looks; --heartbeat-timeout decides",
     "agent/agent.py: LOOK_INTERVAL_S": "between two looks at the stamps; --heartbeat-timeout and --hang-timeout decide",
-    "agent/agent.py: STAMPS_INTERVAL_S": "between two messages with them, at most",
+    "agent/pulse.py: _STAMPS_INTERVAL_S": "between two messages with them, at most",
     "agent/contact.py: _FIRST_PAUSE_S": "between two attempts to dial; --orphan-timeout decides",
     "agent/contact.py: _LONGEST_PAUSE_S": "the same",
     "commits.py: time.sleep(0.01)": "between two looks at a lock",
