@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -90,7 +91,7 @@ def test_nothing_secret_is_in_a_list_of_processes(
     show = ["sh", "-c", 'echo "secret=$MY_SECRET other=$NOT_ASKED_FOR"; exec "$@"', "sh"]
     with job_on(network, tmp_path, "--env", "MY_*", before=show) as job:
         trains_with(job, 3)
-        token = next(Path(os.environ["XDG_RUNTIME_DIR"]).glob("*/driver.json")).read_text().split('"')[3]
+        token = json.loads(next(Path(os.environ["XDG_RUNTIME_DIR"]).glob("*/driver.json")).read_text())["token"]
         assert len(token) > 30
         lines = [Path("/proc", pid, "cmdline").read_bytes() for pid in os.listdir("/proc") if pid.isdigit()]
         assert sum(b"elasticstate.agent" in line for line in lines) >= 3
@@ -108,6 +109,35 @@ def test_a_host_that_loses_power_is_missed_within_the_heartbeat_and_back_when_it
         lost = job.wait_for_event("agent_lost", host="b")
         assert lost["time"] - struck < HEARTBEAT_S
         assert next_step_after(job, lost) < NEXT_STEP_S
+        trains_with(job, 2)
+        network["b"].power_on()
+        trains_with(job, 3, count=2)
+        ends_well(job)
+
+
+def test_a_driver_that_is_killed_and_started_again_interrupts_nobody(network: Network, tmp_path: Path) -> None:
+    with job_on(network, tmp_path, "--job-name", "again") as job:
+        trains_with(job, 3)
+        job.kill_driver()
+        step = max(c["step"] for c in job.log("commit"))
+        job.wait_for_while_gone("steps without it", lambda: any(c["step"] > step + 5 for c in job.log("commit")))
+        job.start(*job.arguments)
+        assert job.wait_for_event("driver_restarted")["back"] == ["a", "b", "c"]
+        ends_well(job)
+        assert len(job.events("world_formed")) == 1
+        assert {e["status"] for e in job.events("job_finished")} == {"succeeded"}
+
+
+def test_a_host_that_is_lost_while_there_is_no_driver_is_missed_by_the_next_one(
+    network: Network, tmp_path: Path
+) -> None:
+    with job_on(network, tmp_path, "--job-name", "again", "--reattach-timeout", "3") as job:
+        trains_with(job, 3)
+        job.kill_driver()
+        network["b"].power_off()
+        job.start("--reattach", "again")
+        restarted = job.wait_for_event("driver_restarted")
+        assert (restarted["back"], restarted["lost"]) == (["a", "c"], ["b"])
         trains_with(job, 2)
         network["b"].power_on()
         trains_with(job, 3, count=2)
