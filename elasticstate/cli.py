@@ -6,12 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from enum import Enum
 from typing import Any
 
-from elasticstate import config
 from elasticstate.config import Options, option_names, read_options
 from elasticstate.errors import OptionError
 from elasticstate.kinds import FLAG, Kind, split_address
+from elasticstate.machine import host_name, version
 
 _STATUS_TIMEOUT_S = 5.0
 
@@ -75,7 +76,7 @@ def _agent(argv: Sequence[str]) -> int:
     add("--join", required=True, metavar="HOST:PORT", help="where the driver listens")
     add("--token-file", required=True, metavar="F", help="the same as the driver's, or a copy of it")
     add("--slots", default="auto", metavar="N|auto", help="workers that may run here (auto: its GPUs, else its cores)")
-    add("--name", default=config.host_name(), metavar="NAME", help="unlike that of any other host (default: its name)")
+    add("--name", default=host_name(), metavar="NAME", help="unlike that of any other host (default: its name)")
     add("--wait", default="600", metavar="S", help="seconds to wait for a driver (default: 600)")
     given = parser.parse_args(argv)
     try:
@@ -135,7 +136,7 @@ class _Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        print(f"elasticstate {config.version()}")
+        print(f"elasticstate {version()}")
         parser.exit()
 
 
@@ -174,5 +175,5 @@ def _shown(default: object, kind: Kind) -> str:
     if default is None:
         return "off" if "off" in kind.takes else ""
     if isinstance(default, tuple):
-        return " ".join(f"{part:g}" for part in default)
+        return " ".join(part.name if isinstance(part, Enum) else f"{part:g}" for part in default)
     return f"{default:g}" if isinstance(default, float) else str(default or "")

@@ -6,12 +6,12 @@ This module is the only one of the package that reads ``os.environ``.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ _DISCOVERY = "host discovery"
 _REMOTE = "other hosts"
 _TIMES = "time limits, in seconds"
 _CHANGES = "changes of the world"
+_PREEMPTION = "notice before preemption"
 _COMMITS = "commits"
 _OUTPUT = "output"
 
@@ -205,6 +206,24 @@ class Options:
         "--cooldown-range",
         "a host that fails again and again is left alone so long",
     )
+    preemption_signals: tuple[int, ...] = _option(
+        (signal.SIGTERM,), _PREEMPTION, kinds.SIGNALS, "--preemption-signals", "to an agent or a worker: it is to leave"
+    )
+    preemption_command: str | None = _option(
+        None, _PREEMPTION, kinds.COMMAND, "--preemption-command", "asked on each host: 0 it is to leave, 1 it is not"
+    )
+    preemption_interval_s: float = _option(
+        5.0, _PREEMPTION, kinds.at_least_s(0.05), "--preemption-interval", "between two calls of the command"
+    )
+    preemption_timeout_s: float = _option(
+        5.0, _PREEMPTION, kinds.at_least_s(0.1), "--preemption-timeout", "a command that runs longer is killed"
+    )
+    preemption_window_s: float = _option(
+        1.0, _PREEMPTION, kinds.SECONDS, "--preemption-window", "so long a leaver waits for others to have notice, too"
+    )
+    preemption_rest_s: float = _option(
+        600.0, _PREEMPTION, kinds.SECONDS, "--preemption-rest", "a host that had notice is left alone for so long"
+    )
     commit_dir: str = _option(
         "/dev/shm",
         _COMMITS,
@@ -288,27 +307,6 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
     return Options(command=tuple(command), **values)
 
 
-def slots_of_this_machine() -> int:
-    """Its NVIDIA GPUs; without any, the cores that this process may use."""
-    return len(glob("/dev/nvidia[0-9]*")) or len(os.sched_getaffinity(0))
-
-
-def host_name() -> str:
-    """What this machine calls itself."""
-    return os.uname().nodename
-
-
-def version() -> str:
-    """The version of the installed package."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
-
-    try:
-        return installed("elasticstate")
-    except PackageNotFoundError:
-        return "0+source"
-
-
 # ------------------------------------------------------------------------------------------------ the environment
 
 
@@ -328,6 +326,7 @@ class WorkerEnvironment:
     local_address: str  # at which other hosts reach this one
     commits: str  # what the names of the files of its slot begin with: its page, its two buffers
     reserve_bytes: int = 0  # what a commit of the job takes, as far as is known
+    notice_signals: tuple[int, ...] = (signal.SIGTERM,)
 
     def variables(self) -> dict[str, str]:
         """As environment variables; :func:`worker_environment` reads them."""
@@ -340,6 +339,7 @@ class WorkerEnvironment:
             PREFIX + "LOCAL_ADDRESS": self.local_address,
             PREFIX + "COMMITS": self.commits,
             PREFIX + "RESERVE_BYTES": str(self.reserve_bytes),
+            PREFIX + "NOTICE_SIGNALS": " ".join(map(str, map(int, self.notice_signals))),
         }
 
 
@@ -353,9 +353,9 @@ def worker_environment() -> WorkerEnvironment | None:
         worker = WorkerId(host, int(slot), int(incarnation))
         names = ("JOB", "JOB_ID", "LOCAL_ADDRESS", "COMMITS")
         told = {name.lower(): os.environ[PREFIX + name] for name in names}
-        return WorkerEnvironment(
-            socket=socket, worker=worker, **told, reserve_bytes=int(os.environ.get(PREFIX + "RESERVE_BYTES", 0))
-        )
+        reserve_bytes = int(os.environ.get(PREFIX + "RESERVE_BYTES", 0))
+        signals = tuple(map(int, os.environ.get(PREFIX + "NOTICE_SIGNALS", "").split()))
+        return WorkerEnvironment(socket, worker, **told, reserve_bytes=reserve_bytes, notice_signals=signals)
     except (KeyError, ValueError):
         raise OptionError(f"{PREFIX}SOCKET is set, but the other variables of a worker are not") from None
 

@@ -25,6 +25,7 @@ from elasticstate._native import ControlPage
 from elasticstate.agent.claim import claim
 from elasticstate.agent.contact import Contact
 from elasticstate.agent.output import Terminal
+from elasticstate.agent.preemption import Preemption
 from elasticstate.agent.pulse import Pulse, newest_commit
 from elasticstate.agent.room import Room
 from elasticstate.agent.seat import Seat
@@ -62,12 +63,12 @@ class Agent:
         self._held: int | None = None  # the generation that a hold of the driver stops
         self._empty = asyncio.Event()  # no worker is left
         self._empty.set()
-        self._is_noticed = False  # this host is to be left
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def run(self) -> int:
         self._loop, launch = asyncio.get_running_loop(), self._launch
         self._listen_to_signals()
+        self._preemption = Preemption(lambda message: self._driver.send(message))
         try:
             job_directory = launch.job_directory or make_agent_directory(str(runtime_directory()))
             fcntl.flock(os.open(job_directory, os.O_RDONLY), fcntl.LOCK_SH)  # until the end of this process
@@ -102,10 +103,12 @@ class Agent:
     async def _live(self) -> int:
         """Serve until the end, and clear up; returns the exit status."""
         self._driver.send(messages.Serving(tuple(self._adopted()), ()))
+        self._preemption.begin(self._spec.preemption, self._launch, self._socket_path)
         self._loop.run_in_executor(
             None, remove_leftovers, self._spec.commit_dir, str(runtime_directory())
         )  # takes a while
         status = await self._serve()
+        self._preemption.end()
         self._socket.close()
         self._room.close()
         self._commits.remove()
@@ -150,8 +153,7 @@ class Agent:
             if dialling.done():
                 dialling.result()
                 self._driver.send(messages.Serving(tuple(self._adopted()), tuple(self._reports())))
-                if self._is_noticed:
-                    self._driver.send(messages.AgentNotice())
+                self._preemption.tell()
                 return ""
         except ConnectionRefusedError as refusal:
             self._complain(f"stops its workers: {refusal}")
@@ -167,7 +169,7 @@ class Agent:
         """All that a driver has to know of the workers that live here."""
         for worker, seat in self._seats.items():
             seat.pulse.look(self._loop.time())
-            words = (*seat.words, messages.Notice()) if seat.is_noticed else tuple(seat.words)
+            words = tuple(seat.words) if seat.notice is None else (*seat.words, seat.notice)
             yield messages.WorkerReport(worker, seat.process.pid, seat.joined, seat.pulse.latest, words)
 
     def _carry_out(self, order: messages.ToAgent) -> None:
@@ -231,6 +233,7 @@ class Agent:
                 local_address=self._local_address,
                 commits=self._commits.prefix(worker.slot),
                 reserve_bytes=reserve_bytes,
+                notice_signals=spec.preemption.signals,
             )
             environment = environment_of_worker(launch.environment, spec.environment, told)
             process = WorkerProcess(worker, spec.command, environment, launch.directory, *pumps)
@@ -301,8 +304,9 @@ class Agent:
             case messages.NeedSpace(index, size):
                 self._begin(self._make_room(seat, index, size))
             case _:
-                seat.is_noticed |= isinstance(message, messages.Notice)
-                if isinstance(message, messages.LASTING):
+                if isinstance(message, messages.Notice):
+                    seat.notice = message
+                elif isinstance(message, messages.LASTING):
                     seat.words.append(message)
                 self._driver.send(messages.FromWorker(worker, message))
 
@@ -387,11 +391,6 @@ class Agent:
         """Ctrl-C and a closed terminal are the driver's to judge. No SIG_IGN: the workers would inherit it."""
         for number in (signal.SIGINT, signal.SIGHUP):
             self._loop.add_signal_handler(number, lambda: None)
-        self._loop.add_signal_handler(signal.SIGTERM, self._take_notice)
-
-    def _take_notice(self) -> None:
-        self._is_noticed = True
-        self._driver.send(messages.AgentNotice())
 
     def _complain(self, text: str) -> None:
         with suppress(OSError):  # whoever has started it may be gone

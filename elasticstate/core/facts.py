@@ -72,6 +72,8 @@ def _hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
         before = d.hosts.get(name) or Host(name)
         d.put_host(before, order=order, slots=slots, seats=max(before.seats, slots))
         if slots and not before.slots:
+            if before.notices:  # it is another machine by now, or may be used again
+                d.put_host(d.hosts[name], notices=0, cooldown_until=-inf, gives_way_at=-inf)
             d.note("host_added", host=name, slots=slots)
         elif before.slots and not slots:
             d.note("host_removed", host=name)
@@ -98,7 +100,8 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         return
     expected = host.agent == "stopping"
     may_live = event.may_live and not expected
-    heard = "its agent was stopped" if expected else f"its agent was lost: {event.reason}"
+    notice = host.leaving
+    heard = notice or ("its agent was stopped" if expected else f"its agent was lost: {event.reason}")
     host = d.put_host(host, agent="none", leaving="", heard=heard)
     if not expected:
         d.note("agent_lost", host=host.name, reason=event.reason)
@@ -118,13 +121,26 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     else:
         if any(_has_seen_a_commit(d, worker) for worker in workers):
             host = d.put_host(host, deaths=0, cooldowns=0)
-        _cool_down(d, host, "its agent was lost")
+        if not notice:
+            _cool_down(d, host, "its agent was lost")
+    if notice and host.slots:
+        _rest(d, host, notice)
 
 
 def _agent_leaving(d: Draft, event: t.AgentLeaving) -> None:
     host = d.hosts.get(event.host)
     if host is not None and host.agent == "joined" and not host.leaving:
-        d.put_host(host, leaving="its agent was told to stop")
+        d.put_host(host, leaving=f"notice: {event.reason}")
+        d.note("host_leaving", host=host.name, reason=event.reason)
+
+
+def _rest(d: Draft, host: Host, reason: str) -> None:
+    """A host that had notice is left alone: discovery may go on naming it until it is gone. As a cooldown does, this
+    gives way when the job would be below min_np, each time a while later: who asks it may hear the same notice."""
+    until = max(host.cooldown_until, d.now + d.policy.preemption_rest_s)
+    notices = host.notices + 1
+    d.put_host(host, notices=notices, cooldown_until=until, gives_way_at=min(until, d.now + backoff_s(notices)))
+    d.note("host_cooldown", host=host.name, seconds=round(until - d.now, 3), reason=reason)
 
 
 def _cool_down(d: Draft, host: Host, reason: str) -> None:
@@ -241,7 +257,7 @@ def _worker_unresponsive(d: Draft, event: t.WorkerUnresponsive) -> None:
 def _worker_leaving(d: Draft, event: t.WorkerLeaving) -> None:
     worker = d.workers.get(event.worker)
     if worker is not None and not worker.leaving and not worker.gone:
-        d.put(worker, leaving="it was told to stop", leaving_at=d.now)
+        d.put(worker, leaving=f"notice: {event.reason}", leaving_at=d.now)
 
 
 # -------------------------------------------------------------------------------------------- the words of workers

@@ -23,6 +23,8 @@ class Policy:
     hold_timeout_s: float = 2.0
     join_window_s: float = 5.0
     min_interrupt_distance_s: float = 5.0
+    preemption_window_s: float = 1.0
+    preemption_rest_s: float = 600.0
     gate_timeout_s: float | None = None
     reset_limit: int | None = None
     max_no_progress: int = 3

@@ -49,9 +49,14 @@ class Host:
     last_death: float = -inf
     cooldowns: int = 0  # in a row
     cooldown_until: float = -inf
+    notices: int = 0  # since discovery has last named it anew
     gives_way_at: float = -inf  # earlier than cooldown_until: when the job would be below min_np without this host
     may_live_until: float = -inf  # out of reach; workers of the newest world may be at it there until they give up
     heard: str = "not asked yet"  # what was last heard of it
+
+    def rests(self, now: float) -> bool:
+        """Whether it is left alone because it had notice."""
+        return self.notices > 0 and self.cooldown_until > now
 
 
 @dataclass(frozen=True, slots=True)

@@ -330,7 +330,7 @@ def _let_leavers_go(d: Draft, stay: list[Worker]) -> None:
 def _plain_commands_are_done(d: Draft) -> bool:
     """Commands that do not use ``run``: all that were started have exited with 0, and no seat waits for its start."""
     finished = sum(slot.finished for slot in d.slots.values())
-    seats = sum(host.slots for host in d.hosts.values() if not host.leaving)
+    seats = sum(host.slots for host in d.hosts.values() if not host.leaving and not host.rests(d.now))
     if d.ledger.ever_ready or not finished or d.workers:
         return False
     if finished < d.policy.np and (finished < seats or finished < d.policy.min_np):

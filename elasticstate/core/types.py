@@ -120,9 +120,10 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class AgentLeaving:
-    """A host has had notice (SIGTERM to its agent): all its workers drain."""
+    """A host has had notice, by a signal to its agent or from the notice command: all its workers drain."""
 
     host: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,10 @@ class WorkerUnresponsive:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeaving:
-    """A worker has had notice (SIGTERM): it drains."""
+    """A worker has had notice, by a signal: it drains."""
 
     worker: WorkerId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

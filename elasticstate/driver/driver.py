@@ -28,6 +28,8 @@ from elasticstate.driver.status import status_text
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net import messages
 from elasticstate.net.names import is_this_machine
+from elasticstate.net.runs import as_runs
+from elasticstate.processes import signal_name
 
 _DELAY_PER_WORKER_S = 1e-4  # of what is not urgent
 _LONGEST_DELAY_S = 0.5
@@ -64,6 +66,7 @@ class Driver:
         self._outcome: Outcome | None = None
         self._hurry = asyncio.Event()  # Ctrl-C for the second time
         self._commit_bytes = 0  # what a commit takes in the largest worker
+        self._warned: set[str] = set()  # what agents have warned of
         self._pids: dict[str, int] = {}  # of workers, by their names in the event file
 
     async def run(self) -> int:
@@ -196,7 +199,7 @@ class Driver:
                 self._outcome = Outcome(0 if succeeded else 1, "succeeded" if succeeded else "failed", cause)
 
     def _publish(self, world: t.World) -> None:
-        lacking = messages.as_runs(world.lacking)
+        lacking = as_runs(world.lacking)
         for host, members in groupby(world.members, key=lambda placement: placement.worker.host):
             parts = tuple((placement.worker, self._part(world, placement, lacking)) for placement in members)
             self._agents.send(host, messages.WorldsOnHost(parts))
@@ -240,8 +243,10 @@ class Driver:
                 self._post(t.WorkerExited(worker, exit_code, number, error))
             case messages.Unresponsive(worker, reason):
                 self._post(t.WorkerUnresponsive(worker, reason))
-            case messages.AgentNotice():
-                self._post(t.AgentLeaving(host))
+            case messages.AgentNotice(reason):
+                self._post(t.AgentLeaving(host, reason))
+            case messages.AgentWarning(text):
+                self._warn_of(host, text)
 
     def _returned(self, report: messages.WorkerReport) -> None:
         """A worker that lived on while its agent was out of touch: what it would have said."""
@@ -267,8 +272,8 @@ class Driver:
                 self._post(t.FirstTick(worker, generation))
             case messages.Committed(commit):
                 self._post(t.CommitSealed(worker, commit))
-            case messages.Notice():
-                self._post(t.WorkerLeaving(worker))
+            case messages.Notice(number):
+                self._post(t.WorkerLeaving(worker, f"{signal_name(number)} to the worker"))
             case messages.CommitSize(size):
                 self._commit_bytes = max(self._commit_bytes, size)
             case messages.Synced(generation, size, seconds):
@@ -292,6 +297,12 @@ class Driver:
 
     def _warn(self, text: str) -> None:
         self._event("warning", text=text)
+
+    def _warn_of(self, host: str, text: str) -> None:
+        """The same trouble on a thousand hosts is one trouble."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self._warn(f"host {host}: {text} (if it is the same on other hosts, that is not said again)")
 
     def _status(self) -> str:
         return status_text(self._job, self._m, self._reason, self._loop.time())
@@ -339,6 +350,12 @@ class Driver:
             tag_output=options.tag_output,
             log_dir=str(Path(options.log_dir).absolute()) if options.log_dir else None,
             environment=(("OMP_NUM_THREADS", "1"),) if self._threads() else (),
+            preemption=messages.Preemption(
+                options.preemption_signals,
+                options.preemption_command,
+                options.preemption_interval_s,
+                options.preemption_timeout_s,
+            ),
         )
 
     def _listen_to_signals(self) -> None:

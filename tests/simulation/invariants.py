@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from math import inf
 
 from elasticstate.core import reach
 from elasticstate.core import types as t
@@ -44,6 +45,7 @@ class Checker:
         self._over = False
         self._severed: dict[t.WorkerId, int] = {}  # in this step: those that are back in reach, and in what
         self._leases: dict[str, float] = {}  # hosts out of reach with members of the newest world: how long they live
+        self._notices: dict[str, float] = {}  # hosts that had notice, and until when they rest
         self._stands_still = False  # the newest world: one of its members is known to be out
 
     @property
@@ -67,6 +69,7 @@ class Checker:
                 self._hear_agent(agents, transition, part, now)
             else:
                 self._hear(before, part)
+            self._hear_notice(before, part, now)
         for effect in effects:
             self._see_effect(before, after, effects, effect, now)
         assert not self._severed, "who is back is severed"
@@ -101,6 +104,19 @@ class Checker:
                 del self._living[worker.seat]
                 self._ages.pop(worker, None)
                 self._stands_still |= self._joined.get(worker, 0) == self.generation
+
+    def _hear_notice(self, before: Membership, event: t.Event, now: float) -> None:
+        """I17: from its notice until its rest is over, or discovery has ceased to name it, a host is left alone."""
+        match event:
+            case t.AgentLeaving(host=host) if (known := before.hosts.get(host)) and known.agent == "joined":
+                if known.slots and not known.leaving:
+                    self._notices[host] = inf
+                    self.reached["notice"] += 1
+            case t.AgentLost(host=host) if self._notices.get(host) == inf:
+                self._notices[host] = now + before.policy.preemption_rest_s
+            case t.HostsDiscovered(hosts=hosts):
+                named = {host.name for host in hosts if host.slots}
+                self._notices = {host: until for host, until in self._notices.items() if host in named}
 
     def _hear_agent(
         self, agents: dict[str, str], transition: Transition, event: t.AgentLost | t.AgentJoined, now: float
@@ -270,8 +286,12 @@ class Checker:
 
     def _respect_cooldown(self, after: Membership, host: Host, now: float) -> None:
         """I5: nothing starts on a host in cooldown, unless the others cannot make min_np."""
+        until = self._notices.get(host.name, now)
+        assert until < inf, "I17: nothing starts on a host between its notice and the end of its agent"
+        assert until <= host.cooldown_until or until <= now, "I17: a host that had notice is in cooldown"
         if host.cooldown_until <= now:
             return
+        self.reached["notice gave way"] += until > now
         elsewhere = 0
         for other in after.hosts.values():
             usable = other.slots and not other.leaving and other.cooldown_until <= now

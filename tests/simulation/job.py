@@ -19,7 +19,21 @@ from tests.simulation.workers import Content, Group, Memory, Script, Worker
 
 HOSTS = ("a", "b", "c")
 FAULTS = (
-    *("kill", "kill", "several", "all", "exit", "own", "all own", "freeze", "notice", "hosts", "agent", "host"),
+    *(
+        "kill",
+        "kill",
+        "several",
+        "all",
+        "exit",
+        "own",
+        "all own",
+        "freeze",
+        "notice",
+        "host notice",
+        "hosts",
+        "agent",
+        "host",
+    ),
     *("cut", "cut two", "cut the world", "cut all", "cut ones gone"),
 )
 MAX_ACTIONS = 30_000
@@ -37,6 +51,8 @@ class Job:
             regroup_timeout_s=rng.choice((20.0, 20.0, 2.0)),
             failure_grace_s=rng.choice((0.0, 1.0)),
             drain_timeout_s=10.0,
+            preemption_window_s=rng.choice((0.0, 1.0)),
+            preemption_rest_s=rng.choice((1.0, 20.0)),
             driver_timeout_s=rng.choice((2.0, 10.0)),
             heartbeat_timeout_s=0.5,
             stop_timeout_s=0.5,
@@ -293,6 +309,9 @@ class Job:
             self.tell(t.HostsDiscovered(tuple(hosts)))
         elif kind == "cut ones gone":
             self.tell(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS if host not in self.reach)))
+        elif kind == "host notice" and agents:
+            for host in self.rng.sample(agents, self.rng.randint(1, len(agents))):
+                self.tell(t.AgentLeaving(host, "SIGTERM to its agent"))
         elif kind in ("agent", "host") and agents:
             self._stop_agent(self.rng.choice(agents), with_memory=kind == "host")
         elif kind.startswith("cut") and agents:
@@ -319,7 +338,7 @@ class Job:
             elif kind == "freeze":
                 victim.frozen = True
             elif kind == "notice":
-                victim.up.append(t.WorkerLeaving(victim.id))
+                victim.up.append(t.WorkerLeaving(victim.id, "SIGTERM to the worker"))
         self.reached[f"fault {kind}"] += 1
 
     def _all_is_well_again(self) -> None:

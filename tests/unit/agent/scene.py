@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -152,6 +153,7 @@ class Scene:
             tag_output=False,
             log_dir=None,
             environment=(("GIVEN", "1"),),
+            preemption=messages.Preemption((signal.SIGTERM,), None, 0.05, 5.0),
         )
         return msgspec.structs.replace(spec, **changes)
 

@@ -11,7 +11,7 @@ from elasticstate.core.membership import Membership, new_membership, next_deadli
 from elasticstate.core.policy import Policy
 from tests.simulation.transcripts import parse_event
 
-POLICY = Policy(np=3, min_np=2, max_np=3)
+POLICY = Policy(np=3, min_np=2, max_np=3, preemption_window_s=0.0)
 RUNNING = """
 0.0 hosts a:3
 0.1 agent-joined a

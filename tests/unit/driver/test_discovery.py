@@ -218,15 +218,18 @@ def test_a_cancellation_at_the_moment_a_script_ends_is_not_lost(
 ) -> None:
     """asyncio.wait_for, before Python 3.12, would return the answer, and the driver would wait for its end for ever."""
     command = script(tmp_path / "discover", "echo a:1")
-    communicate = asyncio.subprocess.Process.communicate
+    wait, asked = asyncio.subprocess.Process.wait, 0
 
     async def scenario() -> None:
-        async def ended_as_the_job_ends(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
-            answer = await communicate(process)
-            asking.cancel()
-            return answer
+        async def ended_as_the_job_ends(process: asyncio.subprocess.Process) -> int:
+            nonlocal asked
+            exit_code = await wait(process)
+            asked += 1
+            if asked == 1:
+                asking.cancel()
+            return exit_code
 
-        monkeypatch.setattr(asyncio.subprocess.Process, "communicate", ended_as_the_job_ends)
+        monkeypatch.setattr(asyncio.subprocess.Process, "wait", ended_as_the_job_ends)
         asking = asyncio.ensure_future(run_script(command, 5))
         with pytest.raises(asyncio.CancelledError):
             await asking

@@ -218,7 +218,7 @@ def test_a_worker_does_not_outlive_its_agent(start: Start) -> None:
 
 
 def test_behind_the_gate_it_does(start: Start) -> None:
-    worker = start("sentinel.finish(); say('there'); time.sleep(0.5); sentinel.say(messages.Notice()); say('end')")
+    worker = start("sentinel.finish(); say('there'); time.sleep(0.5); sentinel.say(messages.Notice(15)); say('end')")
     assert worker.line() == "there"
     worker.agent.close()
     worker.wait_for_beats(1)
@@ -276,7 +276,7 @@ if pid == 0:
     except RuntimeError as error:
         say(str(error))
     try:
-        sentinel.say(messages.Notice())
+        sentinel.say(messages.Notice(15))
     except RuntimeError:
         say("silent")
     page.beat()
