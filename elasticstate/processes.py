@@ -7,6 +7,7 @@ import os
 import resource
 import shlex
 import signal
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +27,7 @@ class Answer(NamedTuple):
 async def ask(
     command: str, timeout_s: float, environment: Mapping[str, str] | None = None, directory: str | None = None
 ) -> Answer:
-    """Run a command in a session of its own, which is killed at its end with all that is left in it.
+    """Run a command in a session of its own, and kill at its end what it has started.
 
     Raises OSError or ValueError (it cannot be run), TimeoutError.
     """
@@ -36,15 +37,7 @@ async def ask(
     program = Path(directory or ".", words[0]).absolute()
     if program.is_file():
         words[0] = str(program)
-    process = await asyncio.create_subprocess_exec(
-        *words,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-        env=environment,
-        cwd=directory,
-    )
+    process = await _start(words, environment, directory)
     assert process.stdout is not None
     assert process.stderr is not None
     talking = asyncio.gather(_read(process.stdout), _read(process.stderr), process.wait())
@@ -55,11 +48,32 @@ async def ask(
             raise TimeoutError(f"it took longer than {timeout_s:g} s")
         stdout, stderr, exit_code = talking.result()
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         talking.cancel()
-        await asyncio.gather(talking, process.wait(), return_exceptions=True)
+        await asyncio.gather(talking, _end(process), return_exceptions=True)
     return Answer(exit_code, stdout, stderr)
+
+
+async def _start(words: list[str], environment: Mapping[str, str] | None, directory: str | None) -> Process:
+    """Not cancelled half-way: what has been started by then would be left behind."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True, env=environment, cwd=directory
+        )
+    )
+    try:
+        await asyncio.wait({starting})
+    except asyncio.CancelledError:
+        await asyncio.wait({starting})
+        if starting.exception() is None:
+            await _end(starting.result())
+        raise
+    return starting.result()
+
+
+async def _end(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 async def _read(stream: asyncio.StreamReader) -> str:

@@ -11,6 +11,8 @@ from elasticstate.net import messages
 from elasticstate.net.launch import Launch
 from elasticstate.processes import Answer, ask, signal_name
 
+HOST_VARIABLE = "ELASTICSTATE_HOST"
+"""In which the command finds the name of the host."""
 _LONGEST_REASON = 200
 _NOTICE, _NO_NOTICE = 0, 1  # exit codes of the command
 
@@ -36,8 +38,8 @@ class Preemption:
             self._loop.remove_signal_handler(signal.SIGTERM)
         self._listen(how.signals)
         if how.command is not None and not self._reason:
-            # Marked, so that it is found and ended if this agent is killed.
-            environment = {**inherited_environment(), **dict([*launch.environment, socket_variable(socket_path)])}
+            environment = {**inherited_environment(), **dict(launch.environment), HOST_VARIABLE: launch.host}
+            environment |= [socket_variable(socket_path)]  # marked: it is found and ended if this agent is killed
             self._asking = asyncio.ensure_future(self._ask(how.command, how, environment, launch.directory))
 
     def tell(self) -> None:

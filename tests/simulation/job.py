@@ -19,21 +19,8 @@ from tests.simulation.workers import Content, Group, Memory, Script, Worker
 
 HOSTS = ("a", "b", "c")
 FAULTS = (
-    *(
-        "kill",
-        "kill",
-        "several",
-        "all",
-        "exit",
-        "own",
-        "all own",
-        "freeze",
-        "notice",
-        "host notice",
-        "hosts",
-        "agent",
-        "host",
-    ),
+    *("kill", "kill", "several", "all", "exit", "own", "all own", "freeze"),
+    *("notice", "host notice", "hosts", "agent", "host"),
     *("cut", "cut two", "cut the world", "cut all", "cut ones gone"),
 )
 MAX_ACTIONS = 30_000

@@ -133,6 +133,10 @@ class Scene:
         assert self.agent.stdin is not None
         self.agent.stdin.write(msgspec.json.encode(launch) + b"\n")
 
+    @property
+    def has_joined(self) -> bool:
+        return bool(self._streams)
+
     async def serve(self, *command: str, **changes: Any) -> None:
         """Tell the agent the job, and let it start one worker."""
         await self.until(lambda: bool(self._streams), "an agent")

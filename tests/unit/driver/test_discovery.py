@@ -235,3 +235,19 @@ def test_a_cancellation_at_the_moment_a_script_ends_is_not_lost(
             await asking
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("steps", range(0, 24, 2))
+def test_a_cancellation_while_a_script_is_started_leaves_nothing(tmp_path: Path, steps: int) -> None:
+    """Whether it was started by then or not: who is left behind is looked for after every test."""
+    command = script(tmp_path / "discover", "sleep 100")
+
+    async def scenario() -> None:
+        asking = asyncio.ensure_future(run_script(command, 50))
+        for _ in range(steps):
+            await asyncio.sleep(0.001 if steps > 12 else 0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(scenario())
