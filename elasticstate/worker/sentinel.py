@@ -49,6 +49,7 @@ class Sentinel:
         self._commit: CommitId | None = None
         self._previous: CommitId | None = None
         self._notices: list[int] = []  # signals
+        self._exits = False
 
     # ---------------------------------------------------------------------------------------------- start and stop
 
@@ -78,8 +79,9 @@ class Sentinel:
             signal.signal(number, signal.SIG_DFL)
 
     def _on_notice(self, signum: int, frame: object) -> None:
-        if not self.leaving:
-            return  # the thread has told the agent
+        if not self.leaving or self._exits:
+            return  # the thread has told the agent; or another signal comes while the interpreter ends
+        self._exits = True
         if self._native.place == Place.BOOT:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Notice before preemption: hosts and workers drain, by one interrupt, nothing is lost, and they are left alone then."""
+"""Notice before preemption: who has it drains, by one interrupt, nothing is lost, and the host is left alone then."""
 
 from __future__ import annotations
 

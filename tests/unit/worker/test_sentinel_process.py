@@ -71,7 +71,7 @@ class Process:
                 [
                     sys.executable,
                     "-c",
-                    BEGIN.replace("sentinel.start()", start) + program,
+                    program,
                     str(page),
                     str(theirs.fileno()),
                     str(port),
@@ -207,7 +207,8 @@ def test_told_to_leave_it_exits_with_0_and_its_output_is_whole(start: Start, pro
 
 
 def test_other_signals_may_be_notices(start: Start) -> None:
-    worker = start("enter(); say('there'); without_the_gil.pause()", "sentinel.start([signal.SIGUSR1, signal.SIGXCPU])")
+    program = "enter(); say('there')\nwhile True: without_the_gil.pause()"
+    worker = start(program, "sentinel.start([signal.SIGUSR1, signal.SIGXCPU])")
     assert worker.line() == "there"
     for number in (signal.SIGXCPU, signal.SIGUSR1):
         worker.process.send_signal(number)
