@@ -12,6 +12,7 @@ from math import inf
 from elasticstate.core import reach
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, Transition, next_deadline
+from elasticstate.core.policy import Policy
 from elasticstate.core.records import Finishing, Host, Over, Running, Waiting
 from tests.simulation.oracle import naive_placements
 
@@ -45,6 +46,7 @@ class Checker:
         self._over = False
         self._severed: dict[t.WorkerId, int] = {}  # in this step: those that are back in reach, and in what
         self._leases: dict[str, float] = {}  # hosts out of reach with members of the newest world: how long they live
+        self._named: set[str] = set()  # by discovery
         self._notices: dict[str, float] = {}  # hosts that had notice, and until when they rest
         self._stands_still = False  # the newest world: one of its members is known to be out
 
@@ -69,7 +71,10 @@ class Checker:
                 self._hear_agent(agents, transition, part, now)
             else:
                 self._hear(before, part)
-            self._hear_notice(before, part, now)
+            host = getattr(part, "host", "")
+            known = before.hosts.get(host)
+            agent = agents.get(host, known.agent if known is not None else "")
+            self._hear_notice(agent, part, before.policy, now)
         for effect in effects:
             self._see_effect(before, after, effects, effect, now)
         assert not self._severed, "who is back is severed"
@@ -105,18 +110,17 @@ class Checker:
                 self._ages.pop(worker, None)
                 self._stands_still |= self._joined.get(worker, 0) == self.generation
 
-    def _hear_notice(self, before: Membership, event: t.Event, now: float) -> None:
+    def _hear_notice(self, agent: str, event: t.Event, policy: Policy, now: float) -> None:
         """I17: from its notice until its rest is over, or discovery has ceased to name it, a host is left alone."""
         match event:
-            case t.AgentLeaving(host=host) if (known := before.hosts.get(host)) and known.agent == "joined":
-                if known.slots and not known.leaving:
-                    self._notices[host] = inf
-                    self.reached["notice"] += 1
+            case t.AgentLeaving(host=host) if agent == "joined" and host in self._named:
+                self._notices[host] = inf
+                self.reached["notice"] += 1
             case t.AgentLost(host=host) if self._notices.get(host) == inf:
-                self._notices[host] = now + before.policy.preemption_rest_s
+                self._notices[host] = now + policy.preemption_rest_s
             case t.HostsDiscovered(hosts=hosts):
-                named = {host.name for host in hosts if host.slots}
-                self._notices = {host: until for host, until in self._notices.items() if host in named}
+                self._named = {host.name for host in hosts if host.slots}
+                self._notices = {host: until for host, until in self._notices.items() if host in self._named}
 
     def _hear_agent(
         self, agents: dict[str, str], transition: Transition, event: t.AgentLost | t.AgentJoined, now: float
