@@ -210,7 +210,11 @@ class Options:
         (signal.SIGTERM,), _PREEMPTION, kinds.SIGNALS, "--preemption-signals", "to an agent or a worker: it is to leave"
     )
     preemption_command: str | None = _option(
-        None, _PREEMPTION, kinds.COMMAND, "--preemption-command", "asked on each host; exits with 0 if it is to be left"
+        None,
+        _PREEMPTION,
+        kinds.COMMAND,
+        "--preemption-command",
+        "asked on each host, its name in ELASTICSTATE_HOST; exits with 0 if it is to be left, with 1 if not",
     )
     preemption_interval_s: float = _option(
         5.0, _PREEMPTION, kinds.at_least_s(0.05), "--preemption-interval", "between two calls of the command"
