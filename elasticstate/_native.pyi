@@ -193,7 +193,11 @@ class Sentinel:
 
     @property
     def signal_fd(self) -> int:
-        """For signal.set_wakeup_fd: SIGTERM becomes a notice to the agent."""
+        """For signal.set_wakeup_fd."""
+
+    def notice(self, number: int) -> None:
+        """A signal of this number, 1 to 31, becomes a notice to the agent. Told to leave, the worker sends itself one,
+        whose handler has to end it."""
 
     @property
     def generation(self) -> int: ...

@@ -6,12 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from enum import Enum
 from typing import Any
 
-from elasticstate import config
 from elasticstate.config import Options, option_names, read_options
 from elasticstate.errors import OptionError
 from elasticstate.kinds import FLAG, Kind, split_address
+from elasticstate.machine import host_name, version
 
 _GC_THRESHOLDS = (100_000, 10, 10)
 """The driver of a thousand hosts keeps a million objects: with Python's own thresholds (700, 10, 10) it would look for
@@ -114,7 +115,7 @@ def _agent(argv: Sequence[str]) -> int:
     add("--join", required=True, metavar="HOST:PORT", help="where the driver listens")
     add("--token-file", required=True, metavar="F", help="the same as the driver's, or a copy of it")
     add("--slots", default="auto", metavar="N|auto", help="workers that may run here (auto: its GPUs, else its cores)")
-    add("--name", default=config.host_name(), metavar="NAME", help="unlike that of any other host (default: its name)")
+    add("--name", default=host_name(), metavar="NAME", help="unlike that of any other host (default: its name)")
     add("--wait", default="600", metavar="S", help="seconds to wait for a driver (default: 600)")
     add(
         "--connect-timeout",
@@ -184,7 +185,7 @@ class _Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        print(f"elasticstate {config.version()}")
+        print(f"elasticstate {version()}")
         parser.exit()
 
 
@@ -222,5 +223,5 @@ def _shown(default: object, kind: Kind) -> str:
     if default is None:
         return "off" if "off" in kind.takes else ""
     if isinstance(default, tuple):
-        return " ".join(f"{part:g}" for part in default)
+        return " ".join(part.name if isinstance(part, Enum) else f"{part:g}" for part in default)
     return f"{default:g}" if isinstance(default, float) else str(default or "")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+import shlex
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -94,6 +96,42 @@ def _patterns(text: str) -> tuple[str, ...]:
     return names
 
 
+_OWN_SIGNALS = (
+    "INT",
+    "HUP",
+    "KILL",
+    "STOP",
+    "CONT",
+    "CHLD",
+    "PIPE",
+    "SEGV",
+    "BUS",
+    "FPE",
+    "ILL",
+    "ABRT",
+    "TRAP",
+    "SYS",
+)
+
+
+def _signals(text: str) -> tuple[signal.Signals, ...]:
+    return tuple(dict.fromkeys(_signal(word.strip().upper().removeprefix("SIG")) for word in text.split(",")))
+
+
+def _signal(word: str) -> signal.Signals:
+    known = {number.name.removeprefix("SIG"): number for number in signal.Signals if number < signal.SIGRTMIN}
+    found = signal.Signals(int(word)) if word.isdecimal() else known.get(word)
+    if found is None or found >= signal.SIGRTMIN or found.name.removeprefix("SIG") in _OWN_SIGNALS:
+        raise ValueError(word)
+    return found
+
+
+def _command(text: str) -> str:
+    if not shlex.split(text):
+        raise ValueError(text)
+    return text
+
+
 def _range(text: str) -> tuple[float, float]:
     low, high = (_seconds(part, 0.0) for part in text.split())
     if low > high:
@@ -123,6 +161,13 @@ SLOTS = Kind("N|auto", "a whole number, at least 1, or auto", lambda t: None if 
 PATH = Kind("PATH", "a path", _matching(re.compile(r".+")))
 BACKEND = Kind("auto|gloo", "auto or gloo (nccl and mpi come later)", _matching(re.compile("auto|gloo")))
 RANGE = Kind("MIN MAX", "two times in seconds, the smaller one first", _range)
+SIGNALS = Kind(
+    "SIGNALS",
+    "names or numbers of signals, with commas between; none that elasticstate or the system needs itself: "
+    f"SIG{', SIG'.join(_OWN_SIGNALS)}, and the real-time ones",
+    _signals,
+)
+COMMAND = Kind("COMMAND", "a command with its arguments, quoted as for a shell", _command)
 FLAG = Kind("", "1 or 0", _yes_or_no)
 PORT = Kind("PORT", "a port, 1 to 65535", _port)
 NAMES = Kind("NAMES", "names of environment variables, with commas between; * stands for anything", _patterns)

@@ -5,10 +5,84 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shlex
 import signal
-from collections.abc import Callable
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
+
+_MOST_OUTPUT_BYTES = 4 * 1024 * 1024
+
+
+class Answer(NamedTuple):
+    """How a command ended, and what it has said."""
+
+    exit_code: int  # -N: killed by signal N
+    stdout: str
+    stderr: str
+
+
+async def ask(
+    command: str, timeout_s: float, environment: Mapping[str, str] | None = None, directory: str | None = None
+) -> Answer:
+    """Run a command in a session of its own, and kill at its end what it has started.
+
+    Raises OSError or ValueError (it cannot be run), TimeoutError.
+    """
+    words = shlex.split(command)
+    if not words:
+        raise ValueError("there is no command")
+    program = Path(directory or ".", words[0]).absolute()
+    if program.is_file():
+        words[0] = str(program)
+    process = await _start(words, environment, directory)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    talking = asyncio.gather(_read(process.stdout), _read(process.stderr), process.wait())
+    # Not asyncio.wait_for: until Python 3.12 it loses a cancellation that comes as the command ends.
+    try:
+        await asyncio.wait({talking}, timeout=timeout_s)
+        if not talking.done():
+            raise TimeoutError(f"it took longer than {timeout_s:g} s")
+        stdout, stderr, exit_code = talking.result()
+    finally:
+        talking.cancel()
+        await asyncio.gather(talking, _end(process), return_exceptions=True)
+    return Answer(exit_code, stdout, stderr)
+
+
+async def _start(words: list[str], environment: Mapping[str, str] | None, directory: str | None) -> Process:
+    """Not cancelled half-way: what has been started by then would be left behind."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True, env=environment, cwd=directory
+        )
+    )
+    try:
+        await asyncio.wait({starting})
+    except asyncio.CancelledError:
+        await asyncio.wait({starting})
+        if starting.exception() is None:
+            await _end(starting.result())
+        raise
+    return starting.result()
+
+
+async def _end(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+async def _read(stream: asyncio.StreamReader) -> str:
+    """All that comes; what is far too much is not kept."""
+    kept = b""
+    while data := await stream.read(1 << 16):
+        if len(kept) < _MOST_OUTPUT_BYTES:
+            kept += data
+    return kept.decode(errors="replace")
 
 
 async def ended_child(pid: int) -> None:

@@ -40,7 +40,8 @@ inline std::string first(std::uint64_t generation) {
     return message;
 }
 
-inline std::string notice() { return begin("Notice", 0); }
+/// `signal` is one of the first 31.
+inline std::string notice(int signal) { return begin("Notice", 1) + static_cast<char>(signal); }
 
 /// What the agent would say to end a generation now, without the head. `cause` takes up to 31 bytes.
 inline std::string end_order(std::uint64_t generation, std::string_view cause) {

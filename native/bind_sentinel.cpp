@@ -134,6 +134,7 @@ void bind_sentinel(nb::module_ &m) {
         .def("start", &Sentinel::start)
         .def("forked", &Sentinel::forked)
         .def_prop_ro("signal_fd", &Sentinel::signal_fd)
+        .def("notice", &Sentinel::notice, "number"_a)
         .def_prop_ro("generation", &Sentinel::generation)
         .def_prop_ro("ticks", &Sentinel::ticks)
         .def_prop_ro("place", [](const Sentinel &self) { return static_cast<std::uint64_t>(self.place()); })

@@ -437,15 +437,24 @@ void Sentinel::leave_locked() {
             end_locked(generation, message + words::end_order(generation, "told to leave"));
         }
     }
-    kill(getpid(), SIGTERM);  // reaches the main thread in a system call, too
+    kill(getpid(), signal_to_leave());  // reaches the main thread in a system call, too
+}
+
+int Sentinel::signal_to_leave() const noexcept {
+    const std::uint32_t notices = notices_;
+    const bool handled = notices != 0 && (notices >> SIGTERM & 1) == 0 && place() != Place::done;
+    return handled ? std::countr_zero(notices) : SIGTERM;
 }
 
 void Sentinel::read_signals() {
     std::array<unsigned char, 256> numbers{};
     const ssize_t size = read(signal_reader_.get(), numbers.data(), numbers.size());
-    if (size > 0 && std::find(numbers.begin(), numbers.begin() + size, SIGTERM) != numbers.begin() + size && !leaving_) {
-        const Lock lock(mutex_);
-        send_locked(words::notice());
+    for (ssize_t i = 0; i < size; ++i) {
+        if (numbers[i] < 32 && (notices_ >> numbers[i] & 1) != 0 && !leaving_) {
+            const Lock lock(mutex_);
+            send_locked(words::notice(numbers[i]));
+            return;
+        }
     }
 }
 

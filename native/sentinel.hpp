@@ -75,6 +75,9 @@ public:
     void forked() noexcept;
     /// Where the numbers of arriving signals are to be written, a byte each; never blocks.
     int signal_fd() const noexcept { return signal_writer_.get(); }
+    /// A signal of this number (one of the first 31) is a notice: the agent is told. Told to leave, the worker sends
+    /// such a signal to itself, whose handler has to end it.
+    void notice(int number) noexcept { notices_ |= 1U << number; }
 
     std::uint64_t generation() const noexcept { return page_.generation(); }
     std::uint64_t ticks() const noexcept { return page_.word().load() & ~HoldWord::HOLD; }
@@ -135,6 +138,7 @@ private:
     void answer_hold(std::uint64_t generation, std::uint64_t number);
     void end_locked(std::uint64_t generation, std::string message);
     void leave_locked();
+    int signal_to_leave() const noexcept;
     void send_locked(std::string message);
     bool try_send(const std::string &message);
     void link_lost();
@@ -149,6 +153,7 @@ private:
     std::unique_ptr<char[]> received_;  // of the thread alone
     std::atomic<bool> stopping_{false};
     std::atomic<bool> forked_{false};
+    std::atomic<std::uint32_t> notices_{0};  // bit n: signal number n is a notice
 
     std::atomic<std::uint32_t> changes_{0};  // a futex: those who wait, wait for it to change
     std::atomic<std::uint64_t> ended_{0};    // the highest generation that has ended now

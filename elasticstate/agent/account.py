@@ -73,5 +73,5 @@ class Account:
 
 def _report(worker: WorkerId, seat: Seat, now: float) -> messages.WorkerReport:
     seat.pulse.look(now)
-    words = (*seat.words, messages.Notice()) if seat.is_noticed else tuple(seat.words)
+    words = tuple(seat.words) if seat.notice is None else (*seat.words, seat.notice)
     return messages.WorkerReport(worker, seat.process.pid, seat.joined, seat.pulse.latest, words)

@@ -25,6 +25,7 @@ from elasticstate.agent.account import Account
 from elasticstate.agent.claim import claim
 from elasticstate.agent.contact import Contact
 from elasticstate.agent.output import Terminal
+from elasticstate.agent.preemption import Preemption
 from elasticstate.agent.pulse import Pulse, stamps_interval_s
 from elasticstate.agent.room import Room
 from elasticstate.agent.seat import Seat
@@ -59,12 +60,12 @@ class Agent:
         self._empty = asyncio.Event()  # no worker is left
         self._empty.set()
         self._world_size = 0  # of the newest world
-        self._is_noticed = False  # this host is to be left
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def run(self) -> int:
         self._loop, launch = asyncio.get_running_loop(), self._launch
         self._listen_to_signals()
+        self._preemption = Preemption(lambda message: self._driver.send(message))
         try:
             job_directory = launch.job_directory or make_agent_directory(str(runtime_directory()))
             self._lock = os.open(job_directory, os.O_RDONLY)  # until the end of this process
@@ -101,10 +102,12 @@ class Agent:
     async def _live(self) -> int:
         """Serve until the end, and clear up; returns the exit status."""
         self._driver.send(self._account.serving({}, self._loop.time()))
+        self._preemption.begin(self._spec.preemption, self._launch, self._socket_path)
         self._loop.run_in_executor(
             None, remove_leftovers, self._spec.commit_dir, str(runtime_directory())
         )  # takes a while
         status = await self._serve()
+        self._preemption.end()
         self._socket.close()
         self._room.close()
         self._commits.remove()
@@ -149,8 +152,7 @@ class Agent:
             self._complain(f"no driver for --driver-timeout of {limit_s:g} s: stops its workers ({error})")
             return _GONE
         self._driver.send(self._account.serving(self._seats, self._loop.time()))
-        if self._is_noticed:
-            self._driver.send(messages.AgentNotice())
+        self._preemption.tell()
         return ""
 
     def _carry_out(self, order: messages.ToAgent) -> None:
@@ -200,6 +202,7 @@ class Agent:
                 local_address=self._local_address,
                 commits=self._commits.prefix(worker.slot),
                 reserve_bytes=reserve_bytes,
+                notice_signals=spec.preemption.signals,
             )
             environment = environment_of_worker(launch.environment, spec.environment, told)
             process = WorkerProcess(worker, spec.command, environment, launch.directory, *pumps)
@@ -274,8 +277,9 @@ class Agent:
             case messages.NeedSpace(index, size):
                 self._begin(self._make_room(seat, index, size))
             case _:
-                seat.is_noticed |= isinstance(message, messages.Notice)
-                if isinstance(message, messages.LASTING):
+                if isinstance(message, messages.Notice):
+                    seat.notice = message
+                elif isinstance(message, messages.LASTING):
                     seat.words.append(message)
                 self._driver.send(messages.FromWorker(worker, message))
 
@@ -360,11 +364,6 @@ class Agent:
         """Ctrl-C and a closed terminal are the driver's to judge. No SIG_IGN: the workers would inherit it."""
         for number in (signal.SIGINT, signal.SIGHUP):
             self._loop.add_signal_handler(number, lambda: None)
-        self._loop.add_signal_handler(signal.SIGTERM, self._take_notice)
-
-    def _take_notice(self) -> None:
-        self._is_noticed = True
-        self._driver.send(messages.AgentNotice())
 
     def _complain(self, text: str) -> None:
         with suppress(OSError):  # whoever has started it may be gone

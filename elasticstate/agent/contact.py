@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from elasticstate.config import version
+from elasticstate.machine import version
 from elasticstate.net import messages
 from elasticstate.net.control import DriverStream
 from elasticstate.net.launch import Launch

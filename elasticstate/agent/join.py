@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 from elasticstate.agent.agent import Agent
-from elasticstate.config import slots_of_this_machine
 from elasticstate.errors import OptionError
+from elasticstate.machine import slots_of_this_machine
 from elasticstate.net.launch import Launch
 from elasticstate.net.trust import read_token
 

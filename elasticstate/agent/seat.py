@@ -18,7 +18,7 @@ class Seat:
     pulse: Pulse
     joined: int = 0  # the newest generation that it was given a world of
     words: list[messages.FromWorkerBody] = field(default_factory=list)  # since then: what a new driver has to know
-    is_noticed: bool = False  # it was told to leave
+    notice: messages.Notice | None = None  # that it is to leave
     error: str = ""  # the first that it reported
     waits: int = 0  # for answers of this agent
     doubted_at: float | None = None  # since when it is known that it may hang

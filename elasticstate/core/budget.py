@@ -9,10 +9,21 @@ from elasticstate.core.cooldown import FAILURES_IN_A_ROW, MAX_BACKOFF_S, SAME_DE
 from elasticstate.core.records import Draft, Host, Worker
 
 
-def host_is_lost(d: Draft, host: Host, workers: Iterable[Worker], reason: str) -> None:
-    """Its agent is gone, and these ``workers`` with it: the host is left alone, whatever it did before."""
+def host_is_lost(d: Draft, host: Host, workers: Iterable[Worker], reason: str, notice: str) -> None:
+    """Its agent is gone, and these ``workers`` with it: the host is left alone, whatever it did before. With a
+    ``notice`` that was to be expected."""
     host = _forgive(d, host, any(_has_done_well(d, worker) for worker in workers))
-    _cool_down(d, host, f"its agent was lost: {reason}")
+    if not notice:
+        _cool_down(d, host, f"its agent was lost: {reason}")
+
+
+def rest(d: Draft, host: Host, reason: str) -> None:
+    """A host that had notice is left alone: discovery may go on naming it until it is gone. As a cooldown does, this
+    gives way when the job would be below min_np, each time a while later: who asks it may hear the same notice."""
+    until = max(host.cooldown_until, d.now + d.policy.preemption_rest_s)
+    gives_way_at = min(until, d.now + patience_s(host.notices + 1, d.time_to_give_up_s()))
+    d.put_host(host, notices=host.notices + 1, cooldown_until=until, cooldown_reason=reason, gives_way_at=gives_way_at)
+    d.note("host_cooldown", host=host.name, seconds=round(until - d.now, 3), reason=reason)
 
 
 def slot_failed(d: Draft, worker: Worker, cause: t.RootCause) -> None:

@@ -12,7 +12,7 @@ from signal import Signals
 
 from elasticstate.core import memory, reach
 from elasticstate.core import types as t
-from elasticstate.core.budget import host_is_lost, slot_failed
+from elasticstate.core.budget import host_is_lost, rest, slot_failed
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
 
 EXIT_0 = "exited with 0 without returning from train"
@@ -73,6 +73,8 @@ def _hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
         if (before.order, before.slots) != (order, slots) or name not in d.hosts:
             d.put_host(before, order=order, slots=slots, seats=max(before.seats, slots))
         if slots and not before.slots:
+            if before.notices:  # it is another machine by now, or may be used again
+                d.put_host(d.hosts[name], notices=0, cooldown_until=-inf, gives_way_at=-inf)
             d.note("host_added", host=name, slots=slots)
         elif before.slots and not slots:
             d.note("host_removed", host=name)
@@ -101,7 +103,8 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         return
     expected = host.agent == "stopping"
     may_live = event.may_live and not expected
-    heard = "its agent was stopped" if expected else f"its agent was lost: {event.reason}"
+    notice = host.leaving
+    heard = notice or ("its agent was stopped" if expected else f"its agent was lost: {event.reason}")
     host = d.put_host(host, agent="none", leaving="", heard=heard, heard_at=d.now)
     if not expected:
         d.note("agent_lost", host=host.name, reason=event.reason)
@@ -119,13 +122,16 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     if expected:
         memory.found(d, host.name, {})  # it has removed its workers' commits
     else:
-        host_is_lost(d, host, workers, event.reason)
+        host_is_lost(d, host, workers, event.reason, notice)
+    if notice and host.slots:
+        rest(d, d.hosts[host.name], notice)
 
 
 def _agent_leaving(d: Draft, event: t.AgentLeaving) -> None:
     host = d.hosts.get(event.host)
     if host is not None and host.agent == "joined" and not host.leaving:
-        d.put_host(host, leaving="its agent was told to stop")
+        d.put_host(host, leaving=f"notice: {event.reason}")
+        d.note("host_leaving", host=host.name, reason=event.reason)
 
 
 # --------------------------------------------------------------------------------------------- the ends of workers
@@ -206,7 +212,7 @@ def _worker_unresponsive(d: Draft, event: t.WorkerUnresponsive) -> None:
 def _worker_leaving(d: Draft, event: t.WorkerLeaving) -> None:
     worker = d.workers.get(event.worker)
     if worker is not None and not worker.leaving and not worker.gone:
-        d.put(worker, leaving="it was told to stop", leaving_at=d.now)
+        d.put(worker, leaving=f"notice: {event.reason}", leaving_at=d.now)
 
 
 # -------------------------------------------------------------------------------------------- the words of workers

@@ -28,7 +28,7 @@ def planned_change(d: Draft, phase: Running, members: list[Worker]) -> None:
         d.reason = "an interrupt waits for the first tick of the world"
     elif not d.due(d.ledger.hold_not_before):
         d.reason = "an interrupt waits: the last hold came to nothing"
-    elif leavers or _admitted(d, newcomers):
+    elif (leavers and _is_time_to_leave(d, leavers)) or (newcomers and _admitted(d, newcomers)):
         cause = listed([f"{w.id} leaves: {w.leaving}" for w in leavers] + [f"{w.id} joins" for w in newcomers])
         _hold(d, phase, members, cause)
 
@@ -37,6 +37,17 @@ def _newcomers(d: Draft, staying: int) -> list[Worker]:
     """READY workers for which the next world has room."""
     found = candidates(d)
     return found if d.policy.max_np is None else found[: max(0, d.policy.max_np - staying)]
+
+
+def _is_time_to_leave(d: Draft, leavers: list[Worker]) -> bool:
+    """At once, if discovery wants it so; after a notice others may have one, too, and all are to cost one interrupt."""
+    if any(worker.id.slot >= d.hosts[worker.id.host].slots for worker in leavers):
+        return True
+    window_s = min(d.policy.preemption_window_s, d.policy.drain_timeout_s / 2)
+    if d.due(min(worker.leaving_at for worker in leavers) + window_s):
+        return True
+    d.reason = f"{names(leavers)} had notice: the preemption window is open, others may have it, too"
+    return False
 
 
 def _admitted(d: Draft, newcomers: list[Worker]) -> bool:

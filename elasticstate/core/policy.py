@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The options that decide. All times in seconds; None means: no limit. See config.py for what each one does."""
+    """The options that decide. All times in seconds; None means: no limit. See config/ for what each one does."""
 
     np: int
     min_np: int
@@ -23,6 +23,8 @@ class Policy:
     hold_timeout_s: float = 2.0
     join_window_s: float = 5.0
     min_interrupt_distance_s: float = 5.0
+    preemption_window_s: float = 1.0
+    preemption_rest_s: float = 600.0
     gate_timeout_s: float | None = None
     reset_limit: int | None = None
     reset_window_s: float | None = None

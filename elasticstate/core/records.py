@@ -53,10 +53,15 @@ class Host(Struct, frozen=True, gc=False):
     cooldowns: int = 0  # in a row
     cooldown_until: float = -inf
     cooldown_reason: str = ""
+    notices: int = 0  # since discovery has last named it anew
     gives_way_at: float = -inf  # earlier than cooldown_until: when the job would be below min_np without this host
     may_live_until: float = -inf  # out of reach; workers of the newest world may be at it there until they give up
     heard: str = ""  # what was last heard of it; "": nothing yet
     heard_at: float = -inf
+
+    def rests(self, now: float) -> bool:
+        """Whether it is left alone because it had notice."""
+        return self.notices > 0 and self.cooldown_until > now
 
 
 class Slot(Struct, frozen=True, gc=False):

@@ -332,7 +332,7 @@ def _plain_commands_are_done(d: Draft) -> bool:
     if d.ledger.ever_ready or d.workers:
         return False
     finished = sum(slot.finished for slot in d.slots.values())
-    seats = sum(host.slots for host in d.hosts.values() if not host.leaving)
+    seats = sum(host.slots for host in d.hosts.values() if not host.leaving and not host.rests(d.now))
     if not finished:
         return False
     if finished < d.policy.np and (finished < seats or finished < d.policy.min_np):

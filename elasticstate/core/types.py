@@ -81,9 +81,10 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class AgentLeaving:
-    """A host has had notice (SIGTERM to its agent): all its workers drain."""
+    """A host has had notice, by a signal to its agent or from the notice command: all its workers drain."""
 
     host: str
+    reason: str
 
 
 class WorkerReady(Struct, frozen=True, gc=False):
@@ -118,9 +119,10 @@ class WorkerUnresponsive:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeaving:
-    """A worker has had notice (SIGTERM): it drains."""
+    """A worker has had notice, by a signal: it drains."""
 
     worker: WorkerId
+    reason: str
 
 
 class HoldAnswered(Struct, frozen=True, gc=False):

@@ -283,8 +283,8 @@ class Agents:
             agent.process.kill()
         if stream is not None:
             stream.abort(reason)
-        self._post(t.AgentLost(agent.host, reason, may_live))
         self._say_who_has_dialled_in()
+        self._post(t.AgentLost(agent.host, reason, may_live))
 
     # ------------------------------------------------------------------------------------- what the server tells of
 

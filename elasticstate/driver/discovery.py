@@ -8,17 +8,15 @@ twice in a row, for files are truncated before they are written.
 from __future__ import annotations
 
 import asyncio
-import os
-import shlex
-import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from pathlib import Path
 
-from elasticstate.config import Options, slots_of_this_machine
+from elasticstate.config import Options
 from elasticstate.core.types import HostSlots
 from elasticstate.errors import DiscoveryError
 from elasticstate.kinds import parse_host
+from elasticstate.machine import slots_of_this_machine
+from elasticstate.processes import ask
 
 Hosts = tuple[HostSlots, ...]
 
@@ -47,35 +45,16 @@ def parse_hosts(text: str, default_slots: int) -> Hosts:
 
 async def run_script(command: str, timeout_s: float) -> str:
     """What the script prints. Raises Fault. It runs in a session of its own, and is killed with its children."""
-    words = shlex.split(command)
-    if words and Path(words[0]).is_file():
-        words[0] = str(Path(words[0]).absolute())
     try:
-        process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
+        answer = await ask(command, timeout_s)
+    except TimeoutError:
+        raise Fault("timeout", f"{command} took longer than --discovery-timeout of {timeout_s:g} s") from None
     except (OSError, ValueError) as error:
         raise Fault("failed", f"{command} cannot be run: {error}") from None
-    # Not asyncio.wait_for: until Python 3.12 it loses a cancellation that comes as the script ends.
-    talking = asyncio.ensure_future(process.communicate())
-    try:
-        await asyncio.wait({talking}, timeout=timeout_s)
-        if not talking.done():
-            raise Fault("timeout", f"{command} took longer than --discovery-timeout of {timeout_s:g} s")
-        stdout, stderr = talking.result()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        talking.cancel()
-        await asyncio.gather(talking, process.wait(), return_exceptions=True)
-    if process.returncode != 0:
-        said = stderr.decode(errors="replace").strip() or "and said nothing on stderr"
-        raise Fault("failed", f"{command} exited with {process.returncode}: {said}")
-    return stdout.decode(errors="replace")
+    if answer.exit_code != 0:
+        said = answer.stderr.strip() or "and said nothing on stderr"
+        raise Fault("failed", f"{command} exited with {answer.exit_code}: {said}")
+    return answer.stdout
 
 
 class Discovery:

@@ -35,11 +35,11 @@ from elasticstate.driver.takeover import (
     first_record,
     lost_hosts,
     next_record,
-    without_old_answers,
 )
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net import messages
 from elasticstate.net.names import is_this_machine
+from elasticstate.processes import signal_name
 
 _DELAY_PER_WORKER_S = 1e-4  # of what is not urgent
 _LONGEST_DELAY_S = 0.5
@@ -84,6 +84,7 @@ class Driver:
         self._outcome: Outcome | None = None
         self._hurry = asyncio.Event()  # Ctrl-C for the second time
         self._commit_bytes = 0  # what a commit takes in the largest worker
+        self._warned: set[str] = set()  # what agents have warned of
         self._pids: dict[str, int] = {}  # of workers, by their names in the event file
 
     async def run(self) -> int:
@@ -182,7 +183,6 @@ class Driver:
             self._agents.give_up(host, "was out of touch when the driver was restarted")
         self._m, effects, self._reason = take_over(self._options.policy(), takeover.remains(), self._loop.time())
         self._event("driver_restarted", epoch=record.epoch, back=takeover.back(), lost=lost_hosts(self._queue))
-        self._queue = without_old_answers(self._queue)
         takeover.is_over = True
         for effect in effects:
             self._carry_out(effect)
@@ -219,7 +219,9 @@ class Driver:
         self._report.reason(self._reason)
 
     def _carry_out_all(self, effects: tuple[t.Effect, ...]) -> None:
-        self._keeper.keep(self._m, self._agents.ports)  # whoever comes after this driver must not know less than others
+        is_first_commit = self._keeper.record.highest is None and self._m.ledger.highest is not None
+        if effects or is_first_commit:  # whoever comes after this driver must not know less than others do
+            self._keeper.keep(self._m, self._agents.ports)
         for effect in effects:
             self._carry_out(effect)
 
@@ -287,8 +289,10 @@ class Driver:
                 self._post(t.WorkerExited(worker, exit_code, number, error))
             case messages.Unresponsive(worker, reason):
                 self._post(t.WorkerUnresponsive(worker, reason))
-            case messages.AgentNotice():
-                self._post(t.AgentLeaving(host))
+            case messages.AgentNotice(reason):
+                self._post(t.AgentLeaving(host, reason))
+            case messages.AgentWarning(text):
+                self._warn_of(host, text)
 
     def _returned(self, report: messages.WorkerReport) -> None:
         """A worker that lived on while its agent was out of touch: what it would have said."""
@@ -314,8 +318,8 @@ class Driver:
                 self._post(t.FirstTick(worker, generation))
             case messages.Committed(commit):
                 self._post(t.CommitSealed(worker, commit))
-            case messages.Notice():
-                self._post(t.WorkerLeaving(worker))
+            case messages.Notice(number):
+                self._post(t.WorkerLeaving(worker, f"{signal_name(number)} to the worker"))
             case messages.CommitSize(size):
                 self._commit_bytes = max(self._commit_bytes, size)
             case messages.Synced(generation, size, seconds):
@@ -340,19 +344,19 @@ class Driver:
     def _warn(self, text: str) -> None:
         self._event("warning", text=text)
 
+    def _warn_of(self, host: str, text: str) -> None:
+        """The same trouble on a thousand hosts is one trouble."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self._warn(f"host {host}: {text} (if it is the same on other hosts, that is not said again)")
+
     def _status(self) -> str:
         return status_text(self._job, self._m, self._reason, self._loop.time())
 
     def _say_that_it_starts(self) -> None:
-        options = self._options
-        self._event(
-            "job_started",
-            pid=os.getpid(),
-            command=list(options.command),
-            np=options.np,
-            min_np=options.min_np,
-            max_np=options.max_np,
-        )
+        names = ("np", "min_np", "max_np")
+        sizes = {name: getattr(self._options, name) for name in names}
+        self._event("job_started", pid=os.getpid(), command=list(self._options.command), **sizes)
         if one_thread_each(self._options):
             self._report.say("OMP_NUM_THREADS=1 for each worker, as several share this machine; set it to choose")
 

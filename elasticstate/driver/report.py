@@ -48,6 +48,7 @@ class Report:
             "job_started": lambda f: f"job {self._job}: {_size(f)}",
             "host_added": lambda f: f"host {f['host']}: {number_of(f['slots'], 'slot')}",
             "host_removed": lambda f: f"host {f['host']} was taken away",
+            "host_leaving": lambda f: f"host {f['host']} is to be left: {f['reason']}",
             "host_cooldown": lambda f: f"host {f['host']} is left alone for {f['seconds']:.1f} s: {f['reason']}",
             "agent_lost": lambda f: f"lost host {f['host']}: its agent {f['reason']}",
             "worker_exited": self._worker_exited,

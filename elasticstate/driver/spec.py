@@ -9,6 +9,7 @@ from pathlib import Path
 from elasticstate.config import Options, inherited_environment
 from elasticstate.core import types as t
 from elasticstate.net import messages
+from elasticstate.net.runs import as_runs
 
 
 def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.JobSpec:
@@ -28,6 +29,12 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
         tag_output=options.tag_output,
         log_dir=str(Path(options.log_dir).absolute()) if options.log_dir else None,
         environment=(("OMP_NUM_THREADS", "1"),) if one_thread_each(options) else (),
+        preemption=messages.Preemption(
+            options.preemption_signals,
+            options.preemption_command,
+            options.preemption_interval_s,
+            options.preemption_timeout_s,
+        ),
     )
 
 
@@ -38,7 +45,7 @@ def one_thread_each(options: Options) -> bool:
 
 def world_messages(job: str, world: t.World, options: Options) -> Iterator[tuple[str, messages.WorldsOnHost]]:
     """By host: what its members are told of a new world."""
-    lacking = messages.as_runs(world.lacking)
+    lacking = as_runs(world.lacking)
     for host, members in groupby(world.members, key=lambda placement: placement.worker.host):
         yield (
             host,

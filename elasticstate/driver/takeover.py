@@ -43,12 +43,6 @@ def lost_hosts(events: Iterable[t.Event]) -> list[str]:
     return sorted({event.host for event in events if isinstance(event, t.AgentLost)})
 
 
-def without_old_answers(events: list[t.Event]) -> list[t.Event]:
-    """Only the last answer of discovery counts: the first ones, of agents that dial in, tell of a part of them."""
-    answers = [event for event in events if isinstance(event, t.HostsDiscovered)]
-    return [event for event in events if not isinstance(event, t.HostsDiscovered) or event is answers[-1]]
-
-
 def newer(old: Record, m: Membership, ports: tuple[int, ...]) -> Record | None:
     """The record as it has to be from now on; None: as it was."""
     agents = tuple(sorted(host.name for host in m.hosts.values() if host.agent == "joined"))

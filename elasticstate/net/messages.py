@@ -22,7 +22,7 @@ Messages from a worker reach the driver as :class:`FromWorker`, which names the 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -128,7 +128,9 @@ class ErrorReport(_Message, frozen=True):
 
 
 class Notice(_Message, frozen=True):
-    """The worker has had SIGTERM: it drains."""
+    """The worker has had this signal, one of ``--preemption-signals``: it drains."""
+
+    signal: int
 
 
 LASTING = Ready | Failure | Gate
@@ -165,22 +167,6 @@ class WorldMessage(_Message, frozen=True):
     collective_timeout_s: float
     regroup_timeout_s: float
     verify_sync: bool = False
-
-
-def as_runs(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending numbers as runs [first, one behind the last)."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number:
-            runs[-1] = (runs[-1][0], number + 1)
-        else:
-            runs.append((number, number + 1))
-    return tuple(runs)
-
-
-def from_runs(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """The reverse of :func:`as_runs`."""
-    return tuple(number for first, behind in runs for number in range(first, behind))
 
 
 class HoldOrder(_Message, frozen=True):
@@ -300,7 +286,15 @@ class Stamps(_Message, frozen=True):
 
 
 class AgentNotice(_Message, frozen=True):
-    """The agent has had SIGTERM: its host drains."""
+    """The agent's host is to be left: it drains. ``reason``: who says so."""
+
+    reason: str
+
+
+class AgentWarning(_Message, frozen=True):
+    """Something that a person at the driver should know of this host."""
+
+    text: str
 
 
 class AskStatus(_Message, frozen=True):
@@ -308,10 +302,19 @@ class AskStatus(_Message, frozen=True):
 
 
 Opening = AgentHello | AskStatus
-FromAgent = Serving | FromWorker | Started | Exited | Unresponsive | Stamps | AgentNotice
+FromAgent = Serving | FromWorker | Started | Exited | Unresponsive | Stamps | AgentNotice | AgentWarning
 
 
 # ------------------------------------------------------------------------------------------------ driver -> agent
+
+
+class Preemption(_Message, frozen=True):
+    """How an agent and its workers take notice that they are to leave."""
+
+    signals: tuple[int, ...]
+    command: str | None
+    interval_s: float
+    timeout_s: float
 
 
 class JobSpec(_Message, frozen=True):
@@ -331,6 +334,7 @@ class JobSpec(_Message, frozen=True):
     tag_output: bool
     log_dir: str | None
     environment: tuple[tuple[str, str], ...]
+    preemption: Preemption
 
 
 class Spawn(_Message, frozen=True):

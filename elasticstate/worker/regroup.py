@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from elasticstate.config import WorkerEnvironment
 from elasticstate.net import messages
+from elasticstate.net.runs import from_runs
 from elasticstate.worker import world
 from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.sentinel import Sentinel
@@ -93,7 +94,7 @@ def _view(message: messages.WorldMessage) -> world.WorldView:
         message.placement,
         message.size,
         message.root,
-        messages.from_runs(message.lacking),
+        from_runs(message.lacking),
         host,
         int(port),
         message.verify_sync,

@@ -247,7 +247,7 @@ class _Loop:
     def run(self, warmup: Callable[[], object] | None) -> Any:
         # The agent asks for it when this worker does not respond: works without the GIL.
         faulthandler.register(messages.STACKS_SIGNAL, file=2, all_threads=True)
-        self._sentinel.start()
+        self._sentinel.start(self._environment.notice_signals)
         self._state._attach(self._space)
         self._state._bind(self._session)
         self._state._reserve(self._environment.reserve_bytes)

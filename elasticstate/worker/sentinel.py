@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 from elasticstate import _native
@@ -47,14 +48,20 @@ class Sentinel:
         self._native = _native.Sentinel(page, connection.detach())
         self._commit: CommitId | None = None
         self._previous: CommitId | None = None
+        self._notices: list[int] = []  # signals
+        self._exits = False
 
     # ---------------------------------------------------------------------------------------------- start and stop
 
-    def start(self) -> None:
-        """Say hello, and run from now on. Call it on the main thread: it also takes notice of SIGTERM."""
+    def start(self, notices: Iterable[int] = (signal.SIGTERM,)) -> None:
+        """Say hello, and run from now on. Call it on the main thread: it also takes notice of these signals, but for
+        those that the program itself handles or ignores."""
         self.say(messages.Hello(self._worker, os.getpid(), messages.PROTOCOL_VERSION))
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._notices = [number for number in notices if signal.getsignal(number) is signal.SIG_DFL]
+        for number in self._notices:
+            self._native.notice(number)
+            signal.signal(number, self._on_notice)
+        if self._notices:
             signal.set_wakeup_fd(self._native.signal_fd, warn_on_full_buffer=False)
         self._native.start()
         _started.add(self)
@@ -62,16 +69,19 @@ class Sentinel:
     def finish(self) -> None:
         """The worker is behind the gate: from here on it is a plain process that ends in its own time."""
         self._native.set_place(Place.DONE)
-        self._let_sigterm_go()
+        self._let_signals_go()
 
-    def _let_sigterm_go(self) -> None:
-        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+    def _let_signals_go(self) -> None:
+        ours = [number for number in self._notices if signal.getsignal(number) == self._on_notice]
+        if ours:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
-    def _on_sigterm(self, signum: int, frame: object) -> None:
-        if not self.leaving:
-            return  # the thread has told the agent
+    def _on_notice(self, signum: int, frame: object) -> None:
+        if not self.leaving or self._exits:
+            return  # the thread has told the agent; or another signal comes while the interpreter ends
+        self._exits = True
         if self._native.place == Place.BOOT:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -81,7 +91,7 @@ class Sentinel:
     def _forked(self) -> None:
         """This is a child of the worker: it has no part in the job, and SIGTERM ends it."""
         self._native.forked()
-        self._let_sigterm_go()
+        self._let_signals_go()
 
     # -------------------------------------------------------------------------------------------- what is known
 

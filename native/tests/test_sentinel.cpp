@@ -283,12 +283,13 @@ void test_a_wait_is_given_up() {
     close(ends[0]);
 }
 
-/// Of a signal that comes in, the agent is told once.
+/// Of a signal that is a notice the agent is told once, and of no other.
 void test_a_notice() {
     Worker worker;
-    const unsigned char number = SIGTERM;
-    CHECK(write(worker.sentinel->signal_fd(), &number, 1) == 1);
-    CHECK(worker.hear() == words::notice());
+    worker.sentinel->notice(SIGUSR1);
+    const std::array<unsigned char, 4> numbers{SIGTERM, SIGUSR1, SIGUSR1, 43};
+    CHECK(write(worker.sentinel->signal_fd(), numbers.data(), numbers.size()) == 4);
+    CHECK(worker.hear() == words::notice(SIGUSR1));
     worker.tell(Order::hold, GENERATION);
     CHECK(worker.answer() == 0);
 }

@@ -44,10 +44,10 @@ def agent(network: Network, name: str, token: Path, *options: str) -> Iterator[s
         process.communicate()
 
 
-def listening_job(network: Network, tmp_path: Path, token: Path, **script: object) -> Job:
+def listening_job(network: Network, tmp_path: Path, token: Path, *more: str, **script: object) -> Job:
     options = ("-np", "3", "--min-np", "1", "--listen", f"0.0.0.0:{PORT}", "--token-file", str(token))
     within = network["d"].space.enter()
-    return Job(tmp_path, *options, *QUICK, within=within, until=tmp_path / "stop", steps=10, **script)
+    return Job(tmp_path, *options, *QUICK, *more, within=within, until=tmp_path / "stop", steps=10, **script)
 
 
 def test_agents_dial_in_before_and_after_the_driver_comes_and_later(network: Network, tmp_path: Path) -> None:
@@ -119,15 +119,22 @@ def test_two_agents_of_one_name_are_one_too_many(network: Network, tmp_path: Pat
         ends_well(job)
 
 
-def test_sigterm_to_an_agent_lets_its_host_leave(network: Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_to_an_agent_lets_its_host_leave_and_it_may_dial_in_again(
+    network: Network, tmp_path: Path, number: signal.Signals
+) -> None:
     token = tmp_path / "token"
     with ExitStack() as stack:
-        job = stack.enter_context(listening_job(network, tmp_path, token))
+        job = stack.enter_context(listening_job(network, tmp_path, token, "--preemption-signals", number.name))
         job.wait_for("token file", token.exists)
         agents = [stack.enter_context(agent(network, name, token, "--slots", "1")) for name in "ab"]
         trains_with(job, 2)
-        agents[1].send_signal(signal.SIGTERM)
+        agents[1].send_signal(number)
         trains_with(job, 1)
         assert agents[1].wait(30) == 0
-        assert job.events("end")[0]["at"] != "now"
+        assert [event["reason"] for event in job.events("host_leaving")] == [f"{number.name} to its agent"]
+        assert [event["at"] != "now" for event in job.events("end")] == [True]
+        stack.enter_context(agent(network, "b", token, "--slots", "1"))
+        trains_with(job, 2, count=2)
+        assert job.events("host_cooldown") == [], "it is another agent, and may work at once"
         ends_well(job)

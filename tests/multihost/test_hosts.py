@@ -269,3 +269,37 @@ def _now(strike: Callable[[], None]) -> float:
     now = time.time()
     strike()
     return now
+
+
+def test_a_notice_command_on_another_host_lets_it_leave(network: Network, tmp_path: Path) -> None:
+    """It runs there, with the variables that are passed on; who fails is named at the driver."""
+    (tmp_path / "broken-c").touch()
+    script = tmp_path / "notice"
+    script.write_text(
+        f"""#!/bin/sh
+test -e {tmp_path}/broken-$ELASTICSTATE_HOST && {{ echo "no service" >&2; exit 2; }}
+test -e {tmp_path}/notice-$ELASTICSTATE_HOST && echo "$NOTICE_TEST to $(ip -o addr | grep -o 10.91.7.[0-9])"
+"""
+    )
+    script.chmod(0o755)
+    options = ("--preemption-command", str(script), "--preemption-interval", "0.1", "--env", "NOTICE_*")
+    os.environ["NOTICE_TEST"] = "a notice"
+    try:
+        job = job_on(network, tmp_path, *options)
+    finally:
+        del os.environ["NOTICE_TEST"]
+    with job:
+        trains_with(job, 3)
+        text = job.wait_for_event("warning")["text"]
+        assert text.startswith(f"host c: --preemption-command '{script}' exited with 2: no service"), text
+        (tmp_path / "notice-b").touch()
+        trains_with(job, 2)
+        (end,) = job.events("end")
+        assert end["cause"] == f"b:0#1 leaves: notice: a notice to {network['b'].address}"
+        assert end["at"] != "now"
+        assert job.wait_for_event("worker_exited", host="b")["exit_code"] == 0
+        job.wait_for_event("host_cooldown", host="b")
+        ends_well(job)
+        assert job.events("agent_lost") == []
+        assert [event["ticks_lost"] for event in job.events("training_resumed")] == [0]
+        assert [event["host"] for event in job.events("agent_joined")].count("b") == 1

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from math import inf
 
 from elasticstate.core import reach
 from elasticstate.core import types as t
 from elasticstate.core.cooldown import FAILURES_IN_A_ROW
 from elasticstate.core.membership import Membership, Transition, next_deadline
+from elasticstate.core.policy import Policy
 from elasticstate.core.records import Count, Finishing, Host, Over, Running, Waiting
 from elasticstate.core.takeover import Remains
 from tests.simulation.oracle import naive_placements
@@ -59,6 +61,8 @@ class Checker:
         self._over = False
         self._severed: dict[t.WorkerId, int] = {}  # in this step: those that are back in reach, and in what
         self._leases: dict[str, float] = {}  # hosts out of reach with members of the newest world: how long they live
+        self._named: set[str] = set()  # by discovery
+        self._notices: dict[str, float] = {}  # hosts that had notice, and until when they rest
         self._stands_still = False  # the newest world: one of its members is known to be out
 
     def restart(self, remains: Remains, transition: Transition) -> None:
@@ -66,6 +70,7 @@ class Checker:
         self._incarnations = {seat: slot.incarnation for seat, slot in transition.next.slots.items()}
         self._living = {worker.seat: worker for worker in transition.next.workers}
         self._unresponsive, self._leases, self._planned_at = set(), {}, None
+        self._named, self._notices = {host.name for host in remains.hosts if host.slots}, {}
         members = [placement.worker for placement in self.world.members] if self.world is not None else []
         ages = dict(zip(members, remains.ages, strict=True))  # who was lost and came back is as old as it was
         self._ages = {worker: age for worker, age in ages.items() if worker in transition.next.workers}
@@ -107,6 +112,10 @@ class Checker:
                 self._hear_agent(agents, transition, part, now)
             else:
                 self._hear(before, part)
+            host = getattr(part, "host", "")
+            known = before.hosts.get(host)
+            agent = agents.get(host, known.agent if known is not None else "")
+            self._hear_notice(agent, part, before.policy, now)
         for effect in effects:
             self._see_effect(before, after, effects, effect, now)
         assert not self._severed, "who is back is severed"
@@ -142,6 +151,18 @@ class Checker:
                 self._ages.pop(worker, None)
                 members = self.world.members if self.world is not None else ()
                 self._stands_still |= any(placement.worker == worker for placement in members)
+
+    def _hear_notice(self, agent: str, event: t.Event, policy: Policy, now: float) -> None:
+        """I17: from its notice until its rest is over, or discovery has ceased to name it, a host is left alone."""
+        match event:
+            case t.AgentLeaving(host=host) if agent == "joined" and host in self._named:
+                self._notices[host] = inf
+                self.reached["notice"] += 1
+            case t.AgentLost(host=host) if self._notices.get(host) == inf:
+                self._notices[host] = now + policy.preemption_rest_s
+            case t.HostsDiscovered(hosts=hosts):
+                self._named = {host.name for host in hosts if host.slots}
+                self._notices = {host: until for host, until in self._notices.items() if host in self._named}
 
     def _hear_agent(
         self, agents: dict[str, str], transition: Transition, event: t.AgentLost | t.AgentJoined, now: float
@@ -315,8 +336,12 @@ class Checker:
     def _respect_cooldown(self, after: Membership, host: Host, now: float) -> None:
         """I5: nothing starts on a host in cooldown, unless the others cannot make min_np. Not counted on are slots that
         fail again and again, and what was asked for a long time ago."""
+        until = self._notices.get(host.name, now)
+        assert until < inf, "I17: nothing starts on a host between its notice and the end of its agent"
+        assert until <= host.cooldown_until or until <= now, "I17: a host that had notice is in cooldown"
         if host.cooldown_until <= now:
             return
+        self.reached["notice gave way"] += until > now
         elsewhere = 0
         for other in after.hosts.values():
             usable = other.slots and not other.leaving and other.cooldown_until <= now

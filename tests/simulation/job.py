@@ -20,7 +20,8 @@ from tests.simulation.workers import Content, Group, Memory, Script, Worker
 
 HOSTS = ("a", "b", "c")
 FAULTS = (
-    *("kill", "kill", "several", "all", "exit", "own", "all own", "freeze", "notice", "hosts", "agent", "host"),
+    *("kill", "kill", "several", "all", "exit", "own", "all own", "freeze"),
+    *("notice", "host notice", "hosts", "agent", "host"),
     *("cut", "cut two", "cut the world", "cut all", "cut ones gone"),
     *("driver", "driver in the middle"),
 )
@@ -39,6 +40,8 @@ class Job:
             regroup_timeout_s=rng.choice((20.0, 20.0, 2.0)),
             failure_grace_s=rng.choice((0.0, 1.0)),
             drain_timeout_s=10.0,
+            preemption_window_s=rng.choice((0.0, 1.0)),
+            preemption_rest_s=rng.choice((1.0, 20.0)),
             driver_timeout_s=rng.choice((2.0, 10.0)),
             heartbeat_timeout_s=0.5,
             stop_timeout_s=0.5,
@@ -346,6 +349,11 @@ class Job:
             self.restart.die()
         elif kind == "driver in the middle":
             self.restart.is_about_to_die = True
+        elif kind == "host notice" and agents:
+            for host in self.rng.sample(agents, self.rng.randint(1, len(agents))):
+                notice = self.restart.accounts.notices[host] = t.AgentLeaving(host, "SIGTERM to its agent")
+                if not self.restart.is_down:
+                    self.tell(notice)
         elif kind in ("agent", "host") and agents:
             self._stop_agent(self.rng.choice(agents), with_memory=kind == "host")
         elif kind.startswith("cut") and agents:
@@ -372,7 +380,7 @@ class Job:
             elif kind == "freeze":
                 victim.frozen = True
             elif kind == "notice":
-                victim.up.append(t.WorkerLeaving(victim.id))
+                victim.up.append(t.WorkerLeaving(victim.id, "SIGTERM to the worker"))
         self.reached[f"fault {kind}"] += 1
 
     def _all_is_well_again(self) -> None:

@@ -32,10 +32,11 @@ class Accounts:
         self.incarnations: dict[str, dict[int, int]] = {}
         self.gates: dict[str, int] = {}
         self.ends: dict[str, int] = {}
+        self.notices: dict[str, t.AgentLeaving] = {}
 
     def forget(self, host: str) -> None:
         """The agent is gone, and another one knows nothing."""
-        for kept in (self.exits, self.incarnations, self.gates, self.ends):
+        for kept in (self.exits, self.incarnations, self.gates, self.ends, self.notices):
             kept.pop(host, None)
 
     def ended(self, exited: t.WorkerExited) -> None:
@@ -122,6 +123,8 @@ class Restart:
             )
             words = [word for worker in workers for word in (worker.heartbeat(), *reports[worker.id][1])]
             events += [*self.accounts.exits.get(host, []), joined, *words]
+            if host in self.accounts.notices:
+                events.append(self.accounts.notices[host])
             for worker in workers:
                 worker.up.clear()
         lost = takeover.lost()

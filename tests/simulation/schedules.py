@@ -34,6 +34,8 @@ def random_policy(rng: random.Random) -> Policy:
         hold_timeout_s=1.0,
         join_window_s=rng.choice((0.0, 2.0)),
         min_interrupt_distance_s=rng.choice((0.0, 2.0)),
+        preemption_window_s=rng.choice((0.0, 1.0)),
+        preemption_rest_s=rng.choice((1.0, 8.0)),
         gate_timeout_s=rng.choice((None, 3.0)),
         reset_limit=rng.choice((None, None, 3)),
         max_no_progress=rng.randint(2, 4),
@@ -171,7 +173,7 @@ class EventMaker:
         return t.AgentLost(host, "connection closed")
 
     def _agent_leaving(self, m: Membership) -> t.Event:
-        return t.AgentLeaving(self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"]))
+        return t.AgentLeaving(self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"]), "SIGTERM")
 
     # ------------------------------------------------------------------------------------------------ workers
 
@@ -242,7 +244,7 @@ class EventMaker:
         return t.WorkerUnresponsive(self._any(m).id, "no stamp for 10 s")
 
     def _leaving(self, m: Membership) -> t.Event:
-        return t.WorkerLeaving(self._any(m).id)
+        return t.WorkerLeaving(self._any(m).id, "SIGTERM")
 
     def _tick(self, m: Membership) -> t.Event:
         return t.FirstTick(self._any(m).id, m.generation)
@@ -283,7 +285,7 @@ def rubbish(worker: t.WorkerId, generation: int, commit: t.CommitId) -> list[t.E
         t.WorkerReady(worker, generation, commit, None, f"{worker}:1"),
         t.WorkerExited(worker, 0, None),
         t.WorkerUnresponsive(worker, "?"),
-        t.WorkerLeaving(worker),
+        t.WorkerLeaving(worker, "?"),
         t.HoldAnswered(worker, generation, 3, False, 1),
         t.FailureReported(worker, generation, True, "?"),
         t.FailureReported(worker, generation, False, "?"),
@@ -293,5 +295,5 @@ def rubbish(worker: t.WorkerId, generation: int, commit: t.CommitId) -> list[t.E
         t.FirstTick(worker, generation),
         t.AgentJoined("z"),
         t.AgentLost("z", "?"),
-        t.AgentLeaving("z"),
+        t.AgentLeaving("z", "?"),
     ]

@@ -27,6 +27,7 @@ MUST_BE_REACHED = (
     *(f"end: {name}" for name in ENDS),
     *("note host_cooldown", "note agent_lost", "note waiting", "note warning", "note training_resumed"),
     *("note worker_unresponsive", "note host_removed", "note root_cause", "memory awaited", "memory given up"),
+    *("notice", "notice gave way", "note host_leaving"),
     *("returned", "refused", "joined while stopped", "lease waited for", "lease over"),
 )
 reached: Counter[str] = Counter()

@@ -30,6 +30,7 @@ MUST_BE_REACHED = (
     *("postponed leave", "cooldown gave way", "nothing lost", "I15", "job succeeded", "job failed"),
     *("memory awaited", "memory given up", "beyond max_np"),
     *("end: StateLostError", "end: no progress", "note worker_unresponsive"),
+    *("notice", "notice gave way"),
     *("cut", "several hosts cut at once", "all hosts cut", "healed in time", "agent gave up", "evicted"),
     *("cleared before it was back", "stopped while cut off", "returned"),
     *("lease waited for", "state out of reach", "I16 with 0", "I16 with 1"),

@@ -22,7 +22,6 @@ LATER_OPTIONS = {
     "--lease",
     "--network-interface",
     "--only-ranks",
-    "--preemption-command",
     "--tee",
 }
 

@@ -23,6 +23,7 @@ PARTS = {
     "driver",
     "errors",
     "kinds",
+    "machine",
     "net",
     "processes",
     "state",
@@ -33,6 +34,7 @@ PARTS = {
 ALLOWED = {
     "core": set[str](),
     "errors": set[str](),
+    "machine": set[str](),
     "processes": set[str](),
     "net": {"core", "errors"},
     "commits": {"errors", "config", "processes"},

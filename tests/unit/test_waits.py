@@ -1,4 +1,4 @@
-"""Every wait is an option: numbers of seconds in the code that are not in ``config.py`` have a reason here.
+"""Every wait is an option: numbers of seconds in the code that are not in ``config/`` have a reason here.
 
 What can end, kill or fail something is an option, or follows from one. What is left is how often one looks, how long a
 moment is, and what stands in the contract.
@@ -20,7 +20,7 @@ from elasticstate.core.policy import Policy
 
 PACKAGE = Path(elasticstate.__file__).parent
 NATIVE = PACKAGE.parent / "native"
-OPTIONS = {"config.py", "core/policy.py"}  # the one has them, the other repeats the defaults of some
+OPTIONS = {"config/options.py", "core/policy.py"}  # the one has them, the other repeats the defaults of some
 
 ALLOWED = {
     # how often one looks; nothing ends by it
@@ -138,7 +138,7 @@ def test_every_number_of_seconds_is_an_option_or_has_a_reason() -> None:
         name = str(path.relative_to(PACKAGE))
         if name not in OPTIONS:
             found |= {f"{name}: {wait}" for wait in waits(path.read_text(encoding="utf-8"))}
-    assert sorted(found - set(ALLOWED)) == [], "make it an option in config.py, or let it follow from one"
+    assert sorted(found - set(ALLOWED)) == [], "make it an option in config/, or let it follow from one"
     assert sorted(set(ALLOWED) - found) == [], "not there any more"
 
 

@@ -80,7 +80,7 @@ def parse_event(words: list[str]) -> t.Event:
             "agent-joined": lambda: _joined(rest[0], rest[1:]),
             "agent-lost": lambda: t.AgentLost(rest[0], " ".join(rest[1:])),
             "agent-away": lambda: t.AgentLost(rest[0], " ".join(rest[1:]), may_live=True),
-            "agent-leaving": lambda: t.AgentLeaving(rest[0]),
+            "agent-leaving": lambda: t.AgentLeaving(rest[0], " ".join(rest[1:])),
         }
         return events[kind]()
     worker, given = _worker(rest[0]), dict(_pairs(rest[1:]))
@@ -95,7 +95,7 @@ def parse_event(words: list[str]) -> t.Event:
         case "unresponsive":
             return t.WorkerUnresponsive(worker, "no stamp for 10 s")
         case "leaving":
-            return t.WorkerLeaving(worker)
+            return t.WorkerLeaving(worker, "SIGTERM to the worker")
         case "answer":
             return t.HoldAnswered(worker, generation, ticks, "gate" in given, int(given.get("to", "1")))
         case "failure" | "suspect":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -132,6 +133,10 @@ class Scene:
         assert self.agent.stdin is not None
         self.agent.stdin.write(msgspec.json.encode(launch) + b"\n")
 
+    @property
+    def has_joined(self) -> bool:
+        return bool(self._streams)
+
     async def serve(self, *command: str, **changes: Any) -> None:
         """Tell the agent the job, and let it start one worker."""
         await self.until(lambda: bool(self._streams), "an agent")
@@ -154,6 +159,7 @@ class Scene:
             tag_output=False,
             log_dir=None,
             environment=(("GIVEN", "1"),),
+            preemption=messages.Preemption((signal.SIGTERM,), None, 0.05, 5.0),
         )
         return msgspec.structs.replace(spec, **changes)
 

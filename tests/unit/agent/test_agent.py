@@ -98,8 +98,35 @@ def test_sigterm_is_told_and_not_obeyed(tmp_path: Path) -> None:
         await scene.hear(messages.Started)
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             os.kill(scene.agent.pid, number)
-        await scene.hear(messages.AgentNotice)
+        assert await scene.hear(messages.AgentNotice) == messages.AgentNotice("SIGTERM to its agent")
         assert scene.agent.returncode is None
+        scene.send(messages.Shutdown("drained"))
+        assert (await scene.end())[0] == 0
+
+    play(tmp_path, scenario)
+
+
+def test_a_signal_that_is_no_notice_has_its_usual_effect(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        await scene.serve("sleep", "100", preemption=messages.Preemption((signal.SIGUSR1,), None, 1.0, 1.0))
+        await scene.hear(messages.Started)
+        scene.agent.send_signal(signal.SIGUSR1)
+        assert await scene.hear(messages.AgentNotice) == messages.AgentNotice("SIGUSR1 to its agent")
+        scene.agent.send_signal(signal.SIGTERM)
+        assert (await scene.end())[0] == -signal.SIGTERM
+
+    play(tmp_path, scenario)
+
+
+def test_sigterm_before_there_is_a_driver_is_told_as_soon_as_there_is_one(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        await scene.until(lambda: scene.has_joined, "an agent")
+        scene.agent.send_signal(signal.SIGTERM)
+        await scene.serve("sleep", "100", stop_timeout_s=0.2)
+        assert await scene.hear(messages.AgentNotice) == messages.AgentNotice("SIGTERM to its agent")
+        assert [type(message) for message in scene.heard[:2]] == [messages.Serving, messages.AgentNotice]
         scene.send(messages.Shutdown("drained"))
         assert (await scene.end())[0] == 0
 

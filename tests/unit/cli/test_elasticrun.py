@@ -399,12 +399,54 @@ def test_worlds_and_the_gate_reach_the_workers_and_their_words_the_core(tmp_path
     assert 0 < finished["goodput"] < 1
 
 
-def test_sigterm_to_an_agent_drains_its_host(tmp_path: Path) -> None:
-    with running(tmp_path, "-np", "2", "--min-np", "1", "-H", "localhost,127.0.0.2", *QUICK, *STUBBORN) as job:
+@pytest.mark.parametrize(("options", "number"), [((), 15), (("--preemption-signals", "XCPU,SIGUSR2"), 12)])
+def test_a_signal_to_an_agent_drains_its_host_which_then_rests(
+    tmp_path: Path, options: tuple[str, ...], number: int
+) -> None:
+    argv = ("-np", "2", "--min-np", "1", "-H", "localhost,127.0.0.2", *QUICK, "--preemption-rest", "1.5", *options)
+    with running(tmp_path, *argv, *STUBBORN) as job:
         started(job, 2)
         agent = job.agents()[0]
-        agent.terminate()
+        agent.send_signal(number)
         job.wait(lambda: is_gone(agent), "the end of the agent")
+        rests = job.wait_for("host_cooldown")[0]
+        again = job.wait_for("agent_joined", 3)[2]
         job.process.terminate()
         assert job.end()[0] == 143
+    reason = f"{signal.Signals(number).name} to its agent"
+    host = again["host"]
+    assert [(event["host"], event["reason"]) for event in job.events("host_leaving")] == [(host, reason)]
+    assert (rests["host"], rests["seconds"], rests["reason"]) == (host, 1.5, f"notice: {reason}")
+    assert again["time"] - rests["time"] >= 1.4
     assert job.events("agent_lost") == []
+
+
+def test_a_host_with_notice_is_used_at_once_if_the_job_needs_it(tmp_path: Path) -> None:
+    with running(tmp_path, "-np", "1", *QUICK, *STUBBORN) as job:
+        started(job, 1)
+        job.agents()[0].terminate()
+        again = job.wait_for("agent_joined", 2)[1]
+        started(job, 1)
+        job.process.terminate()
+        assert job.end()[0] == 143
+    assert again["time"] - job.events("host_cooldown")[0]["time"] < 60, "it rests for 600 s otherwise"
+
+
+def test_a_notice_command_that_fails_is_warned_of_once(tmp_path: Path) -> None:
+    """On whatever many hosts, and the job goes on."""
+    script = tmp_path / "notice"
+    script.write_text(f"#!/bin/sh\necho $ELASTICSTATE_HOST >> {tmp_path}/asked\necho no service >&2\nexit 2\n")
+    script.chmod(0o755)
+    asked = tmp_path / "asked"
+    asked.touch()
+    options = ("--preemption-command", "./notice", "--preemption-interval", "0.05")
+    with running(tmp_path, "-np", "2", "-H", "localhost,127.0.0.2", *QUICK, *options, "sleep", "100") as job:
+        hosts = ("localhost", "127.0.0.2")
+        job.wait(lambda: all(asked.read_text().split().count(host) > 3 for host in hosts), "calls on both hosts")
+        job.wait_for("warning")
+        job.process.terminate()
+        assert job.end()[0] == 143
+    said = "--preemption-command './notice' exited with 2: no service; it is asked again every 0.05 s"
+    (warning,) = job.events("warning")
+    assert any(warning["text"].startswith(f"host {host}: {said}") for host in hosts), warning
+    assert job.events("host_leaving") == []

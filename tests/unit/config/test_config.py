@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -48,6 +49,7 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples = {"hosts": "a:3", "backend": "gloo", "cooldown_range_s": "1 2", "tag_output": "0", "verbose": "yes"}
     samples |= {"verify_sync": "on", "ssh_check_host_keys": "off", "env": "HF_TOKEN,NCCL_*"}
     samples |= {"min_np": "1", "max_np": "7", "job_name": "j"}
+    samples |= {"preemption_signals": "USR1,SIGTERM"}
     samples |= {"listen": "0.0.0.0:7000", "token_file": "f"}
     text = samples.get(name, "6")
     given = {} if name == "np" else {"np": "2"}
@@ -80,6 +82,18 @@ def test_the_command_line_has_precedence_over_the_environment() -> None:
         ("cooldown_range_s", "5"),
         ("cooldown_range_s", "5 1"),
         ("tag_output", "maybe"),
+        ("preemption_signals", "SIGINT"),
+        ("preemption_signals", "TERM,CHLD"),
+        ("preemption_signals", "9"),
+        ("preemption_signals", "34"),
+        ("preemption_signals", "0"),
+        ("preemption_signals", "SIGRTMIN"),
+        ("preemption_signals", "SIGFOO"),
+        ("preemption_signals", ""),
+        ("preemption_command", "'unclosed"),
+        ("preemption_command", " "),
+        ("preemption_interval_s", "0"),
+        ("preemption_timeout_s", "off"),
         ("job_name", "a/b"),
         ("job_name", ".."),
     ],
@@ -110,6 +124,18 @@ def test_options_that_contradict_each_other_are_refused(given: dict[str, str], s
     with pytest.raises(OptionError) as caught:
         read(**given)
     assert str(caught.value) == said
+
+
+def test_signals_have_names_and_numbers() -> None:
+    assert read().preemption_signals == (signal.SIGTERM,)
+    assert read(preemption_signals="SIGTERM").preemption_signals == (signal.SIGTERM,)
+    usual = (signal.SIGUSR1, signal.SIGTERM, signal.SIGXCPU)
+    assert read(preemption_signals=f"usr1, {signal.SIGTERM:d},SIGXCPU,SIGUSR1").preemption_signals == usual
+
+
+def test_a_signal_that_has_a_meaning_is_refused_by_name() -> None:
+    with pytest.raises(OptionError, match=r"^--preemption-signals: 'SIGCHLD': takes names .*none that .*SIGCHLD"):
+        read(preemption_signals="SIGCHLD")
 
 
 def test_np_and_command_are_needed() -> None:
@@ -167,7 +193,9 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 
 
 def test_a_worker_reads_what_its_agent_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = WorkerEnvironment("/s", WorkerId("127.0.0.2", 1, 3), "job", "c0ffee", "127.0.0.2", "/dev/shm/x/1", 4096)
+    told = WorkerEnvironment(
+        "/s", WorkerId("127.0.0.2", 1, 3), "job", "c0ffee", "127.0.0.2", "/dev/shm/x/1", 4096, (10, 15)
+    )
     for name, value in told.variables().items():
         monkeypatch.setenv(name, value)
     assert worker_environment() == told

@@ -11,7 +11,7 @@ from elasticstate.core.membership import Membership, new_membership, next_deadli
 from elasticstate.core.policy import Policy
 from tests.simulation.transcripts import parse_event
 
-POLICY = Policy(np=3, min_np=2, max_np=3)
+POLICY = Policy(np=3, min_np=2, max_np=3, preemption_window_s=0.0)
 RUNNING = """
 0.0 hosts a:3
 0.1 agent-joined a
@@ -187,7 +187,7 @@ def test_the_start_time_out_lists_host_by_host_what_was_last_heard() -> None:
         1.0 agent-joined a
         2.0 agent-lost b no_route
         3.0 agent-joined e
-        4.0 agent-leaving e
+        4.0 agent-leaving e SIGTERM to its agent
         5.0 ready a:0#1
         500.0 exit a:1#1 signal=9
         590.0 time
@@ -210,7 +210,7 @@ def test_the_start_time_out_lists_host_by_host_what_was_last_heard() -> None:
         "host c: 600.0 s ago its agent was started, nothing was heard since",
         "host d: 3.0 s ago its agent was started, nothing was heard since, "
         "in cooldown for 7.4 s: its agent was lost: connection_refused",
-        "host e leaves: its agent was told to stop",
+        "host e leaves: notice: SIGTERM to its agent",
         "e:0 is being stopped",
         "f:0 boots for 2.0 s, nothing heard of it",
         "first failure: a:1#1 was killed by SIGKILL",

@@ -218,16 +218,35 @@ def test_a_cancellation_at_the_moment_a_script_ends_is_not_lost(
 ) -> None:
     """asyncio.wait_for, before Python 3.12, would return the answer, and the driver would wait for its end for ever."""
     command = script(tmp_path / "discover", "echo a:1")
-    communicate = asyncio.subprocess.Process.communicate
+    wait, asked = asyncio.subprocess.Process.wait, 0
 
     async def scenario() -> None:
-        async def ended_as_the_job_ends(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
-            answer = await communicate(process)
-            asking.cancel()
-            return answer
+        async def ended_as_the_job_ends(process: asyncio.subprocess.Process) -> int:
+            nonlocal asked
+            exit_code = await wait(process)
+            asked += 1
+            if asked == 1:
+                asking.cancel()
+            return exit_code
 
-        monkeypatch.setattr(asyncio.subprocess.Process, "communicate", ended_as_the_job_ends)
+        monkeypatch.setattr(asyncio.subprocess.Process, "wait", ended_as_the_job_ends)
         asking = asyncio.ensure_future(run_script(command, 5))
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("steps", range(0, 24, 2))
+def test_a_cancellation_while_a_script_is_started_leaves_nothing(tmp_path: Path, steps: int) -> None:
+    """Whether it was started by then or not: who is left behind is looked for after every test."""
+    command = script(tmp_path / "discover", "sleep 100")
+
+    async def scenario() -> None:
+        asking = asyncio.ensure_future(run_script(command, 50))
+        for _ in range(steps):
+            await asyncio.sleep(0.001 if steps > 12 else 0)
+        asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
 

@@ -162,7 +162,7 @@ def test_an_agent_learns_that_the_driver_is_gone() -> None:
         await driver.server.stop()
         with pytest.raises(ConnectionError):
             await agent.receive()
-        agent.send(messages.AgentNotice())
+        agent.send(messages.AgentNotice("SIGTERM"))
         await agent.close()  # does not wait for ever
         assert len(driver.lost) == 1
 
@@ -239,7 +239,7 @@ def test_another_protocol_is_refused_with_what_to_do() -> None:
 
 def test_the_first_message_must_be_a_hello() -> None:
     async def scenario(driver: Driver, port: int) -> None:
-        agent = await agent_at(port, first=messages.AgentNotice())
+        agent = await agent_at(port, first=messages.AgentNotice("SIGTERM"))
         with pytest.raises(ConnectionError):
             await agent.receive()
         await agent.close()

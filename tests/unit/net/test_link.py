@@ -65,7 +65,7 @@ def with_agent(directory: Path, scenario: Callable[[Agent], Awaitable[None]]) ->
 def test_messages_of_a_worker_arrive_whole_and_in_order(tmp_path: Path) -> None:
     async def scenario(agent: Agent) -> None:
         link = link_to(agent)
-        sent = [HELLO, COMMITTED, messages.Gate(3), messages.Notice()]
+        sent = [HELLO, COMMITTED, messages.Gate(3), messages.Notice(15)]
         for message in sent:
             link.send(message)
         await agent.until(lambda: len(agent.received) == 4)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from elasticstate.core.types import CommitId, Placement, WorkerId
 from elasticstate.net import messages
+from elasticstate.net.runs import as_runs, from_runs
 
 W = WorkerId("h", 0, 1)
 WORLD = messages.WorldMessage("j", 3, Placement(W, 0, 0, 1, True, 0, 1), 1, 0, ((0, 2),), "h:1", 60.0, 60.0)
@@ -27,13 +28,13 @@ SAID = [
 
 @given(st.sets(st.integers(0, 300)))
 def test_runs_stand_for_the_same_numbers(numbers: set[int]) -> None:
-    runs = messages.as_runs(sorted(numbers))
-    assert messages.from_runs(runs) == tuple(sorted(numbers))
+    runs = as_runs(sorted(numbers))
+    assert from_runs(runs) == tuple(sorted(numbers))
     assert len(runs) == sum(number - 1 not in numbers for number in numbers)
 
 
 def test_what_all_but_one_lack_is_short() -> None:
-    assert messages.as_runs(rank for rank in range(10_000) if rank != 7) == ((0, 7), (8, 10_000))
+    assert as_runs(rank for rank in range(10_000) if rank != 7) == ((0, 7), (8, 10_000))
 
 
 @pytest.mark.parametrize(("decode", "message"), SAID)

@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import pytest
 
@@ -57,7 +57,8 @@ without_the_gil = ctypes.CDLL(None)
 class Process:
     """A worker's process that runs BEGIN and then ``program``; the test is its agent and its store."""
 
-    def __init__(self, directory: Path, program: str) -> None:
+    def __init__(self, directory: Path, program: str, start: str) -> None:
+        program = BEGIN.replace("sentinel.start()", start) + program
         page = directory / "control"
         page.write_bytes(bytes(4096))
         self.page = _native.ControlPage(str(page))
@@ -67,7 +68,14 @@ class Process:
             listener.settimeout(30)
             port = listener.getsockname()[1]
             self.process = subprocess.Popen(
-                [sys.executable, "-c", BEGIN + program, str(page), str(theirs.fileno()), str(port)],
+                [
+                    sys.executable,
+                    "-c",
+                    program,
+                    str(page),
+                    str(theirs.fileno()),
+                    str(port),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -116,17 +124,20 @@ class Process:
         self.store.close()
 
 
-Start = Callable[[str], Process]
+class Start(Protocol):
+    """Starts a worker; ``start`` is what it does to start its sentinel."""
+
+    def __call__(self, program: str, start: str = "sentinel.start()") -> Process: ...
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     made: list[Process] = []
 
-    def begin(program: str) -> Process:
+    def begin(program: str, start: str = "sentinel.start()") -> Process:
         directory = tmp_path / str(len(made))
         directory.mkdir()
-        made.append(Process(directory, program))
+        made.append(Process(directory, program, start))
         return made[-1]
 
     yield begin
@@ -152,7 +163,7 @@ def test_python_may_stand_still(start: Start, program: str) -> None:
     assert worker.hear(messages.HoldAnswer) == messages.HoldAnswer(GENERATION, 0, False)
     worker.wait_for_beats(3)
     worker.process.send_signal(signal.SIGTERM)
-    worker.hear(messages.Notice)
+    assert worker.hear(messages.Notice) == messages.Notice(signal.SIGTERM)
     worker.tell(messages.EndOrder(GENERATION, None, "test"))
     assert worker.store.recv(1) == b""  # cut
     worker.wait_for_beats(3)
@@ -195,6 +206,39 @@ def test_told_to_leave_it_exits_with_0_and_its_output_is_whole(start: Start, pro
     assert (status, out, error) == (0, "kept", "")
 
 
+def test_other_signals_may_be_notices(start: Start) -> None:
+    program = "enter(); say('there')\nwhile True: without_the_gil.pause()"
+    worker = start(program, "sentinel.start([signal.SIGUSR1, signal.SIGXCPU])")
+    assert worker.line() == "there"
+    for number in (signal.SIGXCPU, signal.SIGUSR1):
+        worker.process.send_signal(number)
+        assert worker.hear(messages.Notice) == messages.Notice(number)
+    worker.tell(messages.LeaveOrder())
+    assert worker.ended() == (0, "", "")
+
+
+def test_a_signal_that_is_no_notice_keeps_its_effect(start: Start) -> None:
+    worker = start("enter(); say('there'); without_the_gil.pause()", "sentinel.start([signal.SIGUSR1])")
+    assert worker.line() == "there"
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.ended()[0] == -signal.SIGTERM
+
+
+OWN = "signal.signal(signal.SIGUSR1, lambda *_: say('mine')); "
+
+
+def test_a_handler_of_the_program_has_precedence(start: Start) -> None:
+    begin = f"{OWN} sentinel.start([signal.SIGUSR1, signal.SIGTERM])"
+    worker = start("enter(); say('there')\nwhile True: time.sleep(1)", begin)
+    assert worker.line() == "there"
+    worker.process.send_signal(signal.SIGUSR1)
+    assert worker.line() == "mine"
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.hear(messages.Notice) == messages.Notice(signal.SIGTERM)  # and none before it
+    worker.tell(messages.LeaveOrder())
+    assert worker.ended() == (0, "", "")
+
+
 def test_told_to_leave_in_a_boot_that_holds_the_gil(start: Start) -> None:
     worker = start("say('there'); holding_the_gil.usleep(60_000_000)")
     assert worker.line() == "there"
@@ -218,7 +262,7 @@ def test_a_worker_does_not_outlive_its_agent(start: Start) -> None:
 
 
 def test_behind_the_gate_it_does(start: Start) -> None:
-    worker = start("sentinel.finish(); say('there'); time.sleep(0.5); sentinel.say(messages.Notice()); say('end')")
+    worker = start("sentinel.finish(); say('there'); time.sleep(0.5); sentinel.say(messages.Notice(15)); say('end')")
     assert worker.line() == "there"
     worker.agent.close()
     worker.wait_for_beats(1)
@@ -276,7 +320,7 @@ if pid == 0:
     except RuntimeError as error:
         say(str(error))
     try:
-        sentinel.say(messages.Notice())
+        sentinel.say(messages.Notice(15))
     except RuntimeError:
         say("silent")
     page.beat()
@@ -351,7 +395,7 @@ def test_notice_and_cut_of_a_worker_that_is_blocked_in_a_collective(
     assert blocked.line() == "made"
     time.sleep(0.2)  # it may be in the collective by now; the rest holds in any case
     blocked.process.send_signal(signal.SIGTERM)
-    blocked.hear(messages.Notice)
+    assert blocked.hear(messages.Notice) == messages.Notice(signal.SIGTERM)
     blocked.tell(messages.EndOrder(GENERATION, None, "test"))
     assert blocked.line() == "cut, broken: True"
     assert blocked.ended()[0] == 0

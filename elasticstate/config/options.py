@@ -1,22 +1,15 @@
-"""The options: one frozen dataclass, from which parser (cli.py), help, environment twins and policy are derived.
-
-This module is the only one of the package that reads ``os.environ``.
-"""
+"""The options: one frozen dataclass, from which parser (cli.py), help, environment twins and policy are derived."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from fnmatch import fnmatchcase
-from glob import glob
-from pathlib import Path
 from typing import Any
 
 from elasticstate import kinds
-from elasticstate.core.ids import WorkerId
 from elasticstate.core.policy import Policy
 from elasticstate.errors import OptionError
 
@@ -43,6 +36,7 @@ _DISCOVERY = "host discovery"
 _REMOTE = "other hosts"
 _TIMES = "time limits, in seconds"
 _CHANGES = "changes of the world"
+_PREEMPTION = "notice before preemption"
 _COMMITS = "commits"
 _OUTPUT = "output"
 
@@ -215,6 +209,28 @@ class Options:
         "--cooldown-range",
         "a host that fails again and again is left alone so long",
     )
+    preemption_signals: tuple[int, ...] = _option(
+        (signal.SIGTERM,), _PREEMPTION, kinds.SIGNALS, "--preemption-signals", "to an agent or a worker: it is to leave"
+    )
+    preemption_command: str | None = _option(
+        None,
+        _PREEMPTION,
+        kinds.COMMAND,
+        "--preemption-command",
+        "asked on each host, its name in ELASTICSTATE_HOST; exits with 0 if it is to be left, with 1 if not",
+    )
+    preemption_interval_s: float = _option(
+        5.0, _PREEMPTION, kinds.at_least_s(0.05), "--preemption-interval", "between two calls of the command"
+    )
+    preemption_timeout_s: float = _option(
+        5.0, _PREEMPTION, kinds.at_least_s(0.1), "--preemption-timeout", "a command that runs longer is killed"
+    )
+    preemption_window_s: float = _option(
+        1.0, _PREEMPTION, kinds.SECONDS, "--preemption-window", "so long a leaver waits for others to have notice, too"
+    )
+    preemption_rest_s: float = _option(
+        600.0, _PREEMPTION, kinds.SECONDS, "--preemption-rest", "a host that had notice is left alone for so long"
+    )
     commit_dir: str = _option(
         "/dev/shm",
         _COMMITS,
@@ -298,104 +314,4 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
     return Options(command=tuple(command), **values)
 
 
-def slots_of_this_machine() -> int:
-    """Its NVIDIA GPUs; without any, the cores that this process may use."""
-    return len(glob("/dev/nvidia[0-9]*")) or len(os.sched_getaffinity(0))
-
-
-def host_name() -> str:
-    """What this machine calls itself."""
-    return os.uname().nodename
-
-
-def version() -> str:
-    """The version of the installed package."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
-
-    try:
-        return installed("elasticstate")
-    except PackageNotFoundError:
-        return "0+source"
-
-
 # ------------------------------------------------------------------------------------------------ the environment
-
-
-def socket_variable(path: str) -> tuple[str, str]:
-    """The environment variable, and its value, that all workers of one agent have."""
-    return PREFIX + "SOCKET", path
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerEnvironment:
-    """What an agent tells the worker that it starts."""
-
-    socket: str  # path of the agent's Unix socket
-    worker: WorkerId
-    job: str
-    job_id: str  # unlike that of any other job
-    local_address: str  # at which other hosts reach this one
-    commits: str  # what the names of the files of its slot begin with: its page, its two buffers
-    reserve_bytes: int = 0  # what a commit of the job takes, as far as is known
-
-    def variables(self) -> dict[str, str]:
-        """As environment variables; :func:`worker_environment` reads them."""
-        host, slot, incarnation = self.worker
-        return {
-            **dict([socket_variable(self.socket)]),
-            PREFIX + "WORKER": f"{host}:{slot}:{incarnation}",
-            PREFIX + "JOB": self.job,
-            PREFIX + "JOB_ID": self.job_id,
-            PREFIX + "LOCAL_ADDRESS": self.local_address,
-            PREFIX + "COMMITS": self.commits,
-            PREFIX + "RESERVE_BYTES": str(self.reserve_bytes),
-        }
-
-
-def worker_environment() -> WorkerEnvironment | None:
-    """What the agent has told this process; None when it was not started by one. Raises OptionError on rubbish."""
-    socket = os.environ.get(PREFIX + "SOCKET")
-    if not socket:
-        return None
-    try:
-        host, slot, incarnation = os.environ[PREFIX + "WORKER"].rsplit(":", 2)
-        worker = WorkerId(host, int(slot), int(incarnation))
-        names = ("JOB", "JOB_ID", "LOCAL_ADDRESS", "COMMITS")
-        told = {name.lower(): os.environ[PREFIX + name] for name in names}
-        return WorkerEnvironment(
-            socket=socket, worker=worker, **told, reserve_bytes=int(os.environ.get(PREFIX + "RESERVE_BYTES", 0))
-        )
-    except (KeyError, ValueError):
-        raise OptionError(f"{PREFIX}SOCKET is set, but the other variables of a worker are not") from None
-
-
-def inherited_environment() -> dict[str, str]:
-    """The environment of this process, for the processes that it starts."""
-    return dict(os.environ)
-
-
-_NEEDED_ON_OTHER_HOSTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
-
-
-def passed_on(asked: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """The environment that workers on other hosts get from this process: what they need to find the same programs, and
-    what ``asked`` (patterns) names."""
-    patterns = (*_NEEDED_ON_OTHER_HOSTS, *asked)
-    return tuple((k, v) for k, v in os.environ.items() if any(fnmatchcase(k, pattern) for pattern in patterns))
-
-
-def ssh_client() -> str:
-    """The address that ssh was called from, as ssh(1) says it; "" when this process was not started by it."""
-    return os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
-
-
-def runtime_directory() -> Path:
-    """Where a running job keeps its record: XDG_RUNTIME_DIR, or the directory for temporary files."""
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-
-
-def foreign_world_size() -> int:
-    """The world size that another launcher (torchrun, mpirun with wrappers) has set; 1 if none has."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    return int(text) if text.isdigit() else 1

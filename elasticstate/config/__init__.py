@@ -1,0 +1,31 @@
+"""The options, and the environment: the only part of the package that reads ``os.environ``."""
+
+from __future__ import annotations
+
+from elasticstate.config.environment import (
+    WorkerEnvironment,
+    foreign_world_size,
+    inherited_environment,
+    passed_on,
+    runtime_directory,
+    socket_variable,
+    ssh_client,
+    worker_environment,
+)
+from elasticstate.config.options import PREFIX, Names, Options, option_names, read_options
+
+__all__ = [
+    "PREFIX",
+    "Names",
+    "Options",
+    "WorkerEnvironment",
+    "foreign_world_size",
+    "inherited_environment",
+    "option_names",
+    "passed_on",
+    "read_options",
+    "runtime_directory",
+    "socket_variable",
+    "ssh_client",
+    "worker_environment",
+]
