@@ -1,0 +1,209 @@
+"""How each kind of fault is done to a job on real hosts, how it is seen to have struck, and how it is mended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from job import Hosts, Job
+
+from tests.chaos.plan import Fault
+from tests.multihost.network import Host, Network
+
+SCRIPT = Path(__file__).parent / "train.py"
+
+
+class NobodyThere(Exception):
+    """What the fault was meant for does not exist at the moment."""
+
+
+@dataclass
+class Strike:
+    """A fault that is under way. ``proof``: whether it is seen to have struck; ``mend`` ends it."""
+
+    fault: Fault
+    proof: Callable[[], bool]
+    mend: Callable[[], None] | None = None
+    is_proved: bool = False
+
+    def look(self) -> bool:
+        self.is_proved = self.is_proved or self.proof()
+        return self.is_proved
+
+
+class Strikes:
+    """``strike(fault)`` for all kinds of plan.KINDS: a method each."""
+
+    def __init__(self, job: Job, network: Network, discovery: Hosts, slots: dict[str, int]) -> None:
+        self._job = job
+        self._network = network
+        self._discovery = discovery
+        self._slots = slots
+        self._taken: set[str] = set()
+
+    def strike(self, fault: Fault) -> Strike:
+        """Raises NobodyThere."""
+        proof, *mend = getattr(self, "_" + fault.kind)(fault)
+        return Strike(fault, proof, *mend)
+
+    # ---------------------------------------------------------------------------------------------- whom it may strike
+
+    def _processes(self, what: str) -> list[psutil.Process]:
+        """Of this test run and on one of the hosts, whose command line names ``what``."""
+        spaces = {self._network[name].space.inode: name for name in self._slots if self._network[name].has_power}
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                words = process.cmdline()
+                if what in words and Path(words[0]).name.startswith("python") and _lives(process):
+                    name = spaces.get(os.stat(f"/proc/{process.pid}/ns/net").st_ino)
+                    worker = process.environ().get("ELASTICSTATE_WORKER", "")
+                    if name is not None:
+                        found.append((name, worker, process.pid, process))
+        return [process for *_, process in sorted(found, key=lambda each: each[:3])]
+
+    def workers(self) -> list[psutil.Process]:
+        return self._processes(str(SCRIPT))
+
+    def _one(self, fault: Fault, processes: Iterable[psutil.Process]) -> psutil.Process:
+        awake = [p for p in processes if _status(p) != psutil.STATUS_STOPPED]
+        if not awake:
+            raise NobodyThere
+        return awake[fault.targets[0] % len(awake)]
+
+    def _worker(self, fault: Fault) -> psutil.Process:
+        return self._one(fault, self.workers())
+
+    def _agent(self, fault: Fault) -> psutil.Process:
+        return self._one(fault, self._processes("elasticstate.agent"))
+
+    def _host(self, index: int) -> Host:
+        return self._network[list(self._slots)[index]]
+
+    # ------------------------------------------------------------------------------------------------------ processes
+
+    def _kill_worker(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        return _send(signal.SIGKILL, self._worker(fault))
+
+    def _kill_rank_0(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        pid = int((self._job.logs / "rank-0").read_text())
+        return _send(signal.SIGKILL, self._one(fault, [p for p in self.workers() if p.pid == pid]))
+
+    def _kill_workers_of_host(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        host = _host_of(self._worker(fault))
+        return _send(signal.SIGKILL, *(p for p in self.workers() if _host_of(p) == host))
+
+    def _kill_all_workers(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        self._worker(fault)
+        return _send(signal.SIGKILL, *self.workers())
+
+    def _pause_worker(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return _stop(self._worker(fault))
+
+    _freeze_worker = _pause_worker
+
+    def _drain_worker(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        return _send(signal.SIGTERM, self._worker(fault))
+
+    def _drain_agent(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        return _send(signal.SIGTERM, self._agent(fault))
+
+    def _kill_agent(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        return _send(signal.SIGKILL, self._agent(fault))
+
+    def _freeze_agent(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return _stop(self._agent(fault))
+
+    # ------------------------------------------------------------------------------------------------ hosts and links
+
+    def _power_off(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        host = self._host(fault.targets[0])
+        lost = [psutil.Process(pid) for pid in host.space.pids()]
+        host.power_off()
+        return lambda: not any(map(_lives, lost)), host.power_on
+
+    def _cut(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        hosts = [self._host(index) for index in fault.targets]
+        for host in hosts:
+            host.cut()
+
+        def heal() -> None:
+            for host in hosts:
+                host.heal()
+
+        return lambda: all(host.is_cut() for host in hosts), heal
+
+    _cut_two = _cut
+
+    def _mute(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return self._rule(fault, lambda host: host.mute())
+
+    def _deafen(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return self._rule(fault, lambda host: host.deafen())
+
+    def _part_from_driver(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return self._rule(fault, lambda host: host.part_from(self._network["d"]))
+
+    def _lose_packets(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return self._rule(fault, lambda host: host.lose(fault.share))
+
+    def _rule(self, fault: Fault, make: Callable[[Host], None]) -> tuple[Callable[[], bool], Callable[[], None]]:
+        host = self._host(fault.targets[0])
+        make(host)
+        return lambda: host.dropped() > 0, host.mend
+
+    def _take_host(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        name, now = list(self._slots)[fault.targets[0]], time.time()
+        self._taken.add(name)
+        self.say_hosts()
+
+        def give_back() -> None:
+            self._taken.remove(name)
+            self.say_hosts()
+
+        return lambda: any(e["host"] == name and e["time"] > now for e in self._job.events("host_removed")), give_back
+
+    def say_hosts(self) -> None:
+        """What discovery finds."""
+        self._discovery.set(*(f"{name}:{slots}" for name, slots in self._slots.items() if name not in self._taken))
+
+
+def _send(number: signal.Signals, *processes: psutil.Process) -> tuple[Callable[[], bool]]:
+    """A signal that ends them, at once or by and by."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+    return (lambda: not any(map(_lives, processes)),)
+
+
+def _stop(process: psutil.Process) -> tuple[Callable[[], bool], Callable[[], None]]:
+    def go_on() -> None:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+
+    process.suspend()
+    return lambda: _status(process) == psutil.STATUS_STOPPED, go_on
+
+
+def _lives(process: psutil.Process) -> bool:
+    return _status(process) not in ("", psutil.STATUS_ZOMBIE)
+
+
+def _status(process: psutil.Process) -> str:
+    """ "" if it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        if process.is_running():
+            return str(process.status())
+    return ""
+
+
+def _host_of(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return str(process.environ().get("ELASTICSTATE_WORKER", "")).split(":")[0]
+    return ""
