@@ -9,6 +9,7 @@ from random import Random
 HEARTBEAT_S = 2.0  # the job's --heartbeat-timeout, which some faults stay under and others go beyond
 GAP_S = (0.3, 4.5)  # between two faults; 2.4 in the mean, because some find nobody to strike
 MOST_AFFLICTED = 2  # hosts at a time: one of three is left to go on with
+REST_S = 2.0  # a host is left in peace afterwards: many short absences are not to become one beyond --orphan-timeout
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ KINDS = {
     "pause_worker": Kind(lasts_s=(0.1, HEARTBEAT_S / 2)),
     "freeze_worker": Kind(lasts_s=(1.5 * HEARTBEAT_S, 4 * HEARTBEAT_S)),
     "drain_worker": Kind(),
-    "drain_agent": Kind(),
+    "drain_agent": Kind(1, (2.0, 8.0)),
     "kill_agent": Kind(),
     "freeze_agent": Kind(lasts_s=(0.2, 4 * HEARTBEAT_S)),
     "power_off": Kind(1, (0.5, 6.0)),
-    "cut": Kind(1, (0.2, 14.0)),  # at the longest, beyond --orphan-timeout
+    "cut": Kind(1, (0.2, 10.0)),
     "mute": Kind(1, (0.5, 8.0)),
     "deafen": Kind(1, (0.5, 8.0)),
     "part_from_driver": Kind(1, (0.5, 8.0)),
@@ -74,7 +75,7 @@ def make_plan(seed: int, minutes: float, hosts: int) -> list[Fault]:
             deck.remove(kind)
             fault = _draw(random, now, kind, free, end_s)
             if KINDS[kind].hosts:
-                afflicted.update(dict.fromkeys(fault.targets, now + fault.lasts_s))
+                afflicted.update(dict.fromkeys(fault.targets, now + fault.lasts_s + REST_S))
             plan.append(fault)
         now += random.uniform(*GAP_S)
     return plan

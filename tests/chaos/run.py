@@ -22,6 +22,7 @@ SLOTS = {"a": 2, "b": 1, "c": 1}
 OPTIONS = (
     *("-np", "4", "--min-np", "1", "--max-np", "4"),
     *("--heartbeat-timeout", str(HEARTBEAT_S), "--connect-timeout", "1", "--stop-timeout", "5"),
+    *("--orphan-timeout", "20"),  # longer than any host is away
     *("--join-window", "2", "--min-interrupt-distance", "0.5"),
     *("--cooldown-range", "1", "2", "--max-no-progress", "50", "--elastic-timeout", "180"),
 )

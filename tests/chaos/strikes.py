@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from job import Hosts, Job
 
-from tests.chaos.plan import Fault
+from tests.chaos.plan import KINDS, Fault
 from tests.multihost.network import Host, Network
 
 SCRIPT = Path(__file__).parent / "train.py"
@@ -46,17 +46,28 @@ class Strikes:
         self._discovery = discovery
         self._slots = slots
         self._taken: set[str] = set()
+        self._afflicted: set[str] = set()
 
     def strike(self, fault: Fault) -> Strike:
         """Raises NobodyThere."""
         proof, *mend = getattr(self, "_" + fault.kind)(fault)
-        return Strike(fault, proof, *mend)
+        if not KINDS[fault.kind].hosts:
+            return Strike(fault, proof, *mend)
+        names = {self._host(index).name for index in fault.targets}
+        self._afflicted |= names
+
+        def mend_all() -> None:
+            self._afflicted -= names
+            mend[0]()
+
+        return Strike(fault, proof, mend_all)
 
     # ---------------------------------------------------------------------------------------------- whom it may strike
 
-    def _processes(self, what: str) -> list[psutil.Process]:
-        """Of this test run and on one of the hosts, whose command line names ``what``."""
-        spaces = {self._network[name].space.inode: name for name in self._slots if self._network[name].has_power}
+    def _processes(self, what: str, *hosts: Host) -> list[psutil.Process]:
+        """On these hosts (or all), whose command line names ``what``."""
+        among = hosts or [self._network[name] for name in self._slots]
+        spaces = {host.space.inode: host.name for host in among if host.has_power}
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
@@ -71,6 +82,12 @@ class Strikes:
     def workers(self) -> list[psutil.Process]:
         return self._processes(str(SCRIPT))
 
+    def _newest_world(self) -> list[tuple[int, int, int]]:
+        """(generation, rank, process id) of its members, as far as they have begun to train in it."""
+        found = [tuple(map(int, path.read_text().split())) for path in self._job.logs.glob("*.at")]
+        newest = max((generation for generation, _, _ in found), default=0)
+        return [(generation, rank, pid) for generation, rank, pid in found if generation == newest]
+
     def _one(self, fault: Fault, processes: Iterable[psutil.Process]) -> psutil.Process:
         awake = [p for p in processes if _status(p) != psutil.STATUS_STOPPED]
         if not awake:
@@ -80,8 +97,11 @@ class Strikes:
     def _worker(self, fault: Fault) -> psutil.Process:
         return self._one(fault, self.workers())
 
+    def _agents(self, *hosts: Host) -> list[psutil.Process]:
+        return self._processes("elasticstate.agent", *hosts)
+
     def _agent(self, fault: Fault) -> psutil.Process:
-        return self._one(fault, self._processes("elasticstate.agent"))
+        return self._one(fault, self._agents())
 
     def _host(self, index: int) -> Host:
         return self._network[list(self._slots)[index]]
@@ -92,8 +112,8 @@ class Strikes:
         return _send(signal.SIGKILL, self._worker(fault))
 
     def _kill_rank_0(self, fault: Fault) -> tuple[Callable[[], bool]]:
-        pid = int((self._job.logs / "rank-0").read_text())
-        return _send(signal.SIGKILL, self._one(fault, [p for p in self.workers() if p.pid == pid]))
+        first = {pid for _, rank, pid in self._newest_world() if rank == 0}
+        return _send(signal.SIGKILL, self._one(fault, [p for p in self.workers() if p.pid in first]))
 
     def _kill_workers_of_host(self, fault: Fault) -> tuple[Callable[[], bool]]:
         host = _host_of(self._worker(fault))
@@ -111,9 +131,6 @@ class Strikes:
     def _drain_worker(self, fault: Fault) -> tuple[Callable[[], bool]]:
         return _send(signal.SIGTERM, self._worker(fault))
 
-    def _drain_agent(self, fault: Fault) -> tuple[Callable[[], bool]]:
-        return _send(signal.SIGTERM, self._agent(fault))
-
     def _kill_agent(self, fault: Fault) -> tuple[Callable[[], bool]]:
         return _send(signal.SIGKILL, self._agent(fault))
 
@@ -122,8 +139,25 @@ class Strikes:
 
     # ------------------------------------------------------------------------------------------------ hosts and links
 
+    def _drain_agent(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """Notice to a host. It is used again when discovery has named it anew."""
+        proof, *_ = _send(signal.SIGTERM, self._one(fault, self._agents(self._host(fault.targets[0]))))
+
+        def name_anew() -> None:
+            removed, give_back = self._take_host(fault)
+            deadline = time.monotonic() + 5
+            while not removed() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            give_back()
+
+        return proof, name_anew
+
     def _power_off(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """Its memory is lost: so there must be another host with the job's newest state, and within reach."""
         host = self._host(fault.targets[0])
+        living = {worker.pid: _host_of(worker) for worker in self.workers()}
+        if not {living.get(pid, host.name) for *_, pid in self._newest_world()} - self._afflicted - {host.name}:
+            raise NobodyThere
         lost = [psutil.Process(pid) for pid in host.space.pids()]
         host.power_off()
         return lambda: not any(map(_lives, lost)), host.power_on

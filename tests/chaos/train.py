@@ -1,7 +1,8 @@
 """The training script of the chaos: it says of each tick that it is done, and its state can be counted over.
 
 The lines of ``<log>/<host>-<slot>-<incarnation>.jsonl``: {"what": "enter" | "tick" | "commit" | "final", "pid": ...,
-"time": ..., "generation": g, "rank": r, "step": s, ...}. ``<log>/rank-0`` names the process that has rank 0.
+"time": ..., "generation": g, "rank": r, "step": s, ...}. ``<log>/<host>-<slot>.at``: "<generation> <rank> <pid>", the
+newest world that a slot has been in.
 """
 
 from __future__ import annotations
@@ -96,10 +97,9 @@ def is_enough() -> bool:
 def train(state: elastic.TorchState) -> int:
     where = {"generation": elastic.generation(), "rank": elastic.rank()}
     note("enter", **where, size=elastic.size(), step=state.step, digest=digest())
-    if elastic.rank() == 0:
-        fresh = args.log / f"rank-0.{os.getpid()}"
-        fresh.write_text(str(os.getpid()))
-        fresh.replace(args.log / "rank-0")
+    fresh = args.log / f"{seat}.new"
+    fresh.write_text(f"{elastic.generation()} {elastic.rank()} {os.getpid()}")
+    fresh.replace(args.log / f"{seat.rpartition('-')[0]}.at")
     ddp = DistributedDataParallel(model, init_sync=False)
     while True:
         for batch in batches():
