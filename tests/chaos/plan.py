@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 HEARTBEAT_S = 2.0  # the job's --heartbeat-timeout, which some faults stay under and others go beyond
-GAP_S = (0.3, 4.5)  # between two faults; 2.4 in the mean, because some find nobody to strike
+GAP_S = (0.3, 4.1)  # between two faults; 2.2 in the mean, because some find nobody to strike
 MOST_AFFLICTED = 2  # hosts at a time: one of three is left to go on with
 REST_S = 2.0  # a host is left in peace afterwards: many short absences are not to become one beyond --orphan-timeout
 
@@ -58,7 +58,8 @@ class Fault:
 
 
 def make_plan(seed: int, minutes: float, hosts: int) -> list[Fault]:
-    """All kinds once, in an order that is drawn, then all again, and so on; all is mended when the minutes are over."""
+    """All kinds once, in an order that is drawn, then all again, and so on; what no host is free for comes as soon as
+    one is. All is mended when the minutes are over."""
     random = Random(f"{seed} {minutes:g} {hosts}")
     end_s = 60 * minutes
     afflicted: dict[int, float] = {}  # host -> until when
@@ -66,17 +67,16 @@ def make_plan(seed: int, minutes: float, hosts: int) -> list[Fault]:
     deck: list[str] = []
     now = random.uniform(*GAP_S)
     while now < end_s:
-        if not deck:
-            deck = random.sample(sorted(KINDS), len(KINDS))
         free = [host for host in range(hosts) if afflicted.get(host, 0.0) <= now]
         may = MOST_AFFLICTED - (hosts - len(free))
-        kind = next((kind for kind in deck if KINDS[kind].hosts <= may), "")
-        if kind:
-            deck.remove(kind)
-            fault = _draw(random, now, kind, free, end_s)
-            if KINDS[kind].hosts:
-                afflicted.update(dict.fromkeys(fault.targets, now + fault.lasts_s + REST_S))
-            plan.append(fault)
+        if not any(KINDS[kind].hosts <= may for kind in deck):
+            deck += random.sample(sorted(KINDS), len(KINDS))
+        kind = next(kind for kind in deck if KINDS[kind].hosts <= may)
+        deck.remove(kind)
+        fault = _draw(random, now, kind, free, end_s)
+        if KINDS[kind].hosts:
+            afflicted.update(dict.fromkeys(fault.targets, now + fault.lasts_s + REST_S))
+        plan.append(fault)
         now += random.uniform(*GAP_S)
     return plan
 

@@ -27,7 +27,7 @@ OPTIONS = (
     *("--cooldown-range", "1", "2", "--max-no-progress", "50", "--elastic-timeout", "180"),
 )
 PROOF_TIMEOUT_S = 45.0  # a drain may take --drain-timeout
-PATIENCE_S = 4.0  # so long a fault waits for somebody to strike
+PATIENCE_S = 10.0  # so long a fault of processes waits for one to strike; one of a host, for as long as it lasts
 END_TIMEOUT_S = 120.0  # from the last fault to the end of the job
 MEAN_S = 3.0  # between two faults that have struck, at most
 EVENTS_SHOWN = 30
@@ -82,7 +82,8 @@ class Chaos:
             try:
                 strike = strikes.strike(fault)
             except NobodyThere:
-                if self._elapsed_s() < fault.at_s + PATIENCE_S:
+                patience_s = fault.lasts_s if KINDS[fault.kind].hosts else PATIENCE_S
+                if self._elapsed_s() < fault.at_s + patience_s:
                     heapq.heappush(due, (self._elapsed_s() + 0.2, next(order), lambda: begin(fault)))
                 else:
                     self._missed.append(fault)
