@@ -13,9 +13,14 @@ from pathlib import Path
 import psutil
 from job import Hosts, Job
 
+from elasticstate._native import ControlPage
+from elasticstate.agent.pulse import newest_commit
+from elasticstate.commits import owner_of
+from elasticstate.core.types import CommitId
 from tests.chaos.plan import KINDS, Fault
 from tests.multihost.network import Host, Network
 
+NOTHING = CommitId(0, 0)  # older than every commit
 SCRIPT = Path(__file__).parent / "train.py"
 
 
@@ -153,10 +158,10 @@ class Strikes:
         return proof, name_anew
 
     def _power_off(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
-        """Its memory is lost: so there must be another host with the job's newest state, and within reach."""
+        """Its memory is lost: so there must be as new a commit on another host, and within reach."""
         host = self._host(fault.targets[0])
-        living = {worker.pid: _host_of(worker) for worker in self.workers()}
-        if not {living.get(pid, host.name) for *_, pid in self._newest_world()} - self._afflicted - {host.name}:
+        others = [self._network[name] for name in self._slots if name not in {host.name, *self._afflicted}]
+        if _newest_commit(host) > max(map(_newest_commit, others), default=NOTHING):
             raise NobodyThere
         lost = [psutil.Process(pid) for pid in host.space.pids()]
         host.power_off()
@@ -206,6 +211,17 @@ class Strikes:
     def say_hosts(self) -> None:
         """What discovery finds."""
         self._discovery.set(*(f"{name}:{slots}" for name, slots in self._slots.items() if name not in self._taken))
+
+
+def _newest_commit(host: Host) -> CommitId:
+    """In the memory of a host, whether a worker lives there or not."""
+    found = [NOTHING]
+    for path in Path(f"/proc/{host.space.pid}/root/dev/shm").glob("elasticstate-*/*.control"):
+        job_id = path.parent.name.split("-", 2)[2].removesuffix(f"-{host.name}")
+        with suppress(OSError, ValueError):  # it is being made, or removed
+            commit = newest_commit(ControlPage(str(path)), owner_of(job_id, host.name, int(path.stem)))
+            found += [commit] if commit is not None else []
+    return max(found)
 
 
 def _send(number: signal.Signals, *processes: psutil.Process) -> tuple[Callable[[], bool]]:
