@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from math import inf
 
 from elasticstate.core import types as t
@@ -42,13 +42,13 @@ def start_and_stop(d: Draft) -> None:
     """After the decision on the world: fill the free seats that are wanted, and clear those that are not."""
     if isinstance(d.phase, Over):
         return
-    _stop_strangers(d)
+    holders = [] if isinstance(d.phase, (Running, Finishing)) else awaited(d)
+    _stop_strangers(d, {seat for seat, _ in holders})
     if isinstance(d.phase, Finishing):
         return
     hosts = by_discovery(d)
-    holders = [] if isinstance(d.phase, Running) else awaited(d)
     waits = isinstance(d.phase, Waiting) and d.phase.memory_since is not None
-    usable = _usable_hosts(d, hosts, {seat.host for seat, _ in holders} if waits else set())
+    usable = _usable_hosts(d, hosts, {seat.host for seat, _ in holders}, waits)
     for host in hosts:
         if host.name in usable:
             if host.agent == "none":
@@ -63,11 +63,12 @@ def start_and_stop(d: Draft) -> None:
     bound_boots(d)  # once more: the deadlines of those just started
 
 
-def _stop_strangers(d: Draft) -> None:
-    """Workers outside the present world that nobody wants: leavers, and behind the gate all."""
+def _stop_strangers(d: Draft, held: Set[t.SlotId]) -> None:
+    """Workers outside the present world that nobody wants: leavers, and behind the gate all. Not a leaver that boots
+    where the newest commit is ``held``."""
     finishing = isinstance(d.phase, Finishing)
     for worker in list(d.workers.values()):
-        if worker.gone or not (worker.leaving or finishing) or d.breaks(worker):
+        if worker.gone or not (worker.leaving or finishing) or d.breaks(worker) or worker.id.seat in held:
             continue
         reason = worker.leaving or "the job finishes"
         if worker.ready is None:
@@ -115,19 +116,19 @@ def _taken_seats(d: Draft) -> int:
     return finished + sum(not (worker.leaving or worker.gone) for worker in d.workers.values())
 
 
-def _usable_hosts(d: Draft, hosts: list[Host], holders: set[str]) -> set[str]:
-    """Hosts on which something may be started: cooldown refuses, unless the job would be below min_np (I5), or is
-    waiting for what is in the memory of these ``holders``."""
-    wanted = [host for host in hosts if _wanted(host)]
-    cooling = [host for host in wanted if host.cooldown_until > d.now]
-    usable = {host.name for host in wanted}
+def _usable_hosts(d: Draft, hosts: list[Host], holders: set[str], waits: bool) -> set[str]:
+    """Hosts on which something may be started: cooldown refuses, unless the job would be below min_np (I5), or
+    ``waits`` for what is in the memory of these ``holders``. One of those that had notice is used once more."""
+    usable = {host.name for host in hosts if _wanted(host) or (host.slots and host.name in holders)}
+    cooling = [host for host in hosts if host.name in usable and host.cooldown_until > d.now]
     if not cooling:
         return usable
     usable.difference_update(host.name for host in cooling)
-    enough = _taken_seats(d) + sum(1 for host in wanted if host.name in usable for _ in _free_slots(d, host))
+    warm = [host for host in hosts if host.name in usable and not host.leaving]
+    enough = _taken_seats(d) + sum(1 for host in warm for _ in _free_slots(d, host))
     for host in sorted(cooling, key=lambda host: (host.cooldown_until, host.order)):
-        if enough < d.policy.min_np or host.name in holders:
-            enough += sum(1 for _ in _free_slots(d, host))
+        if enough < d.policy.min_np or (waits and host.name in holders):
+            enough += 0 if host.leaving else sum(1 for _ in _free_slots(d, host))
             if d.due(host.gives_way_at):
                 usable.add(host.name)
         d.due(host.cooldown_until)
@@ -146,7 +147,8 @@ def _start_workers(d: Draft, hosts: list[Host], holders: list[tuple[t.SlotId, t.
     order = {seat: position for position, (seat, _) in enumerate(holders)}
     newest = {seat for seat, commit in holders if commit == holders[0][1]}
     beyond = waits and all(d.slots[seat].worker is None for seat in newest)
-    free = [found for host in hosts if host.agent == "joined" for found in _free_slots(d, host)]
+    joined = [host for host in hosts if host.agent == "joined"]
+    free = [found for host in joined for found in _free_slots(d, host) if not host.leaving or found[0] in order]
     free.sort(key=lambda found: order.get(found[0], len(order)))
     for seat, not_before in free:
         if room <= 0 and not (beyond and seat in newest):
@@ -159,7 +161,10 @@ def _start_workers(d: Draft, hosts: list[Host], holders: list[tuple[t.SlotId, t.
 
 def _start_worker(d: Draft, seat: t.SlotId) -> None:
     incarnation = d.slots[seat].incarnation + 1 if seat in d.slots else 1
-    worker = Worker(t.WorkerId(*seat, incarnation), started_at=d.now)
+    leaving = d.hosts[seat.host].leaving
+    worker = Worker(
+        t.WorkerId(*seat, incarnation), started_at=d.now, leaving=leaving, leaving_at=d.now if leaving else inf
+    )
     d.workers[worker.id] = worker
     d.put_slot(seat, incarnation=incarnation, worker=worker.id)
     d.effects.append(t.StartWorker(worker.id))
