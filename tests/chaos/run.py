@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from job import Hosts, Job
+from job import Hosts, Job, Line
 
 from tests.chaos.plan import HEARTBEAT_S, KINDS, Fault, make_plan, tally
 from tests.chaos.strikes import SCRIPT, NobodyThere, Strike, Strikes
@@ -150,28 +150,12 @@ class Chaos:
     def _check(self) -> None:
         self.job.check_survival()
         check_no_two_worlds(self.job, "tick")
-        self._check_no_tick_is_counted_twice()
-        self._check_the_result()
+        check_no_tick_is_counted_twice(self.job.log("tick"))
+        check_the_result(self.job.log("final"))
         mean_s = 60 * self._minutes / len(self._struck)
         assert mean_s <= MEAN_S, f"a fault every {mean_s:.2f} s"
         missing = [kind for kind, count in tally(s.fault.kind for s in self._struck).items() if not count]
         assert not missing or self._minutes < 3, f"none has struck of {missing}"
-
-    def _check_no_tick_is_counted_twice(self) -> None:
-        """A worker makes each tick of a generation once, and one after the other."""
-        ticks: dict[tuple[int, int], list[int]] = {}
-        for line in self.job.log("tick"):
-            ticks.setdefault((line["generation"], line["pid"]), []).append(line["step"])
-        for where, steps in ticks.items():
-            assert steps == list(range(steps[0], steps[0] + len(steps))), (where, steps)
-
-    def _check_the_result(self) -> None:
-        """What was added up over all worlds is what the steps and the data say."""
-        for final in self.job.log("final"):
-            assert final["total"] == final["step"] * (final["step"] - 1) // 2, final
-            assert final["seen"] == final["epoch"] * final["items"] + final["consumed"], final
-            assert final["least"] >= final["epoch"], final
-            assert final["most"] <= final["epoch"] + 1, final
 
     def report(self) -> str:
         """Faults by kind, generations, goodput, and how to have it all again."""
@@ -210,3 +194,21 @@ class Chaos:
                 f"all in {self._directory}; again: {self.again}",
             )
         )
+
+
+def check_no_tick_is_counted_twice(ticks: list[Line]) -> None:
+    """A worker makes each tick of a generation once, and one after the other."""
+    made: dict[tuple[int, int], list[int]] = {}
+    for line in ticks:
+        made.setdefault((line["generation"], line["pid"]), []).append(line["step"])
+    for where, steps in made.items():
+        assert steps == list(range(steps[0], steps[0] + len(steps))), (where, steps)
+
+
+def check_the_result(finals: list[Line]) -> None:
+    """What was added up over all worlds is what the steps and the data say: no step twice, none left out."""
+    for final in finals:
+        assert final["total"] == final["step"] * (final["step"] - 1) // 2, final
+        assert final["seen"] == final["epoch"] * final["items"] + final["consumed"], final
+        assert final["least"] >= final["epoch"], final
+        assert final["most"] <= final["epoch"] + 1, final

@@ -87,11 +87,10 @@ class Strikes:
     def workers(self) -> list[psutil.Process]:
         return self._processes(str(SCRIPT))
 
-    def _newest_world(self) -> list[tuple[int, int, int]]:
-        """(generation, rank, process id) of its members, as far as they have begun to train in it."""
+    def _rank_0(self) -> int:
+        """The process that has it in the newest world that has begun to train; 0 before the first."""
         found = [tuple(map(int, path.read_text().split())) for path in self._job.logs.glob("*.at")]
-        newest = max((generation for generation, _, _ in found), default=0)
-        return [(generation, rank, pid) for generation, rank, pid in found if generation == newest]
+        return max(((generation, pid) for generation, rank, pid in found if rank == 0), default=(0, 0))[1]
 
     def _one(self, fault: Fault, processes: Iterable[psutil.Process]) -> psutil.Process:
         awake = [p for p in processes if _status(p) != psutil.STATUS_STOPPED]
@@ -117,8 +116,8 @@ class Strikes:
         return _send(signal.SIGKILL, self._worker(fault))
 
     def _kill_rank_0(self, fault: Fault) -> tuple[Callable[[], bool]]:
-        first = {pid for _, rank, pid in self._newest_world() if rank == 0}
-        return _send(signal.SIGKILL, self._one(fault, [p for p in self.workers() if p.pid in first]))
+        first = self._rank_0()
+        return _send(signal.SIGKILL, self._one(fault, [p for p in self.workers() if p.pid == first]))
 
     def _kill_workers_of_host(self, fault: Fault) -> tuple[Callable[[], bool]]:
         host = _host_of(self._worker(fault))
