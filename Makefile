@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup demo test bench lint hosts
+.PHONY: help setup demo test chaos bench lint hosts
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -23,11 +23,15 @@ hosts:  ## Debian packages for the tests on several hosts, which are skipped wit
 test: lint  ## lint, then all tests
 	$(BIN)/python -m pytest tests
 
-bench: setup  ## recovery, scale-up, commits and sync side by side with the bare thing; the control plane at scale
+chaos: setup  ## all faults at a job on three hosts: make chaos MINUTES=30 SEED=7
+	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(or $(SEED),$(shell date +%s))
+
+bench: setup  ## recovery, scale-up, commits, sync and start side by side with the bare thing; the control plane at scale
 	$(BIN)/python tests/bench/bench_recovery.py
 	$(BIN)/python tests/bench/bench_commit.py
 	$(BIN)/python tests/bench/bench_sync.py
 	$(BIN)/python tests/bench/bench_control_plane.py
+	$(BIN)/python tests/bench/bench_startup.py
 
 lint: setup  ## ruff and mypy --strict
 	$(BIN)/ruff check .

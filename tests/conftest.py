@@ -18,6 +18,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # "make test &" in a scri
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--chaos-minutes", type=float, default=3.0, help="how long tests/chaos goes on")
+    parser.addoption("--chaos-seed", type=int, default=1, help="what tests/chaos draws its faults from")
+
+
 def leftover_processes() -> list[str]:
     """Our descendants, and whoever carries the mark of a job that this test process has started."""
     me = psutil.Process()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from elasticstate.core import types as t
-from elasticstate.core.records import Draft, Membership, Worker
+from elasticstate.core.records import Draft, Host, Membership, Worker
 
 
 def remember(d: Draft, seat: t.SlotId, commit: t.CommitId | None) -> None:
@@ -29,7 +29,7 @@ def found(d: Draft, host: str, commits: dict[int, t.CommitId], living: Collectio
 def awaited(m: Draft | Membership) -> list[tuple[t.SlotId, t.CommitId]]:
     """Slots whose memory holds a newer commit than all who are READY, the newest first, when memory decides.
 
-    Not those of hosts that leave: no worker is started there any more.
+    Those of hosts that leave, too, until their agent is told to go: it takes the memory with it.
     """
     if any(_is_on_the_line(m, worker) for worker in m.workers.values()):
         return []
@@ -38,10 +38,14 @@ def awaited(m: Draft | Membership) -> list[tuple[t.SlotId, t.CommitId]]:
     newer = [
         (seat, slot.memory)
         for seat, slot in m.slots.items()
-        if slot.memory is not None and slot.memory > best and not m.hosts[seat.host].leaving
+        if slot.memory is not None and slot.memory > best and not _is_given_back(m.hosts[seat.host])
     ]
     newer.sort(key=lambda item: (*(-number for number in item[1]), m.hosts[item[0].host].order, item[0]))
     return newer
+
+
+def _is_given_back(host: Host) -> bool:
+    return bool(host.leaving) and host.agent == "stopping"
 
 
 def _is_on_the_line(m: Draft | Membership, worker: Worker) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Set
 from math import inf
 
 from elasticstate.core import types as t
@@ -51,14 +51,14 @@ def start_and_stop(d: Draft) -> None:
     """After the decision on the world: fill the free seats that are wanted, and clear those that are not."""
     if isinstance(d.phase, Over):
         return
-    _stop_strangers(d)
+    holders = [] if isinstance(d.phase, (Running, Finishing)) else awaited(d)
+    _stop_strangers(d, {seat for seat, _ in holders})
     if isinstance(d.phase, Finishing):
         return
     hosts = by_discovery(d)
-    holders = [] if isinstance(d.phase, Running) else awaited(d)
     waits = isinstance(d.phase, Waiting) and d.phase.memory_since is not None
-    holding = {seat.host for seat, _ in holders} if waits else set()
-    usable = _usable_hosts(d, hosts, holding)
+    holding = {seat.host for seat, _ in holders}
+    usable = _usable_hosts(d, hosts, holding, waits)
     said = len(d.effects)
     for host in hosts:
         if host.name in usable:
@@ -75,17 +75,18 @@ def start_and_stop(d: Draft) -> None:
     _start_workers(d, usable_now, holders, waits)
     bound_boots(d)  # once more: the deadlines of those just started
     if len(d.effects) > said:
-        _usable_hosts(d, hosts, holding)
-        _is_short(d, _free(d, usable_now))
+        _usable_hosts(d, hosts, holding, waits)
+        _is_short(d, _free(d, usable_now, {seat for seat, _ in holders}))
 
 
-def _stop_strangers(d: Draft) -> None:
-    """Workers outside the present world that nobody wants: leavers, and behind the gate all."""
+def _stop_strangers(d: Draft, held: Set[t.SlotId]) -> None:
+    """Workers outside the present world that nobody wants: leavers, and behind the gate all. Not a leaver that boots
+    where the newest commit is ``held``."""
     finishing = isinstance(d.phase, Finishing)
     if not (finishing or d.leaving):
         return
     for worker in list(d.workers.values()):
-        if worker.gone or not (worker.leaving or finishing) or d.breaks(worker):
+        if worker.gone or not (worker.leaving or finishing) or d.breaks(worker) or worker.id.seat in held:
             continue
         reason = worker.leaving or "the job finishes"
         if worker.ready is None:
@@ -161,18 +162,18 @@ def _good_slots(d: Draft, host: Host) -> int:
     return sum(slot.failures < FAILURES_IN_A_ROW for _, slot in _free_slots(d, host))
 
 
-def _usable_hosts(d: Draft, hosts: list[Host], holders: set[str]) -> set[str]:
-    """Hosts on which something may be started: cooldown refuses, unless the job would be below min_np (I5), or is
-    waiting for what is in the memory of these ``holders``."""
-    wanted = [host for host in hosts if _wanted(host)]
-    cooling = [host for host in wanted if host.cooldown_until > d.now]
-    usable = {host.name for host in wanted}
+def _usable_hosts(d: Draft, hosts: list[Host], holders: set[str], waits: bool) -> set[str]:
+    """Hosts on which something may be started: cooldown refuses, unless the job would be below min_np (I5), or
+    ``waits`` for what is in the memory of these ``holders``. One of those that had notice is used once more."""
+    usable = {host.name for host in hosts if _wanted(host) or (host.slots and host.name in holders)}
+    cooling = [host for host in hosts if host.name in usable and host.cooldown_until > d.now]
     if not cooling:
         return usable
     usable.difference_update(host.name for host in cooling)
-    enough = _seats_counted_on(d) + sum(_good_slots(d, host) for host in wanted if host.name in usable)
+    warm = [host for host in hosts if host.name in usable and not host.leaving]
+    enough = _seats_counted_on(d) + sum(_good_slots(d, host) for host in warm)
     for host in cooling:
-        if (enough < d.policy.min_np or host.name in holders) and d.due(host.gives_way_at):
+        if (enough < d.policy.min_np or (waits and host.name in holders)) and d.due(host.gives_way_at):
             usable.add(host.name)
         d.due(host.cooldown_until)
     return usable
@@ -190,7 +191,7 @@ def _start_workers(d: Draft, hosts: list[Host], holders: list[tuple[t.SlotId, t.
     order = {seat: position for position, (seat, _) in enumerate(holders)}
     newest = {seat for seat, commit in holders if commit == holders[0][1]}
     beyond = waits and all(d.slots[seat].worker is None for seat in newest)
-    free = _free(d, hosts)
+    free = _free(d, hosts, order)
     free.sort(key=lambda found: order.get(found[0], len(order)))
     short = _is_short(d, free)
     for seat, slot in free:
@@ -202,8 +203,10 @@ def _start_workers(d: Draft, hosts: list[Host], holders: list[tuple[t.SlotId, t.
             room -= 1
 
 
-def _free(d: Draft, hosts: list[Host]) -> list[tuple[t.SlotId, Slot]]:
-    return [found for host in hosts if host.agent == "joined" for found in _free_slots(d, host)]
+def _free(d: Draft, hosts: list[Host], held: Collection[t.SlotId]) -> list[tuple[t.SlotId, Slot]]:
+    """Of hosts that leave only those where the newest commit is ``held``."""
+    joined = [host for host in hosts if host.agent == "joined"]
+    return [found for host in joined for found in _free_slots(d, host) if not host.leaving or found[0] in held]
 
 
 def _is_short(d: Draft, free: list[tuple[t.SlotId, Slot]]) -> bool:
@@ -217,7 +220,9 @@ def _is_short(d: Draft, free: list[tuple[t.SlotId, Slot]]) -> bool:
 
 def _start_worker(d: Draft, seat: t.SlotId) -> None:
     incarnation = d.slots[seat].incarnation + 1 if seat in d.slots else 1
-    worker = Worker(t.WorkerId(*seat, incarnation), started_at=d.now)
+    leaving = d.hosts[seat.host].leaving
+    leaving_at = d.now if leaving else inf
+    worker = Worker(t.WorkerId(*seat, incarnation), started_at=d.now, leaving=leaving, leaving_at=leaving_at)
     d.add(worker)
     d.put_slot(seat, incarnation=incarnation, worker=worker.id)
     d.effects.append(t.StartWorker(worker.id))

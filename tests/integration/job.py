@@ -178,11 +178,18 @@ class Job:
         for line in self.log("commit"):
             key = (line["generation"], line["step"])
             committed[key] = committed.get(key, 0) + 1
+        entered: dict[int, list[Line]] = {}
+        for line in self.log("enter"):
+            entered.setdefault(line["generation"], []).append(line)
+        safe: dict[int, int] = {}  # generation -> the last step that all its members have committed
         for (generation, step), count in committed.items():
-            if count < members[generation]:
-                continue
-            again = [e for e in self.log("enter") if e["generation"] > generation and e["step"] < step]
-            assert not again, f"step {step} was committed in generation {generation}, and lost: {again}"
+            if count >= members[generation]:
+                safe[generation] = max(safe.get(generation, 0), step)
+        highest = 0
+        for generation in sorted(entered):
+            again = [e for e in entered[generation] if e["step"] < highest]
+            assert not again, f"step {highest} was committed before generation {generation}, and lost: {again}"
+            highest = max(highest, safe.get(generation, 0))
 
 
 def _lines(path: Path) -> Iterator[Line]:

@@ -67,6 +67,10 @@ class _Namespaces:
         self._process.kill()
         self._process.wait()
 
+    def pids(self) -> list[int]:
+        """All that is in it."""
+        return [pid for pid in psutil.pids() if pid != self.pid and self._has(pid)]
+
     def lines(self) -> list[str]:
         """The command lines of all that is in it."""
         found = []
@@ -108,6 +112,10 @@ class Host:
         self._sshd: subprocess.Popen[bytes] | None = None
 
     @property
+    def has_power(self) -> bool:
+        return self._space is not None
+
+    @property
     def space(self) -> _Namespaces:
         assert self._space is not None, f"{self.name} has no power"
         return self._space
@@ -115,6 +123,7 @@ class Host:
     def power_on(self, ssh: bool = True) -> None:
         """With a new, empty memory."""
         space = self._space = _Namespaces("net", "mount", "uts")
+        self._network.namespaces.add(space.inode)
         switch, number = self._network.switch, self._number
         with suppress(AssertionError):  # the kernel takes its time to remove what it had before
             switch.run("ip", "link", "delete", self._port)
@@ -162,6 +171,10 @@ class Host:
         """The cable."""
         self._network.switch.run("ip", "link", "set", self._port, "down")
 
+    def is_cut(self) -> bool:
+        command = self._network.switch.enter("ip", "-o", "link", "show", self._port)
+        return " state DOWN " in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
     def heal(self) -> None:
         self._network.switch.run("ip", "link", "set", self._port, "up")
 
@@ -176,6 +189,11 @@ class Host:
     def deafen_to(self, other: Host) -> None:
         """Nothing from there arrives any more."""
         self.space.run("iptables", "-A", "INPUT", "-i", "eth0", "-s", other.address, "-j", "DROP")
+
+    def part_from(self, other: Host) -> None:
+        """Nothing passes between the two, either way; both reach all others."""
+        self.deafen_to(other)
+        self.space.run("iptables", "-A", "OUTPUT", "-o", "eth0", "-d", other.address, "-j", "DROP")
 
     def lose(self, share: float) -> None:
         """So many of the packets that are sent to it do not arrive."""
@@ -200,6 +218,7 @@ class Network:
         self.directory = directory / "network"
         self.etc = self.directory / "etc"
         (self.etc / "ssh").mkdir(parents=True)
+        self.namespaces: set[int] = set()  # of all hosts that there have been
         self.hosts = {name: Host(self, name, number) for number, name in enumerate(("d", *names), start=1)}
         lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in self.hosts.values())]
         (self.etc / "hosts").write_text("\n".join(lines) + "\n")

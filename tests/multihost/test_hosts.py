@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -54,16 +55,18 @@ def ends_well(job: Job) -> None:
     check_no_two_worlds(job)
 
 
-def check_no_two_worlds(job: Job) -> None:
+def check_no_two_worlds(job: Job, what: str = "commit") -> None:
     """Once a later world has made a tick, an older one may end the tick that all its members were in, and no other."""
-    ticks: dict[int, dict[int, list[float]]] = {}
-    for line in job.log("commit"):
-        ticks.setdefault(line["generation"], {}).setdefault(line["step"], []).append(line["time"])
-    for generation, steps in ticks.items():
-        later = [min(map(min, ticks[g].values())) for g in ticks if g > generation]
-        if later:
-            side_by_side = [step for step, times in steps.items() if max(times) > min(later)]
-            assert len(side_by_side) <= 1, f"generation {generation} went on beside a later one: {side_by_side}"
+    ticks: dict[int, dict[int, float]] = {}  # generation -> step -> when the last member had made it
+    first: dict[int, float] = {}
+    for line in job.log(what):  # by time
+        ticks.setdefault(line["generation"], {})[line["step"]] = line["time"]
+        first.setdefault(line["generation"], line["time"])
+    later = inf
+    for generation in sorted(ticks, reverse=True):
+        side_by_side = [step for step, last in ticks[generation].items() if last > later]
+        assert len(side_by_side) <= 1, f"generation {generation} went on beside a later one: {side_by_side}"
+        later = min(later, first[generation])
 
 
 def next_step_after(job: Job, lost: Line) -> float:

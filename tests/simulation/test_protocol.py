@@ -35,7 +35,7 @@ MUST_BE_REACHED = (
     *("cleared before it was back", "stopped while cut off", "returned"),
     *("lease waited for", "state out of reach", "I16 with 0", "I16 with 1"),
     *("driver died", "died without a driver", "taken over", "the world goes on", "the world cannot go on"),
-    "the gate was open",
+    *("the gate was open", "used once more"),
     *(f"fault {name}" for name in FAULTS),
 )
 reached: Counter[str] = Counter()

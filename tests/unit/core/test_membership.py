@@ -170,6 +170,30 @@ def test_the_only_holder_of_the_newest_commit_leaves_one_world_later() -> None:
     assert "Hold" in kinds(effects), "and it drains again after that world's first tick"
 
 
+def test_a_host_that_leaves_with_the_only_commit_in_its_memory_is_used_once_more() -> None:
+    script = """
+    0.0 hosts a:1 b:1
+    0.1 agent-joined a
+    1.0 ready a:0#1
+    6.0 time
+    6.1 first a:0#1 in=1
+    7.0 agent-joined b
+    8.0 beat a:0#1 in=1 ticks=3 commit=1.3 + exit a:0#1 signal=9
+    9.0 agent-leaving a
+    """
+    m, effects = drive(script, np=2, min_np=1, max_np=2)
+    assert "StopAgent" not in kinds(effects), "it would take the commit with it"
+    m, effects = drive("9.1 ready b:0#1", m)
+    assert "PublishWorld" not in kinds(effects)
+    assert "EndJob" not in kinds(effects)
+    assert m.workers[t.WorkerId("a", 0, 2)].leaving
+    m, effects = drive("11.0 ready a:0#2 commit=1.3", m)
+    world = published(effects)
+    assert world.members[world.root].worker == t.WorkerId("a", 0, 2)
+    m, effects = drive("11.1 first b:0#1 in=2", m)
+    assert "Hold" in kinds(effects), "and it leaves after that world's first tick"
+
+
 def test_boots_that_fail_again_and_again_end_the_job_with_the_first_error() -> None:
     script = "0.0 hosts a:2\n0.1 agent-joined a\n"
     script += (

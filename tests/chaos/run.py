@@ -1,0 +1,214 @@
+"""Throw the faults of a plan at a job on several hosts, and look at what comes out of it."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+from job import Hosts, Job, Line
+
+from tests.chaos.plan import HEARTBEAT_S, KINDS, Fault, make_plan, tally
+from tests.chaos.strikes import SCRIPT, NobodyThere, Strike, Strikes
+from tests.multihost.network import Network
+from tests.multihost.test_hosts import check_no_two_worlds
+
+SLOTS = {"a": 2, "b": 1, "c": 1}
+OPTIONS = (
+    *("-np", "4", "--min-np", "1", "--max-np", "4"),
+    *("--heartbeat-timeout", str(HEARTBEAT_S), "--connect-timeout", "1", "--stop-timeout", "5"),
+    *("--orphan-timeout", "20"),  # longer than any host is away
+    *("--join-window", "2", "--min-interrupt-distance", "0.5"),
+    *("--cooldown-range", "1", "2", "--max-no-progress", "50", "--elastic-timeout", "180"),
+)
+PROOF_TIMEOUT_S = 45.0  # a drain may take --drain-timeout
+PATIENCE_S = 10.0  # so long a fault of processes waits for one to strike; one of a host, for as long as it lasts
+END_TIMEOUT_S = 120.0  # from the last fault to the end of the job
+MEAN_S = 3.0  # between two faults that have struck, at most
+EVENTS_SHOWN = 30
+OUTPUT_SHOWN = 6000  # characters
+
+
+class Chaos:
+    """One job and its faults: ``run()``, then ``check()``, then ``report()``."""
+
+    def __init__(self, directory: Path, seed: int, minutes: float) -> None:
+        self._directory = directory
+        self._seed = seed
+        self._minutes = minutes
+        self._plan = make_plan(seed, minutes, len(SLOTS))
+        self._struck: list[Strike] = []
+        self._missed: list[Fault] = []
+        self._pending: list[Strike] = []
+        self._said: list[str] = []
+
+    @property
+    def again(self) -> str:
+        return f"make chaos MINUTES={self._minutes:g} SEED={self._seed}"
+
+    def run(self) -> None:
+        """Raises AssertionError, with all that a maintainer needs."""
+        with Network(self._directory, *SLOTS) as network:
+            self.namespaces = network.namespaces
+            discovery = Hosts(self._directory)
+            discovery.set(*(f"{name}:{slots}" for name, slots in SLOTS.items()))
+            stop = self._directory / "stop"
+            command = [sys.executable, str(SCRIPT), "--log", str(self._directory / "logs"), "--stop", str(stop)]
+            within = network["d"].space.enter()
+            with Job(self._directory, *OPTIONS, *discovery.options, command=command, within=within) as self.job:
+                try:
+                    self._strike_all(Strikes(self.job, network, discovery, SLOTS))
+                    self._wait_until_all_are_back()
+                    self.job.stop_file.touch()
+                    self.job.finish(timeout=END_TIMEOUT_S)
+                    self._check()
+                except BaseException as error:
+                    raise AssertionError(f"{error}\n{self._what_was()}") from error
+
+    # ---------------------------------------------------------------------------------------------------- the faults
+
+    def _strike_all(self, strikes: Strikes) -> None:
+        self.job.wait_for("tick", lambda: self.job.log("tick"))
+        self._began = time.monotonic()
+        order = itertools.count()
+        due: list[tuple[float, int, Callable[[], None]]] = []
+
+        def begin(fault: Fault) -> None:
+            try:
+                strike = strikes.strike(fault)
+            except NobodyThere:
+                patience_s = fault.lasts_s if KINDS[fault.kind].hosts else PATIENCE_S
+                if self._elapsed_s() < fault.at_s + patience_s:
+                    heapq.heappush(due, (self._elapsed_s() + 0.2, next(order), lambda: begin(fault)))
+                else:
+                    self._missed.append(fault)
+                    self._say(f"{fault}: nobody there")
+                return
+            self._pending.append(strike)
+            self._say(str(fault))
+            heapq.heappush(due, (fault.at_s + PROOF_TIMEOUT_S, next(order), lambda: self._give_up(strike)))
+            if strike.mend is not None:
+                since_s = fault.at_s if KINDS[fault.kind].hosts else self._elapsed_s()
+                heapq.heappush(due, (since_s + fault.lasts_s, next(order), lambda: end(strike)))
+
+        def end(strike: Strike) -> None:
+            assert strike.mend is not None
+            deadline = time.monotonic() + 1.0  # it may have come late
+            while not strike.look() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            strike.mend()
+            if strike.fault.lasts_s > 1:
+                self._say(f"{strike.fault}: mended")
+
+        for fault in self._plan:
+            heapq.heappush(due, (fault.at_s, next(order), lambda fault=fault: begin(fault)))  # type: ignore[misc]
+        while True:
+            while due and due[0][0] <= self._elapsed_s():
+                heapq.heappop(due)[2]()
+            self._look_for_proof()
+            status = self.job.process.poll()
+            assert status is None, f"the job has ended with status {status} in the middle of the chaos"
+            if not self._pending and self._elapsed_s() > 60 * self._minutes:
+                return  # what is mended at the end was so
+            time.sleep(0.02)
+
+    def _wait_until_all_are_back(self) -> None:
+        """The newest world has all slots, and has had the time to miss whoever is dead."""
+        decisive = ("world_formed", "end", "worker_exited", "agent_lost")
+
+        def all_are_back() -> bool:
+            last = [event for event in self.job.events() if event["event"] in decisive][-1]
+            settled = time.time() - last["time"] > 1.5 * HEARTBEAT_S
+            return settled and last["event"] == "world_formed" and last["size"] == sum(SLOTS.values())
+
+        self.job.wait_for("world of all slots after the faults", all_are_back, END_TIMEOUT_S)
+
+    def _look_for_proof(self) -> None:
+        self._struck += [strike for strike in self._pending if strike.look()]
+        self._pending = [strike for strike in self._pending if not strike.is_proved]
+
+    def _give_up(self, strike: Strike) -> None:
+        """A drain, for example, that a later fault has come before."""
+        if not strike.is_proved:
+            self._pending.remove(strike)
+            self._missed.append(strike.fault)
+            self._say(f"{strike.fault}: not seen to have struck")
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def _say(self, text: str) -> None:
+        self._said.append(f"{time.time():.3f} at {self._elapsed_s():.1f} s: {text}")
+
+    # ---------------------------------------------------------------------------------------------------- the outcome
+
+    def _check(self) -> None:
+        self.job.check_survival()
+        check_no_two_worlds(self.job, "tick")
+        check_no_tick_is_counted_twice(self.job.log("tick"))
+        check_the_result(self.job.log("final"))
+        mean_s = 60 * self._minutes / len(self._struck)
+        assert mean_s <= MEAN_S, f"a fault every {mean_s:.2f} s"
+        missing = [kind for kind, count in tally(s.fault.kind for s in self._struck).items() if not count]
+        assert not missing or self._minutes < 3, f"none has struck of {missing}"
+
+    def report(self) -> str:
+        """Faults by kind, generations, goodput, and how to have it all again."""
+        struck, missed = (tally(fault.kind for fault in faults) for faults in (self._faults(), self._missed))
+        rows = [
+            f"  {kind:<22}{struck[kind]:>5}" + (f"  ({n} more did not strike)" if (n := missed[kind]) else "")
+            for kind in KINDS
+        ]
+        finished = self.job.events("job_finished")[-1]
+        ticks = [line["time"] for line in self.job.log("tick")]
+        pause_s = max(b - a for a, b in pairwise(ticks))
+        mean_s = 60 * self._minutes / len(self._struck)
+        return "\n".join(
+            (
+                f"chaos: {len(self._struck)} faults, one every {mean_s:.2f} s",
+                *rows,
+                f"  generations {finished['generations']}, goodput {finished['goodput']}, "
+                f"steps {self.job.log('final')[0]['step']}, longest pause {pause_s:.1f} s",
+                f"  again: {self.again}",
+            )
+        )
+
+    def _faults(self) -> list[Fault]:
+        return [strike.fault for strike in self._struck]
+
+    def _what_was(self) -> str:
+        events = [json.dumps(event) for event in self.job.events()[-EVENTS_SHOWN:]]
+        return "\n".join(
+            (
+                "the last faults:",
+                *self._said[-EVENTS_SHOWN:],
+                "the last events:",
+                *events,
+                "the last output:",
+                self.job.output[-OUTPUT_SHOWN:],
+                f"all in {self._directory}; again: {self.again}",
+            )
+        )
+
+
+def check_no_tick_is_counted_twice(ticks: list[Line]) -> None:
+    """A worker makes each tick of a generation once, and one after the other."""
+    made: dict[tuple[int, int], list[int]] = {}
+    for line in ticks:
+        made.setdefault((line["generation"], line["pid"]), []).append(line["step"])
+    for where, steps in made.items():
+        assert steps == list(range(steps[0], steps[0] + len(steps))), (where, steps)
+
+
+def check_the_result(finals: list[Line]) -> None:
+    """What was added up over all worlds is what the steps and the data say: no step twice, none left out."""
+    for final in finals:
+        assert final["total"] == final["step"] * (final["step"] - 1) // 2, final
+        assert final["seen"] == final["epoch"] * final["items"] + final["consumed"], final
+        assert final["least"] >= final["epoch"], final
+        assert final["most"] <= final["epoch"] + 1, final

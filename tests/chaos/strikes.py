@@ -1,0 +1,258 @@
+"""How each kind of fault is done to a job on real hosts, how it is seen to have struck, and how it is mended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from job import Hosts, Job
+
+from elasticstate._native import ControlPage
+from elasticstate.agent.pulse import newest_commit
+from elasticstate.commits import owner_of
+from elasticstate.core.types import CommitId
+from tests.chaos.plan import KINDS, Fault
+from tests.multihost.network import Host, Network
+
+NOTHING = CommitId(0, 0)  # older than every commit
+SCRIPT = Path(__file__).parent / "train.py"
+
+
+class NobodyThere(Exception):
+    """What the fault was meant for does not exist at the moment."""
+
+
+@dataclass
+class Strike:
+    """A fault that is under way. ``proof``: whether it is seen to have struck; ``mend`` ends it."""
+
+    fault: Fault
+    proof: Callable[[], bool]
+    mend: Callable[[], None] | None = None
+    is_proved: bool = False
+
+    def look(self) -> bool:
+        self.is_proved = self.is_proved or self.proof()
+        return self.is_proved
+
+
+class Strikes:
+    """``strike(fault)`` for all kinds of plan.KINDS: a method each."""
+
+    def __init__(self, job: Job, network: Network, discovery: Hosts, slots: dict[str, int]) -> None:
+        self._job = job
+        self._network = network
+        self._discovery = discovery
+        self._slots = slots
+        self._taken: set[str] = set()
+        self._afflicted: set[str] = set()
+
+    def strike(self, fault: Fault) -> Strike:
+        """Raises NobodyThere."""
+        proof, *mend = getattr(self, "_" + fault.kind)(fault)
+        if not KINDS[fault.kind].hosts:
+            return Strike(fault, proof, *mend)
+        names = {self._host(index).name for index in fault.targets}
+        self._afflicted |= names
+
+        def mend_all() -> None:
+            self._afflicted -= names
+            mend[0]()
+
+        return Strike(fault, proof, mend_all)
+
+    # ---------------------------------------------------------------------------------------------- whom it may strike
+
+    def _processes(self, what: str, *hosts: Host) -> list[psutil.Process]:
+        """On these hosts (or all), whose command line names ``what``."""
+        among = hosts or [self._network[name] for name in self._slots]
+        spaces = {host.space.inode: host.name for host in among if host.has_power}
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                words = process.cmdline()
+                if what in words and Path(words[0]).name.startswith("python") and _lives(process):
+                    name = spaces.get(os.stat(f"/proc/{process.pid}/ns/net").st_ino)
+                    worker = process.environ().get("ELASTICSTATE_WORKER", "")
+                    if name is not None:
+                        found.append((name, worker, process.pid, process))
+        return [process for *_, process in sorted(found, key=lambda each: each[:3])]
+
+    def workers(self) -> list[psutil.Process]:
+        return self._processes(str(SCRIPT))
+
+    def _rank_0(self) -> int:
+        """The process that has it in the newest world that has begun to train; 0 before the first."""
+        found = [tuple(map(int, path.read_text().split())) for path in self._job.logs.glob("*.at")]
+        return max(((generation, pid) for generation, rank, pid in found if rank == 0), default=(0, 0))[1]
+
+    def _one(self, fault: Fault, processes: Iterable[psutil.Process]) -> psutil.Process:
+        awake = [p for p in processes if _status(p) != psutil.STATUS_STOPPED]
+        if not awake:
+            raise NobodyThere
+        return awake[fault.targets[0] % len(awake)]
+
+    def _worker(self, fault: Fault) -> psutil.Process:
+        return self._one(fault, self.workers())
+
+    def _agents(self, *hosts: Host) -> list[psutil.Process]:
+        return self._processes("elasticstate.agent", *hosts)
+
+    def _agent(self, fault: Fault) -> psutil.Process:
+        return self._one(fault, self._agents())
+
+    def _host(self, index: int) -> Host:
+        return self._network[list(self._slots)[index]]
+
+    # ------------------------------------------------------------------------------------------------------ processes
+
+    def _kill_worker(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        return _send(signal.SIGKILL, self._worker(fault))
+
+    def _kill_rank_0(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        first = self._rank_0()
+        return _send(signal.SIGKILL, self._one(fault, [p for p in self.workers() if p.pid == first]))
+
+    def _kill_workers_of_host(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        host = _host_of(self._worker(fault))
+        return _send(signal.SIGKILL, *(p for p in self.workers() if _host_of(p) == host))
+
+    def _kill_all_workers(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        self._worker(fault)
+        return _send(signal.SIGKILL, *self.workers())
+
+    def _pause_worker(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return _stop(self._worker(fault))
+
+    _freeze_worker = _pause_worker
+
+    def _drain_worker(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        return _send(signal.SIGTERM, self._worker(fault))
+
+    def _kill_agent(self, fault: Fault) -> tuple[Callable[[], bool]]:
+        return _send(signal.SIGKILL, self._agent(fault))
+
+    def _freeze_agent(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return _stop(self._agent(fault))
+
+    # ------------------------------------------------------------------------------------------------ hosts and links
+
+    def _drain_agent(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """Notice to a host. It is used again when discovery has named it anew."""
+        proof, *_ = _send(signal.SIGTERM, self._one(fault, self._agents(self._host(fault.targets[0]))))
+
+        def name_anew() -> None:
+            removed, give_back = self._take_host(fault)
+            deadline = time.monotonic() + 5
+            while not removed() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            give_back()
+
+        return proof, name_anew
+
+    def _power_off(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """Its memory is lost: so there must be as new a commit on another host, and within reach."""
+        host = self._host(fault.targets[0])
+        others = [self._network[name] for name in self._slots if name not in {host.name, *self._afflicted}]
+        if _newest_commit(host) > max(map(_newest_commit, others), default=NOTHING):
+            raise NobodyThere
+        lost = [psutil.Process(pid) for pid in host.space.pids()]
+        host.power_off()
+        return lambda: not any(map(_lives, lost)), host.power_on
+
+    def _cut(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        hosts = [self._host(index) for index in fault.targets]
+        for host in hosts:
+            host.cut()
+
+        def heal() -> None:
+            for host in hosts:
+                host.heal()
+
+        return lambda: all(host.is_cut() for host in hosts), heal
+
+    _cut_two = _cut
+
+    def _mute(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return self._rule(fault, lambda host: host.mute())
+
+    def _deafen(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return self._rule(fault, lambda host: host.deafen())
+
+    def _part_from_driver(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return self._rule(fault, lambda host: host.part_from(self._network["d"]))
+
+    def _lose_packets(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return self._rule(fault, lambda host: host.lose(fault.share))
+
+    def _rule(self, fault: Fault, make: Callable[[Host], None]) -> tuple[Callable[[], bool], Callable[[], None]]:
+        host = self._host(fault.targets[0])
+        make(host)
+        return lambda: host.dropped() > 0, host.mend
+
+    def _take_host(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        name, now = list(self._slots)[fault.targets[0]], time.time()
+        self._taken.add(name)
+        self.say_hosts()
+
+        def give_back() -> None:
+            self._taken.remove(name)
+            self.say_hosts()
+
+        return lambda: any(e["host"] == name and e["time"] > now for e in self._job.events("host_removed")), give_back
+
+    def say_hosts(self) -> None:
+        """What discovery finds."""
+        self._discovery.set(*(f"{name}:{slots}" for name, slots in self._slots.items() if name not in self._taken))
+
+
+def _newest_commit(host: Host) -> CommitId:
+    """In the memory of a host, whether a worker lives there or not."""
+    found = [NOTHING]
+    for path in Path(f"/proc/{host.space.pid}/root/dev/shm").glob("elasticstate-*/*.control"):
+        job_id = path.parent.name.split("-", 2)[2].removesuffix(f"-{host.name}")
+        with suppress(OSError, ValueError):  # it is being made, or removed
+            commit = newest_commit(ControlPage(str(path)), owner_of(job_id, host.name, int(path.stem)))
+            found += [commit] if commit is not None else []
+    return max(found)
+
+
+def _send(number: signal.Signals, *processes: psutil.Process) -> tuple[Callable[[], bool]]:
+    """A signal that ends them, at once or by and by."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+    return (lambda: not any(map(_lives, processes)),)
+
+
+def _stop(process: psutil.Process) -> tuple[Callable[[], bool], Callable[[], None]]:
+    def go_on() -> None:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+
+    process.suspend()
+    return lambda: _status(process) == psutil.STATUS_STOPPED, go_on
+
+
+def _lives(process: psutil.Process) -> bool:
+    return _status(process) not in ("", psutil.STATUS_ZOMBIE)
+
+
+def _status(process: psutil.Process) -> str:
+    """ "" if it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        if process.is_running():
+            return str(process.status())
+    return ""
+
+
+def _host_of(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return str(process.environ().get("ELASTICSTATE_WORKER", "")).split(":")[0]
+    return ""
