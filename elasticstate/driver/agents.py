@@ -19,7 +19,7 @@ from elasticstate.driver import launcher
 from elasticstate.driver.launcher import AdoptedAgent, AgentProcess, DialledIn
 from elasticstate.errors import OptionError
 from elasticstate.kinds import split_address
-from elasticstate.net import messages
+from elasticstate.net import codec, messages
 from elasticstate.net.control import SILENT_SHARE, AgentStream, ControlServer
 from elasticstate.net.launch import Launch
 from elasticstate.net.names import LOCALHOST, address_of, is_this_machine, own_addresses
@@ -188,7 +188,7 @@ class Agents:
         """Send to the agent of a host, after all that it was sent before; without effect when it is lost."""
         agent = self._agents.get(host)
         if agent is not None and agent.stream is not None:
-            agent.stream.send(messages.encode(message))
+            agent.stream.send(codec.encode(message))
 
     def stop_host(self, host: str, reason: str) -> None:
         """Let the agent of a host stop its workers and exit; AgentLost follows."""
@@ -198,7 +198,7 @@ class Agents:
 
     def broadcast(self, body: messages.ToWorkerBody) -> None:
         """Send to every worker of every host."""
-        data = messages.encode(messages.ToWorkers(None, body))
+        data = codec.encode(messages.ToWorkers(None, body))
         for agent in self._agents.values():
             if agent.stream is not None:
                 agent.stream.send(data)
@@ -224,7 +224,7 @@ class Agents:
     def _shut_down(self, agent: _Agent, reason: str) -> None:
         agent.is_stopping = True
         if agent.stream is not None:
-            agent.stream.send(messages.encode(messages.Shutdown(reason)))
+            agent.stream.send(codec.encode(messages.Shutdown(reason)))
         else:
             agent.process.kill()  # it has no workers yet, or is out of touch
 
@@ -313,7 +313,7 @@ class Agents:
             stream.refuse(f"{hello.host} is no host of this job, or has another agent")
             return
         agent.stream, agent.pid = stream, hello.pid
-        stream.send(messages.encode(self._spec))
+        stream.send(codec.encode(self._spec))
         self._say_who_has_dialled_in()
 
     def _take_over(self, agent: _Agent | None, hello: messages.AgentHello) -> _Agent:

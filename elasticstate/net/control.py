@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from elasticstate.net import messages
+from elasticstate.net import codec, messages
 from elasticstate.net.stream import MessageQueue, Stream, dial, reason_of
 from elasticstate.net.trust import NAME, Trust
 
@@ -75,7 +75,7 @@ class AgentStream:
 
     def refuse(self, reason: str) -> None:
         """Tell it why it is not wanted, and end the connection."""
-        self.send(messages.encode(messages.Refusal(reason)))
+        self.send(codec.encode(messages.Refusal(reason)))
         self.stream.close()
 
     def abort(self, reason: str) -> None:
@@ -85,9 +85,9 @@ class AgentStream:
     def _received(self, data: bytes) -> None:
         try:
             if self._is_agent:
-                self._owner.agent_said(self, messages.decode_from_agent(data))
+                self._owner.agent_said(self, codec.decode_from_agent(data))
             elif not self.has_spoken:
-                self._first(messages.decode_opening(data))
+                self._first(codec.decode_opening(data))
         except msgspec.DecodeError as error:
             self.abort(f"it sent what is no message: {error}")
 
@@ -254,13 +254,13 @@ class DriverStream:
 
     def send(self, message: messages.Opening | messages.FromAgent) -> None:
         """Send after all that was sent before; without effect when the driver is gone."""
-        self._stream.send(messages.encode(message))
+        self._stream.send(codec.encode(message))
 
     async def receive(self) -> messages.ToAgent:
         """The next message. Raises ConnectionError, with the reason, when there is no driver (any more)."""
         data = await self._queue.get()
         try:
-            order: messages.ToAgent = messages.decode_to_agent(data)
+            order: messages.ToAgent = codec.decode_to_agent(data)
         except msgspec.DecodeError as error:
             raise ConnectionError(f"it sent what is no message: {error}") from None
         if isinstance(order, messages.Refusal):
@@ -280,7 +280,7 @@ class DriverStream:
 async def ask_status(address: str, token: str, timeout_s: float) -> str:
     """What the driver at ``address`` says of its job. Raises ConnectionError with the reason."""
     stream, queue = await dial(address, Trust(token).client, NAME, timeout_s)
-    stream.send(messages.encode(messages.AskStatus()))
+    stream.send(codec.encode(messages.AskStatus()))
     getting = asyncio.ensure_future(queue.get())
     await asyncio.wait({getting}, timeout=timeout_s)
     stream.close()

@@ -17,7 +17,7 @@ from contextlib import suppress
 import msgspec
 
 from elasticstate.core.types import WorkerId
-from elasticstate.net import messages, orders
+from elasticstate.net import codec, messages, orders
 
 MAX_DATAGRAM_BYTES = 128 * 1024  # well below the kernel's default for a socket's send buffer
 _CUT = "\n... cut ...\n"
@@ -26,11 +26,11 @@ _Error = messages.Failure | messages.ErrorReport
 
 def encode_from_worker(message: messages.FromWorkerBody) -> bytes:
     """The message as a worker's socket carries it; a traceback that is too long for that is cut in its middle."""
-    data = messages.encode(message)
+    data = codec.encode(message)
     if len(data) > MAX_DATAGRAM_BYTES and isinstance(message, _Error):
         half = MAX_DATAGRAM_BYTES // 10  # characters, of up to four bytes each
         error = message.error[:half] + _CUT + message.error[-half:]
-        data = messages.encode(msgspec.structs.replace(message, error=error))
+        data = codec.encode(msgspec.structs.replace(message, error=error))
     return data
 
 
@@ -118,7 +118,7 @@ class WorkerConnection:
                 self.close()
                 return
             try:
-                message = messages.decode_from_worker(data)
+                message = codec.decode_from_worker(data)
             except msgspec.DecodeError as error:
                 self._server.refuse(self, f"sent what is no message: {error}")
                 return

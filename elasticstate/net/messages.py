@@ -22,9 +22,7 @@ Messages from a worker reach the driver as :class:`FromWorker`, which names the 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
 
 import msgspec
 
@@ -374,24 +372,3 @@ class Refusal(_Message, frozen=True):
 
 
 ToAgent = JobSpec | Spawn | Stop | ToWorkers | WorldsOnHost | Shutdown | Refusal
-
-
-def _decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Raises msgspec.DecodeError on whatever is no message: its own decoder leaves text that is no UTF-8 to Python."""
-    decode = msgspec.msgpack.Decoder(kind).decode
-
-    def strict(data: bytes) -> Any:
-        try:
-            return decode(data)
-        except UnicodeDecodeError as error:
-            raise msgspec.DecodeError(str(error)) from None
-
-    return strict
-
-
-encode = msgspec.msgpack.Encoder().encode
-decode_from_worker = _decoder(FromWorkerBody)
-decode_order = _decoder(ToWorkerBody)
-decode_opening = _decoder(Opening)
-decode_from_agent = _decoder(FromAgent)
-decode_to_agent = _decoder(ToAgent)

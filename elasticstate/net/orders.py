@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 
-from elasticstate.net import messages
+from elasticstate.net import codec, messages
 
 
 class OrderKind(IntEnum):
@@ -46,10 +46,10 @@ def encode_to_worker(message: messages.ToWorkerBody) -> bytes:
             kind = OrderKind.GATE_OPEN
         case messages.LeaveOrder():
             kind = OrderKind.LEAVE
-    return ORDER_HEAD.pack(kind, generation, tick) + messages.encode(message)
+    return ORDER_HEAD.pack(kind, generation, tick) + codec.encode(message)
 
 
 def decode_to_worker(data: bytes) -> messages.ToWorkerBody:
     """The reverse of :func:`encode_to_worker`. Raises msgspec.DecodeError on rubbish."""
-    message: messages.ToWorkerBody = messages.decode_order(data[ORDER_HEAD.size :])
+    message: messages.ToWorkerBody = codec.decode_order(data[ORDER_HEAD.size :])
     return message

@@ -38,7 +38,7 @@ import psutil
 
 from elasticstate.agent.pulse import stamps_interval_s
 from elasticstate.core.types import CommitId, WorkerId
-from elasticstate.net import messages
+from elasticstate.net import codec, messages
 from elasticstate.net.stream import Stream
 from elasticstate.net.trust import NAME, Trust
 
@@ -77,13 +77,13 @@ class Agent:
         self.send(messages.AgentHello(self.host, self.host, SLOTS, 0, os.getpid(), messages.PROTOCOL_VERSION, "bench"))
 
     def send(self, message: Any) -> None:
-        self.stream.send(messages.encode(message))
+        self.stream.send(codec.encode(message))
 
     def say(self, worker: WorkerId, body: messages.FromWorkerBody) -> None:
         self.send(messages.FromWorker(worker, body))
 
     def received(self, data: bytes) -> None:
-        order = messages.decode_to_agent(data)
+        order = codec.decode_to_agent(data)
         match order:
             case messages.JobSpec():
                 self.timeout_s = order.heartbeat_timeout_s

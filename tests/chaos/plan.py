@@ -31,6 +31,7 @@ KINDS = {
     "drain_agent": Kind(1, (2.0, 8.0)),
     "kill_agent": Kind(),
     "freeze_agent": Kind(lasts_s=(0.2, 4 * HEARTBEAT_S)),
+    "kill_driver": Kind(lasts_s=(0.1, 4.0)),
     "power_off": Kind(1, (0.5, 6.0)),
     "cut": Kind(1, (0.2, 10.0)),
     "mute": Kind(1, (0.5, 8.0)),

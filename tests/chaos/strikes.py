@@ -52,6 +52,7 @@ class Strikes:
         self._slots = slots
         self._taken: set[str] = set()
         self._afflicted: set[str] = set()
+        self.has_driver = True
 
     def strike(self, fault: Fault) -> Strike:
         """Raises NobodyThere."""
@@ -140,6 +141,20 @@ class Strikes:
 
     def _freeze_agent(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
         return _stop(self._agent(fault))
+
+    def _kill_driver(self, _: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """Another one takes over."""
+        if not self.has_driver:
+            raise NobodyThere
+        driver = psutil.Process(self._job.process.pid)
+        self.has_driver = False
+        self._job.kill_driver()
+
+        def start() -> None:
+            self._job.start(*self._job.arguments)
+            self.has_driver = True
+
+        return lambda: not _lives(driver), start
 
     # ------------------------------------------------------------------------------------------------ hosts and links
 

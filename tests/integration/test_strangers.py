@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 from job import Job
 
-from elasticstate.net import messages
+from elasticstate.net import codec, messages
 from elasticstate.net.stream import dial
 from elasticstate.net.trust import NAME, Trust
 
@@ -68,15 +68,15 @@ def test_random_bytes_and_half_open_tls(tmp_path: Path) -> None:
 def test_wrong_tokens_and_certificates(tmp_path: Path) -> None:
     async def knock(door: Door, context: ssl.SSLContext) -> None:
         stream, queue = await dial(f"{door.host}:{door.port}", context, NAME, 10)
-        stream.send(messages.encode(messages.AgentHello("localhost", "x", 0, 0, 1, messages.PROTOCOL_VERSION, "1")))
+        stream.send(codec.encode(messages.AgentHello("localhost", "x", 0, 0, 1, messages.PROTOCOL_VERSION, "1")))
         with pytest.raises(ConnectionError):
             await queue.get()
 
     async def greet(door: Door, context: ssl.SSLContext) -> str:
         """It has the token, but is no agent of a host of this job."""
         stream, queue = await dial(f"{door.host}:{door.port}", context, NAME, 10)
-        stream.send(messages.encode(messages.AgentHello("localhost", "x", 0, 0, 1, messages.PROTOCOL_VERSION, "1")))
-        answer = messages.decode_to_agent(await queue.get())
+        stream.send(codec.encode(messages.AgentHello("localhost", "x", 0, 0, 1, messages.PROTOCOL_VERSION, "1")))
+        answer = codec.decode_to_agent(await queue.get())
         assert isinstance(answer, messages.Refusal)
         stream.close()
         await stream.closed()
@@ -122,7 +122,7 @@ def test_ten_thousand_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
 
 async def _ask(door: Door) -> str:
     stream, queue = await dial(f"{door.host}:{door.port}", Trust(door.token).client, NAME, 30)
-    stream.send(messages.encode(messages.AskStatus()))
+    stream.send(codec.encode(messages.AskStatus()))
     text = (await queue.get()).decode()
     stream.close()
     await stream.closed()

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from elasticstate.core.types import WorkerId
-from elasticstate.net import messages
+from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream, ControlServer
 from elasticstate.net.launch import Launch
 from elasticstate.net.trust import Trust
@@ -164,7 +164,7 @@ class Scene:
         return msgspec.structs.replace(spec, **changes)
 
     def send(self, order: messages.ToAgent) -> None:
-        self._streams[0].send(messages.encode(order))
+        self._streams[0].send(codec.encode(order))
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         async def look() -> None:

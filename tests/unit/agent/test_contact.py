@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from elasticstate.core.types import CommitId
-from elasticstate.net import messages
+from elasticstate.net import codec, messages
 from tests.unit.agent.scene import SEAL, SPEAK, Scene, W, play
 
 
@@ -53,7 +53,7 @@ def test_an_agent_obeys_no_driver_that_is_older_than_its_last_one(tmp_path: Path
         assert scene._streams[0].hello.epoch == 3
         scene.heard.clear()
         old = scene._streams.pop()
-        old.send(messages.encode(scene.spec("unused", epoch=2)))
+        old.send(codec.encode(scene.spec("unused", epoch=2)))
         await scene.until(lambda: bool(scene._streams), "the agent once more")
         assert scene.heard == [], "to the older one it has said nothing"
         scene.send(scene.spec("unused", epoch=4))

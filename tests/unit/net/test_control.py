@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from elasticstate.core.types import WorkerId
-from elasticstate.net import control, messages
+from elasticstate.net import codec, control, messages
 from elasticstate.net.control import AgentStream, ControlServer, DriverStream, ask_status
 from elasticstate.net.stream import dial
 from elasticstate.net.trust import NAME, Trust, make_token
@@ -92,7 +92,7 @@ def test_both_directions_are_first_in_first_out() -> None:
         assert driver.received == said
         orders = [messages.Spawn(WorkerId("h", slot, 1)) for slot in range(50)]
         for order in orders:
-            driver.streams[0].send(messages.encode(order))
+            driver.streams[0].send(codec.encode(order))
         assert [await agent.receive() for _ in orders] == orders
         await agent.close()
         await driver.until(lambda: len(driver.lost) == 1)
@@ -120,7 +120,7 @@ def test_beats_say_that_the_other_end_lives_and_nothing_else() -> None:
         before = agent.heard_at
         driver.streams[0].beat()
         await driver.until(lambda: agent.heard_at > before)
-        driver.streams[0].send(messages.encode(messages.Shutdown("over")))
+        driver.streams[0].send(codec.encode(messages.Shutdown("over")))
         assert await agent.receive() == messages.Shutdown("over")
         await agent.close()
 
@@ -201,7 +201,7 @@ def test_a_stranger_that_trusts_anybody_is_refused() -> None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if trust is None else trust.client
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             stream, queue = await dial(f"{LOCALHOST}:{port}", context, NAME, 5.0)
-            stream.send(messages.encode(HELLO))
+            stream.send(codec.encode(HELLO))
             with pytest.raises(ConnectionError):
                 await queue.get()
         await driver.until(lambda: len(driver.turned_away) == 2)
@@ -253,7 +253,7 @@ def test_the_first_message_must_be_a_hello() -> None:
 def test_what_is_no_message_ends_the_stream() -> None:
     async def scenario(driver: Driver, port: int) -> None:
         stream, queue = await dial(f"{LOCALHOST}:{port}", TRUST.client, NAME, 5.0)
-        stream.send(messages.encode(HELLO))
+        stream.send(codec.encode(HELLO))
         stream.send(b"rubbish")
         with pytest.raises(ConnectionError):
             await queue.get()

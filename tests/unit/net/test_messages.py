@@ -8,21 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticstate.core.types import CommitId, Placement, WorkerId
-from elasticstate.net import messages
+from elasticstate.net import codec, messages
 from elasticstate.net.runs import as_runs, from_runs
 
 W = WorkerId("h", 0, 1)
 WORLD = messages.WorldMessage("j", 3, Placement(W, 0, 0, 1, True, 0, 1), 1, 0, ((0, 2),), "h:1", 60.0, 60.0)
 STAMP = messages.Stamp(messages.Place.TRAIN, 1, 2, CommitId(1, 2))
 SAID = [
-    (messages.decode_opening, messages.AgentHello("h", "id", 0, 0, 1, 1, "1")),
+    (codec.decode_opening, messages.AgentHello("h", "id", 0, 0, 1, 1, "1")),
     (
-        messages.decode_from_agent,
+        codec.decode_from_agent,
         messages.Serving(((0, CommitId(1, 1)),), (messages.WorkerReport(W, 1, 1, STAMP, ()),)),
     ),
-    (messages.decode_from_agent, messages.FromWorker(W, messages.Ready(1, None, CommitId(1, 1), "h:1", 2, 0.5))),
-    (messages.decode_to_agent, messages.WorldsOnHost(((W, WORLD),))),
-    (messages.decode_to_agent, messages.ToWorkers(None, messages.EndOrder(1, None, "x"))),
+    (codec.decode_from_agent, messages.FromWorker(W, messages.Ready(1, None, CommitId(1, 1), "h:1", 2, 0.5))),
+    (codec.decode_to_agent, messages.WorldsOnHost(((W, WORLD),))),
+    (codec.decode_to_agent, messages.ToWorkers(None, messages.EndOrder(1, None, "x"))),
 ]
 
 
@@ -40,10 +40,10 @@ def test_what_all_but_one_lack_is_short() -> None:
 @pytest.mark.parametrize(("decode", "message"), SAID)
 def test_a_message_comes_out_as_it_went_in(decode: object, message: object) -> None:
     assert callable(decode)
-    assert decode(messages.encode(message)) == message
+    assert decode(codec.encode(message)) == message
 
 
-@pytest.mark.parametrize("decode", [messages.decode_opening, messages.decode_from_agent, messages.decode_to_agent])
+@pytest.mark.parametrize("decode", [codec.decode_opening, codec.decode_from_agent, codec.decode_to_agent])
 @given(data=st.binary(max_size=200))
 @settings(max_examples=300)
 def test_rubbish_is_no_message(decode: object, data: bytes) -> None:
@@ -57,7 +57,7 @@ def test_rubbish_is_no_message(decode: object, data: bytes) -> None:
 def test_a_damaged_message_is_refused_or_is_another_valid_one(said: tuple[object, object], data: st.DataObject) -> None:
     decode, message = said
     assert callable(decode)
-    whole = bytearray(messages.encode(message))
+    whole = bytearray(codec.encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     cut = whole[: data.draw(st.integers(0, len(whole)))]
@@ -66,4 +66,4 @@ def test_a_damaged_message_is_refused_or_is_another_valid_one(said: tuple[object
             found = decode(damaged)
         except msgspec.DecodeError:
             continue
-        assert decode(messages.encode(found)) == found
+        assert decode(codec.encode(found)) == found

@@ -16,7 +16,7 @@ import pytest
 from elasticstate import _native
 from elasticstate.core.types import CommitId, Placement, WorkerId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
-from elasticstate.net import messages, orders
+from elasticstate.net import codec, messages, orders
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
 from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.sentinel import Sentinel
@@ -49,7 +49,7 @@ class Worker:
 
     def said(self) -> messages.FromWorkerBody:
         """The next message."""
-        return messages.decode_from_worker(self.agent.recv(MAX_DATAGRAM_BYTES))  # type: ignore[no-any-return]
+        return codec.decode_from_worker(self.agent.recv(MAX_DATAGRAM_BYTES))  # type: ignore[no-any-return]
 
     def answer(self) -> messages.HoldAnswer:
         while True:

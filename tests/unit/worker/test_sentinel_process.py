@@ -17,7 +17,7 @@ import pytest
 
 from elasticstate import _native
 from elasticstate.core.types import WorkerId
-from elasticstate.net import messages, orders
+from elasticstate.net import codec, messages, orders
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
 
 GENERATION = 3
@@ -92,7 +92,7 @@ class Process:
 
     def hear(self, kind: type[M]) -> M:
         """The next message, which is of this kind."""
-        message = messages.decode_from_worker(self.agent.recv(MAX_DATAGRAM_BYTES))
+        message = codec.decode_from_worker(self.agent.recv(MAX_DATAGRAM_BYTES))
         assert isinstance(message, kind)
         return message
 

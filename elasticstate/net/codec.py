@@ -1,0 +1,31 @@
+"""Messages as bytes. Nothing is ever unpickled here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from elasticstate.net import messages
+
+
+def _decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Raises msgspec.DecodeError on whatever is no message: its own decoder leaves text that is no UTF-8 to Python."""
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def strict(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except UnicodeDecodeError as error:
+            raise msgspec.DecodeError(str(error)) from None
+
+    return strict
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_worker = _decoder(messages.FromWorkerBody)
+decode_order = _decoder(messages.ToWorkerBody)
+decode_opening = _decoder(messages.Opening)
+decode_from_agent = _decoder(messages.FromAgent)
+decode_to_agent = _decoder(messages.ToAgent)
