@@ -107,6 +107,9 @@ class ControlPage:
     def set_place(self, place: int) -> None:
         """Where the worker is from now on (net.messages.Place)."""
 
+    def set_lease(self, until_ns: int) -> None:
+        """Ticks may be made until this instant of CLOCK_BOOTTIME, in nanoseconds; 0: no limit. For the agent."""
+
     def beat(self) -> None:
         """Add one to *alive*."""
 
@@ -218,6 +221,9 @@ class Sentinel:
         """Since the tick at which this worker was interrupted ended; 0: it was not."""
 
     def ended(self, generation: int) -> bool: ...
+    def in_lease(self) -> bool:
+        """Whether ticks may be made. If not, the present generation ends."""
+
     def send(self, message: bytes) -> None:
         """Send a message, or keep it until the agent reads. Raises OSError if it is longer than a socket takes."""
 

@@ -155,6 +155,7 @@ def at_least_s(minimum: float) -> Kind:
 COUNT = Kind("N", "a whole number, at least 1", lambda text: _whole(text, 1))
 SECONDS = at_least_s(0.0)
 SECONDS_OR_OFF = Kind("S|off", "seconds, at least 1, or off", _or_off(lambda text: _seconds(text, 1.0)))
+LEASE = Kind("S|off", "seconds, at least 3, or off", _or_off(lambda text: _seconds(text, 3.0)))
 LIMIT_OR_OFF = Kind("N|off", "a whole number, at least 0, or off", _or_off(lambda text: _whole(text, 0)))
 HOSTS = Kind("H1:4,H2:4", "host or host:slots, with commas between", _hosts)
 SLOTS = Kind("N|auto", "a whole number, at least 1, or auto", lambda t: None if t == "auto" else _whole(t, 1))

@@ -143,6 +143,7 @@ void bind_control_page(nb::module_ &m) {
         .def_prop_ro("word", &ControlPage::word, nb::rv_policy::reference_internal)
         .def("enter", &ControlPage::enter, "generation"_a)
         .def("set_place", &ControlPage::set_place, "place"_a)
+        .def("set_lease", &ControlPage::set_lease, "until_ns"_a)
         .def("beat", &ControlPage::beat)
         .def("progress", &ControlPage::progress)
         .def("stamp", &stamp)

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <array>
@@ -101,6 +102,17 @@ bool ControlPage::keep_private() noexcept {
     return true;
 }
 
+/// A host that was asleep has not had the time: so this is the clock that goes on meanwhile.
+bool ControlPage::lease_is_over() const noexcept {
+    const std::uint64_t until = page_->lease.load(std::memory_order_relaxed);
+    if (until == 0) {
+        return false;
+    }
+    struct timespec now {};
+    clock_gettime(CLOCK_BOOTTIME, &now);
+    return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000U + static_cast<std::uint64_t>(now.tv_nsec) > until;
+}
+
 void ControlPage::enter(std::uint64_t generation) noexcept {
     page_->version.fetch_add(1);
     page_->generation.store(generation);
@@ -112,6 +124,7 @@ void ControlPage::reset() noexcept {
     page_->version.fetch_add(page_->version.load() % 2);  // the last process may have died in mid-change
     page_->place.store(0);
     page_->progress.store(0);
+    page_->lease.store(0);
     enter(0);
 }
 

@@ -33,6 +33,7 @@ using SealWords = std::array<std::atomic<std::uint64_t>, sizeof(Seal) / sizeof(s
 ///     progress    +1 by state.progress()
 ///     version     odd while place, generation and the hold word are being changed together
 ///     word        ticks and hold bit
+///     lease       until when ticks may be made, on CLOCK_BOOTTIME in nanoseconds; 0: no limit. The agent writes it
 ///     seals       of both buffers, two places each: a new seal never overwrites the one that counts
 struct ControlLayout {
     std::atomic<std::uint64_t> alive;
@@ -41,6 +42,7 @@ struct ControlLayout {
     std::atomic<std::uint64_t> place;
     std::atomic<std::uint64_t> generation;
     HoldWord word;
+    std::atomic<std::uint64_t> lease;
     alignas(64) SealWords seals[2][2];
 };
 static_assert(sizeof(ControlLayout) <= 4096);
@@ -69,6 +71,8 @@ public:
     std::uint64_t generation() const noexcept { return page_->generation.load(); }
     std::uint64_t place() const noexcept { return page_->place.load(); }
 
+    void set_lease(std::uint64_t until_ns) noexcept { page_->lease.store(until_ns); }
+    bool lease_is_over() const noexcept;
     void beat() noexcept { page_->alive.fetch_add(1); }
     void progress() noexcept { page_->progress.fetch_add(1); }
     void set_place(std::uint64_t place) noexcept { page_->place.store(place); }

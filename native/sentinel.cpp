@@ -184,6 +184,7 @@ TickEnd Sentinel::end_of_tick(std::uint64_t ticks) {
     TickEnd end = TickEnd::go_on;
     Lock lock(mutex_);
     const std::uint64_t generation = page_.generation();
+    look_at_lease_locked();
     if (ticks == 1) {
         send_locked(words::first(generation));
     }
@@ -201,6 +202,16 @@ TickEnd Sentinel::end_of_tick(std::uint64_t ticks) {
         return true;
     });
     return end;
+}
+
+bool Sentinel::in_lease() {
+    refuse_child();
+    if (!page_.lease_is_over()) {
+        return true;
+    }
+    const Lock lock(mutex_);
+    look_at_lease_locked();
+    return false;
 }
 
 std::optional<std::string> Sentinel::wait_world(std::uint64_t joined) {
@@ -279,6 +290,7 @@ bool Sentinel::sweep() {
     {
         const Lock lock(mutex_);
         const std::uint64_t generation = page_.generation();
+        look_at_lease_locked();
         if (exit_at_ && Clock::now() >= *exit_at_ && place() == Place::boot) {
             _exit(0);
         }
@@ -420,6 +432,20 @@ void Sentinel::end_locked(std::uint64_t generation, std::string message) {
     wake();
 }
 
+void Sentinel::look_at_lease_locked() {
+    if (page_.lease_is_over() && page_.generation() > 0) {
+        end_here_locked("no word of the driver: --lease");
+    }
+}
+
+/// What the agent would say, of the present generation.
+void Sentinel::end_here_locked(std::string_view cause) {
+    const std::uint64_t generation = page_.generation();
+    const OrderHead head{Order::end_now, generation, 0};
+    std::string message(reinterpret_cast<const char *>(&head), sizeof head);
+    end_locked(generation, message + words::end_order(generation, cause));
+}
+
 void Sentinel::leave_locked() {
     leaving_ = true;
     switch (place()) {
@@ -430,12 +456,8 @@ void Sentinel::leave_locked() {
             break;
         case Place::done:
             break;
-        default: {
-            const std::uint64_t generation = page_.generation();
-            const OrderHead head{Order::end_now, generation, 0};
-            std::string message(reinterpret_cast<const char *>(&head), sizeof head);
-            end_locked(generation, message + words::end_order(generation, "told to leave"));
-        }
+        default:
+            end_here_locked("told to leave");
     }
     kill(getpid(), signal_to_leave());  // reaches the main thread in a system call, too
 }

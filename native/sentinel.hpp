@@ -104,9 +104,12 @@ public:
     /// Ends a tick: its number, from 1, if the worker has to look up: call `end_of_tick` with it. 0: go on.
     std::uint64_t count_tick() noexcept {
         const std::uint64_t old = page_.word().add_tick();
-        return old != 0 && (old & HoldWord::HOLD) == 0 ? 0 : (old & ~HoldWord::HOLD) + 1;
+        const bool looks_up = old == 0 || (old & HoldWord::HOLD) != 0 || page_.lease_is_over();
+        return looks_up ? (old & ~HoldWord::HOLD) + 1 : 0;
     }
     TickEnd end_of_tick(std::uint64_t ticks);
+    /// Whether ticks may be made. If not, the present generation ends: another world may have been made.
+    bool in_lease();
 
     /// The message of a world newer than generation `joined`; none when told to leave.
     std::optional<std::string> wait_world(std::uint64_t joined);
@@ -137,6 +140,8 @@ private:
     void obey_locked(const OrderHead &head, std::string_view message);
     void answer_hold(std::uint64_t generation, std::uint64_t number);
     void end_locked(std::uint64_t generation, std::string message);
+    void look_at_lease_locked();
+    void end_here_locked(std::string_view cause);
     void leave_locked();
     int signal_to_leave() const noexcept;
     void send_locked(std::string message);

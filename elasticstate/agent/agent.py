@@ -24,6 +24,7 @@ from typing import Any
 from elasticstate.agent.account import Account
 from elasticstate.agent.claim import claim
 from elasticstate.agent.contact import Contact
+from elasticstate.agent.lease import Lease
 from elasticstate.agent.output import Terminal
 from elasticstate.agent.preemption import Preemption
 from elasticstate.agent.pulse import Pulse, stamps_interval_s
@@ -60,6 +61,7 @@ class Agent:
         self._empty = asyncio.Event()  # no worker is left
         self._empty.set()
         self._world_size = 0  # of the newest world
+        self._lease = Lease()
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def run(self) -> int:
@@ -153,6 +155,7 @@ class Agent:
             return _GONE
         self._driver.send(self._account.serving(self._seats, self._loop.time()))
         self._preemption.tell()
+        self._send_stamps()  # before there is a new world the lease is renewed
         return ""
 
     def _carry_out(self, order: messages.ToAgent) -> None:
@@ -176,6 +179,8 @@ class Agent:
                         self._seats[worker].joined = world.generation
                         self._seats[worker].words.clear()
                     self._socket.send(worker, orders.encode_to_worker(world))
+            case messages.Heard(number):
+                self._renew_lease(number)
             case _:
                 self._complain(f"did not expect {type(order).__name__}")
 
@@ -210,6 +215,7 @@ class Agent:
             self._complain(f"cannot start {worker}: {error}")
             self._has_ended(messages.Exited(worker, 0, 127, None, f"cannot be started: {error}"))
             return
+        pulse.set_lease(self._lease.until_ns)
         seat = self._seats[worker] = Seat(process, pulse)
         self._empty.clear()
         self._driver.send(messages.Started(worker, process.pid))
@@ -355,8 +361,15 @@ class Agent:
         seat.process.kill()
 
     def _send_stamps(self) -> None:
-        stamps = [(worker, seat.pulse.news()) for worker, seat in self._seats.items()]
-        self._driver.send(messages.Stamps(tuple((worker, stamp) for worker, stamp in stamps if stamp is not None)))
+        news = [(worker, seat.pulse.news()) for worker, seat in self._seats.items()]
+        stamps = tuple((worker, stamp) for worker, stamp in news if stamp is not None)
+        number = self._lease.ask() if self._spec.lease_s is not None else 0
+        self._driver.send(messages.Stamps(stamps, number))
+
+    def _renew_lease(self, number: int) -> None:
+        self._lease.granted(number, self._spec.lease_s or 0.0)
+        for seat in self._seats.values():
+            seat.pulse.set_lease(self._lease.until_ns)
 
     # ------------------------------------------------------------------------------------------------- the outer world
 

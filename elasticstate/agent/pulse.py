@@ -53,6 +53,10 @@ class Pulse:
         """It waits for this agent: that is no hang."""
         self._moved_at = now
 
+    def set_lease(self, until_ns: int) -> None:
+        """See agent/lease.py."""
+        self._page.set_lease(until_ns)
+
     def forgive(self, seconds: float) -> None:
         """So much time does not count."""
         self._heard_at += seconds

@@ -160,6 +160,13 @@ class Options:
     reattach_timeout_s: float = _option(
         60.0, _TIMES, kinds.SECONDS, "--reattach-timeout", "a restarted elasticrun waits so long for its agents"
     )
+    lease_s: float | None = _option(
+        None,
+        _TIMES,
+        kinds.LEASE,
+        "--lease",
+        "for ticks without a collective of all workers (local SGD): a host out of touch for so long stands still",
+    )
     connect_timeout_s: float = _option(
         10.0,
         _TIMES,

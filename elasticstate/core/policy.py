@@ -18,6 +18,7 @@ class Policy:
     failure_grace_s: float = 2.0
     drain_timeout_s: float = 30.0
     driver_timeout_s: float = 300.0
+    lease_s: float | None = None
     heartbeat_timeout_s: float = 10.0
     stop_timeout_s: float = 10.0
     hold_timeout_s: float = 2.0

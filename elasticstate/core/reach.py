@@ -11,7 +11,9 @@ _MARGIN = 1.25  # clocks differ
 
 def lease_s(policy: Policy) -> float:
     """For how long, after the loss of its agent, a worker out of reach may be at it: until its agent has noticed, has
-    waited for a driver, and has killed those that do not stop."""
+    waited for a driver, and has killed those that do not stop; or, with ``--lease``, until its ticks stand still."""
+    if policy.lease_s is not None:
+        return _MARGIN * policy.lease_s
     return _MARGIN * (policy.heartbeat_timeout_s + policy.driver_timeout_s + policy.stop_timeout_s)
 
 

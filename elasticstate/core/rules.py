@@ -265,9 +265,11 @@ def form(d: Draft) -> bool:
 def _may_train_on(d: Draft) -> bool:
     """Whether all of the newest world is out of reach, so that it may make ticks that nobody here knows of (I16).
 
-    A single member that is known to have left it, or to be dead, is proof that it stands still.
+    A single member that is known to have left it, or to be dead, is proof that it stands still: unless its ticks need
+    not all members (``--lease``).
     """
-    if d.ledger.is_broken or not (hosts := _out_of_reach(d)):
+    stands_still = d.ledger.is_broken and d.policy.lease_s is None
+    if stands_still or not (hosts := _out_of_reach(d)):
         return False
     _await_memory(d, None)
     d.reason = f"waits until the workers on {listed(hosts)}, out of reach, have given up"

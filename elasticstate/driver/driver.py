@@ -11,7 +11,6 @@ import os
 import secrets
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,7 +25,7 @@ from elasticstate.driver.agents import Agents
 from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.goodput import Goodput
 from elasticstate.driver.record import JobDirectory
-from elasticstate.driver.report import Report
+from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.spec import job_spec, one_thread_each, world_messages
 from elasticstate.driver.status import status_text
 from elasticstate.driver.takeover import (
@@ -51,15 +50,6 @@ _PLACES = {place: place.name.lower() for place in messages.Place}
 
 def _heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
     return t.Heartbeat(worker, _PLACES[stamp.place], stamp.generation, stamp.ticks, stamp.commit)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How the job ended."""
-
-    status: int
-    word: str  # succeeded, failed, or what made it stop
-    root_cause: t.RootCause | None = None
 
 
 class Driver:
@@ -97,14 +87,22 @@ class Driver:
         except BaseException:
             directory.give_back()
             raise
+        self._listen_to_signals()
         try:
-            self._listen_to_signals()
             await self._until_over()
-        finally:
-            await self._agents.stop(self._reason, self._hurry)
-            commit_directory.remove_job(self._options.commit_dir, self._keeper.record.job_id)
-            directory.remove()
+        except Exception:
+            if self._keeper.record.agents:
+                self._report.say(f"has failed, its workers train on: elasticrun --reattach {self._job} takes over")
+            else:
+                await self._clear_up(directory)
+            raise
+        await self._clear_up(directory)
         return self._close(started_at)
+
+    async def _clear_up(self, directory: JobDirectory) -> None:
+        await self._agents.stop(self._reason, self._hurry)
+        commit_directory.remove_job(self._options.commit_dir, self._keeper.record.job_id)
+        directory.remove()
 
     def _begin(self, directory: JobDirectory) -> None:
         """Be found by agents; those of the driver before this one included, if there was one. Raises OptionError."""
@@ -125,7 +123,8 @@ class Driver:
             self._report.say,
         )
         self._agents.listen(record.ports)
-        self._keeper = Keeper(directory, msgspec.structs.replace(record, ports=self._agents.ports))
+        record = msgspec.structs.replace(record, ports=self._agents.ports)
+        self._keeper = Keeper(directory, record, self._warn)
         self._takeover = Takeover(record) if last is not None else None
 
     # -------------------------------------------------------------------------------------------------- the one loop
@@ -276,9 +275,11 @@ class Driver:
                     self._returned(report)
             case messages.FromWorker(worker, body):
                 self._from_worker(worker, body)
-            case messages.Stamps() if self._takeover is not None and not self._takeover.is_over:
-                pass  # there will be others
-            case messages.Stamps(stamps):
+            case messages.Stamps(stamps, number):
+                if number:
+                    self._agents.send(host, messages.Heard(number))
+                if self._takeover is not None and not self._takeover.is_over:
+                    return  # there will be others
                 for _, stamp in stamps:
                     self._goodput.ticks(stamp.generation, stamp.ticks)
                 self._post_soon([_heartbeat(worker, stamp) for worker, stamp in stamps])

@@ -83,6 +83,10 @@ class JobDirectory:
         """Replace the record: whoever reads it sees the old one or the new one."""
         self._write(_RECORD, msgspec.json.encode(record))
 
+    def forget(self) -> None:
+        """There is no record."""
+        (self.path / _RECORD).unlink(missing_ok=True)
+
     def give_back(self) -> None:
         """It is as it was found."""
         if self.found is None:

@@ -6,6 +6,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import IO, Any
 
 from elasticstate.core.types import RootCause, WorkerId
@@ -30,6 +32,15 @@ def how_it_ended(exit_code: int | None, signal: int | None) -> str:
     return f"exit code {exit_code}" if exit_code is not None else "its host was lost"
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the job ended."""
+
+    status: int
+    word: str  # succeeded, failed, or what made it stop
+    root_cause: RootCause | None = None
+
+
 class Report:
     """Call ``event`` for each event, then ``summary`` once. Raises OptionError when the event file cannot be opened."""
 
@@ -40,6 +51,7 @@ class Report:
         self._sent_away: set[str] = set()
         self._world = ""  # the line of a world in which training has not resumed yet
         self._reason = ""
+        self._is_behind = False  # there are events that could not be written
         try:
             self._file: IO[str] | None = open(events_file, "a", encoding="utf-8") if events_file else None  # noqa: SIM115
         except OSError as error:
@@ -63,10 +75,7 @@ class Report:
 
     def event(self, name: str, fields: Fields) -> None:
         """Write the event to the file, and say it if a person wants to know."""
-        if self._file is not None:
-            line = {"time": round(time.time(), 6), "event": name, "job": self._job, **fields}
-            self._file.write(json.dumps(line, default=str) + "\n")
-            self._file.flush()
+        self._write({"time": round(time.time(), 6), "event": name, "job": self._job, **fields})
         if name in self._lines:
             text = self._lines[name](fields)
             if text:
@@ -151,7 +160,20 @@ class Report:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
+
+    def _write(self, line: Fields) -> None:
+        """A disk that is full must not end a job: what could not be written is written when there is room."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line, default=str) + "\n")
+            self._file.flush()
+        except OSError as error:
+            if not self._is_behind:
+                self._is_behind = True
+                self.say(f"warning: --events-file: {self._file.name!r}: {error.strerror}: the job goes on without it")
 
 
 def _size(f: Fields) -> str:

@@ -26,6 +26,7 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
         start_timeout_s=options.start_timeout_s,
         stop_timeout_s=options.stop_timeout_s,
         driver_timeout_s=options.driver_timeout_s,
+        lease_s=options.lease_s,
         tag_output=options.tag_output,
         log_dir=str(Path(options.log_dir).absolute()) if options.log_dir else None,
         environment=(("OMP_NUM_THREADS", "1"),) if one_thread_each(options) else (),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -68,17 +68,33 @@ def newer(old: Record, m: Membership, ports: tuple[int, ...]) -> Record | None:
 class Keeper:
     """Keeps the record of a job: call ``keep`` before anything is done that follows from a step of the core."""
 
-    def __init__(self, directory: JobDirectory, record: Record) -> None:
+    def __init__(self, directory: JobDirectory, record: Record, warn: Callable[[str], None]) -> None:
         self.record = record
         self._directory = directory
-        directory.write(record)
+        self._warn = warn
+        self._is_written = True
+        self._write()
 
     def keep(self, m: Membership, ports: tuple[int, ...]) -> None:
         """Write what has changed."""
         record = newer(self.record, m, ports)
         if record is not None:
             self.record = record
-            self._directory.write(record)
+        if record is not None or not self._is_written:
+            self._write()
+
+    def _write(self) -> None:
+        """An old record would be worse than none: the next driver would use generations again that there were."""
+        try:
+            self._directory.write(self.record)
+            self._is_written = True
+        except OSError as error:
+            self._directory.forget()
+            if self._is_written:
+                self._warn(
+                    f"{self._directory.path} cannot be written ({error.strerror}): no driver could take over now"
+                )
+            self._is_written = False
 
 
 class Takeover:

@@ -278,9 +278,13 @@ class Serving(_Message, frozen=True):
 
 
 class Stamps(_Message, frozen=True):
-    """The latest stamp of each worker of the host that was heard since the last message of this kind."""
+    """The latest stamp of each worker of the host that was heard since the last message of this kind.
+
+    ``number``: the driver is asked to say that it has heard this one; 0: it is not.
+    """
 
     stamps: tuple[tuple[WorkerId, Stamp], ...]
+    number: int = 0
 
 
 class AgentNotice(_Message, frozen=True):
@@ -329,6 +333,7 @@ class JobSpec(_Message, frozen=True):
     start_timeout_s: float
     stop_timeout_s: float
     driver_timeout_s: float
+    lease_s: float | None
     tag_output: bool
     log_dir: str | None
     environment: tuple[tuple[str, str], ...]
@@ -365,10 +370,16 @@ class Shutdown(_Message, frozen=True):
     reason: str
 
 
+class Heard(_Message, frozen=True):
+    """Of Stamps with this number: from when they were sent on, the lease on ticks is renewed."""
+
+    number: int
+
+
 class Refusal(_Message, frozen=True):
     """The driver does not want this agent, or cannot speak with it; it ends the connection."""
 
     reason: str
 
 
-ToAgent = JobSpec | Spawn | Stop | ToWorkers | WorldsOnHost | Shutdown | Refusal
+ToAgent = JobSpec | Spawn | Stop | ToWorkers | WorldsOnHost | Shutdown | Heard | Refusal

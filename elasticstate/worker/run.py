@@ -195,6 +195,7 @@ class _Session:
         return self._sentinel.ticks
 
     def commit_id(self) -> CommitId:
+        self._sentinel.may_commit()
         return CommitId(self.view.generation, self._sentinel.ticks + 1)
 
     def tick(self) -> None:

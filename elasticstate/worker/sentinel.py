@@ -175,6 +175,11 @@ class Sentinel:
         self._native.set_place(Place.TRAIN)
         self.check()
 
+    def may_commit(self) -> None:
+        """Raise CollectiveError if the lease on the ticks of this generation is over: there may be a newer world."""
+        if not self._native.in_lease():
+            raise CollectiveError(self.cause)
+
     def tick(self) -> None:
         """End a tick. One atomic operation unless somebody wants something.
 

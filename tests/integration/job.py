@@ -98,6 +98,11 @@ class Job:
         lines = [line for path in sorted(self.logs.glob("*.jsonl")) for line in _lines(path)]
         return sorted((line for line in lines if what is None or line["what"] == what), key=lambda line: line["time"])
 
+    def log_of(self, host: str) -> list[Line]:
+        """The lines of one host's workers, by time."""
+        lines = [line for path in self.logs.glob(f"{host}-*.jsonl") for line in _lines(path)]
+        return sorted(lines, key=lambda line: line["time"])
+
     def fired(self) -> int:
         """How many faults have really struck."""
         return len(list(self.logs.glob("fired-*")))

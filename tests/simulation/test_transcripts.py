@@ -23,6 +23,7 @@ SCENARIOS = (
     "host_leaves",
     "host_out_of_reach_and_back",
     "hosts_in_cooldown",
+    "lease",
     "leave_and_death_together",
     "memory_is_awaited",
     "memory_lost",

@@ -19,7 +19,6 @@ LATER_OPTIONS = {
     "--backend nccl",
     "--check",
     "--join",
-    "--lease",
     "--network-interface",
     "--only-ranks",
     "--tee",

@@ -156,6 +156,7 @@ class Scene:
             start_timeout_s=60.0,
             stop_timeout_s=60.0,
             driver_timeout_s=60.0,
+            lease_s=None,
             tag_output=False,
             log_dir=None,
             environment=(("GIVEN", "1"),),

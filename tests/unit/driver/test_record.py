@@ -10,9 +10,10 @@ import pytest
 
 from elasticstate.config import Options
 from elasticstate.core.assignment import assign
-from elasticstate.core.types import CommitId, HostSlots, WorkerId, World
+from elasticstate.core.membership import new_membership, step
+from elasticstate.core.types import CommitId, HostsDiscovered, HostSlots, WorkerId, World
 from elasticstate.driver.record import JobDirectory, Record, find_job
-from elasticstate.driver.takeover import first_record, next_record
+from elasticstate.driver.takeover import Keeper, first_record, next_record
 from elasticstate.errors import OptionError
 
 OPTIONS = Options(command=("python", "train.py"), np=2, min_np=1, hosts=("a:2",), cooldown_range_s=(1.0, 2.0))
@@ -127,3 +128,24 @@ def test_a_directory_that_another_may_write_to_is_not_touched(tmp_path: Path) ->
     with pytest.raises(OptionError):
         JobDirectory("a")
     assert planted.exists()
+
+
+def test_a_record_that_cannot_be_written_is_no_record() -> None:
+    """An old one would be worse. (A directory where the new file has to be stands for a full disk.)"""
+    directory = JobDirectory("a")
+    warnings: list[str] = []
+    keeper = Keeper(directory, a_record(), warnings.append)
+    assert find_job("a") == keeper.record
+    obstacle = directory.path / "driver.json.new"
+    obstacle.mkdir()
+    m = step(new_membership(OPTIONS.policy()), HostsDiscovered((HostSlots("a", 2),)), 0.0).next
+    keeper.keep(m, (5, 6))
+    keeper.keep(m, (5, 6))
+    assert find_job("a") is None
+    assert len(warnings) == 1
+    assert "cannot be written (Is a directory): no driver could take over" in warnings[0]
+    obstacle.rmdir()
+    keeper.keep(m, (5, 6))
+    assert find_job("a") == keeper.record
+    assert keeper.record.hosts == (HostSlots("a", 2),)
+    directory.remove()

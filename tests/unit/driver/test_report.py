@@ -105,6 +105,15 @@ def test_the_event_file_has_a_line_at_once_for_each_event(tmp_path: Path) -> Non
     report.close()
 
 
+def test_a_full_disk_is_told_once_and_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("j", "/dev/full", verbose=False)
+    for _ in range(3):
+        report.event("hold", {"generation": 1, "cause": "x" * 10_000})
+    report.close()
+    said = capsys.readouterr().err
+    assert said.count("warning: --events-file: '/dev/full': No space left on device: the job goes on without it") == 1
+
+
 def test_an_event_file_that_cannot_be_written_is_a_bad_option() -> None:
     with pytest.raises(OptionError, match="--events-file: '/nowhere/x': takes a path to write to"):
         Report("j", "/nowhere/x", verbose=False)

@@ -190,6 +190,28 @@ def test_a_tick_beyond_the_last_one_is_a_failure(worker: Worker) -> None:
         worker.sentinel.tick()
 
 
+def test_no_tick_is_made_and_nothing_committed_when_the_lease_is_over(worker: Worker) -> None:
+    worker.page.set_lease(2**62)
+    worker.sentinel.tick()
+    worker.sentinel.may_commit()
+    assert not worker.sentinel.ended(GENERATION)
+    worker.page.set_lease(1)
+    with pytest.raises(CollectiveError, match="no word of the driver: --lease"):
+        worker.sentinel.may_commit()
+    assert worker.sentinel.ended(GENERATION)
+    worker.page.set_lease(2**62)
+    with pytest.raises(CollectiveError, match="--lease"):
+        worker.sentinel.tick()  # it may have been over for the others, and is for good
+    worker.sentinel.enter(world(GENERATION + 1), GlooContext())
+    worker.sentinel.tick()
+
+
+def test_a_wait_ends_with_the_lease(worker: Worker) -> None:
+    threading.Timer(0.05, worker.page.set_lease, (1,)).start()
+    with pytest.raises(CollectiveError, match="--lease"):
+        worker.sentinel.gate()
+
+
 def test_an_end_that_comes_before_its_generation_is_sticky(worker: Worker) -> None:
     worker.hear(messages.EndOrder(GENERATION + 1, None, "too early"))
     worker.settle()
