@@ -165,10 +165,11 @@ class Driver:
         """Wait for the agents of the driver before this one; then the core goes on where that one has stopped."""
         record, limit_s = takeover.record, self._options.reattach_timeout_s
         self._agents.expect(record.agents)
+        self._report.say(f"job {self._job} has lost its driver: waits for the agents of {listed(list(record.agents))}")
         deadline = self._loop.time() + limit_s
         timer = self._loop.call_at(deadline, self._wake.set)
         while awaited := takeover.awaited(lost_hosts(self._queue)):
-            self._reason = f"takes over as driver {record.epoch}: waits for the agents of {listed(awaited)}"
+            self._reason = f"waits for the agents of {listed(awaited)}, which the last driver had"
             self._report.reason(self._reason)
             await self._wake.wait()
             self._wake.clear()

@@ -66,6 +66,7 @@ class Report:
             "worker_exited": self._worker_exited,
             "worker_unresponsive": lambda f: f"{_seat(f['worker'])} does not respond: {f['reason']}",
             "waiting": lambda f: f"waits for {f['for']}: {f['who']}",
+            "driver_restarted": _driver_restarted,
             "warning": lambda f: f"warning: {f['text']}",
             "world_formed": self._world_formed,
             "training_resumed": self._training_resumed,
@@ -180,6 +181,11 @@ def _size(f: Fields) -> str:
     most = "any number" if f["max_np"] is None else f["max_np"]
     few = f" ({f['min_np']} to {most})" if (f["min_np"], f["max_np"]) != (f["np"], f["np"]) else ""
     return f"{number_of(f['np'], 'worker')}{few}"
+
+
+def _driver_restarted(f: Fields) -> str:
+    lost = f"; lost: {_few(f['lost'])}" if f["lost"] else ""
+    return f"driver {f['epoch']} has taken over in generation {f['generation']}: in touch with {_few(f['back']) or 'nobody'}{lost}"
 
 
 def _few(names: Iterable[str]) -> str:
