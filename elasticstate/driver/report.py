@@ -185,7 +185,8 @@ def _size(f: Fields) -> str:
 
 def _driver_restarted(f: Fields) -> str:
     lost = f"; lost: {_few(f['lost'])}" if f["lost"] else ""
-    return f"driver {f['epoch']} has taken over in generation {f['generation']}: in touch with {_few(f['back']) or 'nobody'}{lost}"
+    back = _few(f["back"]) or "nobody"
+    return f"driver {f['epoch']} has taken over in generation {f['generation']}: in touch with {back}{lost}"
 
 
 def _few(names: Iterable[str]) -> str:
