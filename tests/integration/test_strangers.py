@@ -40,8 +40,7 @@ def job_that_trains(tmp_path: Path) -> Iterator[tuple[Job, Door]]:
     with Job(tmp_path, *options, until=tmp_path / "stop", steps=10) as job:
         job.wait_for_step(3)
         record = json.loads(next(Path(os.environ["XDG_RUNTIME_DIR"]).glob("*/driver.json")).read_text())
-        host, _, port = record[0].rpartition(":")
-        yield job, Door(host, int(port), record[1])
+        yield job, Door("127.0.0.1", record["ports"][0], record["token"])
         steps = len(job.log("commit"))
         job.wait_for("20 more commits", lambda: len(job.log("commit")) > steps + 20)
         job.stop_file.touch()
