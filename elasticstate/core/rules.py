@@ -296,9 +296,14 @@ def _memory_is_given_up(d: Draft, slots: list[tuple[t.SlotId, t.CommitId]]) -> b
     if not d.due((_waiting(d).memory_since or d.now) + d.policy.regroup_timeout_s):
         return False
     seats = {seat for seat, _ in slots}
-    boots = any(worker.booting and worker.id.seat in seats for worker in d.workers.values())
+    boots = any(_may_be_ready(worker) and worker.id.seat in seats for worker in d.workers.values())
     lost = d.ledger.highest is not None and newest(staying(d)) == NOTHING
     return not (boots and lost) or d.due(_waiting(d).since + d.policy.elastic_timeout_s)
+
+
+def _may_be_ready(worker: Worker) -> bool:
+    """Whether it is on its way to its first READY, to leave then or to stay."""
+    return not worker.joined and worker.ready is None and not worker.gone
 
 
 def _window_is_over(d: Draft, stay: list[Worker], first: bool) -> bool:

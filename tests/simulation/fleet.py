@@ -114,8 +114,8 @@ class Fleet:
             case t.PublishWorld(world):
                 self.worlds.append((self.now, world.size))
                 self.later(0.1, lambda: t.FirstTick(world.members[0].worker, world.generation))
-            case t.Hold(generation):
-                self.later(0.1, lambda: t.Several(tuple(self._answers(generation))))
+            case t.Hold(generation, number):
+                self.later(0.1, lambda: t.Several(tuple(self._answers(generation, number))))
             case t.End(generation, _):
                 self.later(0.1, lambda: t.Several(tuple(self._ready_again(generation))))
             case t.EndJob():
@@ -142,8 +142,8 @@ class Fleet:
     def _members(self, generation: int) -> list[t.WorkerId]:
         return [w.id for w in self.m.workers.values() if w.joined == generation and not w.gone and w.ready is None]
 
-    def _answers(self, generation: int) -> list[t.Event]:
-        return [t.HoldAnswered(worker, generation, 5, False) for worker in self._members(generation)]
+    def _answers(self, generation: int, number: int) -> list[t.Event]:
+        return [t.HoldAnswered(worker, generation, 5, False, number) for worker in self._members(generation)]
 
     def _ready_again(self, generation: int) -> list[t.Event]:
         """Nobody ever has a commit, so none can be lost."""

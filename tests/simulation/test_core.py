@@ -84,7 +84,10 @@ def _what_is_stale_has_no_effect(rng: random.Random, m: Membership, now: float) 
     stranger = rng.choice((worker._replace(incarnation=worker.incarnation - 1), t.WorkerId("z", 0, 1)))
     for event in rubbish(stranger, m.generation, t.CommitId(m.generation, 1)):
         stale = step(m, event, now)
-        assert not stale.effects, (event, stale.effects)
+        if isinstance(event, t.AgentJoined) and not isinstance(m.phase, Over):  # of no host: it must not stay for ever
+            assert [(type(effect), getattr(effect, "host", "")) for effect in stale.effects] == [(t.StopAgent, "z")]
+        else:
+            assert not stale.effects, (event, stale.effects)
         assert replace(stale.next, deadline=m.deadline) == m, event
     for event in rubbish(worker, m.generation + 1, t.CommitId(1, 0)):
         if isinstance(event, t.WorkerReady | t.HoldAnswered | t.FailureReported | t.GateEntered | t.FirstTick):
