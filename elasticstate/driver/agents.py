@@ -26,7 +26,8 @@ from elasticstate.net.names import LOCALHOST, address_of, is_this_machine, own_a
 from elasticstate.net.trust import Trust
 from elasticstate.processes import allow_many_descriptors, kill_marked
 
-_LOOKS_PER_TIMEOUT = 10  # at who is silent, within --heartbeat-timeout; half as often the agents hear from the driver
+_LOOKS_PER_TIMEOUT = 20  # at who is silent, within --heartbeat-timeout
+_LOOKS_PER_BEAT = 4  # for each agent to hear from the driver: that costs more
 _LONGEST_INTERVAL_S = 1.0
 _LAST_MOMENT_S = 0.1
 _REFUSALS_SAID = 5  # of one kind, each by itself
@@ -249,18 +250,18 @@ class Agents:
         interval_s = min(_LONGEST_INTERVAL_S, self._spec.heartbeat_timeout_s / _LOOKS_PER_TIMEOUT)
         looked_at = self._loop.time()
         forgiven_until = looked_at
-        is_to_beat = False
+        looks = 0
         while True:
             await asyncio.sleep(interval_s)
             now = self._loop.time()
             stalled_s = now - looked_at - interval_s
             looked_at = now
-            is_to_beat = not is_to_beat
+            looks += 1
             if stalled_s > _LONGEST_INTERVAL_S:  # this driver was stopped, and the agents may have been, too
                 forgiven_until = now
             for agent in list(self._agents.values()):
                 if agent.stream is not None:
-                    if is_to_beat:
+                    if looks % _LOOKS_PER_BEAT == 0:
                         agent.stream.beat()
                     limit_s = SILENT_SHARE * self._spec.heartbeat_timeout_s
                     if now - max(agent.stream.heard_at, forgiven_until) > limit_s:

@@ -7,11 +7,13 @@ why (gRPC's core); asyncio and ssl leave that to us, and four bytes before each 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import struct
 from asyncio import sslproto
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
 
@@ -20,6 +22,7 @@ from elasticstate.net.messages import MAX_MESSAGE_BYTES
 setattr(sslproto.SSLProtocol, "max_size", 1 << 14)  # noqa: B010 - typeshed does not know it
 _LENGTH = struct.Struct("!I")
 _MAX_BACKLOG_BYTES = 64 << 20  # of what a peer does not read, before it is given up
+_NO_LINGER = struct.pack("ii", 1, 0)  # socket(7)
 _LAST_MOMENT_S = 1.0  # for the other end to close, too
 
 
@@ -58,9 +61,12 @@ class Stream(asyncio.Protocol):
             self._loop.call_later(_LAST_MOMENT_S, self.abort, "it did not close the connection")
 
     def abort(self, reason: str) -> None:
-        """End now; ``lost`` gets the reason."""
+        """End now; ``lost`` gets the reason. The other end hears of it even if it is not heard itself: a reset (RST)
+        does not wait for what is not acknowledged, as an orderly end would."""
         self._reason = self._reason or reason
         if self._transport is not None:
+            with suppress(OSError):  # it is closed already
+                self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self._transport.abort()
 
     async def heard(self) -> None:
