@@ -8,8 +8,8 @@ from elasticstate.net.messages import Place, Stamp
 
 _STAMPS_INTERVAL_S = 1.0
 _STAMPS_PER_TIMEOUT = 10
-_FEWEST_STAMPS_PER_TIMEOUT = 5
-_STAMPS_PER_S = 5000  # that a driver gets
+_FEWEST_STAMPS_PER_TIMEOUT = 4
+_STAMPS_PER_S = 4000  # that a driver gets
 
 
 class Pulse:

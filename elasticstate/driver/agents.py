@@ -27,7 +27,7 @@ from elasticstate.net.trust import Trust
 from elasticstate.processes import allow_many_descriptors, kill_marked
 
 _LOOKS_PER_TIMEOUT = 20  # at who is silent, within --heartbeat-timeout
-_LOOKS_PER_BEAT = 4  # for each agent to hear from the driver: that costs more
+_LOOKS_PER_BEAT = 5  # for each agent to hear from the driver: that costs more
 _LONGEST_INTERVAL_S = 1.0
 _LAST_MOMENT_S = 0.1
 _REFUSALS_SAID = 5  # of one kind, each by itself

@@ -41,7 +41,7 @@ from elasticstate.net.names import is_this_machine
 from elasticstate.processes import signal_name
 
 _DELAY_PER_WORKER_S = 1e-4  # of what is not urgent
-_LONGEST_DELAY_S = 0.5
+_LONGEST_DELAY_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
