@@ -66,7 +66,7 @@ class Regrouper:
 
     def _connect(self, view: world.WorldView, message: messages.WorldMessage) -> TCPStore:
         """The store of rank 0, asked for in slices: between two of them the end of the generation is looked at."""
-        self._context.watch_store((view.store_host, view.store_port))
+        self._context.watch_store(store_address(view))
         if view.rank == 0:
             assert self._server is not None
             self._store = self._server
@@ -85,6 +85,12 @@ class Regrouper:
             store.set_timeout(timedelta(seconds=message.regroup_timeout_s))
             self._store = store
             return store
+
+
+def store_address(view: world.WorldView) -> tuple[str, int]:
+    """Where this worker's connection to the store ends: rank 0's own is the one that TCPStore makes to its server, at
+    0.0.0.0, which is the loopback interface."""
+    return ("127.0.0.1" if view.rank == 0 else view.store_host), view.store_port
 
 
 def _view(message: messages.WorldMessage) -> world.WorldView:

@@ -1,0 +1,49 @@
+"""What a worker waits for as a world is made, and how it is got out of there."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from elasticstate.core.types import Placement, WorkerId
+from elasticstate.worker.contexts.gloo import GlooContext
+from elasticstate.worker.regroup import store_address
+from elasticstate.worker.world import WorldView
+
+
+def test_rank_0_is_got_out_of_a_wait_for_its_own_store_whatever_its_address_on_the_network() -> None:
+    """Its peers find the store at the host's address; it does not."""
+    server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    place = Placement(WorkerId("c", 0, 1), 0, 0, 1, True, 0, 1)
+    context = GlooContext()
+    context.watch_store(store_address(WorldView(1, place, 2, 0, (), "192.0.2.1", server.port)))
+    waiting = threading.Event()
+    failure: list[BaseException] = []
+
+    def wait_for_a_peer_that_does_not_come() -> None:
+        waiting.set()
+        try:
+            server.wait(["nobody"])
+        except RuntimeError as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=wait_for_a_peer_that_does_not_come)
+    thread.start()
+    waiting.wait()
+    for _ in range(2000):  # as the sentinel does, until the generation is left
+        context.sockets.sever()
+        thread.join(0.005)
+        if not thread.is_alive():
+            break
+    assert not thread.is_alive(), "it waits for 60 s"
+    assert failure
+    with pytest.raises(RuntimeError):
+        server.get("nobody")
+
+
+def test_the_others_find_it_at_the_address_of_rank_0() -> None:
+    place = Placement(WorkerId("b", 0, 1), 1, 0, 1, True, 0, 1)
+    assert store_address(WorldView(1, place, 2, 0, (), "192.0.2.1", 7)) == ("192.0.2.1", 7)
