@@ -96,7 +96,7 @@ class Contact:
     def judge(self, now: float, limit_s: float) -> None:
         """Give a driver up that has said nothing for so long: ``receive`` raises."""
         if self._stream is not None and now - self._stream.heard_at > limit_s:
-            self._stream.abort(f"the driver was silent for {limit_s:g} s")
+            self._stream.reset(f"the driver was silent for {limit_s:g} s")
 
     async def close(self) -> None:
         """Send what was to be sent, and end."""

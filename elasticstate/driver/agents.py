@@ -77,6 +77,7 @@ class Agents:
         self._away: dict[str, _Agent] = {}  # by id: out of touch, and perhaps alive
         self._processes: set[_Agent] = set()  # whose process lives, or has not been cleared up
         self._refusals: dict[str, int] = {}
+        self._failure: BaseException | None = None
         self._started = 0
         self.is_open = False
         self._has_news = False  # others have dialled in than the driver was told
@@ -92,6 +93,7 @@ class Agents:
         except OSError as error:
             raise OptionError(f"--job-name: its agents dial {LOCALHOST}, ports {ports}: {error.strerror}") from None
         self._silence = asyncio.ensure_future(self._watch_silence())
+        self._silence.add_done_callback(self._note_failure)
         if self._options.listen is not None:
             self._await_agents(*split_address(self._options.listen))
 
@@ -234,6 +236,17 @@ class Agents:
     def _follow(self, agent: _Agent) -> None:
         self._processes.add(agent)
         agent.watcher = asyncio.ensure_future(self._watch(agent))
+        agent.watcher.add_done_callback(self._note_failure)
+
+    def _note_failure(self, task: asyncio.Future[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+            self._post(t.TimePassed())
+
+    def check(self) -> None:
+        """Raise what nobody has foreseen: a driver that does not watch any more must not seem to."""
+        if self._failure is not None:
+            raise self._failure
 
     async def _watch(self, agent: _Agent) -> None:
         """Until the process has ended. That of another host's agent is but the connection that has started it."""
@@ -283,7 +296,7 @@ class Agents:
         elif not agent.is_stopping or isinstance(agent.process, DialledIn):
             agent.process.kill()
         if stream is not None:
-            stream.abort(reason)
+            stream.reset(reason)
         self._say_who_has_dialled_in()
         self._post(t.AgentLost(agent.host, reason, may_live))
 

@@ -143,6 +143,7 @@ class Driver:
                 await self._something()
                 if following.done():
                     following.result()  # whatever it raised
+                self._agents.check()
                 self._step()
         except DiscoveryError as error:
             self._outcome = Outcome(

@@ -82,6 +82,10 @@ class AgentStream:
         """End the connection now; ``agent_gone`` follows."""
         self.stream.abort(reason)
 
+    def reset(self, reason: str) -> None:
+        """The same, when the agent may not be heard, or may not hear."""
+        self.stream.reset(reason)
+
     def _received(self, data: bytes) -> None:
         try:
             if self._is_agent:
@@ -275,6 +279,10 @@ class DriverStream:
     def abort(self, reason: str) -> None:
         """End the connection now; ``receive`` raises, with the reason, after what has come already."""
         self._stream.abort(reason)
+
+    def reset(self, reason: str) -> None:
+        """The same, when the driver may not be heard, or may not hear."""
+        self._stream.reset(reason)
 
 
 async def ask_status(address: str, token: str, timeout_s: float) -> str:

@@ -61,13 +61,19 @@ class Stream(asyncio.Protocol):
             self._loop.call_later(_LAST_MOMENT_S, self.abort, "it did not close the connection")
 
     def abort(self, reason: str) -> None:
-        """End now; ``lost`` gets the reason. The other end hears of it even if it is not heard itself: a reset (RST)
-        does not wait for what is not acknowledged, as an orderly end would."""
+        """End now; ``lost`` gets the reason."""
         self._reason = self._reason or reason
         if self._transport is not None:
-            with suppress(OSError):  # it is closed already
-                self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             self._transport.abort()
+
+    def reset(self, reason: str) -> None:
+        """End now, and let the other end hear of it even if it is not heard itself: a reset (RST) does not wait for
+        what is not acknowledged, as an orderly end would."""
+        connection = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if connection is not None:  # it has not ended already
+            with suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self.abort(reason)
 
     async def heard(self) -> None:
         """Until the first bytes have come and been handed on, or the connection has ended."""

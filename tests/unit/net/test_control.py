@@ -172,6 +172,18 @@ def test_an_agent_learns_that_the_driver_is_gone() -> None:
 # ------------------------------------------------------------------------------------------------------ not as agreed
 
 
+def test_a_connection_that_has_ended_can_be_given_up_once_more() -> None:
+    async def scenario(driver: Driver, port: int) -> None:
+        agent = await agent_at(port)
+        await driver.until(lambda: bool(driver.streams))
+        agent.abort("enough")
+        await driver.until(lambda: bool(driver.lost))
+        driver.streams[0].reset("it was silent")
+        driver.streams[0].abort("it was silent")
+
+    with_driver(scenario)
+
+
 @pytest.mark.parametrize("token", ["", "t" * 31])
 def test_a_token_that_can_be_guessed_is_refused(token: str) -> None:
     with pytest.raises(ValueError, match="at least 32 characters"):
