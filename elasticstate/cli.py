@@ -14,9 +14,6 @@ from elasticstate.errors import OptionError
 from elasticstate.kinds import FLAG, Kind, split_address
 from elasticstate.machine import host_name, version
 
-_GC_THRESHOLDS = (100_000, 10, 10)
-"""The driver of a thousand hosts keeps a million objects: with Python's own thresholds (700, 10, 10) it would look for
-cycles among all of them in each regroup, 0.1 s at a time."""
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Options)}
 
 
@@ -38,11 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: Options, must_take_over: bool = False) -> int:
     import asyncio
-    import gc
 
     from elasticstate.driver.driver import Driver
-
-    gc.set_threshold(*_GC_THRESHOLDS)
 
     async def run() -> int:
         return await Driver(options, must_take_over).run()

@@ -26,7 +26,7 @@ from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.goodput import Goodput
 from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Outcome, Report
-from elasticstate.driver.spec import job_spec, one_thread_each, world_messages
+from elasticstate.driver.spec import job_spec, one_thread_each, spare_garbage_collection, world_messages
 from elasticstate.driver.status import status_text
 from elasticstate.driver.takeover import (
     Keeper,
@@ -257,6 +257,7 @@ class Driver:
                 self._goodput.end(self._loop.time())
                 agents.broadcast(messages.GateOpen(generation))
             case t.PublishWorld(world):
+                spare_garbage_collection(world.size)
                 for host, worlds in world_messages(self._job, world, self._options):
                     agents.send(host, worlds)
             case t.EndJob(succeeded, cause):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -42,6 +43,12 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
 def one_thread_each(options: Options) -> bool:
     """Whether each worker gets one thread: several on one machine would fight over its cores (as torchrun does)."""
     return options.max_np != 1 and "OMP_NUM_THREADS" not in inherited_environment()
+
+
+def spare_garbage_collection(workers: int) -> None:
+    """The driver of a thousand hosts keeps a million objects: with Python's own thresholds (700, 10, 10) it would look
+    for cycles among all of them in each regroup, 0.1 s at a time. A small one is not to keep its garbage for long."""
+    gc.set_threshold(max(700, 10 * workers), 10, 10)
 
 
 def world_messages(job: str, world: t.World, options: Options) -> Iterator[tuple[str, messages.WorldsOnHost]]:
