@@ -230,7 +230,7 @@ class Strikes:
 def _newest_commit(host: Host) -> CommitId:
     """In the memory of a host, whether a worker lives there or not."""
     found = [NOTHING]
-    for path in Path(f"/proc/{host.space.pid}/root/dev/shm").glob("elasticstate-*/*.control"):
+    for path in Path("/proc", str(host.space.pid), "root", "dev", "shm").glob("elasticstate-*/*.control"):
         job_id = path.parent.name.split("-", 2)[2].removesuffix(f"-{host.name}")
         with suppress(OSError, ValueError):  # it is being made, or removed
             commit = newest_commit(ControlPage(str(path)), owner_of(job_id, host.name, int(path.stem)))

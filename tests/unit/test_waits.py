@@ -20,37 +20,37 @@ from elasticstate.core.policy import Policy
 
 PACKAGE = Path(elasticstate.__file__).parent
 NATIVE = PACKAGE.parent / "native"
-OPTIONS = {"config/options.py", "core/policy.py"}  # the one has them, the other repeats the defaults of some
+OPTIONS = {"config.options", "core.policy"}  # the one has them, the other repeats the defaults of some
 
 ALLOWED = {
     # how often one looks; nothing ends by it
-    "agent/claim.py: _LOOK_INTERVAL_S": "between two looks; --heartbeat-timeout decides",
-    "agent/agent.py: LOOK_INTERVAL_S": "between two looks at the stamps; --heartbeat-timeout and --hang-timeout decide",
-    "agent/pulse.py: _STAMPS_INTERVAL_S": "between two messages with them, at most",
-    "agent/contact.py: _FIRST_PAUSE_S": "between two attempts to dial; --orphan-timeout decides",
-    "agent/contact.py: _LONGEST_PAUSE_S": "the same",
-    "commits.py: time.sleep(0.01)": "between two looks at a lock",
-    "driver/agents.py: _LONGEST_INTERVAL_S": "between two looks at who is silent; --heartbeat-timeout decides",
-    "driver/driver.py: _LONGEST_DELAY_S": "collects what is not urgent",
-    "driver/launcher.py: interval_s": "at least one second, the least that ssh takes; --heartbeat-timeout decides",
-    "driver/record.py: time.sleep(0.01)": "between two looks at a lock",
-    "net/control.py: _BREATH_S": "before the next connection is accepted, when there is no descriptor left",
-    "net/control.py: _NEXT_ADDRESS_S": "RFC 8305: before the next address is tried, too; --connect-timeout decides",
-    "worker/contexts/gloo.py: time.sleep(0.001)": "between two looks",
-    "worker/regroup.py: _SLICE": "of the wait for the store; --regroup-timeout decides",
+    "agent.claim: _LOOK_INTERVAL_S": "between two looks; --heartbeat-timeout decides",
+    "agent.agent: LOOK_INTERVAL_S": "between two looks at the stamps; --heartbeat-timeout and --hang-timeout decide",
+    "agent.pulse: _STAMPS_INTERVAL_S": "between two messages with them, at most",
+    "agent.contact: _FIRST_PAUSE_S": "between two attempts to dial; --orphan-timeout decides",
+    "agent.contact: _LONGEST_PAUSE_S": "the same",
+    "commits: time.sleep(0.01)": "between two looks at a lock",
+    "driver.agents: _LONGEST_INTERVAL_S": "between two looks at who is silent; --heartbeat-timeout decides",
+    "driver.driver: _LONGEST_DELAY_S": "collects what is not urgent",
+    "driver.launcher: interval_s": "at least one second, the least that ssh takes; --heartbeat-timeout decides",
+    "driver.record: time.sleep(0.01)": "between two looks at a lock",
+    "net.control: _BREATH_S": "before the next connection is accepted, when there is no descriptor left",
+    "net.control: _NEXT_ADDRESS_S": "RFC 8305: before the next address is tried, too; --connect-timeout decides",
+    "worker.contexts.gloo: time.sleep(0.001)": "between two looks",
+    "worker.regroup: _SLICE": "of the wait for the store; --regroup-timeout decides",
     # what is over already is given a moment to be tidy
-    "agent/agent.py: _STACKS_TIMEOUT_S": "for the stacks of a worker whose kill is decided",
-    "agent/worker_process.py: _DRAIN_TIMEOUT_S": "for the output of a process that has ended",
-    "driver/agents.py: _LAST_MOMENT_S": "for a process to end whose sockets are closed, so that its status is known",
-    "net/stream.py: _LAST_MOMENT_S": "for the other end of a connection that is being closed",
-    "worker/contexts/gloo.py: _CUT_AFTER_S": "for operations of a generation that has been left",
-    "worker/contexts/gloo.py: _QUIET_TIMEOUT_S": "for operations that were cut; then it goes on all the same",
+    "agent.agent: _STACKS_TIMEOUT_S": "for the stacks of a worker whose kill is decided",
+    "agent.worker_process: _DRAIN_TIMEOUT_S": "for the output of a process that has ended",
+    "driver.agents: _LAST_MOMENT_S": "for a process to end whose sockets are closed, so that its status is known",
+    "net.stream: _LAST_MOMENT_S": "for the other end of a connection that is being closed",
+    "worker.contexts.gloo: _CUT_AFTER_S": "for operations of a generation that has been left",
+    "worker.contexts.gloo: _QUIET_TIMEOUT_S": "for operations that were cut; then it goes on all the same",
     # what decides by itself
-    "driver/record.py: _LOCK_TIMEOUT_S": "a living driver keeps this lock for good, who only looks for microseconds",
+    "driver.record: _LOCK_TIMEOUT_S": "a living driver keeps this lock for good, who only looks for microseconds",
     # the contract: DESIGN.md, sections 3 and 4; they delay a start, and give way
-    "core/cooldown.py: MAX_BACKOFF_S": "restarted after 0, 1, 2, 4 ... 60 s",
-    "core/cooldown.py: SAME_DEATH_S": "deaths within 1 s on one host count once",
-    "core/ending.py: QUIET_S": "not before the new world's first tick or 1 s",
+    "core.cooldown: MAX_BACKOFF_S": "restarted after 0, 1, 2, 4 ... 60 s",
+    "core.cooldown: SAME_DEATH_S": "deaths within 1 s on one host count once",
+    "core.ending: QUIET_S": "not before the new world's first tick or 1 s",
 }
 ALLOWED_NATIVE = {
     "gloo_sockets.cpp: REJECT_FOR{50}": "a moment for a connection to one's own listener; tried again at the next",
@@ -135,7 +135,7 @@ def _is_value_of_a_name(tree: ast.AST, call: ast.Call) -> bool:
 def test_every_number_of_seconds_is_an_option_or_has_a_reason() -> None:
     found = set()
     for path in sorted(PACKAGE.rglob("*.py")):
-        name = str(path.relative_to(PACKAGE))
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         if name not in OPTIONS:
             found |= {f"{name}: {wait}" for wait in waits(path.read_text(encoding="utf-8"))}
     assert sorted(found - set(ALLOWED)) == [], "make it an option in config/, or let it follow from one"
