@@ -200,7 +200,7 @@ def _start_workers(d: Draft, hosts: list[Host], holders: list[tuple[t.SlotId, t.
         if d.due(slot.gives_way_at if short or (waits and seat in newest) else slot.not_before):
             _start_worker(d, seat)
             beyond = beyond and seat not in newest
-            room -= 1
+            room -= not d.hosts[seat.host].leaving  # a leaver comes for its memory only: it takes nobody's place
 
 
 def _free(d: Draft, hosts: list[Host], held: Collection[t.SlotId]) -> list[tuple[t.SlotId, Slot]]:
@@ -211,11 +211,11 @@ def _free(d: Draft, hosts: list[Host], held: Collection[t.SlotId]) -> list[tuple
 
 def _is_short(d: Draft, free: list[tuple[t.SlotId, Slot]]) -> bool:
     """Whether the job would be below min_np without the slots that are left alone after a failure."""
-    resting = sum(slot.not_before > d.now for _, slot in free)
-    if not resting:
+    ready = [slot for _, slot in free if slot.not_before <= d.now]
+    if len(ready) == len(free):
         return False
-    startable = len(free) - resting if _is_in_time(d) else 0
-    return _seats_counted_on(d) + startable < d.policy.min_np
+    good = sum(slot.failures < FAILURES_IN_A_ROW for slot in ready) if _is_in_time(d) else 0
+    return _seats_counted_on(d) + good < d.policy.min_np
 
 
 def _start_worker(d: Draft, seat: t.SlotId) -> None:

@@ -58,7 +58,7 @@ class Checker:
         self._unresponsive: set[t.WorkerId] = set()
         self._ended: dict[int, list[int | None]] = {}  # generation: at which ticks
         self._planned_at: float | None = None
-        self._over = False
+        self._over = self._behind_gate = False
         self._severed: dict[t.WorkerId, int] = {}  # in this step: those that are back in reach, and in what
         self._leases: dict[str, float] = {}  # hosts out of reach with members of the newest world: how long they live
         self._named: set[str] = set()  # by discovery
@@ -100,6 +100,7 @@ class Checker:
         after, effects, reason = transition
         assert reason, "every transition says why"
         _is_counted_right(after)
+        self._behind_gate = isinstance(before.phase, Finishing)
         deadline = next_deadline(after)
         assert deadline is None or deadline > now, f"a deadline in the past: {deadline} at {now}"
         if self._over:
@@ -129,8 +130,8 @@ class Checker:
         living = sum(not (w.leaving or w.gone) for w in after.workers.values())
         if limit is None or not started or living <= limit:
             return
-        memories = [slot.memory for seat, slot in after.slots.items() if not after.hosts[seat.host].leaving]
-        newest = max(memory for memory in memories if memory is not None)
+        kept = {name for name, host in after.hosts.items() if not (host.leaving and host.agent == "stopping")}
+        newest = max(slot.memory for seat, slot in after.slots.items() if slot.memory is not None and seat.host in kept)
         assert self._waits_for_memory(after), "more workers were started than max_np"
         assert [after.slots[worker.seat].memory for worker in started] == [newest], "more were started than max_np"
         self.reached["beyond max_np"] += 1
@@ -207,7 +208,7 @@ class Checker:
             assert killed, "who cannot live there any more is killed"
             assert worker not in after.workers
             ended = generation < self.generation or bool(self._ended.get(generation)) or not self.world
-            ended = ended and not isinstance(after.phase, Finishing)  # behind the gate nobody is taken back
+            ended = ended and not self._behind_gate  # there nobody is taken back
             assert not is_true or not ended or generation > self.generation, "who may live is taken back"
             self.reached["refused"] += 1
             return

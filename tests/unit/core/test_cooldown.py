@@ -6,7 +6,7 @@ import pytest
 
 from elasticstate.core import types as t
 from elasticstate.core.cooldown import JITTER, backoff_s, cooldown_s, patience_s
-from elasticstate.core.membership import Membership
+from elasticstate.core.membership import Membership, next_deadline
 from tests.unit.core.test_membership import RUNNING, drive
 
 
@@ -132,3 +132,21 @@ def test_after_half_of_the_time_nobody_counts_on_a_host_that_does_not_come() -> 
     assert t.StartAgent("b") not in effects
     _, effects = drive("300.0 time", m)
     assert t.StartAgent("b") in effects
+
+
+def test_a_slot_that_fails_again_and_again_is_not_counted_on_before_its_start_nor_after() -> None:
+    script = """
+    0.0 hosts a:1 b:1
+    0.1 agent-joined a + agent-joined b
+    1.0 exit b:0#1 code=1 + exit a:0#1 code=1
+    1.5 exit b:0#2 code=1
+    2.8 time
+    2.9 exit b:0#3 code=1
+    """
+    m, _ = drive(script, np=2, min_np=1, max_np=2, max_no_progress=9)
+    assert next_deadline(m) == 4.922, "b:0 is tried again, and here a:0 fails, too"
+    m, _ = drive("4.922 exit a:0#2 code=1", m)
+    assert m.workers.keys() == {t.WorkerId("b", 0, 4)}
+    assert next_deadline(m) == pytest.approx(5.922), "a:0 is not left alone for longer than the job can do without"
+    m, _ = drive("4.922 time", m)
+    assert next_deadline(m) == pytest.approx(5.922)

@@ -194,6 +194,22 @@ def test_a_host_that_leaves_with_the_only_commit_in_its_memory_is_used_once_more
     assert "Hold" in kinds(effects), "and it leaves after that world's first tick"
 
 
+def test_who_is_started_on_a_leaving_host_takes_no_place_within_max_np() -> None:
+    script = """
+    0.0 hosts a:2 b:2
+    0.1 agent-joined a + agent-joined b
+    1.0 ready a:0#1 + ready a:1#1 + ready b:0#1
+    1.1 first a:0#1 in=1
+    1.2 beat a:0#1 in=1 ticks=3 commit=1.3 + beat a:1#1 in=1 ticks=3 commit=1.3
+    2.0 agent-leaving a + exit b:0#1 signal=9
+    """
+    m, _ = drive(script, np=3, min_np=2, max_np=3)
+    m, effects = drive("2.1 exit a:0#1 signal=9 + exit a:1#1 signal=9", m)
+    started = [str(effect.worker) for effect in effects if isinstance(effect, t.StartWorker)]
+    assert started == ["a:0#2", "a:1#2", "b:0#2", "b:1#1"]
+    assert drive("2.2 time", m)[1] == []
+
+
 def test_boots_that_fail_again_and_again_end_the_job_with_the_first_error() -> None:
     script = "0.0 hosts a:2\n0.1 agent-joined a\n"
     script += (
