@@ -91,8 +91,8 @@ class CommitDirectory:
         """What the names of a slot's files begin with."""
         return str(self.path / str(slot))
 
-    def adopted(self) -> list[int]:
-        """Slots that an agent before this one has made pages for."""
+    def slots(self) -> list[int]:
+        """Those that have pages, made by this agent or by one before it."""
         return sorted(int(path.stem) for path in self.path.glob("*.control") if path.stem.isdecimal())
 
     def make_page(self, slot: int) -> str:

@@ -53,7 +53,7 @@ class Account:
     def serving(self, seats: Mapping[WorkerId, Seat], now: float) -> messages.Serving:
         """All that a driver has to know, with the workers that live here."""
         return messages.Serving(
-            commits=tuple(self._adopted({worker.slot for worker in seats})),
+            commits=tuple(self._in_memory()),
             workers=tuple(_report(worker, seat, now) for worker, seat in seats.items()),
             exits=tuple(self._exits),
             incarnations=tuple(self._incarnations.items()),
@@ -61,9 +61,9 @@ class Account:
             ended=self._ended,
         )
 
-    def _adopted(self, living: set[int]) -> Iterator[tuple[int, CommitId]]:
-        """What is in memory where no worker lives: left by an agent before this one, or by a worker."""
-        for slot in set(self._commits.adopted()) - living:
+    def _in_memory(self) -> Iterator[tuple[int, CommitId]]:
+        """By whatever worker: one that boots may not have found yet what the one before it has left."""
+        for slot in self._commits.slots():
             with suppress(OSError, ValueError):  # it died as it made the page
                 page = ControlPage(control_file(self._commits.prefix(slot)))
                 commit = newest_commit(page, owner_of(self._job_id, self._host, slot))

@@ -87,10 +87,10 @@ def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     if host is None or host.agent not in ("asked", "none"):
         return
     d.put_host(host, agent="joined", may_live_until=-inf, heard="its agent connected", heard_at=d.now)
-    memory.found(d, host.name, dict(event.commits), {worker.slot for worker, _ in event.workers})
+    memory.found(d, host.name, dict(event.commits))
     d.note("agent_joined", host=host.name)
-    for slot, incarnation in event.incarnations:
-        reach.has_been(d, t.WorkerId(host.name, slot, incarnation))
+    for worker in (*(t.WorkerId(host.name, *known) for known in event.incarnations), *(w for w, _ in event.workers)):
+        reach.has_been(d, worker)
     if host.may_live_until > -inf and not event.workers:
         d.account(is_broken=True)
     for worker, generation in event.workers:

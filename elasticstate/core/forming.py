@@ -52,13 +52,13 @@ def choose(d: Draft) -> list[Worker]:
     return chosen
 
 
-def awaited_holder(d: Draft, chosen: Sequence[Worker]) -> Worker | None:
-    """A living worker that is not READY, and was in a generation of which none of the chosen holds a commit.
+def may_hold_more(d: Draft, ready: Iterable[Worker]) -> list[Worker]:
+    """Living workers that are not READY, and were in a generation of which none of the ``ready`` ones holds a commit.
 
-    Whether it holds one need not have been heard; what all members have sealed must not be lost.
+    Whether they hold one need not have been heard; what all members have sealed must not be lost.
     """
-    best = newest(chosen).generation
-    return next((w for w in d.workers.values() if w.ready is None and not w.gone and w.joined > best), None)
+    best = newest(ready).generation
+    return [w for w in d.workers.values() if w.ready is None and not w.gone and w.joined > best]
 
 
 def make_world(d: Draft, chosen: Sequence[Worker]) -> t.World:

@@ -7,8 +7,6 @@ for. What is remembered of a slot is what was last heard: from its worker, or fr
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from elasticstate.core import types as t
 from elasticstate.core.records import Draft, Host, Membership, Worker
 
@@ -20,9 +18,9 @@ def remember(d: Draft, seat: t.SlotId, commit: t.CommitId | None) -> None:
         d.put_slot(seat, memory=commit)
 
 
-def found(d: Draft, host: str, commits: dict[int, t.CommitId], living: Collection[int] = ()) -> None:
-    """A host has this in memory, and nothing else, but for what the workers in the slots ``living`` will tell of."""
-    for index in sorted(d.seats_of(host).difference(living).union(commits)):
+def found(d: Draft, host: str, commits: dict[int, t.CommitId]) -> None:
+    """A host has this in memory, and nothing else."""
+    for index in sorted(d.seats_of(host).union(commits)):
         d.put_slot(t.SlotId(host, index), memory=commits.get(index))
 
 

@@ -18,7 +18,7 @@ def lease_s(policy: Policy) -> float:
 
 
 def has_been(d: Draft, worker: t.WorkerId) -> None:
-    """A driver before this one may have started it."""
+    """Whoever is known to an agent was started, maybe by a driver before this one."""
     host, slot = d.hosts[worker.host], d.slots.get(worker.seat)
     d.put_host(host, seats=max(host.seats, worker.slot + 1))
     if slot is None or slot.incarnation < worker.incarnation:
@@ -29,7 +29,6 @@ def take_back(d: Draft, worker: t.WorkerId, generation: int) -> None:
     """It has lived on while its agent was out of touch. What it was in has ended: nobody waits for it any more."""
     if worker in d.workers:
         return
-    has_been(d, worker)
     slot = d.slots[worker.seat]
     is_its_own = slot.worker is None and 0 < worker.incarnation == slot.incarnation
     if not is_its_own or not _is_over(d, generation):

@@ -22,10 +22,10 @@ from elasticstate.core.ending import (
 )
 from elasticstate.core.forming import (
     NOTHING,
-    awaited_holder,
     choose,
     enter,
     make_world,
+    may_hold_more,
     newest,
     postponed,
     staying,
@@ -234,10 +234,9 @@ def _waiting(d: Draft) -> Waiting:
 def form(d: Draft) -> bool:
     """Make a world of those who are there. False: somebody is awaited who holds, or may hold, the newest commit."""
     chosen = choose(d)
-    holder = awaited_holder(d, chosen)
-    if holder is not None:
+    if holders := may_hold_more(d, chosen):
         _await_memory(d, None)
-        d.reason = f"waits for {holder.id}, which may hold the newest commit"
+        d.reason = f"waits for {holders[0].id}, which may hold the newest commit"
         return False
     if _may_train_on(d):
         return False

@@ -7,6 +7,7 @@ from math import inf
 
 from elasticstate.core import types as t
 from elasticstate.core.cooldown import FAILURES_IN_A_ROW
+from elasticstate.core.forming import may_hold_more
 from elasticstate.core.memory import awaited
 from elasticstate.core.records import (
     NEW_SLOT,
@@ -51,8 +52,10 @@ def start_and_stop(d: Draft) -> None:
     """After the decision on the world: fill the free seats that are wanted, and clear those that are not."""
     if isinstance(d.phase, Over):
         return
-    holders = [] if isinstance(d.phase, (Running, Finishing)) else awaited(d)
-    _stop_strangers(d, {seat for seat, _ in holders})
+    is_sought = not isinstance(d.phase, (Running, Finishing))
+    holders = awaited(d) if is_sought else []
+    may_hold = may_hold_more(d, d.ready_workers()) if is_sought and d.leaving else []
+    _stop_strangers(d, {seat for seat, _ in holders}.union(worker.id.seat for worker in may_hold))
     if isinstance(d.phase, Finishing):
         return
     hosts = by_discovery(d)
@@ -80,8 +83,8 @@ def start_and_stop(d: Draft) -> None:
 
 
 def _stop_strangers(d: Draft, held: Set[t.SlotId]) -> None:
-    """Workers outside the present world that nobody wants: leavers, and behind the gate all. Not a leaver that boots
-    where the newest commit is ``held``."""
+    """Workers outside the present world that nobody wants: leavers, and behind the gate all. Not a leaver where the
+    newest commit is, or may be, ``held``."""
     finishing = isinstance(d.phase, Finishing)
     if not (finishing or d.leaving):
         return
@@ -211,10 +214,11 @@ def _free(d: Draft, hosts: list[Host], held: Collection[t.SlotId]) -> list[tuple
 
 def _is_short(d: Draft, free: list[tuple[t.SlotId, Slot]]) -> bool:
     """Whether the job would be below min_np without the slots that are left alone after a failure."""
-    ready = [slot for _, slot in free if slot.not_before <= d.now]
+    ready = [(seat, slot) for seat, slot in free if slot.not_before <= d.now]
     if len(ready) == len(free):
         return False
-    good = sum(slot.failures < FAILURES_IN_A_ROW for slot in ready) if _is_in_time(d) else 0
+    hopeful = (seat for seat, slot in ready if slot.failures < FAILURES_IN_A_ROW) if _is_in_time(d) else ()
+    good = sum(not d.hosts[seat.host].leaving for seat in hopeful)
     return _seats_counted_on(d) + good < d.policy.min_np
 
 

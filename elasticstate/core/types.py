@@ -57,8 +57,8 @@ class HostsDiscovered:
 class AgentJoined:
     """The agent of a host is connected and takes orders, and no other one lives there.
 
-    ``commits``: by slot, what is in memory where no worker lives. ``workers``: those that have lived on while it was
-    out of touch, each with the newest generation that it was given a world of. ``incarnations``: by slot, as it knows.
+    ``commits``: by slot, the newest in its memory. ``workers``: those that have lived on while it was out of touch,
+    each with the newest generation that it was given a world of. ``incarnations``: by slot, as it knows.
     """
 
     host: str

@@ -269,7 +269,7 @@ class WorkerReport(_Message, frozen=True):
 class Serving(_Message, frozen=True):
     """The agent has its JobSpec and takes orders; all that a driver has to know that was not there before."""
 
-    commits: tuple[tuple[int, CommitId], ...]  # by slot: what is in memory where no worker lives
+    commits: tuple[tuple[int, CommitId], ...]  # by slot: the newest in its memory
     workers: tuple[WorkerReport, ...]
     exits: tuple[Exited, ...] = ()  # since the newest world that this host was given
     incarnations: tuple[tuple[int, int], ...] = ()  # by slot: the last process that it has had

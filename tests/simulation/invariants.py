@@ -59,7 +59,8 @@ class Checker:
         self._ended: dict[int, list[int | None]] = {}  # generation: at which ticks
         self._planned_at: float | None = None
         self._over = self._behind_gate = False
-        self._severed: dict[t.WorkerId, int] = {}  # in this step: those that are back in reach, and in what
+        self._back: set[t.WorkerId] = set()  # in this step: those that are back in reach
+        self._severed: dict[t.WorkerId, int] = {}  # of these, those that were in a generation
         self._leases: dict[str, float] = {}  # hosts out of reach with members of the newest world: how long they live
         self._named: set[str] = set()  # by discovery
         self._notices: dict[str, float] = {}  # hosts that had notice, and until when they rest
@@ -100,7 +101,7 @@ class Checker:
         after, effects, reason = transition
         assert reason, "every transition says why"
         _is_counted_right(after)
-        self._behind_gate = isinstance(before.phase, Finishing)
+        self._behind_gate, self._back = isinstance(before.phase, Finishing), set()
         deadline = next_deadline(after)
         assert deadline is None or deadline > now, f"a deadline in the past: {deadline} at {now}"
         if self._over:
@@ -212,6 +213,7 @@ class Checker:
             assert not is_true or not ended or generation > self.generation, "who may live is taken back"
             self.reached["refused"] += 1
             return
+        self._back.add(worker)
         self._living[worker.seat] = worker
         self._joined[worker] = generation
         self._held.pop(worker, None)
@@ -221,7 +223,7 @@ class Checker:
         self.reached["returned"] += 1
 
     def _lives(self, before: Membership, worker: t.WorkerId) -> bool:
-        gone = worker in before.workers and before.workers[worker].gone
+        gone = worker in before.workers and before.workers[worker].gone and worker not in self._back
         return self._living.get(worker.seat) == worker and not gone and worker not in self._unresponsive
 
     def _see_effect(
@@ -407,12 +409,10 @@ class Checker:
     def _verdict(self, before: Membership, after: Membership, worker: t.WorkerId, generation: int, now: float) -> None:
         assert generation == self.generation
         assert None not in self._ended.get(generation, []), "no verdict OWN on a generation that has failed"
-        suspects = [w for w in after.workers.values() if w.suspect_at is not None]  # one may be sent away at once
-        first = min(w.suspect_at for w in suspects if w.suspect_at is not None)
+        here = [w for w in after.workers.values() if w.joined == generation]  # a suspect may be sent away at once
+        first = min(w.suspect_at for w in here if w.suspect_at is not None)
         proof_at = first + after.policy.failure_grace_s
         assert now >= proof_at
-        unproven = [
-            w for w in after.workers.values() if w.joined == generation and not w.gone and w.heard_at < proof_at
-        ]
+        unproven = [w for w in here if not w.gone and w.heard_at < proof_at]
         assert all(w.suspect_at == first for w in unproven), "OWN needs proof that all others live"
         self.reached["verdict"] += 1

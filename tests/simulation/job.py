@@ -172,22 +172,23 @@ class Job:
     def agent_joins(
         self, host: str, workers: tuple[tuple[t.WorkerId, int], ...] = (), words: tuple[t.Event, ...] = ()
     ) -> None:
-        """It is connected, with what is in memory where no worker lives; ``words`` of ``workers`` that lived on."""
+        """It is connected, with what is in memory; ``words`` of ``workers`` that lived on."""
         self.agents[host] = "up"
         group = self.groups.get(self.m.generation)
         if group is not None and group.in_reach is False:
             group.in_reach = any(placement.worker.host == host for placement in group.world.members)
-        living = {worker.seat for worker, _ in workers}
-        found = [
-            (seat.slot, memory.commit[0])
-            for seat, memory in self.memory.items()
-            if seat.host == host and memory.commit and seat not in living
-        ]
+        found = self.in_memory(host)
         incarnations = self.restart.accounts.incarnations.get(host, {})
-        joined = t.AgentJoined(host, tuple(found), workers, tuple(incarnations.items()))
+        joined = t.AgentJoined(host, found, workers, tuple(incarnations.items()))
         self.tell(t.Several((joined, *words)) if words else joined)
-        is_taken = self.end is not None or (host in self.m.hosts and self.m.hosts[host].agent == "joined")
-        assert is_taken or host not in self.agents, f"the agent of {host} is neither taken nor told to stop"
+        is_taken = host in self.m.hosts and self.m.hosts[host].agent == "joined"
+        is_over = self.end is not None or self.restart.is_down
+        assert is_taken or is_over or host not in self.agents, f"the agent of {host} is neither taken nor told to stop"
+
+    def in_memory(self, host: str) -> tuple[tuple[int, t.CommitId], ...]:
+        """The newest commit in each of its slots."""
+        slots = [(seat.slot, memory) for seat, memory in self.memory.items() if seat.host == host]
+        return tuple((slot, memory.commit[0]) for slot, memory in slots if memory.commit)
 
     def workers_on(self, host: str) -> list[Worker]:
         """The living ones."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from elasticstate.core import types as t
@@ -39,9 +38,9 @@ class Judge:
         self.heard = {}
         self.waits_since = None
 
-    def forget(self, host: str, living: Collection[t.SlotId] = ()) -> None:
-        """What was in memory on this host, but for these slots."""
-        self.heard = {seat: commit for seat, commit in self.heard.items() if seat.host != host or seat in living}
+    def forget(self, host: str) -> None:
+        """What was in memory on this host."""
+        self.heard = {seat: commit for seat, commit in self.heard.items() if seat.host != host}
 
     def hear(self, event: t.Event) -> None:
         """What the core is told."""
@@ -54,8 +53,8 @@ class Judge:
                 known = self.job.m.workers.get(worker) is not None
                 if known and commit is not None and worker.seat in self.job.memory:
                     self.heard[worker.seat] = commit
-            case t.AgentJoined(host, commits, workers):
-                self.forget(host, {worker.seat for worker, _ in workers})
+            case t.AgentJoined(host, commits):
+                self.forget(host)
                 self.heard.update((t.SlotId(host, slot), commit) for slot, commit in commits)
 
     def _has_waited(self) -> bool:

@@ -155,12 +155,6 @@ class Restart:
 
     def _serving(self, host: str, workers: list[Worker], given: dict[t.WorkerId, int]) -> messages.Serving:
         job = self.job
-        living = {worker.id.seat for worker in workers}
-        commits = tuple(
-            (seat.slot, memory.commit[0])
-            for seat, memory in job.memory.items()
-            if seat.host == host and memory.commit and seat not in living
-        )
         reports = tuple(
             messages.WorkerReport(
                 worker.id,
@@ -182,4 +176,4 @@ class Restart:
         )
         incarnations = tuple(self.accounts.incarnations.get(host, {}).items())
         gate, ended = self.accounts.gates.get(host, 0), self.accounts.ends.get(host, 0)
-        return messages.Serving(commits, reports, exits, incarnations, gate, ended)
+        return messages.Serving(job.in_memory(host), reports, exits, incarnations, gate, ended)

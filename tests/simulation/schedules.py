@@ -144,7 +144,7 @@ class EventMaker:
     def _all_out_of_reach(self, m: Membership) -> t.Event:
         """All hosts of the newest world."""
         hosts = {w.id.host for w in m.workers.values() if w.joined == m.generation}
-        for host in hosts:
+        for host in sorted(hosts):
             self.away[host] = [(w.id, w.joined) for w in m.workers.values() if w.id.host == host]
         return t.Several(tuple(t.AgentLost(host, "was silent", may_live=True) for host in sorted(hosts)))
 
@@ -164,9 +164,7 @@ class EventMaker:
                 workers.remove((worker, given))
                 given = m.generation + 1
             workers.append((worker, given))
-        living = {worker.slot for worker, _ in workers}
-        left = tuple((slot, commit) for slot, commit in self._left_on(host) if slot not in living)
-        return t.AgentJoined(host, left, tuple(workers))
+        return t.AgentJoined(host, self._left_on(host), tuple(workers))
 
     def _agent_lost(self, m: Membership) -> t.Event:
         host = self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"])

@@ -44,6 +44,27 @@ def test_an_agent_in_touch_again_tells_all_of_its_workers_and_goes_on(tmp_path: 
     play(tmp_path, scenario)
 
 
+def test_what_a_booting_worker_has_not_found_yet_is_told_by_its_agent(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        boot = "if told.worker.incarnation == 2:\n    os.read(os.pipe()[0], 1)\npage.enter(4)"
+        await scene.serve(sys.executable, "-c", SEAL.replace("page.enter(4)", boot))
+        await scene.hear(messages.Exited)
+        scene.heard.clear()
+        scene.send(messages.Spawn(W._replace(incarnation=2)))
+        await scene.hear(messages.Started)
+        await scene.cut()
+        scene.heard.clear()
+        scene.send(scene.spec("unused"))
+        serving = await scene.hear(messages.Serving)
+        assert [(report.worker.incarnation, report.generation) for report in serving.workers] == [(2, 0)]
+        assert serving.commits == ((0, CommitId(4, 1)),), "the next driver must not take it for lost"
+        scene.send(messages.Shutdown("done"))
+        assert (await scene.end())[0] == 0
+
+    play(tmp_path, scenario)
+
+
 def test_an_agent_obeys_no_driver_that_is_older_than_its_last_one(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.start()

@@ -210,6 +210,29 @@ def test_who_is_started_on_a_leaving_host_takes_no_place_within_max_np() -> None
     assert drive("2.2 time", m)[1] == []
 
 
+def test_a_leaver_that_may_hold_the_newest_commit_is_not_stopped_while_a_world_is_sought() -> None:
+    script = """
+    0.0 hosts a:1 b:1
+    0.1 agent-joined a
+    1.0 ready a:0#1
+    1.1 first a:0#1 in=1
+    2.0 agent-away a silent
+    3.0 agent-joined b
+    4.0 ready b:0#1
+    500.0 time
+    501.0 exit b:0#1 signal=9
+    502.0 agent-joined a a:0#1=1 + hosts b:1
+    """
+    m, effects = drive(script, np=1, min_np=1, max_np=1)
+    assert m.generation == 2, "that of a was given up: it had not committed anything"
+    assert "StopWorker" not in kinds(effects)
+    m, effects = drive("503.0 ready b:0#2", m)
+    assert "PublishWorld" not in kinds(effects)
+    m, effects = drive("504.0 ready a:0#1 in=1 commit=1.2", m)
+    world = published(effects)
+    assert world.members[world.root].worker == t.WorkerId("a", 0, 1)
+
+
 def test_boots_that_fail_again_and_again_end_the_job_with_the_first_error() -> None:
     script = "0.0 hosts a:2\n0.1 agent-joined a\n"
     script += (
