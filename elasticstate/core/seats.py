@@ -52,6 +52,7 @@ def start_and_stop(d: Draft) -> None:
     """After the decision on the world: fill the free seats that are wanted, and clear those that are not."""
     if isinstance(d.phase, Over):
         return
+    bound_boots(d)  # from the first world on, which may be of this step
     is_sought = not isinstance(d.phase, (Running, Finishing))
     holders = awaited(d) if is_sought else []
     may_hold = may_hold_more(d, d.ready_workers()) if is_sought and d.leaving else []

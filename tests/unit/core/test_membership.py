@@ -308,6 +308,18 @@ def test_a_newcomer_that_does_not_become_ready_is_killed_and_its_slot_has_failed
     assert t.StartWorker(t.WorkerId("a", 2, 3)) in effects
 
 
+def test_who_boots_for_too_long_when_the_first_world_forms_gives_its_place_to_another() -> None:
+    script = "0.0 hosts a:2 b:2\n0.1 agent-joined a\n0.2 ready a:0#1\n5.0 agent-joined b"
+    m, _ = drive(script, np=3, min_np=2, max_np=3, start_timeout_s=20.0)
+    _, effects = drive("20.1 ready b:0#1", m)
+    assert "PublishWorld" in kinds(effects)
+    assert only(effects, t.StopWorker) == t.StopWorker(
+        t.WorkerId("a", 1, 1), "not ready within --start-timeout of 20 s", kill=True
+    )
+    started = only(effects, t.StartWorker)
+    assert started == t.StartWorker(t.WorkerId("b", 1, 1))
+
+
 def test_who_is_waited_for_can_be_asked_at_any_time() -> None:
     m, _ = drive("0.0 hosts a:1 b:1\n0.1 agent-joined a")
     assert waiting_for(m, 3.1) == (
