@@ -26,12 +26,13 @@ test: lint  ## lint, then all tests
 chaos: setup  ## all faults at a job on three hosts: make chaos MINUTES=30 SEED=7
 	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(or $(SEED),$(shell date +%s))
 
-bench: setup  ## recovery, scale-up, commits, sync and start side by side with the bare thing; the control plane at scale
+bench: setup  ## recovery, scale-up, commits, sync, start, sampling next to the bare thing; the control plane at scale
 	$(BIN)/python tests/bench/bench_recovery.py
 	$(BIN)/python tests/bench/bench_commit.py
 	$(BIN)/python tests/bench/bench_sync.py
 	$(BIN)/python tests/bench/bench_control_plane.py
 	$(BIN)/python tests/bench/bench_startup.py
+	$(BIN)/python tests/bench/bench_sampler.py
 
 lint: setup  ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from elasticstate.state.base import State
+    from elasticstate.state.loader import ElasticDataLoader
     from elasticstate.state.objects import ObjectState
     from elasticstate.state.sampler import ElasticSampler
     from elasticstate.state.torch import TorchState
@@ -67,6 +68,7 @@ _HOMES = {
         "UsageError",
     ),
     "elasticstate.state.base": ("State",),
+    "elasticstate.state.loader": ("ElasticDataLoader",),
     "elasticstate.state.objects": ("ObjectState",),
     "elasticstate.state.sampler": ("ElasticSampler",),
     "elasticstate.state.torch": ("TorchState",),
@@ -90,6 +92,7 @@ __all__ = [
     "CollectiveError",
     "CommitSpaceError",
     "DiscoveryError",
+    "ElasticDataLoader",
     "ElasticError",
     "ElasticSampler",
     "HostsUpdatedInterrupt",

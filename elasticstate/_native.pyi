@@ -57,6 +57,27 @@ def checksums(buffer: _Array, offsets: Sequence[int], sizes: Sequence[int]) -> l
     Raises ValueError when there are not as many sizes as offsets, or a range (the message says which) does not fit.
     """
 
+class _Indices(Protocol):
+    """What exports one-dimensional, contiguous ``int64`` memory of the CPU by DLPack or the buffer protocol."""
+
+    def __dlpack__(self) -> object: ...
+
+def permute(out: _Indices, n: int, seed: int, epoch: int, start: int, step: int) -> None:
+    """Fill ``out`` with the indices at positions ``start``, ``start + step``, ... of a random order of range(n).
+
+    The order is a function of n, seed and epoch. It takes no memory: a keyed bijection (native/permutation.hpp gives
+    the sources). Without the GIL.
+
+    Args:
+        out: ``int64[count]``, contiguous, on the CPU, writable.
+        n: at most 2**62.
+        seed, epoch: 0 to 2**64 - 1.
+
+    Raises:
+        ValueError: a position is not below n.
+        TypeError: a number is out of range, or ``out`` is something else.
+    """
+
 class HoldWord:
     """The ticks that a generation has completed, and the hold bit, in one atomic 64-bit word. Starts at 0.
 

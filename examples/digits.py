@@ -2,7 +2,7 @@
 
     elasticrun -np 4 --min-np 2 python examples/digits.py --epochs 20
 
-The global batch stays the same whatever the world's size, and each pass takes each sample once, also when the world
+The global batch stays the same whatever the world's size, and each epoch takes each sample once, also when the world
 changes in the middle of it. ``make demo`` runs this and lets things go wrong.
 """
 
@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import elasticstate as elastic
 
@@ -43,26 +43,22 @@ model = nn.Sequential(
     nn.Linear(64 * 4 * 4, 10),
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-# drop_last: all ranks get equally many samples, hence equally many batches.
-sampler = elastic.ElasticSampler(dataset, drop_last=True)
-state = elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
+loader = elastic.ElasticDataLoader(dataset, global_batch_size=GLOBAL_BATCH)
+state = elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
 
 
 @elastic.run
 def train(state: elastic.TorchState) -> None:
     model = DistributedDataParallel(state.model, init_sync=False)
-    while state.epoch < args.epochs:
-        state.sampler.set_epoch(state.epoch)
-        for inputs, targets in DataLoader(dataset, GLOBAL_BATCH // elastic.size(), sampler=state.sampler):
+    for epoch in state.loader.epochs(args.epochs):
+        if elastic.rank() == 0 and epoch % 5 == 0:
+            print(f"epoch {epoch}", flush=True)
+        for inputs, targets in state.loader:
             state.optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), targets).backward()
+            (nn.functional.cross_entropy(model(inputs), targets) * state.loader.weight).backward()
             state.optimizer.step()
             time.sleep(args.pace)
-            state.sampler.record_batch(len(inputs) * elastic.size())
             state.commit()
-        state.epoch += 1
-        if elastic.rank() == 0 and state.epoch % 5 == 0:
-            print(f"epoch {state.epoch}", flush=True)
 
 
 train(state)

@@ -16,6 +16,7 @@
 #include "bind_sentinel.hpp"
 #include "control_page.hpp"
 #include "hold_word.hpp"
+#include "permutation.hpp"
 #include "pieces.hpp"
 
 namespace nb = nanobind;
@@ -30,6 +31,8 @@ using Writable = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device
 using Readable = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 using Numbers = std::vector<std::uint64_t>;
+
+constexpr std::uint64_t MOST_INDICES = std::uint64_t{1} << 62;
 
 void check_range(std::size_t begin, std::size_t end, std::size_t size) {
     if (begin > end || end > size) {
@@ -93,6 +96,28 @@ void bind_pieces(nb::module_ &m) {
     m.def("scatter", &scatter_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
     m.def("checksum", &checksum_of, "buffer"_a.noconvert(), "begin"_a, "end"_a, "checksum"_a = 0);
     m.def("checksums", &checksums_of, "buffer"_a.noconvert(), "offsets"_a, "sizes"_a);
+}
+
+using Indices = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void permute(Indices out, std::uint64_t n, std::uint64_t seed, std::uint64_t epoch, std::uint64_t start,
+             std::uint64_t step) {
+    const std::size_t count = out.size();
+    const bool is_below = count == 0 || (start < n && (step == 0 || count - 1 <= (n - 1 - start) / step));
+    if (n > MOST_INDICES || !is_below) {
+        const std::string message = std::to_string(count) + " positions from " + std::to_string(start) +
+                                    " on, in steps of " + std::to_string(step) + ", of range(" + std::to_string(n) + ")";
+        throw nb::value_error(message.c_str());
+    }
+    const nb::gil_scoped_release nogil;
+    const elasticstate::Permutation permutation(n, seed, epoch);
+    for (std::size_t i = 0; i < count; ++i) {
+        out.data()[i] = static_cast<std::int64_t>(permutation(start + i * step));
+    }
+}
+
+void bind_permutation(nb::module_ &m) {
+    m.def("permute", &permute, "out"_a.noconvert(), "n"_a, "seed"_a, "epoch"_a, "start"_a, "step"_a);
 }
 
 std::size_t checked_index(std::size_t index) {
@@ -167,6 +192,7 @@ NB_MODULE(_native, m) {
         .def("load", &HoldWord::load);
     hold_word.attr("HOLD") = HoldWord::HOLD;
     bind_pieces(m);
+    bind_permutation(m);
     bind_control_page(m);
     elasticstate::bind_sentinel(m);
 }

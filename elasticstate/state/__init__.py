@@ -1,12 +1,13 @@
-"""What is committed, restored and synced: the states, their snapshots, and the sampler that survives world changes."""
+"""What is committed, restored and synced: the states, their snapshots, and what samples across world changes."""
 
 from __future__ import annotations
 
 from elasticstate.state.base import State
+from elasticstate.state.loader import ElasticDataLoader
 from elasticstate.state.objects import ObjectState
 from elasticstate.state.sampler import ElasticSampler
 from elasticstate.state.session import Session
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.torch import TorchState
 
-__all__ = ["ElasticSampler", "ObjectState", "Session", "Snapshot", "State", "TorchState"]
+__all__ = ["ElasticDataLoader", "ElasticSampler", "ObjectState", "Session", "Snapshot", "State", "TorchState"]

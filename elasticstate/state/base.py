@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
 
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError, UsageError
 from elasticstate.state import divergence, rng
 from elasticstate.state.channel import Channel
+from elasticstate.state.join import StateJoinHook
 from elasticstate.state.session import Alone, Session
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.space import Space
@@ -23,12 +26,20 @@ from elasticstate.state.values import Captured, Values
 logger = logging.getLogger("elasticstate")
 
 
-class State(ABC):
+class State(Joinable):
     """Values that are committed, restored and synced together.
 
     The keyword arguments become attributes that may be reassigned freely; a name that was not given to the constructor
     raises AttributeError. For a kind of state of your own, say ``capture`` and ``apply``: all else follows from these
     two, and so does the random state of python, numpy and torch, which belongs to each rank's commit.
+
+    When ranks have different numbers of batches, a state goes into torch's join context, behind the model. Each batch
+    has to end one tick. A rank that has run out ends its ticks with the others, and gets the state of the last one::
+
+        with Join([ddp_model, state]):
+            for batch in batches:
+                ...
+                state.commit()
 
     Used without ``run``, commits are kept in this process under the ids (0, 1), (0, 2), ...
     """
@@ -37,12 +48,14 @@ class State(ABC):
         for name in values:
             if name.startswith("_") or not name.isidentifier() or hasattr(type(self), name):
                 raise UsageError(f"{name!r} cannot be the name of a value of {type(self).__name__}: choose another")
+        super().__init__()
         self._names = tuple(values)
         self._snapshot = Snapshot()
         self._session: Session = Alone()
         self._reset_callbacks: list[Callable[[], object]] = []
         self._changed_by_callbacks = False
         self._synced_generation = 0
+        self._is_shadow = False  # out of inputs, while others train: the live state is behind theirs
         for name, value in values.items():
             setattr(self, name, value)
 
@@ -71,7 +84,7 @@ class State(ABC):
         error, since the next step would overwrite the commit. Objects are new ones, yours to keep.
         """
 
-    def _drop_gradients(self) -> None:  # noqa: B027 - nothing to do for most states
+    def _drop_gradients(self) -> None:
         """Set gradients to None. A failure inside ``backward`` leaves partial ones, different on each rank."""
 
     # ---------------------------------------------------------------------------------------------- what a user calls
@@ -91,7 +104,7 @@ class State(ABC):
             raise UsageError(f"commit(every={every}): must be at least 1 (1 saves at each tick)")
         if (self._session.ticks + 1) % every == 0:
             self._seal(self._session.commit_id())
-        self._session.tick()
+        self.check_host_updates()
 
     def save(self) -> None:
         """The same as ``commit()``: a save that ended no tick would give one id two contents."""
@@ -99,6 +112,8 @@ class State(ABC):
 
     def check_host_updates(self) -> None:
         """End the tick without saving."""
+        if self._join_config.is_first_joinable and self._join_config.enable:
+            raise UsageError("a state cannot be the first joinable: say Join([ddp_model, state])")
         self._session.tick()
 
     def restore(self) -> None:
@@ -133,11 +148,11 @@ class State(ABC):
             return
         start = CommitId(session.generation, 0)
         if session.rank in session.lacking:
-            self._go_back_to(self._receive(start))
+            self._go_back_to(self._receive(self._channel(session.root, session.lacking), start))
         else:
             self._begin(start)
             if session.lacking and session.rank == session.root:
-                self._send()
+                self._send(self._channel(session.root, session.lacking))
         self._drop_gradients()
         self._synced_generation = session.generation
         if session.verify_sync:
@@ -236,6 +251,40 @@ class State(ABC):
         finally:  # a write that failed half-way has cost the previous commit
             self._session.sealed(*self.commits)
 
+    # ---------------------------------------------------------------------------------- what torch's Join calls
+
+    def join_hook(self, **kwargs: Any) -> StateJoinHook:
+        return StateJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD
+
+    def _shadow_tick(self) -> None:
+        """The others have trained a step more than this rank has inputs for."""
+        self._is_shadow = True
+        self._session.tick()
+
+    def _follow_the_last(self, is_last: bool) -> None:
+        """All are out of inputs: whoever was not among the last gets their state, as a commit of the next tick."""
+        session = self._session
+        was_last = [bool(flag) for (flag,) in Channel(None, 0).numbers_of_all([int(is_last)])]
+        lacking = [rank for rank, last in enumerate(was_last) if not last]
+        if not lacking:
+            return
+        root, commit = was_last.index(True), session.commit_id()
+        if is_last:
+            self._seal(commit)
+        if session.rank == root:
+            self._send(self._channel(root, lacking))
+        elif not is_last:
+            self._go_back_to(self._receive(self._channel(root, lacking), commit))
+        session.tick()
+
     # ------------------------------------------------------------------------------------------------------ the parts
 
     def _begin(self, start: CommitId) -> None:
@@ -259,30 +308,27 @@ class State(ABC):
             raise StateError(f"apply() of {type(self).__name__} kept the commit's own memory ({kept[0]}): copy it")
         rng.apply(self._snapshot.read_private(commit))
         self._drop_gradients()
-        self._changed_by_callbacks = False
+        self._changed_by_callbacks = self._is_shadow = False
 
-    def _channel(self) -> Channel:
+    def _channel(self, root: int, lacking: Sequence[int]) -> Channel:
         """From the root to those who lack the state."""
-        session = self._session
-        ranks = tuple(sorted({session.root, *session.lacking}))
-        return Channel(session.process_group_for(ranks), ranks.index(session.root))
+        ranks = tuple(sorted({root, *lacking}))
+        return Channel(self._session.process_group_for(ranks), ranks.index(root))
 
-    def _send(self) -> None:
+    def _send(self, channel: Channel) -> None:
         started = time.monotonic()
-        channel = self._channel()
         header, payload = self._snapshot.outgoing()
         channel.send(msgspec.msgpack.encode((torch.initial_seed(), header)))
         channel.broadcast(payload)
         self._session.synced(payload.numel(), time.monotonic() - started)
 
-    def _receive(self, start: CommitId) -> Values:
+    def _receive(self, channel: Channel, start: CommitId) -> Values:
         """Get the root's commit, as ``start``. Its tensors are in the live ones by then; until all is there these stay.
 
         To copy what has come in while the rest is on its way was tried, and is slower where cores are few.
         """
         session = self._session
         started = time.monotonic()
-        channel = self._channel()
         seed, header = msgspec.msgpack.decode(channel.receive(), type=tuple[int, bytes])
         private = rng.derived(seed, session.worker_key, start.generation)
         try:

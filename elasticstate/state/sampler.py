@@ -5,31 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
-import torch
 from torch.utils.data import Sampler
 
-import elasticstate
-from elasticstate.errors import NotInWorldError, UsageError
+from elasticstate.errors import UsageError
+from elasticstate.state.order import Order, share, world_rank, world_size
 
 _CHUNK = 4096  # indices turned into Python integers at a time
 
 
-def _world_rank() -> int:
-    try:
-        return int(elasticstate.rank())
-    except NotInWorldError:
-        return 0
-
-
-def _world_size() -> int:
-    try:
-        return int(elasticstate.size())
-    except NotInWorldError:
-        return 1
-
-
 class ElasticSampler(Sampler[int]):
     """Samples each index of an epoch once over all ranks, also when the world changes in mid-epoch.
+
+    For Horovod's way of doing it; ``ElasticDataLoader`` does the same, and keeps the books itself.
 
     Its state is (epoch, consumed, seed): how many samples *all ranks together* have consumed of the epoch's order, a
     function of seed and epoch alone. Each ``iter()`` shares the rest out over the world of that moment, round robin. So
@@ -44,10 +31,13 @@ class ElasticSampler(Sampler[int]):
 
     Args:
         dataset: anything with a length.
-        shuffle: in an order drawn from ``seed + epoch``; otherwise from first to last.
+        shuffle: in an order drawn from seed and epoch; otherwise from first to last.
+        seed: 0 to 2**64 - 1.
         drop_last: leave out the last samples that cannot be shared out evenly (fewer than the world has ranks), so that
             all ranks get equally many; otherwise some ranks get one more than others, and possibly one batch more.
         rank, size: asked at each ``iter()`` and ``len()``; by default those of the present world, 0 and 1 outside one.
+
+    Raises UsageError for a bad seed.
     """
 
     def __init__(
@@ -57,9 +47,10 @@ class ElasticSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
-        rank: Callable[[], int] = _world_rank,
-        size: Callable[[], int] = _world_size,
+        rank: Callable[[], int] = world_rank,
+        size: Callable[[], int] = world_size,
     ) -> None:
+        Order(len(dataset), shuffle, seed)  # refuses a bad seed
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
@@ -82,14 +73,17 @@ class ElasticSampler(Sampler[int]):
         self.consumed = min(self.consumed + n_global, len(self.dataset))
 
     def __iter__(self) -> Iterator[int]:
-        size = self._size()
-        mine = self._remaining()[self._rank() :: size][: self._count(self._rank(), size)]
-        for chunk in torch.split(mine, _CHUNK):
-            yield from chunk.tolist()
+        order, epoch = Order(len(self.dataset), self.shuffle, self.seed), self.epoch
+        rank, size = self._rank(), self._size()
+        start, end = self.consumed + rank, self.consumed + rank + size * len(self)
+        for position in range(start, end, size * _CHUNK):
+            count = min(_CHUNK, (end - position) // size)
+            yield from order.indices(epoch, position, count, size).tolist()
 
     def __len__(self) -> int:
         """How many indices ``iter()`` would give now."""
-        return self._count(self._rank(), self._size())
+        remaining, size = len(self.dataset) - self.consumed, self._size()
+        return remaining // size if self.drop_last else share(remaining, self._rank(), size)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed}
@@ -98,13 +92,3 @@ class ElasticSampler(Sampler[int]):
         self.epoch = state_dict["epoch"]
         self.consumed = state_dict["consumed"]
         self.seed = state_dict["seed"]
-
-    def _remaining(self) -> torch.Tensor:
-        n = len(self.dataset)
-        if not self.shuffle:
-            return torch.arange(self.consumed, n)
-        return torch.randperm(n, generator=torch.Generator().manual_seed(self.seed + self.epoch))[self.consumed :]
-
-    def _count(self, rank: int, size: int) -> int:
-        remaining = len(self.dataset) - self.consumed
-        return remaining // size if self.drop_last else (remaining + size - 1 - rank) // size

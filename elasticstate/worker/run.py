@@ -316,7 +316,7 @@ class _Loop:
     def _recover(self, outcome: _Outcome) -> None:
         """Leave the generation with the live state equal to the newest commit."""
         self._page.set_place(messages.Place.REGROUP)  # no hang, however long it takes
-        if outcome is _Outcome.INTERRUPTED:
+        if outcome is _Outcome.INTERRUPTED and not self._state._is_shadow:
             here = CommitId(self._sentinel.generation, self._sentinel.ticks)
             if self._state.commits[0] != here:
                 self._state._seal(here)

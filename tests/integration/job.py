@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import elasticstate
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -140,6 +142,15 @@ class Job:
 
         event: Line = self.wait_for(f"event {name} #{count} {fields or ''}", found, timeout)
         return event
+
+    def kill(self, *slots: int) -> None:
+        """SIGKILL for the workers in these slots of localhost."""
+        seats = tuple(f"localhost:{slot}:" for slot in slots)
+        processes = psutil.Process(self.process.pid).children(recursive=True)
+        workers = [p for p in processes if p.environ().get("ELASTICSTATE_WORKER", "").startswith(seats)]
+        assert len(workers) == len(slots)
+        for process in workers:
+            process.kill()
 
     def wait_for_step(self, step: int, timeout: float = 60.0) -> None:
         self.wait_for(f"commit of step {step}", lambda: any(c["step"] >= step for c in self.log("commit")), timeout)

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from job import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = ["minimal.py", "custom_state.py", "lr_scaling.py"]
+SCRIPTS = ["minimal.py", "custom_state.py", "lr_scaling.py", "stream.py", "uneven.py"]
 
 
 def run(*command: str | Path, **environment: str) -> str:
@@ -45,6 +46,18 @@ def test_digits_reaches_its_accuracy_alone() -> None:
 def test_the_demo_survives_what_is_done_to_it() -> None:
     output = run(sys.executable, EXAMPLES / "demo.py")
     assert re.search(r"accuracy[^0-9]*0\.9[5-9]", output), output
+
+
+def test_a_stream_goes_on_where_the_commit_stands(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "stream.py"), "--pace", "0.02"]
+    with Job(tmp_path, "-np", "3", "--min-np", "2", command=command) as job:
+        job.wait_for("some lines", lambda: " lines\n" in job.output)
+        job.kill(1)
+        job.finish(0)
+        assert job.wait_for_event("worker_exited", signal=9)["rank"] == 1
+        assert len(job.events("world_formed")) > 1
+        trained, there = map(int, re.findall(r"(\d+) of (\d+) lines: loss", job.output)[-1])
+        assert there - 3 < trained <= there
 
 
 def test_the_discovery_script_prints_its_hosts_file(tmp_path: Path) -> None:

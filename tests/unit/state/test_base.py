@@ -180,3 +180,10 @@ def test_what_callbacks_made_and_a_restore_undid_is_not_sealed(member: Any, worl
     session.world = world(1, generation=3)
     state.sync()
     assert (state.n, state.commits) == (1, (CommitId(1, 1), None))
+
+
+def test_a_state_that_comes_first_in_a_join_context_is_refused() -> None:
+    state = ObjectState(step=0)
+    state._join_config = state._join_config._replace(enable=True, is_first_joinable=True)
+    with pytest.raises(UsageError, match=r"Join\(\[ddp_model, state\]\)"):
+        state.commit()

@@ -1,0 +1,65 @@
+"""The loss curve of the GPT example is that of four undisturbed workers, whatever becomes of the world."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from job import Hosts, Job
+
+GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+STEPS = 200
+TOLERANCE = 1e-4
+OPTIONS = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2", "--min-np", "2")
+
+
+def gpt(folder: Path, hosts: Hosts, *script: str) -> Job:
+    folder.mkdir()
+    command = [sys.executable, str(GPT), "--steps", str(STEPS), "--losses", str(folder / "losses"), *script]
+    return Job(folder, "-np", "4", *OPTIONS, *hosts.options, command=command)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """By step; one that was trained again counts as it was the last time."""
+    file = folder / "losses"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return {int(step): float(loss) for step, loss in map(str.split, lines)}
+
+
+def test_a_world_of_4_2_5_and_3_workers_learns_like_4_undisturbed_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = Hosts(tmp_path).set("localhost:4")
+    with gpt(tmp_path / "undisturbed", hosts) as job:
+        job.finish(0)
+        assert [event["size"] for event in job.events("world_formed")] == [4]
+    folder = tmp_path / "disturbed"
+    with gpt(folder, hosts, "--pace", "0.1") as job:
+
+        def steps_of(size: int) -> None:
+            job.wait_for_event("world_formed", size=size)
+            begin = len(losses(folder))
+            job.wait_for(f"steps of {size} workers", lambda: len(losses(folder)) >= begin + 15)
+
+        steps_of(4)
+        job.kill(2, 3)
+        job.wait_for_event("world_formed", size=2)
+        hosts.set("localhost:2")
+        steps_of(2)
+        hosts.set("localhost:5")
+        steps_of(5)
+        job.kill(0, 3)
+        job.wait_for_event("world_formed", size=3)
+        hosts.set("localhost:3")
+        job.finish(0)
+        assert [event["size"] for event in job.events("world_formed")][:4] == [4, 2, 5, 3]
+        assert sum(event["signal"] == 9 for event in job.events("worker_exited")) == 4
+    expected, found = losses(tmp_path / "undisturbed"), losses(folder)
+    assert list(expected) == list(range(1, STEPS + 1))
+    assert sorted(found) == list(expected)
+    deviation = max(abs(found[step] / expected[step] - 1) for step in expected)
+    with capsys.disabled():
+        print(f"\nlargest deviation of the loss in {STEPS} steps on 4, 2, 5 and 3 workers: {deviation:.1e}")
+    assert deviation <= TOLERANCE
+    assert expected[STEPS] < 0.7 * expected[1], "it learns"

@@ -1,0 +1,74 @@
+"""Real deaths, joins and leaves in the middle of epochs; every sample counts exactly once in each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from job import SCRIPTS, Hosts, Job
+
+SAMPLES = 301
+CHANGES = 10
+OPTIONS = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2")
+
+
+def trained_once(job: Job) -> int:
+    """Check all epochs; returns how many there were. A step that was trained again counts as it was the last time."""
+    lines = job.log("trained")
+    last = {line["step"]: 0 for line in lines}
+    for line in lines:
+        last[line["step"]] = max(last[line["step"]], line["generation"])
+    counted = [line for line in lines if line["generation"] == last[line["step"]]]
+    seen = Counter((line["epoch"], sample) for line in counted for sample in line["ids"])
+    epochs = 1 + max(line["epoch"] for line in lines)
+    wrong = [(epoch, i, seen[epoch, i]) for epoch in range(epochs) for i in range(SAMPLES) if seen[epoch, i] != 1]
+    assert not wrong, f"(epoch, sample, how often): {wrong[:20]}"
+    assert len(seen) == epochs * SAMPLES
+    return epochs
+
+
+def mid_epoch(job: Job, generation: int) -> None:
+    """The world of this generation is between two steps of an epoch."""
+
+    def found() -> bool:
+        steps = {line["step"] for line in job.log("trained") if line["generation"] == generation}
+        return len(steps) >= 5
+
+    job.wait_for(f"steps in generation {generation}", found)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ["--batch-size", "3"],
+        ["--batch-size", "4", "--num-workers", "2", "--commit-every", "3"],
+        ["--global-batch-size", "10", "--micro-batch-size", "2", "--commit-every", "2"],
+    ],
+    ids=["every_rank_3", "fetched_by_two_processes", "global_batch"],
+)
+def test_every_sample_counts_once_in_each_epoch_of_a_job_with_many_changes(tmp_path: Path, script: list[str]) -> None:
+    hosts, stop = Hosts(tmp_path).set("localhost:3"), tmp_path / "stop"
+    train = [sys.executable, str(SCRIPTS / "samples.py"), "--log", str(tmp_path / "logs"), "--samples", str(SAMPLES)]
+    train += ["--until", str(stop), *script]
+    with Job(tmp_path, "-np", "3", "--min-np", "1", *hosts.options, *OPTIONS, command=train) as job:
+        job.wait_for_event("world_formed", size=3)
+        turns = 0
+        while (generation := job.events("world_formed")[-1]["generation"]) <= CHANGES:
+            mid_epoch(job, generation)
+            if turns % 2 == 0:
+                os.kill(job.pid_of(turns % 3, generation), signal.SIGKILL)
+            else:
+                hosts.set("localhost:2")
+            job.wait_for_event("world_formed", generation=generation + 1, size=2)
+            hosts.set("localhost:3")
+            job.wait_for_event("world_formed", generation=generation + 2, size=3)
+            turns += 1
+        stop.touch()
+        job.finish(0)
+        assert sum(event["signal"] == signal.SIGKILL for event in job.events("worker_exited")) >= CHANGES // 4
+        assert len(job.events("world_formed")) > CHANGES
+        assert trained_once(job) >= 2

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+from elasticstate.errors import UsageError
+from elasticstate.state import ElasticDataLoader, TorchState
+from elasticstate.state.order import Order
+
+Trained = list[tuple[list[int], float, bool]]
+
+
+def loader_at(n: int, rank: int, size: int, **options: object) -> ElasticDataLoader:
+    return ElasticDataLoader(range(n), rank=lambda: rank, size=lambda: size, **options)
+
+
+def trained(loader: ElasticDataLoader) -> Trained:
+    return [(batch.tolist(), round(loader.weight, 6), loader.step_ends) for batch in loader]
+
+
+def test_each_rank_gets_its_batches_of_the_epoch_in_turn() -> None:
+    found = [trained(loader_at(10, rank, 2, batch_size=2, shuffle=False)) for rank in range(2)]
+    assert found[0] == [([0, 2], 1.0, True), ([4, 6], 1.0, True), ([8], 1.0, True)]
+    assert found[1] == [([1, 3], 1.0, True), ([5, 7], 1.0, True), ([9], 1.0, True)]
+
+
+def test_the_tail_is_shared_out_evenly_and_weights_make_the_mean_of_means_the_mean() -> None:
+    found = [trained(loader_at(9, rank, 2, batch_size=3, shuffle=False))[-1] for rank in range(2)]
+    assert found == [([6, 8], round(2 * 2 / 3, 6), True), ([7], round(2 / 3, 6), True)]
+
+
+def test_a_rank_without_a_sample_gets_one_that_does_not_count() -> None:
+    found = [trained(loader_at(5, rank, 4, batch_size=1, shuffle=False))[-1] for rank in range(4)]
+    assert found == [([4], 4.0, True), ([4], 0.0, True), ([4], 0.0, True), ([4], 0.0, True)]
+
+
+def test_drop_last_leaves_out_what_is_no_whole_step() -> None:
+    loader = loader_at(11, 0, 2, batch_size=2, drop_last=True)
+    assert len(loader) == 2
+    assert [len(batch) for batch, *_ in trained(loader)] == [2, 2]
+
+
+def test_a_global_batch_has_the_same_samples_whatever_the_world() -> None:
+    steps = {}
+    for size in (1, 2, 3, 5):
+        ranks = [trained(loader_at(50, rank, size, global_batch_size=16, seed=4)) for rank in range(size)]
+        steps[size] = [
+            sorted(i for batch, weight, _ in step if weight for i in batch) for step in zip(*ranks, strict=True)
+        ]
+    assert [len(step) for step in steps[1]] == [16, 16, 16, 2]
+    assert steps[1] == steps[2] == steps[3] == steps[5]
+
+
+def test_a_large_share_comes_in_micro_batches_of_one_step() -> None:
+    loader = loader_at(12, 1, 2, global_batch_size=12, micro_batch_size=4, shuffle=False)
+    assert len(loader) == 1
+    assert trained(loader) == [([1, 5, 9], 0.5, False), ([3, 7, 11], 0.5, True)]
+
+
+class Model(nn.Module):
+    """Counts the backward passes in which it would exchange gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchanges = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.exchanges = False
+        yield
+        self.exchanges = True
+
+
+def test_gradients_are_exchanged_with_the_last_micro_batch_of_a_step() -> None:
+    loader, model, seen = loader_at(6, 0, 1, global_batch_size=3, micro_batch_size=1), Model(), []
+    for _ in loader:
+        with loader.accumulate(model):
+            seen.append(model.exchanges)
+    assert seen == [False, False, True, False, False, True]
+    with loader.accumulate(nn.Linear(1, 1)):
+        assert loader.step_ends
+
+
+def test_what_was_handed_out_at_a_commit_counts_and_what_was_fetched_ahead_does_not() -> None:
+    state = TorchState(loader=loader_at(20, 0, 1, batch_size=4, num_workers=2, shuffle=False))
+    seen = []
+    for batch in state.loader:
+        seen += batch.tolist()
+        if len(seen) == 8:
+            state.commit()
+        if len(seen) == 12:
+            break
+    state.restore()
+    assert state.loader.state_dict() == {"epoch": 0, "consumed": 8, "seed": 0}
+    again = [batch.tolist() for batch in state.loader]
+    assert again == [[8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
+
+
+def test_a_sample_counts_as_trained_with_the_last_micro_batch_of_its_step() -> None:
+    loader = loader_at(8, 0, 1, global_batch_size=4, micro_batch_size=2)
+    assert [loader.consumed for _ in loader] == [0, 4, 4, 8]
+
+
+def test_the_epochs_go_on_from_the_present_one() -> None:
+    state = TorchState(loader=loader_at(4, 0, 1, batch_size=4))
+    seen: list[int] = []
+    for epoch in state.loader.epochs(3):
+        for _ in state.loader:
+            seen.append(epoch)
+            state.commit()
+    assert seen == [0, 1, 2]
+    state.restore()  # the last commit: the epoch is trained, and not over
+    assert [epoch for epoch in state.loader.epochs(4) for _ in state.loader] == [3]
+
+
+def test_an_epoch_that_is_over_must_not_be_taken_for_the_next_one() -> None:
+    loader = loader_at(4, 0, 1, batch_size=4)
+    assert len(trained(loader)) == 1
+    with pytest.raises(UsageError, match=r"epoch 0 is over.*set_epoch\(1\)"):
+        trained(loader)
+    loader.set_epoch(1)
+    assert len(trained(loader)) == 1
+
+
+def test_a_for_over_the_loader_ends_with_a_restore() -> None:
+    loader = loader_at(8, 0, 1, batch_size=4)
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict({"epoch": 0, "consumed": 0, "seed": 0})
+    with pytest.raises(UsageError, match="begin a new one"):
+        next(batches)
+    assert loader.consumed == 0
+
+
+class Noise(Dataset[int]):
+    """What augmentation does: each sample has a random part."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(1 << 30, ()))
+
+
+def test_random_numbers_of_fetching_follow_from_the_place_in_the_epoch() -> None:
+    def fetched(consumed: int) -> list[list[int]]:
+        loader = ElasticDataLoader(Noise(), 1, num_workers=1, rank=lambda: 0, size=lambda: 1)
+        loader.load_state_dict({"epoch": 0, "consumed": consumed, "seed": 0})
+        return [batch.tolist() for batch in loader]
+
+    before = torch.get_rng_state()
+    assert fetched(0) == fetched(0)
+    assert fetched(0)[0] != fetched(3)[0]
+    assert torch.equal(before, torch.get_rng_state()), "a rank's own random state belongs to its commit"
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({}, "either batch_size= or global_batch_size="),
+        ({"batch_size": 2, "global_batch_size": 2}, "either batch_size= or global_batch_size="),
+        ({"batch_size": 0}, "batch_size=0: takes at least 1"),
+        ({"global_batch_size": 8, "micro_batch_size": 0}, "micro_batch_size=0: takes at least 1"),
+        ({"batch_size": 8, "micro_batch_size": 2}, "goes with global_batch_size"),
+        ({"batch_size": 8, "sampler": []}, "sampler= is ElasticDataLoader's own"),
+        ({"batch_size": 8, "seed": -1}, r"seed=-1: takes a number from 0 to 2\*\*64 - 1"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(arguments: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        ElasticDataLoader(range(3), **arguments)
+
+
+def test_a_data_set_that_can_only_be_iterated_over_is_refused_with_the_remedy() -> None:
+    with pytest.raises(UsageError, match="StatefulDataLoader"):
+        ElasticDataLoader(Stream(), 2)  # type: ignore[arg-type]
+
+
+def test_the_order_of_a_thousand_million_samples_takes_no_time_and_no_memory() -> None:
+    n = 10**9
+    order = Order(n, shuffle=True, seed=3)
+    found = order.indices(7, n - 1000, 1000)
+    assert len(set(found.tolist())) == 1000
+    assert torch.equal(found[1::3], order.indices(7, n - 999, 333, step=3))
+    assert Order(n, shuffle=False, seed=0).indices(0, 5, 3, 2).tolist() == [5, 7, 9]
+    with pytest.raises(ValueError, match="of range"):
+        order.indices(7, n - 1000, 1001)
