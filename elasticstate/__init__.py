@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from elasticstate.state.objects import ObjectState
     from elasticstate.state.sampler import ElasticSampler
     from elasticstate.state.torch import TorchState
+    from elasticstate.worker.record import ErrorHandler, record
     from elasticstate.worker.run import run
     from elasticstate.worker.world import (
         cross_rank,
@@ -72,6 +73,7 @@ _HOMES = {
     "elasticstate.state.objects": ("ObjectState",),
     "elasticstate.state.sampler": ("ElasticSampler",),
     "elasticstate.state.torch": ("TorchState",),
+    "elasticstate.worker.record": ("ErrorHandler", "record"),
     "elasticstate.worker.run": ("run",),
     "elasticstate.worker.world": (
         "cross_rank",
@@ -95,6 +97,7 @@ __all__ = [
     "ElasticDataLoader",
     "ElasticError",
     "ElasticSampler",
+    "ErrorHandler",
     "HostsUpdatedInterrupt",
     "NotInWorldError",
     "ObjectState",
@@ -113,6 +116,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "record",
     "run",
     "size",
     "world",

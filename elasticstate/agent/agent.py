@@ -21,11 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from elasticstate import error_file
 from elasticstate.agent.account import Account
 from elasticstate.agent.claim import claim
 from elasticstate.agent.contact import Contact
 from elasticstate.agent.lease import Lease
 from elasticstate.agent.output import Terminal
+from elasticstate.agent.post_mortem import cause_of_death, count_oom_kills
 from elasticstate.agent.preemption import Preemption
 from elasticstate.agent.pulse import Pulse, stamps_interval_s
 from elasticstate.agent.room import Room
@@ -209,6 +211,7 @@ class Agent:
                 reserve_bytes=reserve_bytes,
                 notice_signals=spec.preemption.signals,
             )
+            error_file.forget(told.error_file)
             environment = environment_of_worker(launch.environment, spec.environment, told)
             process = WorkerProcess(worker, spec.command, environment, launch.directory, *pumps)
         except (OSError, CommitSpaceError) as error:
@@ -216,7 +219,7 @@ class Agent:
             self._has_ended(messages.Exited(worker, 0, 127, None, f"cannot be started: {error}"))
             return
         pulse.set_lease(self._lease.until_ns)
-        seat = self._seats[worker] = Seat(process, pulse)
+        seat = self._seats[worker] = Seat(process, pulse, told.error_file, count_oom_kills())
         self._empty.clear()
         self._driver.send(messages.Started(worker, process.pid))
         seat.watcher = asyncio.ensure_future(self._watch(seat))
@@ -234,8 +237,8 @@ class Agent:
             timer.cancel()
         del self._seats[process.worker]
         self._socket.disconnect(process.worker)
-        error = seat.error or (ending.last_words if ending.exit_code != 0 else "")
-        exited = messages.Exited(process.worker, process.pid, ending.exit_code, ending.signal, error)
+        error, time_ns = cause_of_death(ending, seat.error_file, count_oom_kills(), seat.oom_kills)
+        exited = messages.Exited(process.worker, process.pid, ending.exit_code, ending.signal, error, time_ns)
         self._has_ended(exited)
         if not self._seats:
             self._empty.set()
@@ -278,8 +281,6 @@ class Agent:
         match message:
             case messages.Hello():
                 seat.pulse.begin(now)
-            case messages.ErrorReport():
-                seat.error = seat.error or message.error
             case messages.NeedSpace(index, size):
                 self._begin(self._make_room(seat, index, size))
             case _:

@@ -16,10 +16,11 @@ class Seat:
 
     process: WorkerProcess
     pulse: Pulse
+    error_file: str  # where it says by which exception it ends
+    oom_kills: int  # that its memory cgroup had counted when it was started
     joined: int = 0  # the newest generation that it was given a world of
     words: list[messages.FromWorkerBody] = field(default_factory=list)  # since then: what a new driver has to know
     notice: messages.Notice | None = None  # that it is to leave
-    error: str = ""  # the first that it reported
     waits: int = 0  # for answers of this agent
     doubted_at: float | None = None  # since when it is known that it may hang
     watcher: asyncio.Task[None] | None = None

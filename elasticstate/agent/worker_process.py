@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -35,7 +36,7 @@ def environment_of_worker(
 ) -> dict[str, str]:
     """This process's environment, what was passed on from the driver's host, what the job gives, and what we tell."""
     # torch's own words on a peer's death are a page of C++ frames each; the worker's exception tells the same.
-    quiet = {"PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    quiet = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
     return {**quiet, **inherited_environment(), **dict(passed_on), **dict(given), **told.variables()}
 
 
@@ -109,12 +110,15 @@ class WorkerProcess:
 
 
 def open_logs(directory: str | None, worker: WorkerId) -> tuple[BinaryIO | None, BinaryIO | None]:
-    """The files of a slot, for stdout and stderr: appended to, never deleted."""
+    """The files of a slot, for stdout and stderr: appended to, never deleted. A line says where each process begins."""
     if directory is None:
         return None, None
     Path(directory).mkdir(parents=True, exist_ok=True)
     name = f"{worker.host}-{worker.slot}"
     out, err = (open(Path(directory, name + end), "ab", buffering=0) for end in (".out", ".err"))  # noqa: SIM115
+    begin = f"--- {worker} starts at {datetime.now(timezone.utc).isoformat(timespec='milliseconds')}\n".encode()
+    out.write(begin)
+    err.write(begin)
     return out, err
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elasticstate.config.environment import (
     WorkerEnvironment,
+    error_file_path,
     foreign_world_size,
     inherited_environment,
     passed_on,
@@ -19,6 +20,7 @@ __all__ = [
     "Names",
     "Options",
     "WorkerEnvironment",
+    "error_file_path",
     "foreign_world_size",
     "inherited_environment",
     "option_names",

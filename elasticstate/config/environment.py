@@ -14,6 +14,8 @@ from elasticstate.config.options import PREFIX
 from elasticstate.core.ids import WorkerId
 from elasticstate.errors import OptionError
 
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's own name for it
+
 
 def socket_variable(path: str) -> tuple[str, str]:
     """The environment variable, and its value, that all workers of one agent have."""
@@ -33,6 +35,11 @@ class WorkerEnvironment:
     reserve_bytes: int = 0  # what a commit of the job takes, as far as is known
     notice_signals: tuple[int, ...] = (signal.SIGTERM,)
 
+    @property
+    def error_file(self) -> str:
+        """Where it says by which exception it ends."""
+        return f"{self.commits}.error"
+
     def variables(self) -> dict[str, str]:
         """As environment variables; :func:`worker_environment` reads them."""
         host, slot, incarnation = self.worker
@@ -43,6 +50,7 @@ class WorkerEnvironment:
             PREFIX + "JOB_ID": self.job_id,
             PREFIX + "LOCAL_ADDRESS": self.local_address,
             PREFIX + "COMMITS": self.commits,
+            _ERROR_FILE: self.error_file,
             PREFIX + "RESERVE_BYTES": str(self.reserve_bytes),
             PREFIX + "NOTICE_SIGNALS": " ".join(map(str, map(int, self.notice_signals))),
         }
@@ -63,6 +71,11 @@ def worker_environment() -> WorkerEnvironment | None:
         return WorkerEnvironment(socket, worker, **told, reserve_bytes=reserve_bytes, notice_signals=signals)
     except (KeyError, ValueError):
         raise OptionError(f"{PREFIX}SOCKET is set, but the other variables of a worker are not") from None
+
+
+def error_file_path() -> str:
+    """Where this process says by which exception it ends; "" if nobody has asked for it."""
+    return os.environ.get(_ERROR_FILE, "")
 
 
 def inherited_environment() -> dict[str, str]:

@@ -249,7 +249,11 @@ class Options:
         False, _COMMITS, kinds.FLAG, "--verify-sync", "compare the states of all workers whenever some have been synced"
     )
     log_dir: str | None = _option(
-        None, _OUTPUT, kinds.PATH, "--log-dir", "keep each worker's output in <host>-<slot>.out and .err here, appended"
+        None,
+        _OUTPUT,
+        kinds.PATH,
+        "--log-dir",
+        "keep each worker's output in <host>-<slot>.out and .err here: appended, never deleted",
     )
     tag_output: bool = _option(True, _OUTPUT, kinds.FLAG, "--tag-output", "put [host:slot] before each line")
     events_file: str | None = _option(

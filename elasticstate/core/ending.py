@@ -38,6 +38,21 @@ def fail_job(d: Draft, reason: str, first: t.RootCause | None = None) -> None:
         become_over(d, False, replace(first, reason=f"{reason}; first failure: {first.reason}"))
 
 
+def earlier(known: t.RootCause | None, found: t.RootCause) -> t.RootCause:
+    """Which of two failures was the first: by the clocks of their hosts, or the one that was heard of first."""
+    return found if known is None or 0 < found.time_ns < known.time_ns else known
+
+
+def first_cause(found: list[Failure]) -> Failure:
+    """A death explains what others report; of several deaths the first."""
+    deaths = [failure for failure in found if failure.kind in ("own", "lost")]
+    first = deaths[0] if deaths else found[0]
+    for failure in deaths:
+        if earlier(first.cause, failure.cause) is failure.cause:
+            first = failure
+    return first
+
+
 def end_at(d: Draft, tick: int, cause: str) -> None:
     """Running -> Forming, planned: at the end of ``tick`` all save and leave."""
     generation = d.generation
@@ -63,8 +78,8 @@ def end_now(d: Draft, failure: Failure) -> None:
 def refine(d: Draft, phase: Forming, found: list[Failure]) -> None:
     """A death explains what others had only reported."""
     if phase.failure is not None and phase.failure.kind == "reported":
-        death = next((failure for failure in found if failure.kind in ("own", "lost")), None)
-        if death is not None:
+        death = first_cause(found)
+        if death.kind in ("own", "lost"):
             if d.ledger.outage == phase.failure.cause:
                 d.account(outage=death.cause)
             d.phase = replace(phase, failure=death)

@@ -13,6 +13,7 @@ from signal import Signals
 from elasticstate.core import memory, reach
 from elasticstate.core import types as t
 from elasticstate.core.budget import host_is_lost, rest, slot_failed
+from elasticstate.core.ending import earlier
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
 
 EXIT_0 = "exited with 0 without returning from train"
@@ -143,7 +144,8 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
         return
     how = _how(event)
     error = event.error or worker.suspect_error
-    cause = d.root_cause(worker, f"{worker.id} {how}", error, exit_code=event.exit_code, signal=event.signal)
+    cause = d.root_cause(worker, f"{worker.id} {how}", error)
+    cause = replace(cause, exit_code=event.exit_code, signal=event.signal, time_ns=event.time_ns)
     is_member = d.breaks(worker) and not worker.gone
     benign = worker.gone == "stopped"
     if d.breaks(worker):
@@ -179,7 +181,9 @@ def _member_ended(d: Draft, worker: Worker, cause: t.RootCause) -> None:
     """A member of the newest world has ended by itself."""
     own_error = worker.ready is None and bool(cause.exit_code) and cause.signal is None
     if own_error:
-        d.account(own_errors=d.ledger.own_errors + 1, own_error=d.ledger.own_error or cause)
+        d.account(own_errors=d.ledger.own_errors + 1, own_error=earlier(d.ledger.own_error, cause))
+    if d.ledger.outage is not None:
+        d.account(outage=earlier(d.ledger.outage, cause))
     d.broken.append(Failure(cause, "own", own_error))
 
 

@@ -354,9 +354,9 @@ class Draft:
     def ready_workers(self) -> Iterator[Worker]:
         return (w for w in self.workers.values() if w.ready is not None and not w.gone)
 
-    def root_cause(self, worker: Worker, reason: str, error: str = "", **values: int | None) -> RootCause:
+    def root_cause(self, worker: Worker, reason: str, error: str = "") -> RootCause:
         """``reason`` of ``worker``, with all that is known of it."""
-        return RootCause(reason, worker.id, worker.rank, worker.joined, error=error, **values)
+        return RootCause(reason, worker.id, worker.rank, worker.joined, error=error)
 
     def breaks(self, worker: Worker) -> bool:
         """Whether the end of this worker concerns the present generation."""

@@ -15,6 +15,7 @@ from elasticstate.core.ending import (
     drain_is_over,
     end_now,
     fail_job,
+    first_cause,
     is_live,
     refine,
     settle,
@@ -65,7 +66,7 @@ def decide(d: Draft) -> None:
 def running(d: Draft, phase: Running) -> None:
     members = members_of(d)
     if d.broken:
-        end_now(d, d.broken[0])
+        end_now(d, first_cause(d.broken))
     elif members and all(member.in_gate for member in members):
         become_finishing(d)
     elif not drain_is_over(d, members) and not _gate_is_over(d, phase, members) and not verdict(d, members):
@@ -138,7 +139,7 @@ def forming(d: Draft, phase: Forming) -> None:
     members = members_of(d)
     if d.broken:
         if is_live(d) and any(member.ready is None for member in members):
-            end_now(d, d.broken[0])
+            end_now(d, first_cause(d.broken))
         else:
             refine(d, phase, d.broken)
     elif is_live(d) and members and all(member.in_gate for member in members):

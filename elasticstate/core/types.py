@@ -106,7 +106,8 @@ class WorkerExited:
     worker: WorkerId
     exit_code: int | None
     signal: int | None
-    error: str = ""  # the traceback that the worker reported, or the end of its stderr
+    error: str = ""  # the traceback that the worker wrote down, or the end of its stderr
+    time_ns: int = 0  # unix, by its host: when its exception came out, or its end was seen; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +327,7 @@ class RootCause:
     exit_code: int | None = None
     signal: int | None = None
     error: str = ""  # traceback or the end of stderr
+    time_ns: int = 0  # unix, by the clock of the worker's host; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -288,9 +288,9 @@ class Driver:
                 self._post_soon([_heartbeat(worker, stamp) for worker, stamp in stamps])
             case messages.Started(worker, pid):
                 self._pids[str(worker)] = pid
-            case messages.Exited(worker, pid, exit_code, number, error):
+            case messages.Exited(worker, pid, exit_code, number, error, time_ns):
                 self._pids[str(worker)] = pid
-                self._post(t.WorkerExited(worker, exit_code, number, error))
+                self._post(t.WorkerExited(worker, exit_code, number, error, time_ns))
             case messages.Unresponsive(worker, reason):
                 self._post(t.WorkerUnresponsive(worker, reason))
             case messages.AgentNotice(reason):

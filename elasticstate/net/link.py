@@ -21,13 +21,12 @@ from elasticstate.net import codec, messages, orders
 
 MAX_DATAGRAM_BYTES = 128 * 1024  # well below the kernel's default for a socket's send buffer
 _CUT = "\n... cut ...\n"
-_Error = messages.Failure | messages.ErrorReport
 
 
 def encode_from_worker(message: messages.FromWorkerBody) -> bytes:
     """The message as a worker's socket carries it; a traceback that is too long for that is cut in its middle."""
     data = codec.encode(message)
-    if len(data) > MAX_DATAGRAM_BYTES and isinstance(message, _Error):
+    if len(data) > MAX_DATAGRAM_BYTES and isinstance(message, messages.Failure):
         half = MAX_DATAGRAM_BYTES // 10  # characters, of up to four bytes each
         error = message.error[:half] + _CUT + message.error[-half:]
         data = codec.encode(msgspec.structs.replace(message, error=error))

@@ -118,13 +118,6 @@ class Committed(_Message, frozen=True):
     commit: CommitId
 
 
-class ErrorReport(_Message, frozen=True):
-    """The worker's own exception, before it propagates: the traceback and when it was raised (unix nanoseconds)."""
-
-    error: str
-    time_ns: int
-
-
 class Notice(_Message, frozen=True):
     """The worker has had this signal, one of ``--preemption-signals``: it drains."""
 
@@ -134,18 +127,7 @@ class Notice(_Message, frozen=True):
 LASTING = Ready | Failure | Gate
 """What stays true of a worker until it is given another world."""
 FromWorkerBody = (
-    Hello
-    | Ready
-    | HoldAnswer
-    | Failure
-    | Gate
-    | First
-    | Synced
-    | CommitSize
-    | NeedSpace
-    | Committed
-    | ErrorReport
-    | Notice
+    Hello | Ready | HoldAnswer | Failure | Gate | First | Synced | CommitSize | NeedSpace | Committed | Notice
 )
 
 
@@ -240,6 +222,7 @@ class Exited(_Message, frozen=True):
     exit_code: int | None
     signal: int | None
     error: str
+    time_ns: int = 0  # unix, by the clock of its host: when its exception came out, or its end was seen
 
 
 class Unresponsive(_Message, frozen=True):

@@ -36,6 +36,7 @@ from elasticstate.net import messages
 from elasticstate.net.link import WorkerLink
 from elasticstate.state.base import State
 from elasticstate.worker import world
+from elasticstate.worker.record import ErrorHandler, handle
 from elasticstate.worker.regroup import Regrouper, chain, let_go
 from elasticstate.worker.sentinel import Sentinel
 from elasticstate.worker.space import AgentSpace
@@ -52,11 +53,17 @@ def run(function: Callable[P, R], /) -> Callable[P, R]: ...
 
 
 @overload
-def run(*, warmup: Callable[[], object]) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def run(
+    *, warmup: Callable[[], object] | None = None, error_handler: ErrorHandler | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def run(
-    function: Callable[P, R] | None = None, /, *, warmup: Callable[[], object] | None = None
+    function: Callable[P, R] | None = None,
+    /,
+    *,
+    warmup: Callable[[], object] | None = None,
+    error_handler: ErrorHandler | None = None,
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
     """Make ``function(state, ...)`` elastic: it is called again, in this process, with each new world.
 
@@ -67,18 +74,21 @@ def run(
     ``warmup`` is called once, before the worker says that it is ready (compile, allocate, import), so that a newcomer
     is warm when the others stop for it.
 
+    An exception that ends the worker is written down for its agent: by ``error_handler``, if one is given.
+
     Under plain ``python train.py`` the function runs in a world of one.
 
     Raises:
         UsageError: a second decorated call in one process, or a process group that was made outside.
         Whatever ``function`` raises on its own account.
     """
+    handler = error_handler or ErrorHandler()
     if function is None:
-        return functools.partial(_decorate, warmup=warmup)
-    return _decorate(function, warmup=None)
+        return functools.partial(_decorate, warmup=warmup, handler=handler)
+    return _decorate(function, warmup, handler)
 
 
-def _decorate(function: Callable[P, R], warmup: Callable[[], object] | None) -> Callable[P, R]:
+def _decorate(function: Callable[P, R], warmup: Callable[[], object] | None, handler: ErrorHandler) -> Callable[P, R]:
     @functools.wraps(function)
     def elastic(*args: P.args, **kwargs: P.kwargs) -> R:
         if not args or not isinstance(args[0], State):
@@ -91,7 +101,7 @@ def _decorate(function: Callable[P, R], warmup: Callable[[], object] | None) -> 
         call = functools.partial(function, *args, **kwargs)
         if environment is None:
             return _run_alone(args[0], call, warmup)
-        return cast(R, _Loop(args[0], call, environment).run(warmup))
+        return cast(R, _Loop(args[0], call, environment, handler).run(warmup))
 
     return elastic
 
@@ -228,7 +238,9 @@ class _Session:
 class _Loop:
     """The elastic loop of one worker."""
 
-    def __init__(self, state: State, call: Callable[[], Any], environment: WorkerEnvironment) -> None:
+    def __init__(
+        self, state: State, call: Callable[[], Any], environment: WorkerEnvironment, handler: ErrorHandler
+    ) -> None:
         global _sentinel
         link = WorkerLink(environment.socket)
         link.connect()
@@ -244,8 +256,25 @@ class _Loop:
         self._regrouper = Regrouper(environment, self._sentinel)
         self._worlds = 0  # entered so far
         self._result: Any = None
+        self._handler = handler
+        self._raised_ns = 0  # when the last exception came out of the user's function
+        self._is_recorded = False
 
     def run(self, warmup: Callable[[], object] | None) -> Any:
+        """The result of the user's function, from the last world. Raises the worker's own exception, recorded."""
+        try:
+            return self._run(warmup)
+        except Exception as error:
+            if not self._is_recorded:
+                self._raised_ns = time.time_ns()
+                self._record(error)
+            raise
+
+    def _record(self, error: BaseException) -> None:
+        handle(self._handler, error, self._raised_ns, self._sentinel.ticks)
+        self._is_recorded = True
+
+    def _run(self, warmup: Callable[[], object] | None) -> Any:
         # The agent asks for it when this worker does not respond: works without the GIL.
         faulthandler.register(messages.STACKS_SIGNAL, file=2, all_threads=True)
         self._sentinel.start(self._environment.notice_signals)
@@ -287,10 +316,11 @@ class _Loop:
             self._regrouper.leave()
             raise
         except BaseException as error:
+            self._raised_ns = time.time_ns()
             self._page.progress()  # whoever comes as far as this does not hang
             outcome = self._judge(error)
             if outcome is None:
-                self._sentinel.say(messages.ErrorReport(_text(error), time.time_ns()))
+                self._record(error)
                 self._regrouper.leave()
                 raise
             let_go(error)

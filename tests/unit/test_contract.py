@@ -14,7 +14,7 @@ from elasticstate import config, errors
 
 DESIGN = (Path(__file__).parents[2] / "DESIGN.md").read_text(encoding="utf-8")
 
-LATER_NAMES = {"launch", "WorkerFailedError", "record", "ErrorHandler", "horovod"}
+LATER_NAMES = {"launch", "WorkerFailedError", "horovod"}
 LATER_OPTIONS = {
     "--backend nccl",
     "--check",

@@ -21,6 +21,7 @@ PARTS = {
     "commits",
     "core",
     "driver",
+    "error_file",
     "errors",
     "kinds",
     "machine",
@@ -33,6 +34,7 @@ PARTS = {
 # What a part may import of ours besides itself; the command line may import everything.
 ALLOWED = {
     "core": set[str](),
+    "error_file": set[str](),
     "errors": set[str](),
     "machine": set[str](),
     "processes": set[str](),

@@ -91,7 +91,7 @@ def parse_event(words: list[str]) -> t.Event:
             return t.WorkerReady(worker, generation, commit, None, store, ticks, paused_s)
         case "exit":
             code, signal = (int(given[key]) if key in given else None for key in ("code", "signal"))
-            return t.WorkerExited(worker, code, signal, given.get("error", ""))
+            return t.WorkerExited(worker, code, signal, given.get("error", ""), int(given.get("at", "0")))
         case "unresponsive":
             return t.WorkerUnresponsive(worker, "no stamp for 10 s")
         case "leaving":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -54,17 +55,30 @@ def run(
     return asyncio.run(scenario())
 
 
+def logged(log: Path) -> list[str]:
+    """What each process of the slot has printed."""
+    begin, *printed = re.split(rf"^--- {W} starts at [0-9T:.+-]{{29}}\n", log.read_text(), flags=re.MULTILINE)
+    assert begin == ""
+    return printed
+
+
+def test_a_slots_log_goes_on_with_the_next_process(tmp_path: Path) -> None:
+    for word in ("first", "second"):
+        run(tmp_path, ["echo", word])
+    assert logged(tmp_path / "h-1.out") == ["first\n", "second\n"]
+
+
 def test_output_of_a_command_is_complete_when_it_has_ended(tmp_path: Path) -> None:
     script = "import sys; print('x' * 300000); sys.stderr.write('oops'); sys.exit(3)"
     assert run(tmp_path, [sys.executable, "-c", script]) == Ending(3, None, "oops")
-    assert (tmp_path / "h-1.out").read_bytes() == b"x" * 300000 + b"\n"
-    assert (tmp_path / "h-1.err").read_bytes() == b"oops"
+    assert logged(tmp_path / "h-1.out") == ["x" * 300000 + "\n"]
+    assert logged(tmp_path / "h-1.err") == ["oops"]
 
 
 def test_the_command_finds_its_directory_and_no_stdin_and_leads_its_session(tmp_path: Path) -> None:
     script = "import os, sys; print(os.getcwd(), sys.stdin.read() == '', os.getsid(0) == os.getpid())"
     assert run(tmp_path, [sys.executable, "-c", script]) == Ending(0, None, "")
-    assert (tmp_path / "h-1.out").read_text() == f"{tmp_path} True True\n"
+    assert logged(tmp_path / "h-1.out") == [f"{tmp_path} True True\n"]
 
 
 def test_a_signal_is_told_by_its_number(tmp_path: Path) -> None:
@@ -99,7 +113,7 @@ def test_what_a_command_leaves_in_its_session_ends_with_it(tmp_path: Path) -> No
         seen.touch()
 
     assert run(tmp_path, [sys.executable, "-c", script], see_them) == Ending(0, None, "")
-    assert (tmp_path / "h-1.out").read_text() == "all up\n"
+    assert logged(tmp_path / "h-1.out") == ["all up\n"]
 
 
 def test_a_process_that_fled_the_session_with_the_pipe_delays_the_end_only_for_a_while(tmp_path: Path) -> None:

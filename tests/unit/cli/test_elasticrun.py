@@ -121,7 +121,7 @@ def test_output_is_tagged_and_kept_apart(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
         f"localhost-{slot}.{end}" for slot in (0, 1) for end in ("err", "out")
     ]
-    assert (tmp_path / "logs" / "localhost-1.out").read_text() == "one\ntwo\n"
+    assert (tmp_path / "logs" / "localhost-1.out").read_text().splitlines()[1:] == ["one", "two"]
     assert [event["status"] for event in job.events("job_finished")] == ["succeeded"]
     pids = [event["pid"] for event in job.events("worker_exited")]
     assert len(set(pids)) == 2
@@ -351,15 +351,17 @@ def test_a_worker_that_hangs_is_killed(tmp_path: Path) -> None:
     assert [event["reason"] for event in job.events("worker_unresponsive")] == ["no tick for --hang-timeout of 1 s"]
 
 
-def test_the_error_that_a_worker_reports_is_the_root_cause(tmp_path: Path) -> None:
+def test_the_error_that_a_worker_writes_down_is_the_root_cause(tmp_path: Path) -> None:
     script = SPEAK + (
-        "link.send(messages.ErrorReport('the first error', 1)); link.send(messages.ErrorReport('a later one', 2))\n"
+        "import elasticstate\n"
+        "for text in ('the first error', 'a later one'):\n"
+        "    elasticstate.ErrorHandler().record_exception(ValueError(text), 1)\n"
         "sys.stderr.write('noise'); os._exit(5)"
     )
     with running(tmp_path, "-np", "1", "--max-no-progress", "1", sys.executable, "-c", script) as job:
         status, _, stderr = job.end()
     assert status == 1
-    assert stderr.splitlines()[-1] == "elasticrun:   the first error"
+    assert stderr.splitlines()[-1] == "elasticrun:   ValueError: the first error"
 
 
 def test_a_worker_that_speaks_is_asked_to_leave_and_not_sent_sigterm(tmp_path: Path) -> None:

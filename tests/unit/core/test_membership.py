@@ -346,6 +346,22 @@ def test_after_the_end_nothing_has_an_effect() -> None:
     assert step(m, t.HostsDiscovered((t.HostSlots("a", 1),)), 601.0).next is m
 
 
+def test_the_first_of_several_errors_is_the_one_that_came_first_and_not_the_one_that_was_heard_first() -> None:
+    script = RUNNING + "2.0 suspect a:0#1 in=1 + suspect a:1#1 in=1 + suspect a:2#1 in=1\n9.0 time\n"
+    ends = "9.1 exit a:0#1 code=1 at=30\n9.2 exit a:1#1 code=1 at=20\n9.3 exit a:2#1 code=1"
+    _, effects = drive(script + ends, min_np=1, failure_grace_s=1.0)
+    cause = ended(effects).root_cause
+    assert cause is not None
+    assert (cause.worker, cause.time_ns) == (t.WorkerId("a", 1, 1), 20)
+
+
+def test_a_death_that_is_heard_with_what_others_report_is_the_cause() -> None:
+    _, effects = drive(RUNNING + "2.0 failure a:0#1 in=1 + exit a:1#1 signal=9 at=30 + exit a:2#1 signal=11 at=20")
+    end = only(effects, t.End)
+    assert isinstance(end, t.End)
+    assert end.cause == "a:2#1 was killed by SIGSEGV"
+
+
 def test_what_others_find_broken_by_a_member_with_an_own_error_has_that_error_as_its_cause() -> None:
     script = RUNNING + "2.0 suspect a:0#1 in=1 error=mine\n4.0 beat a:1#1 in=1 ticks=1 + beat a:2#1 in=1 ticks=1"
     m, effects = drive(script)

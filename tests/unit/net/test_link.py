@@ -167,10 +167,10 @@ def test_the_last_words_of_a_dead_worker_are_read(tmp_path: Path) -> None:
     async def scenario(agent: Agent) -> None:
         link = link_to(agent)
         link.send(HELLO)
-        link.send(messages.ErrorReport("boom", 1))
+        link.send(messages.Gate(1))
         link.close()
         agent.socket.drain(W)  # without a turn of the loop: not even its connection was seen before
-        assert agent.received == [(W, HELLO), (W, messages.ErrorReport("boom", 1))]
+        assert agent.received == [(W, HELLO), (W, messages.Gate(1))]
 
     with_agent(tmp_path, scenario)
 
@@ -179,10 +179,10 @@ def test_a_traceback_that_is_too_long_is_cut_in_its_middle(tmp_path: Path) -> No
     async def scenario(agent: Agent) -> None:
         link = link_to(agent)
         link.send(HELLO)
-        link.send(messages.ErrorReport("begin" + "é" * MAX_DATAGRAM_BYTES + "end", 1))
+        link.send(messages.Failure(1, False, "begin" + "é" * MAX_DATAGRAM_BYTES + "end"))
         await agent.until(lambda: len(agent.received) == 2)
         report = agent.received[1][1]
-        assert isinstance(report, messages.ErrorReport)
+        assert isinstance(report, messages.Failure)
         assert report.error.startswith("begin")
         assert report.error.endswith("end")
         assert "... cut ..." in report.error
