@@ -11,11 +11,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # "make test &" in a script: jobs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The same tests on the same code: examples follow from the code alone.
+hypothesis.settings.register_profile("elasticstate", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("elasticstate")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -66,4 +66,5 @@ def test_a_damaged_message_is_refused_or_is_another_valid_one(said: tuple[object
             found = decode(damaged)
         except msgspec.DecodeError:
             continue
-        assert decode(codec.encode(found)) == found
+        again = codec.encode(found)  # bytes, as a number may have become NaN, which equals nothing
+        assert codec.encode(decode(again)) == again
