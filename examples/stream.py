@@ -1,5 +1,6 @@
 """A data set that can only be iterated over: torchdata's StatefulDataLoader is a value of the state.
 
+    pip install torchdata
     elasticrun -np 2 --min-np 1 python examples/stream.py
 
 The position of the data set is that of the whole world: each rank takes one line of the next ``size()`` ones. So it is
