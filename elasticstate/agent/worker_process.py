@@ -35,9 +35,10 @@ def environment_of_worker(
     passed_on: Iterable[tuple[str, str]], given: Iterable[tuple[str, str]], told: WorkerEnvironment
 ) -> dict[str, str]:
     """This process's environment, what was passed on from the driver's host, what the job gives, and what we tell."""
-    # torch's own words on a peer's death are a page of C++ frames each; the worker's exception tells the same.
-    quiet = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    return {**quiet, **inherited_environment(), **dict(passed_on), **dict(given), **told.variables()}
+    # The stack of a segmentation fault tells its cause. torch's own words on a peer's death are a page of C++ frames
+    # each; the worker's exception tells the same.
+    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    return {**defaults, **inherited_environment(), **dict(passed_on), **dict(given), **told.variables()}
 
 
 class WorkerProcess:

@@ -99,7 +99,6 @@ class Job:
                 break
             self._act()
         assert self.end is not None, f"the job does not end: {self.m.phase_name}"
-        self.judge.end(self.end)
 
     def _act(self) -> None:
         """One thing happens: a main thread goes on, a message arrives, a death is seen, or nothing but time passes."""
@@ -297,6 +296,7 @@ class Job:
                     self.restart.accounts.ends.update(told)
             case t.EndJob():
                 self.end = effect
+                self.judge.end(effect)
 
     def _send(self, worker: t.WorkerId, message: t.Effect) -> None:
         if worker in self.workers and self._reaches(worker.host):
