@@ -48,8 +48,9 @@ async def ask(
             raise TimeoutError(f"it took longer than {timeout_s:g} s")
         stdout, stderr, exit_code = talking.result()
     finally:
+        _kill_group(process.pid)  # at once: another cancellation may come at the next await
         talking.cancel()
-        await asyncio.gather(talking, _end(process), return_exceptions=True)
+        await asyncio.gather(talking, process.wait(), return_exceptions=True)
     return Answer(exit_code, stdout, stderr)
 
 
@@ -65,15 +66,16 @@ async def _start(words: list[str], environment: Mapping[str, str] | None, direct
     except asyncio.CancelledError:
         await asyncio.wait({starting})
         if starting.exception() is None:
-            await _end(starting.result())
+            process = starting.result()
+            _kill_group(process.pid)
+            await process.wait()
         raise
     return starting.result()
 
 
-async def _end(process: Process) -> None:
+def _kill_group(leader: int) -> None:
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+        os.killpg(leader, signal.SIGKILL)
 
 
 async def _read(stream: asyncio.StreamReader) -> str:

@@ -111,7 +111,7 @@ class Agent:
             None, remove_leftovers, self._spec.commit_dir, str(runtime_directory())
         )  # takes a while
         status = await self._serve()
-        self._preemption.end()
+        await self._preemption.close()
         self._socket.close()
         self._room.close()
         self._commits.remove()

@@ -47,10 +47,11 @@ class Preemption:
         if self._has_begun and self._reason:
             self._send(messages.AgentNotice(self._reason))
 
-    def end(self) -> None:
-        """Nobody is asked any more."""
+    async def close(self) -> None:
+        """Nobody is asked any more, and who was being asked has ended."""
         if self._asking is not None:
             self._asking.cancel()
+            await asyncio.wait({self._asking})
 
     def _listen(self, signals: Iterable[int]) -> None:
         for number in signals:
@@ -59,7 +60,8 @@ class Preemption:
     def _take(self, reason: str) -> None:
         if not self._reason:
             self._reason = reason
-            self.end()
+            if self._asking is not None:
+                self._asking.cancel()
             self.tell()
 
     async def _ask(
@@ -74,7 +76,6 @@ class Preemption:
                 fault = f"cannot be run: {error}"
             else:
                 if answer.exit_code == _NOTICE:
-                    self._asking = None
                     self._take(_first_line(answer.stdout) or f"{command} exited with 0")
                     return
                 fault = "" if answer.exit_code == _NO_NOTICE else _how(answer)
