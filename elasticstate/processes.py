@@ -8,7 +8,7 @@ import resource
 import shlex
 import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -40,18 +40,19 @@ async def ask(
     process = await _start(words, environment, directory)
     assert process.stdout is not None
     assert process.stderr is not None
-    talking = asyncio.gather(_read(process.stdout), _read(process.stderr), process.wait())
+    stdout = asyncio.ensure_future(_read(process.stdout))
+    stderr = asyncio.ensure_future(_read(process.stderr))
+    ending = asyncio.ensure_future(process.wait())
     # Not asyncio.wait_for: until Python 3.12 it loses a cancellation that comes as the command ends.
     try:
-        await asyncio.wait({talking}, timeout=timeout_s)
-        if not talking.done():
+        _, late = await asyncio.wait({stdout, stderr, ending}, timeout=timeout_s)
+        if late:
             raise TimeoutError(f"it took longer than {timeout_s:g} s")
-        stdout, stderr, exit_code = talking.result()
+        return Answer(ending.result(), stdout.result(), stderr.result())
     finally:
-        _kill_group(process.pid)  # at once: another cancellation may come at the next await
-        talking.cancel()
-        await asyncio.gather(talking, process.wait(), return_exceptions=True)
-    return Answer(exit_code, stdout, stderr)
+        for part in (stdout, stderr, ending):
+            part.cancel()
+        await _end(process)
 
 
 async def _start(words: list[str], environment: Mapping[str, str] | None, directory: str | None) -> Process:
@@ -62,20 +63,30 @@ async def _start(words: list[str], environment: Mapping[str, str] | None, direct
         )
     )
     try:
-        await asyncio.wait({starting})
+        await _insist(lambda: asyncio.wait({starting}), starting.done)
     except asyncio.CancelledError:
-        await asyncio.wait({starting})
-        if starting.exception() is None:
-            process = starting.result()
-            _kill_group(process.pid)
-            await process.wait()
+        if not starting.cancelled() and starting.exception() is None:
+            await _end(starting.result())
         raise
     return starting.result()
 
 
-def _kill_group(leader: int) -> None:
+async def _end(process: Process) -> None:
     with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
+    await _insist(process.wait, lambda: process.returncode is not None)
+
+
+async def _insist(wait: Callable[[], Awaitable[object]], done: Callable[[], bool]) -> None:
+    """Wait in spite of cancellations, which are obeyed afterwards: at the end of an event loop there may be two."""
+    cancellation = None
+    while not done():
+        try:
+            await wait()
+        except asyncio.CancelledError as error:  # noqa: PERF203
+            cancellation = error
+    if cancellation is not None:
+        raise cancellation
 
 
 async def _read(stream: asyncio.StreamReader) -> str:
