@@ -71,7 +71,8 @@ def make_world(d: Draft, chosen: Sequence[Worker]) -> t.World:
     lacking = [rank for rank, commit in enumerate(commits) if rank != root and (commit != best or commit == NOTHING)]
     first = d.workers[placements[0].worker].ready
     assert first is not None
-    return t.World(d.generation + 1, placements, root, tuple(lacking), first.store)
+    fresh = not any(worker.joined for worker in chosen)
+    return t.World(d.generation + 1, placements, root, tuple(lacking), first.store, fresh)
 
 
 def enter(d: Draft, world: t.World) -> None:

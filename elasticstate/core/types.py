@@ -37,6 +37,7 @@ class World:
     root: int  # rank of the oldest worker among those that hold the newest commit
     lacking: tuple[int, ...]  # ranks that need the root's state, ascending
     store: str  # "address:port" of the TCPStore server of rank 0
+    fresh: bool = False  # all members are new processes: none has been in a world before
 
     @property
     def size(self) -> int:

@@ -72,6 +72,7 @@ def world_messages(job: str, world: t.World, options: Options) -> Iterator[tuple
                             collective_timeout_s=options.collective_timeout_s,
                             regroup_timeout_s=options.regroup_timeout_s,
                             verify_sync=options.verify_sync,
+                            fresh=world.fresh,
                         ),
                     )
                     for placement in members

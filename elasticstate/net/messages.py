@@ -147,6 +147,7 @@ class WorldMessage(_Message, frozen=True):
     collective_timeout_s: float
     regroup_timeout_s: float
     verify_sync: bool = False
+    fresh: bool = False
 
 
 class HoldOrder(_Message, frozen=True):

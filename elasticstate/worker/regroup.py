@@ -104,6 +104,7 @@ def _view(message: messages.WorldMessage) -> world.WorldView:
         host,
         int(port),
         message.verify_sync,
+        message.fresh,
     )
 
 

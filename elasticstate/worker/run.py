@@ -25,26 +25,30 @@ from enum import Enum, auto
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from elasticstate._native import ControlPage
 from elasticstate.commits import control_file, owner_of
-from elasticstate.config import WorkerEnvironment, foreign_world_size, worker_environment
+from elasticstate.config import WorkerEnvironment, worker_environment
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateError, UsageError
 from elasticstate.net import messages
 from elasticstate.net.link import WorkerLink
 from elasticstate.state.base import State
+from elasticstate.state.snapshot import Snapshot
 from elasticstate.worker import world
+from elasticstate.worker.alone import Alone
+from elasticstate.worker.own_groups import OwnProcessGroups
 from elasticstate.worker.record import ErrorHandler, handle
 from elasticstate.worker.regroup import Regrouper, chain, let_go
 from elasticstate.worker.sentinel import Sentinel
+from elasticstate.worker.session import WorkerSession
 from elasticstate.worker.space import AgentSpace
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _used = False
+_ahead: Alone | _Loop | None = None  # what ``join`` has brought into a world
 _sentinel: Sentinel | None = None  # of this process, to its end: a worker whose run is over still beats
 
 
@@ -97,11 +101,8 @@ def _decorate(function: Callable[P, R], warmup: Callable[[], object] | None, han
                 f"for example elasticstate.TorchState(model=model, optimizer=optimizer)"
             )
         _use_once(function.__name__)
-        environment = worker_environment()
-        call = functools.partial(function, *args, **kwargs)
-        if environment is None:
-            return _run_alone(args[0], call, warmup)
-        return cast(R, _Loop(args[0], call, environment, handler).run(warmup))
+        process = _ahead or _new_process()
+        return cast(R, process.run(args[0], functools.partial(function, *args, **kwargs), warmup, handler))
 
     return elastic
 
@@ -114,51 +115,53 @@ def _use_once(name: str) -> None:
             f"function and keep the phase in the state"
         )
     _used = True
-    if dist.is_initialized():
+    if _ahead is None and dist.is_initialized():
         raise UsageError(
             f"{name}(): a process group exists already; elasticstate makes and remakes it: remove your own "
             f"init_process_group()"
         )
 
 
-def _refuse_second_group(*args: object, **kwargs: object) -> None:
-    raise UsageError(
-        "init_process_group() inside a function decorated with @elasticstate.run: the default process group is there "
-        "already and changes with the world; use it, or torch.distributed.new_group()"
-    )
+def join(collectives: bool = False) -> None:
+    """Be in a world from now on, before there is a state: what ``run`` does else, which then goes on in this world.
 
+    For scripts that ask for rank and size at their top, as Horovod's do. A newcomer that has joined is waited for by
+    all others until it is in ``run``: what takes long is better done before. Without effect the second time, and after
+    the start of ``run``.
 
-class _OwnProcessGroups:
-    """While it lasts, user code cannot make a default process group of its own."""
+    ``collectives``: the caller is about to call some, for which the others have to be before ``run``, too: they are if
+    all are new. A newcomer's would meet those of the training: UsageError.
 
-    def __enter__(self) -> None:
-        self._init = dist.init_process_group
-        dist.init_process_group = _refuse_second_group
-
-    def __exit__(self, *_: object) -> None:
-        dist.init_process_group = self._init
-
-
-def _run_alone(state: State, call: Callable[[], R], warmup: Callable[[], object] | None) -> R:
-    """A world of one, without a driver: commits in ordinary memory, nobody to wait for."""
-    others = foreign_world_size()
-    if others > 1:
+    Raises what ``run`` raises when the world fails, which ends this process: another one is started in its place.
+    """
+    global _ahead
+    if _ahead is None and not _used:
+        if dist.is_initialized():
+            raise UsageError("a process group exists already: elasticstate makes and remakes it; remove your own")
+        ahead = _new_process()
+        ahead.join()
+        _ahead = ahead
+    if collectives and not _used and not world.world().fresh:
         raise UsageError(
-            f"WORLD_SIZE is {others}, but this process was not started by elasticrun: start it with "
-            f"'elasticrun -np {others} python ...' instead of another launcher"
+            "a collective before the function decorated with run: the others are in theirs, and this newcomer would "
+            "take part in their training; leave it out (run brings the state of the others), or call it in there"
         )
-    if warmup is not None:
-        warmup()
-    excepthook = sys.excepthook
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    sys.excepthook = excepthook
-    world.enter(world.alone())
-    try:
-        with _OwnProcessGroups():
-            state.sync()
-            return call()
-    finally:
-        dist.destroy_process_group()
+
+
+def leave() -> None:
+    """For a script that has joined a world and does not use ``run``: wait for the others, and be done.
+
+    Raises CollectiveError if the world fails before all are there.
+    """
+    global _used
+    if _ahead is not None and not _used:
+        _used = True
+        _ahead.leave()
+
+
+def _new_process() -> Alone | _Loop:
+    environment = worker_environment()
+    return Alone() if environment is None else _Loop(environment)
 
 
 class _Outcome(Enum):
@@ -169,99 +172,50 @@ class _Outcome(Enum):
     FAILED = auto()  # back to the last commit
 
 
-class _Session:
-    """What the state sees of the present generation (see state.base.Session)."""
-
-    def __init__(self, sentinel: Sentinel, page: ControlPage, state: State, worker_key: str) -> None:
-        self._sentinel = sentinel
-        self._page = page
-        self._state = state
-        self._told_bytes = 0
-        self.worker_key = worker_key
-        self.view: world.WorldView = world.alone()
-
-    @property
-    def generation(self) -> int:
-        return self.view.generation
-
-    @property
-    def rank(self) -> int:
-        return self.view.rank
-
-    @property
-    def size(self) -> int:
-        return self.view.size
-
-    @property
-    def root(self) -> int:
-        return self.view.root
-
-    @property
-    def lacking(self) -> tuple[int, ...]:
-        return self.view.lacking
-
-    @property
-    def ticks(self) -> int:
-        return self._sentinel.ticks
-
-    def commit_id(self) -> CommitId:
-        self._sentinel.may_commit()
-        return CommitId(self.view.generation, self._sentinel.ticks + 1)
-
-    def tick(self) -> None:
-        self._sentinel.tick()
-
-    @property
-    def verify_sync(self) -> bool:
-        return self.view.verify_sync
-
-    def progress(self) -> None:
-        self._page.progress()
-
-    def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
-        self._sentinel.sealed(commit, previous)
-        if self._state.commit_bytes > self._told_bytes:
-            self._told_bytes = self._state.commit_bytes
-            self._sentinel.say(messages.CommitSize(self._told_bytes))
-
-    def synced(self, bytes: int, seconds: float) -> None:
-        self._sentinel.say(messages.Synced(self.view.generation, bytes, seconds))
-
-    def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """A group of exactly these ranks, which includes this one; None is the default group: all ranks."""
-        if len(ranks) == self.view.size:
-            return None
-        group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
-        return group
-
-
 class _Loop:
     """The elastic loop of one worker."""
 
-    def __init__(
-        self, state: State, call: Callable[[], Any], environment: WorkerEnvironment, handler: ErrorHandler
-    ) -> None:
+    _state: State
+    _call: Callable[[], Any]
+    _handler: ErrorHandler
+
+    def __init__(self, environment: WorkerEnvironment) -> None:
         global _sentinel
         link = WorkerLink(environment.socket)
         link.connect()
         self._environment = environment
-        self._state = state
-        self._call = call
         page = ControlPage(control_file(environment.commits))
         self._sentinel = _sentinel = Sentinel(link, environment.worker, page)
         self._page = page
         owner = owner_of(environment.job_id, environment.worker.host, environment.worker.slot)
         self._space = AgentSpace(environment.commits, page, owner, self._sentinel.ask)
-        self._session = _Session(self._sentinel, page, state, str(environment.worker))
+        self._session = WorkerSession(self._sentinel, page, str(environment.worker))
         self._regrouper = Regrouper(environment, self._sentinel)
+        self._told: tuple[CommitId | None, CommitId | None] | None = None  # the commits with which ``join`` was READY
         self._worlds = 0  # entered so far
         self._result: Any = None
-        self._handler = handler
         self._raised_ns = 0  # when the last exception came out of the user's function
         self._is_recorded = False
 
-    def run(self, warmup: Callable[[], object] | None) -> Any:
+    def join(self) -> None:
+        self._start()
+        _settle_memory()
+        held = Snapshot(self._space)  # READY tells of them, though nobody has looked into them yet
+        self._told = held.newest, held.previous
+        self._sentinel.sealed(*self._told)
+        self._enter()
+
+    def leave(self) -> None:
+        self._sentinel.gate()
+        self._finish()
+
+    def run(
+        self, state: State, call: Callable[[], Any], warmup: Callable[[], object] | None, handler: ErrorHandler
+    ) -> Any:
         """The result of the user's function, from the last world. Raises the worker's own exception, recorded."""
+        self._state = self._session.state = state
+        self._call = call
+        self._handler = handler
         try:
             return self._run(warmup)
         except Exception as error:
@@ -274,38 +228,56 @@ class _Loop:
         handle(self._handler, error, self._raised_ns, self._sentinel.ticks)
         self._is_recorded = True
 
-    def _run(self, warmup: Callable[[], object] | None) -> Any:
+    def _start(self) -> None:
         # The agent asks for it when this worker does not respond: works without the GIL.
         faulthandler.register(messages.STACKS_SIGNAL, file=2, all_threads=True)
         self._sentinel.start(self._environment.notice_signals)
+        _import_ahead()
+
+    def _run(self, warmup: Callable[[], object] | None) -> Any:
+        if self._told is None:
+            self._start()
         self._state._attach(self._space)
         self._state._bind(self._session)
         self._state._reserve(self._environment.reserve_bytes)
-        _import_ahead()
         if warmup is not None:
             warmup()
-        # Whatever has survived the start is here to stay; later collections, one in each regroup, need not look at it
-        # (100 ms with torch imported).
-        gc.collect()
-        gc.freeze()
+        if self._told is None:
+            _settle_memory()
         self._state._resume()  # what a worker before this one has committed in its slot
         self._sentinel.sealed(*self._state.commits)
         while (outcome := self._generation()) is not _Outcome.FINISHED:
             self._recover(outcome)
+        self._finish()
+        return self._result
+
+    def _finish(self) -> None:
         self._regrouper.leave()
         self._sentinel.finish()
-        return self._result
+
+    def _enter(self) -> None:
+        self._session.view = self._regrouper.enter()
+        self._worlds += 1
+
+    def _go_on(self) -> None:
+        """In the world that ``join`` has entered, which was told what commits there are."""
+        told, self._told = self._told, None
+        self._sentinel.check()
+        if self._state.commits != told:
+            raise CollectiveError("the commits with which this worker has joined cannot be resumed from")
 
     def _generation(self) -> _Outcome:
         """Live through one generation. Raises the worker's own exception, recorded, with the generation left."""
         try:
-            self._session.view = self._regrouper.enter()
-            self._worlds += 1
+            if self._told is None:
+                self._enter()
+            else:
+                self._go_on()
             if self._worlds > 1:
                 self._state.on_reset()
             self._state.sync()
             self._sentinel.train()
-            with _OwnProcessGroups():
+            with OwnProcessGroups():
                 self._result = self._call()
             self._sentinel.gate()
             return _Outcome.FINISHED
@@ -366,6 +338,13 @@ class _Loop:
             if self._state.commits[0] is not None:
                 raise  # it does not fit
             sys.stderr.write(f"elasticstate: {error}; this worker needs the state of another one\n")
+
+
+def _settle_memory() -> None:
+    """Whatever has survived the start is here to stay; later collections, one in each regroup, need not look at it
+    (100 ms with torch imported)."""
+    gc.collect()
+    gc.freeze()
 
 
 def _text(error: BaseException) -> str:

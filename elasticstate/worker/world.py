@@ -26,6 +26,7 @@ class WorldView:
     store_host: str
     store_port: int
     verify_sync: bool = False
+    fresh: bool = False  # all members are new processes
 
     @property
     def rank(self) -> int:
@@ -53,7 +54,7 @@ def enter(view: WorldView) -> None:
 def alone() -> WorldView:
     """The world of one, of a script that was not started by ``elasticrun``."""
     me = WorkerId("localhost", 0, 1)
-    return WorldView(1, Placement(me, 0, 0, 1, True, 0, 1), 1, 0, (), "127.0.0.1", 0)
+    return WorldView(1, Placement(me, 0, 0, 1, True, 0, 1), 1, 0, (), "127.0.0.1", 0, fresh=True)
 
 
 def world() -> WorldView:

@@ -1,0 +1,25 @@
+"""The default process group is ours: a second one is refused with the remedy."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from elasticstate.errors import UsageError
+
+
+def _refuse_second_group(*args: object, **kwargs: object) -> None:
+    raise UsageError(
+        "init_process_group() inside a function decorated with @elasticstate.run: the default process group is there "
+        "already and changes with the world; use it, or torch.distributed.new_group()"
+    )
+
+
+class OwnProcessGroups:
+    """While it lasts, user code cannot make a default process group of its own."""
+
+    def __enter__(self) -> None:
+        self._init = dist.init_process_group
+        dist.init_process_group = _refuse_second_group
+
+    def __exit__(self, *_: object) -> None:
+        dist.init_process_group = self._init
