@@ -33,7 +33,9 @@ if TYPE_CHECKING:
         StateError,
         StateLostError,
         UsageError,
+        WorkerFailedError,
     )
+    from elasticstate.launching import launch
     from elasticstate.state.base import State
     from elasticstate.state.loader import ElasticDataLoader
     from elasticstate.state.objects import ObjectState
@@ -67,7 +69,9 @@ _HOMES = {
         "StateError",
         "StateLostError",
         "UsageError",
+        "WorkerFailedError",
     ),
+    "elasticstate.launching": ("launch",),
     "elasticstate.state.base": ("State",),
     "elasticstate.state.loader": ("ElasticDataLoader",),
     "elasticstate.state.objects": ("ObjectState",),
@@ -108,10 +112,12 @@ __all__ = [
     "StateLostError",
     "TorchState",
     "UsageError",
+    "WorkerFailedError",
     "cross_rank",
     "cross_size",
     "device",
     "generation",
+    "launch",
     "local_leader",
     "local_rank",
     "local_size",

@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _status(argv[1:])
         if argv[:1] == ["agent"]:
             return _agent(argv[1:])
+        if argv[:1] == ["--launched"]:
+            return _launched(*argv[1:])
         if "--reattach" in argv[:3]:
             return _reattach(argv)
         return _run(parse_options(argv))
@@ -42,6 +44,28 @@ def _run(options: Options, must_take_over: bool = False) -> int:
         return await Driver(options, must_take_over).run()
 
     return asyncio.run(run())
+
+
+def _launched(directory: str) -> int:
+    """The driver of a job that ``launch()`` has started, and whose caller holds the other end of stdin."""
+    import os
+    import signal
+    import threading
+    from pathlib import Path
+
+    import msgspec
+
+    def end_with_the_caller() -> None:
+        os.read(0, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_with_the_caller, daemon=True).start()
+    options = msgspec.json.decode(Path(directory, "options").read_bytes(), type=Options)
+    try:
+        return _run(options)
+    except OptionError as error:
+        Path(directory, "refused").write_text(str(error))
+        return 2
 
 
 def _status(argv: Sequence[str]) -> int:

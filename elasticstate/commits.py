@@ -8,6 +8,9 @@
         0.control              slot 0: the page that worker and agent share
         0.0.safetensors        its two buffers, written in turn
         0.1.safetensors
+        0.error                by which exception its worker has ended (error_file.py)
+        call                   of launch(): the function and its arguments (worker/call.py)
+        0.result               what it has returned
 
 Whose agent has died may be given another one, so an unlocked directory is left behind only if its job is over, too:
 nobody locks the job's directory, or that is another job's by now.
@@ -52,6 +55,16 @@ def control_file(prefix: str) -> str:
 def buffer_file(prefix: str, index: int) -> str:
     """Buffer 0 or 1 of that slot."""
     return f"{prefix}.{index}.safetensors"
+
+
+def result_file(prefix: str) -> str:
+    """Where a worker of ``launch()`` puts what its function has returned."""
+    return f"{prefix}.result"
+
+
+def call_file(prefix: str) -> str:
+    """What it is to call: the same for all slots of a host."""
+    return str(Path(prefix).with_name("call"))
 
 
 def refuse(base: str) -> str:
@@ -106,6 +119,12 @@ class CommitDirectory:
         finally:
             os.close(fd)
         return path
+
+    def keep_call(self, data: bytes) -> None:
+        """For the workers of ``launch()``. Raises OSError."""
+        path = call_file(self.prefix(0))
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
 
     def remove(self) -> None:
         """At the end of the job: all commits of this host are gone."""

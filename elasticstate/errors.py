@@ -14,10 +14,18 @@
           │    └── CommitSpaceError     commits do not fit into --commit-dir; names what they need and what is free
           ├── UsageError            the API was used in a way that cannot work; the message says what to do
           ├── OptionError           an option has a bad value; names the option, the value and what it takes
-          └── DiscoveryError        the first call of host discovery failed
+          ├── DiscoveryError        the first call of host discovery failed
+          └── WorkerFailedError     the job of ``launch()`` has failed; carries the root cause and all failures
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from elasticstate.failures import WorkerFailure
 
 
 class HostsUpdatedInterrupt(BaseException):
@@ -66,3 +74,19 @@ class OptionError(ElasticError):
 
 class DiscoveryError(ElasticError):
     """The first call of host discovery failed; the message carries the script's stderr."""
+
+
+class WorkerFailedError(ElasticError):
+    """A job that ``launch()`` has started has failed.
+
+    ``root_cause`` is the first failure over all hosts, by time; ``failures`` are those of all workers, as they were
+    heard of: also those that the job has survived.
+    """
+
+    def __init__(self, root_cause: WorkerFailure, failures: Sequence[WorkerFailure] = ()) -> None:
+        super().__init__(root_cause, failures)
+        self.root_cause = root_cause
+        self.failures = tuple(failures)
+
+    def __str__(self) -> str:
+        return str(self.root_cause)

@@ -73,6 +73,21 @@ def _hosts(text: str) -> tuple[str, ...]:
     return hosts
 
 
+def _ranks(text: str) -> tuple[tuple[int, int], ...]:
+    """``0,4-7`` as ranges, both ends included."""
+    ranges = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        ranges.append((_whole(first, 0), _whole(last or first, int(first))))
+    return tuple(ranges)
+
+
+def _streams(text: str) -> int:
+    if text not in {"0", "1", "2", "3"}:
+        raise ValueError(text)
+    return int(text)
+
+
 def _address(text: str) -> str:
     host, port = split_address(text)
     ipaddress.ip_address(host)
@@ -173,4 +188,6 @@ FLAG = Kind("", "1 or 0", _yes_or_no)
 PORT = Kind("PORT", "a port, 1 to 65535", _port)
 NAMES = Kind("NAMES", "names of environment variables, with commas between; * stands for anything", _patterns)
 ADDRESS = Kind("ADDR[:PORT]", "an address of this machine (0.0.0.0: all), with or without a port", _address)
+STREAMS = Kind("0|1|2|3", "0, 1 (stdout), 2 (stderr) or 3 (both)", _streams)
+RANKS = Kind("RANKS", "ranks and ranges of them with commas between, for example 0,4-7", _ranks)
 NAME = Kind("NAME", "up to 40 letters, digits, dots, dashes and underscores", _matching(_JOB))

@@ -26,10 +26,11 @@ from elasticstate.agent.account import Account
 from elasticstate.agent.claim import claim
 from elasticstate.agent.contact import Contact
 from elasticstate.agent.lease import Lease
-from elasticstate.agent.output import Terminal
+from elasticstate.agent.output import Audience, Terminal
 from elasticstate.agent.post_mortem import cause_of_death, count_oom_kills
 from elasticstate.agent.preemption import Preemption
 from elasticstate.agent.pulse import Pulse, stamps_interval_s
+from elasticstate.agent.result import part_of_result
 from elasticstate.agent.room import Room
 from elasticstate.agent.seat import Seat
 from elasticstate.agent.worker_process import WorkerProcess, environment_of_worker, make_pumps
@@ -39,6 +40,7 @@ from elasticstate.commits import (
     owner_of,
     remove_job_directory,
     remove_leftovers,
+    result_file,
 )
 from elasticstate.config import WorkerEnvironment, runtime_directory
 from elasticstate.core.types import WorkerId
@@ -90,6 +92,8 @@ class Agent:
             self._local_address = launch.local_address or self._driver.local_address
             looking = asyncio.ensure_future(self._look_regularly())
             self._commits = await claim(spec, launch.host, job_directory, self._socket_path, self._driver)
+            if spec.call:
+                self._commits.keep_call(spec.call)
             self._account = Account(self._commits, spec.job_id, launch.host)
             self._room = Room(self._commits, launch.host, lambda: len(self._seats), self._complain)
             self._socket.open()
@@ -179,10 +183,13 @@ class Agent:
                     self._world_size = world.size
                     if worker in self._seats:
                         self._seats[worker].joined = world.generation
+                        self._seats[worker].audience.rank = world.placement.rank
                         self._seats[worker].words.clear()
                     self._socket.send(worker, orders.encode_to_worker(world))
             case messages.Heard(number):
                 self._renew_lease(number)
+            case messages.Fetch(slot, offset):
+                self._driver.send(part_of_result(result_file(self._commits.prefix(slot)), slot, offset))
             case _:
                 self._complain(f"did not expect {type(order).__name__}")
 
@@ -200,7 +207,8 @@ class Agent:
         self._account.started(worker)
         try:
             pulse = Pulse(self._commits.make_page(worker.slot), owner_of(spec.job_id, worker.host, worker.slot))
-            pumps = make_pumps(worker, self._terminals, spec.tag_output, spec.log_dir)
+            audience = Audience(spec.output.only_ranks)
+            pumps = make_pumps(worker, self._terminals, spec.output, audience)
             told = WorkerEnvironment(
                 socket=self._socket_path,
                 worker=worker,
@@ -211,7 +219,8 @@ class Agent:
                 reserve_bytes=reserve_bytes,
                 notice_signals=spec.preemption.signals,
             )
-            error_file.forget(told.error_file)
+            for path in (told.error_file, result_file(told.commits)):
+                error_file.forget(path)
             environment = environment_of_worker(launch.environment, spec.environment, told)
             process = WorkerProcess(worker, spec.command, environment, launch.directory, *pumps)
         except (OSError, CommitSpaceError) as error:
@@ -219,7 +228,7 @@ class Agent:
             self._has_ended(messages.Exited(worker, 0, 127, None, f"cannot be started: {error}"))
             return
         pulse.set_lease(self._lease.until_ns)
-        seat = self._seats[worker] = Seat(process, pulse, told.error_file, count_oom_kills())
+        seat = self._seats[worker] = Seat(process, pulse, audience, told.error_file, count_oom_kills())
         self._empty.clear()
         self._driver.send(messages.Started(worker, process.pid))
         seat.watcher = asyncio.ensure_future(self._watch(seat))

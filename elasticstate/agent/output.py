@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import IO, BinaryIO
@@ -61,13 +62,33 @@ class Tagger:
         return self._tag + rest + b"\n" if rest else b""
 
 
-class Pump:
-    """Carries one stream of one worker until its end."""
+class Audience:
+    """Whether the terminal shows a worker: ``--only-ranks``. What it prints before it has a rank is kept back."""
 
-    def __init__(self, terminal: Terminal, tag: str, log: BinaryIO | None) -> None:
+    def __init__(self, ranks: Sequence[tuple[int, int]]) -> None:
+        """``ranks``: ranges of those shown, both ends included; none: all."""
+        self._ranks = ranks
+        self.rank: int | None = None
+
+    def shows(self) -> bool | None:
+        """None: not known yet."""
+        if not self._ranks:
+            return True
+        if self.rank is None:
+            return None
+        return any(first <= self.rank <= last for first, last in self._ranks)
+
+
+class Pump:
+    """Carries one stream of one worker until its end, to its file and to those who see it."""
+
+    def __init__(self, terminal: Terminal, tag: str, log: BinaryIO | None, audience: Audience | None) -> None:
+        """``audience`` None: nobody."""
         self._terminal = terminal
         self._tagger = Tagger(tag.encode())
         self._log = log
+        self._audience = audience
+        self._kept_back = b""
         self._tail = b""
 
     @property
@@ -84,9 +105,18 @@ class Pump:
         try:
             while data := await reader.read(_CHUNK_BYTES):
                 self._tail = (self._tail + data)[-_LONGEST_LINE_BYTES:]
-                await self._terminal.write(self._tagger.feed(data), self._log, data)
+                await self._terminal.write(self._shown(self._tagger.feed(data)), self._log, data)
         finally:
             transport.close()
-            await self._terminal.write(self._tagger.end(), None, b"")
+            await self._terminal.write(self._shown(self._tagger.end(), is_end=True), None, b"")
             if self._log is not None:
                 self._log.close()
+
+    def _shown(self, lines: bytes, is_end: bool = False) -> bytes:
+        """What the terminal gets now. A worker that never has a rank (a command without ``run``) is shown in the end,
+        or once it has printed a lot."""
+        shows = self._audience.shows() if self._audience is not None else False
+        lines, self._kept_back = self._kept_back + lines, b""
+        if shows is None and not is_end and len(lines) <= _LONGEST_LINE_BYTES:
+            lines, self._kept_back = b"", lines
+        return b"" if shows is False else lines

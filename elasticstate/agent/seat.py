@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from elasticstate.agent.output import Audience
 from elasticstate.agent.pulse import Pulse
 from elasticstate.agent.worker_process import WorkerProcess
 from elasticstate.net import messages
@@ -16,6 +17,7 @@ class Seat:
 
     process: WorkerProcess
     pulse: Pulse
+    audience: Audience
     error_file: str  # where it says by which exception it ends
     oom_kills: int  # that its memory cgroup had counted when it was started
     joined: int = 0  # the newest generation that it was given a world of

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from elasticstate.agent import exec_shim
-from elasticstate.agent.output import Pump, Terminal
+from elasticstate.agent.output import Audience, Pump, Terminal
 from elasticstate.config import WorkerEnvironment, inherited_environment
 from elasticstate.core.types import WorkerId
-from elasticstate.net.messages import STACKS_SIGNAL
+from elasticstate.net.messages import STACKS_SIGNAL, Output
 from elasticstate.processes import catches, ended_child, kill_session
 
 _DRAIN_TIMEOUT_S = 2.0  # for output that is still on its way when the process has ended
@@ -124,9 +124,10 @@ def open_logs(directory: str | None, worker: WorkerId) -> tuple[BinaryIO | None,
 
 
 def make_pumps(
-    worker: WorkerId, terminals: tuple[Terminal, Terminal], tagged: bool, log_directory: str | None
+    worker: WorkerId, terminals: tuple[Terminal, Terminal], output: Output, audience: Audience
 ) -> tuple[Pump, Pump]:
     """For stdout and stderr of a worker. Raises OSError when the log files cannot be made."""
-    tag = f"[{worker.seat}] " if tagged else ""
-    out, err = open_logs(log_directory, worker)
-    return Pump(terminals[0], tag, out), Pump(terminals[1], tag, err)
+    tag = f"[{worker.seat}] " if output.tagged else ""
+    out, err = open_logs(output.log_dir, worker)
+    stdout = Pump(terminals[0], tag, out, audience if output.tee & 1 else None)
+    return stdout, Pump(terminals[1], tag, err, audience if output.tee & 2 else None)

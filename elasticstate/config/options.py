@@ -51,6 +51,8 @@ class Options:
 
     command: tuple[str, ...]
     """What each worker runs."""
+    call_directory: str | None = None
+    """Of ``launch()``: where the function to call is, and where its results go."""
 
     np: int = _option(0, _SIZE, kinds.COUNT, "-np --num-proc", "workers to start with")
     min_np: int = _option(0, _SIZE, kinds.COUNT, "--min-np", "go on with as few as these (default: -np)")
@@ -255,6 +257,16 @@ class Options:
         "--log-dir",
         "keep each worker's output in <host>-<slot>.out and .err here: appended, never deleted",
     )
+    tee: int = _option(
+        3,
+        _OUTPUT,
+        kinds.STREAMS,
+        "--tee",
+        "what the terminal gets of that, too: 0 nothing, 1 stdout, 2 stderr, 3 both",
+    )
+    only_ranks: tuple[tuple[int, int], ...] = _option(
+        (), _OUTPUT, kinds.RANKS, "--only-ranks", "only their output goes to the terminal, as 0,4-7; files get all"
+    )
     tag_output: bool = _option(True, _OUTPUT, kinds.FLAG, "--tag-output", "put [host:slot] before each line")
     events_file: str | None = _option(
         None, _OUTPUT, kinds.PATH, "--events-file", "append each event here, as a JSON line"
@@ -315,6 +327,8 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
         raise OptionError(f"--listen and --{places[0].replace('_', '-')} are given: takes one of them")
     if ("listen" in values) != ("token_file" in values):
         raise OptionError("--listen and --token-file: takes both: agents that dial in prove with it who they are")
+    if values.get("tee", 3) != 3 and "log_dir" not in values:
+        raise OptionError(f"--tee: {values['tee']}: takes 3 without --log-dir: the rest would be lost")
     np = values["np"]
     values.setdefault("min_np", np)
     values.setdefault("max_np", None if {"host_discovery_script", "listen"} & set(values) else np)

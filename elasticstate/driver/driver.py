@@ -7,7 +7,6 @@ says is carried out, in its order. One coroutine owns the state; everything else
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import signal
 from collections.abc import Iterable
@@ -26,6 +25,7 @@ from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.goodput import Goodput
 from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Outcome, Report
+from elasticstate.driver.returns import Returns
 from elasticstate.driver.spec import job_spec, one_thread_each, spare_garbage_collection, world_messages
 from elasticstate.driver.status import status_text
 from elasticstate.driver.takeover import (
@@ -74,8 +74,9 @@ class Driver:
         self._outcome: Outcome | None = None
         self._hurry = asyncio.Event()  # Ctrl-C for the second time
         self._commit_bytes = 0  # what a commit takes in the largest worker
-        self._warned: set[str] = set()  # what agents have warned of
         self._pids: dict[str, int] = {}  # of workers, by their names in the event file
+        self._ends: dict[str, messages.Exited] = {}  # of those that the core has not noted yet
+        self._returns: Returns | None = None  # of launch()
 
     async def run(self) -> int:
         self._loop = asyncio.get_running_loop()
@@ -96,6 +97,8 @@ class Driver:
             else:
                 await self._clear_up(directory)
             raise
+        if self._returns is not None and self._outcome is not None:
+            self._outcome = await self._returns.fetched(self._outcome, self._m, self._options.heartbeat_timeout_s)
         await self._clear_up(directory)
         return self._close(started_at)
 
@@ -122,6 +125,8 @@ class Driver:
             self._warn,
             self._report.say,
         )
+        if options.call_directory is not None:
+            self._returns = Returns(options.call_directory, self._agents.send)
         self._agents.listen(record.ports)
         record = msgspec.structs.replace(record, ports=self._agents.ports)
         self._keeper = Keeper(directory, record, self._warn)
@@ -132,7 +137,7 @@ class Driver:
     async def _until_over(self) -> None:
         discovery = Discovery(self._options, self._agents.refuse, self._warn)
         if self._takeover is None:
-            self._say_that_it_starts()
+            self._report.started(self._options, one_thread_each(self._options))
         else:
             discovery.believe(self._takeover.record.hosts)
             await self._take_over(self._takeover)
@@ -289,14 +294,17 @@ class Driver:
             case messages.Started(worker, pid):
                 self._pids[str(worker)] = pid
             case messages.Exited(worker, pid, exit_code, number, error, time_ns):
-                self._pids[str(worker)] = pid
+                self._pids[str(worker)], self._ends[str(worker)] = pid, message
                 self._post(t.WorkerExited(worker, exit_code, number, error, time_ns))
             case messages.Unresponsive(worker, reason):
                 self._post(t.WorkerUnresponsive(worker, reason))
             case messages.AgentNotice(reason):
                 self._post(t.AgentLeaving(host, reason))
             case messages.AgentWarning(text):
-                self._warn_of(host, text)
+                self._report.warn_once(host, text, self._m.generation)
+            case messages.Fetched():
+                if self._returns is not None:
+                    self._returns.heard(host, message)
 
     def _returned(self, report: messages.WorkerReport) -> None:
         """A worker that lived on while its agent was out of touch: what it would have said."""
@@ -339,7 +347,9 @@ class Driver:
         elif name == "agent_joined":
             fields["pid"] = self._agents.pid_of(fields["host"])
         elif name == "worker_exited":
+            end = self._ends.pop(fields["worker"], None)
             fields["pid"] = self._pids.pop(fields["worker"], None)
+            fields["error"], fields["time_ns"] = (end.error, end.time_ns) if end is not None else ("", 0)
         self._report.event(name, fields)
 
     def _event(self, name: str, **fields: object) -> None:
@@ -348,21 +358,8 @@ class Driver:
     def _warn(self, text: str) -> None:
         self._event("warning", text=text)
 
-    def _warn_of(self, host: str, text: str) -> None:
-        """The same trouble on a thousand hosts is one trouble."""
-        if text not in self._warned:
-            self._warned.add(text)
-            self._warn(f"host {host}: {text} (if it is the same on other hosts, that is not said again)")
-
     def _status(self) -> str:
         return status_text(self._job, self._m, self._reason, self._loop.time())
-
-    def _say_that_it_starts(self) -> None:
-        names = ("np", "min_np", "max_np")
-        sizes = {name: getattr(self._options, name) for name in names}
-        self._event("job_started", pid=os.getpid(), command=list(self._options.command), **sizes)
-        if one_thread_each(self._options):
-            self._report.say("OMP_NUM_THREADS=1 for each worker, as several share this machine; set it to choose")
 
     def _close(self, started_at: float) -> int:
         now = self._loop.time()
@@ -379,6 +376,8 @@ class Driver:
         self._report.summary(fields, outcome.word, now - started_at)
         if outcome.root_cause is not None:
             self._report.root_cause(outcome.root_cause)
+        if self._returns is not None:
+            self._returns.write(outcome, self._report.failures)
         self._report.close()
         return outcome.status
 

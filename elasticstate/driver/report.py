@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -10,11 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
+from elasticstate.config import Options
 from elasticstate.core.types import RootCause, WorkerId
 from elasticstate.errors import OptionError
-from elasticstate.processes import signal_name
+from elasticstate.failures import WorkerFailure, how_it_ended
 
 Fields = dict[str, Any]
+
+_MOST_FAILURES = 1000  # that are kept
 
 
 def number_of(count: int, what: str) -> str:
@@ -24,12 +28,6 @@ def number_of(count: int, what: str) -> str:
 
 def _seat(worker: str) -> str:
     return worker.partition("#")[0]
-
-
-def how_it_ended(exit_code: int | None, signal: int | None) -> str:
-    if signal is not None:
-        return signal_name(signal)
-    return f"exit code {exit_code}" if exit_code is not None else "its host was lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,8 @@ class Report:
         self._verbose = verbose
         self._ends: dict[str, str] = {}  # how workers ended since the last world
         self._sent_away: set[str] = set()
+        self._warned: set[str] = set()  # what agents have warned of
+        self.failures: list[WorkerFailure] = []  # of workers, the first ones
         self._world = ""  # the line of a world in which training has not resumed yet
         self._reason = ""
         self._is_behind = False  # there are events that could not be written
@@ -73,6 +73,19 @@ class Report:
         }
 
     # --------------------------------------------------------------------------------------------------- the events
+
+    def started(self, options: Options, has_one_thread_each: bool) -> None:
+        sizes = {"np": options.np, "min_np": options.min_np, "max_np": options.max_np}
+        self.event("job_started", {"generation": 0, "pid": os.getpid(), "command": list(options.command), **sizes})
+        if has_one_thread_each:
+            self.say("OMP_NUM_THREADS=1 for each worker, as several share this machine; set it to choose")
+
+    def warn_once(self, host: str, text: str, generation: int) -> None:
+        """The same trouble on a thousand hosts is one trouble."""
+        if text not in self._warned:
+            self._warned.add(text)
+            text = f"host {host}: {text} (if it is the same on other hosts, that is not said again)"
+            self.event("warning", {"generation": generation, "text": text})
 
     def event(self, name: str, fields: Fields) -> None:
         """Write the event to the file, and say it if a person wants to know."""
@@ -105,6 +118,8 @@ class Report:
         how = self._ends[f["worker"]] = how_it_ended(f["exit_code"], f["signal"])
         expected = f["exit_code"] == 0 or f["worker"] in self._sent_away
         self._sent_away.discard(f["worker"])
+        if not expected and len(self.failures) < _MOST_FAILURES:
+            self.failures.append(_failure(f, how))
         if expected and not self._verbose:
             return ""
         rank = f" (rank {f['rank']})" if f["rank"] is not None else ""
@@ -146,17 +161,9 @@ class Report:
 
     def root_cause(self, cause: RootCause) -> None:
         """The last words on a job that failed."""
-        about = []
-        if cause.worker is not None:
-            about.append(f"worker {cause.worker.seat} on host {cause.worker.host}")
-            about.append(f"rank {cause.rank}" if cause.rank is not None else "without a rank")
-            about.append(f"generation {cause.generation}")
-        if cause.exit_code is not None or cause.signal is not None:
-            about.append(how_it_ended(cause.exit_code, cause.signal))
-        self.say(f"root cause: {cause.reason}")
-        if about:
-            self.say("  " + ", ".join(about))
-        for line in cause.error.rstrip().splitlines():
+        failure = failure_of(cause)
+        self.say(f"root cause: {failure.reason}")
+        for line in failure.details():
             self.say(f"  {line}")
 
     def close(self) -> None:
@@ -177,10 +184,32 @@ class Report:
                 self.say(f"warning: --events-file: {self._file.name!r}: {error.strerror}: the job goes on without it")
 
 
+def failure_of(cause: RootCause) -> WorkerFailure:
+    """The same, as ``launch()`` tells it."""
+    host, slot = cause.worker.seat if cause.worker is not None else (None, None)
+    return WorkerFailure(
+        cause.reason,
+        host,
+        slot,
+        cause.rank,
+        cause.generation,
+        cause.exit_code,
+        cause.signal,
+        cause.error,
+        cause.time_ns,
+    )
+
+
 def _size(f: Fields) -> str:
     most = "any number" if f["max_np"] is None else f["max_np"]
     few = f" ({f['min_np']} to {most})" if (f["min_np"], f["max_np"]) != (f["np"], f["np"]) else ""
     return f"{number_of(f['np'], 'worker')}{few}"
+
+
+def _failure(f: Fields, how: str) -> WorkerFailure:
+    reason = f"{_seat(f['worker'])} ended: {how}"
+    places = (f["host"], f["slot"], f["rank"], f["generation"])
+    return WorkerFailure(reason, *places, f["exit_code"], f["signal"], f["error"], f["time_ns"])
 
 
 def _driver_restarted(f: Fields) -> str:

@@ -12,6 +12,9 @@ from elasticstate.core import types as t
 from elasticstate.net import messages
 from elasticstate.net.runs import as_runs
 
+CALL_FILE = "call"
+"""In the directory of ``launch()``: the function with its arguments, as worker/call.py reads it."""
+
 
 def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.JobSpec:
     """The first message to each agent."""
@@ -28,8 +31,12 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
         stop_timeout_s=options.stop_timeout_s,
         driver_timeout_s=options.driver_timeout_s,
         lease_s=options.lease_s,
-        tag_output=options.tag_output,
-        log_dir=str(Path(options.log_dir).absolute()) if options.log_dir else None,
+        output=messages.Output(
+            options.tag_output,
+            str(Path(options.log_dir).absolute()) if options.log_dir else None,
+            options.tee,
+            options.only_ranks,
+        ),
         environment=(("OMP_NUM_THREADS", "1"),) if one_thread_each(options) else (),
         preemption=messages.Preemption(
             options.preemption_signals,
@@ -37,7 +44,14 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
             options.preemption_interval_s,
             options.preemption_timeout_s,
         ),
+        call=function_to_call(options),
     )
+
+
+def function_to_call(options: Options) -> bytes:
+    """What ``launch()`` has written down for its workers; nothing if they run a command."""
+    path = Path(options.call_directory or "", CALL_FILE)
+    return path.read_bytes() if options.call_directory is not None and path.exists() else b""
 
 
 def one_thread_each(options: Options) -> bool:

@@ -28,7 +28,7 @@ import msgspec
 
 from elasticstate.core.types import CommitId, Placement, WorkerId
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """From an agent to a worker that does not respond: print the stacks of all threads."""
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -283,12 +283,21 @@ class AgentWarning(_Message, frozen=True):
     text: str
 
 
+class Fetched(_Message, frozen=True):
+    """A part of what a worker has returned: a pickle, into which nobody looks but the caller of ``launch()``."""
+
+    slot: int
+    offset: int
+    data: bytes
+    size: int  # of the whole, in bytes; 0: it has returned nothing
+
+
 class AskStatus(_Message, frozen=True):
     """From ``elasticrun status``, instead of a hello: the answer is text, and the end of the connection."""
 
 
 Opening = AgentHello | AskStatus
-FromAgent = Serving | FromWorker | Started | Exited | Unresponsive | Stamps | AgentNotice | AgentWarning
+FromAgent = Serving | FromWorker | Started | Exited | Unresponsive | Stamps | AgentNotice | AgentWarning | Fetched
 
 
 # ------------------------------------------------------------------------------------------------ driver -> agent
@@ -301,6 +310,15 @@ class Preemption(_Message, frozen=True):
     command: str | None
     interval_s: float
     timeout_s: float
+
+
+class Output(_Message, frozen=True):
+    """Where goes what workers print."""
+
+    tagged: bool = True
+    log_dir: str | None = None
+    tee: int = 3  # what the terminal gets of it: 1 stdout, 2 stderr
+    only_ranks: tuple[tuple[int, int], ...] = ()  # whose output the terminal gets, as ranges; none: all
 
 
 class JobSpec(_Message, frozen=True):
@@ -318,10 +336,17 @@ class JobSpec(_Message, frozen=True):
     stop_timeout_s: float
     driver_timeout_s: float
     lease_s: float | None
-    tag_output: bool
-    log_dir: str | None
+    output: Output
     environment: tuple[tuple[str, str], ...]
     preemption: Preemption
+    call: bytes = b""  # what workers of ``launch()`` call, as worker/call.py reads it; nobody on the way looks inside
+
+
+class Fetch(_Message, frozen=True):
+    """The job is over: what the function has returned in this slot is asked for, from ``offset`` on: Fetched."""
+
+    slot: int
+    offset: int
 
 
 class Spawn(_Message, frozen=True):
@@ -366,4 +391,4 @@ class Refusal(_Message, frozen=True):
     reason: str
 
 
-ToAgent = JobSpec | Spawn | Stop | ToWorkers | WorldsOnHost | Shutdown | Heard | Refusal
+ToAgent = JobSpec | Spawn | Fetch | Stop | ToWorkers | WorldsOnHost | Shutdown | Heard | Refusal

@@ -1,28 +1,48 @@
-"""Whatever a worker ends by is printed last, as the root cause: the cause, and not what followed from it."""
+"""Whatever a worker ends by is printed last, and raised by ``launch()``, as the root cause; not what followed from it."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from job import SCRIPTS, Job
+from job import SCRIPTS
 
-OPTIONS = ("-np", "2", "--min-np", "2", "--failure-grace", "0.5", "--max-no-progress", "1")
+import elasticstate as elastic
+from elasticstate.failures import WorkerFailure
+
+OPTIONS: dict[str, Any] = {"np": 2, "failure_grace": 0.5, "max_no_progress": 1}
 MEMORY = Path("/sys/fs/cgroup/memory")  # version 1; where there is version 2 alone: /sys/fs/cgroup
+Fails = Callable[..., tuple[elastic.WorkerFailedError, list[str]]]
 
 
-def last_words(folder: Path, *command: str, hosts: str = "localhost:2", within: tuple[str, ...] = ()) -> str:
-    """What is printed from the root cause on, by a job that fails."""
-    with Job(folder, *OPTIONS, "-H", hosts, command=list(command), within=within) as job:
-        job.finish(1, timeout=120)
-        return job.output[job.output.rindex("elasticrun: root cause: ") :]
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
+    """Launch a job that fails: what is raised, and what is printed from the root cause on."""
+
+    def launch(what: Any, hosts: str = "localhost:2") -> tuple[elastic.WorkerFailedError, list[str]]:
+        with pytest.raises(elastic.WorkerFailedError) as caught:
+            elastic.launch(what, hosts=hosts, **OPTIONS)
+        printed = capsys.readouterr().err
+        said = printed[printed.rindex("elasticrun: root cause: ") :].splitlines()
+        assert [line.removeprefix("elasticrun: ") for line in said] == f"root cause: {caught.value}".splitlines()
+        return caught.value, said
+
+    return launch
 
 
-def script(what: str) -> tuple[str, ...]:
-    return sys.executable, str(SCRIPTS / "errors.py"), what
+def script(what: str) -> list[str]:
+    return [sys.executable, str(SCRIPTS / "errors.py"), what]
+
+
+def seats(failures: tuple[WorkerFailure, ...]) -> set[tuple[str | None, int | None]]:
+    return {(failure.host, failure.slot) for failure in failures}
 
 
 @pytest.mark.parametrize(
@@ -37,26 +57,49 @@ def script(what: str) -> tuple[str, ...]:
         ("import", "exited with 1", "ModuleNotFoundError: No module named 'no_such_module'"),
     ],
 )
-def test_the_error_of_one_worker_is_the_root_cause(tmp_path: Path, what: str, how: str, last: str) -> None:
-    said = last_words(tmp_path, *script(what))
-    assert how in said.splitlines()[0]
-    assert said.splitlines()[-1].endswith(last)
-    assert "closed by peer" not in said, "what the others got from it"
+def test_the_error_of_one_worker_is_the_root_cause(fails: Fails, what: str, how: str, last: str) -> None:
+    raised, said = fails(script(what))
+    assert how in said[0]
+    assert said[-1].endswith(last)
+    assert "closed by peer" not in "".join(said), "what the others got from it"
+    cause = raised.root_cause
+    assert (cause.host, cause.slot) in seats(raised.failures)
+    if what in {"raise", "segv", "exit", "unpicklable"}:
+        assert (cause.slot, cause.rank, cause.generation) == (1, 1, 1)
     if what == "segv":
-        assert "Fatal Python error: Segmentation fault" in said
-        assert "in fail" in said
+        assert cause.signal == signal.SIGSEGV
+        assert "Fatal Python error: Segmentation fault" in cause.error
+        assert "in fail" in cause.error
+    else:
+        # An own error is told, and found by others, before its process has ended.
+        assert cause.exit_code == (3 if what == "exit" else 1) or how.endswith("an error of its own")
+        assert cause.error.rstrip().endswith(last)
 
 
-def test_a_binary_that_fails_has_the_end_of_its_stderr(tmp_path: Path) -> None:
-    said = last_words(tmp_path, "sh", "-c", "echo 'no such dataset' >&2; exit 5")
-    assert "exited with 5" in said.splitlines()[0]
-    assert said.splitlines()[-1] == "elasticrun:   no such dataset"
+def test_a_binary_that_fails_has_the_end_of_its_stderr(fails: Fails) -> None:
+    raised, said = fails(["sh", "-c", "echo 'no such dataset' >&2; exit 5"])
+    assert "exited with 5" in said[0]
+    assert said[-1] == "elasticrun:   no such dataset"
+    assert (raised.root_cause.exit_code, raised.root_cause.error) == (5, "no such dataset")
 
 
-def test_of_two_hosts_that_fail_together_the_first_is_named(tmp_path: Path) -> None:
-    said = last_words(tmp_path, *script("both"), hosts="localhost:1,127.0.0.2:1")
-    assert said.splitlines()[0].endswith("127.0.0.2:0#1 exited with 1")
-    assert said.splitlines()[-1].endswith("ValueError: of rank 1")
+def test_a_function_that_fails_is_told_with_its_exception(fails: Fails) -> None:
+    def broken() -> None:
+        raise LookupError("no such dataset")
+
+    raised, said = fails(broken)
+    assert said[-1] == "elasticrun:   LookupError: no such dataset"
+    assert "in broken" in raised.root_cause.error
+
+
+def test_of_two_hosts_that_fail_together_the_first_is_named(fails: Fails) -> None:
+    raised, said = fails(script("both"), hosts="localhost:1,127.0.0.2:1")
+    assert said[0].endswith("127.0.0.2:0#1 exited with 1")
+    assert said[-1].endswith("ValueError: of rank 1")
+    assert raised.root_cause.host == "127.0.0.2"
+    assert seats(raised.failures) == {("localhost", 0), ("127.0.0.2", 0)}
+    times = {failure.host: failure.time_ns for failure in raised.failures}
+    assert 0 < times["localhost"] - times["127.0.0.2"] < 300_000_000, "the later one's process has ended first"
 
 
 @pytest.fixture
@@ -72,8 +115,17 @@ def small_memory() -> Iterator[str]:
     group.rmdir()
 
 
-def test_an_oom_kill_is_told_from_other_kills(tmp_path: Path, small_memory: str) -> None:
-    enter = ("sh", "-c", f'echo $$ > {small_memory}; exec "$@"', "sh")
-    said = last_words(tmp_path, *script("hog"), within=enter)
-    assert "localhost:1#1 was killed by SIGKILL" in said.splitlines()[0]
-    assert said.splitlines()[-1].endswith("out of memory: its memory cgroup has counted 1 OOM kill(s) meanwhile")
+def test_an_oom_kill_is_told_from_other_kills(small_memory: str) -> None:
+    program = (
+        "import dataclasses, elasticstate as elastic, json, sys\n"
+        f"try:\n    elastic.launch({script('hog')}, hosts='localhost:2', **{OPTIONS})\n"
+        "except elastic.WorkerFailedError as error:\n    print(json.dumps(dataclasses.asdict(error.root_cause)))\n"
+    )
+    enter = ["sh", "-c", f'echo $$ > {small_memory}; exec "$@"', "sh"]
+    done = subprocess.run([*enter, sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    cause, told = json.loads(done.stdout.splitlines()[-1]), "out of memory: its memory cgroup has counted 1 OOM kill(s)"
+    assert cause["reason"].endswith("localhost:1#1 was killed by SIGKILL")
+    assert cause["signal"] == signal.SIGKILL
+    assert cause["error"].splitlines()[-1] == f"{told} meanwhile"
+    assert f"{told} meanwhile" in done.stderr.splitlines()[-1]

@@ -23,7 +23,10 @@ PARTS = {
     "driver",
     "error_file",
     "errors",
+    "failures",
+    "horovod",
     "kinds",
+    "launching",
     "machine",
     "net",
     "processes",
@@ -36,20 +39,23 @@ ALLOWED = {
     "core": set[str](),
     "error_file": set[str](),
     "errors": set[str](),
+    "failures": {"processes"},
     "machine": set[str](),
     "processes": set[str](),
     "net": {"core", "errors"},
     "commits": {"errors", "config", "processes"},
     "kinds": {"core"},
     "config": {"core", "errors", "kinds"},
-    "driver": PARTS - {"agent", "worker", "state", "cli"},
-    "agent": PARTS - {"driver", "worker", "state", "cli"} | {"_native"},
-    "worker": PARTS - {"driver", "agent", "cli"} | {"_native"},
-    "state": PARTS - {"driver", "agent", "cli"} | {"_native"},
+    "driver": PARTS - {"agent", "worker", "state", "cli", "launching", "horovod"},
+    "agent": PARTS - {"driver", "worker", "state", "cli", "launching", "horovod"} | {"_native"},
+    "worker": PARTS - {"driver", "agent", "cli", "launching", "horovod"} | {"_native"},
+    "state": PARTS - {"driver", "agent", "cli", "launching", "horovod"} | {"_native"},
     "cli": PARTS,
+    "launching": PARTS - {"agent", "state", "cli", "horovod"},
+    "horovod": PARTS - {"driver", "agent", "cli", "launching"},
     "__main__": {"cli"},
 }
-WITH_TORCH = {"worker", "state"}
+WITH_TORCH = {"worker", "state", "horovod"}
 SOCKET_MODULES = {"socket", "socketserver", "ssl", "asyncio.streams", "http", "urllib"}
 
 

@@ -157,8 +157,7 @@ class Scene:
             stop_timeout_s=60.0,
             driver_timeout_s=60.0,
             lease_s=None,
-            tag_output=False,
-            log_dir=None,
+            output=messages.Output(tagged=False),
             environment=(("GIVEN", "1"),),
             preemption=messages.Preemption((signal.SIGTERM,), None, 0.05, 5.0),
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.output import Pump, Tagger, Terminal
+from elasticstate.agent.output import Audience, Pump, Tagger, Terminal
 
 
 @pytest.mark.parametrize(
@@ -38,16 +39,29 @@ def test_without_a_tag_bytes_pass_as_they_are() -> None:
     assert tagger.end() == b""
 
 
-def pumped(data: bytes, tag: str, log: Path | None) -> tuple[bytes, Pump]:
-    """What arrives at the terminal, through real pipes."""
+EVERYBODY = Audience(())
+
+
+def pumped(
+    data: bytes, tag: str, log: Path | None, audience: Audience | None = EVERYBODY, rank: int | None = None
+) -> tuple[bytes, Pump]:
+    """What arrives at the terminal, through real pipes. ``rank``: which the worker gets after its first line."""
 
     async def run() -> tuple[bytes, Pump]:
         reader, writer = os.pipe()
         source, sink = os.pipe()
+        for pipe in (writer, sink):
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)
         terminal = Terminal(writer)
-        pump = Pump(terminal, tag, open(log, "ab", buffering=0) if log else None)  # noqa: SIM115
+        pump = Pump(terminal, tag, open(log, "ab", buffering=0) if log else None, audience)  # noqa: SIM115
         running = asyncio.ensure_future(pump.run(os.fdopen(source, "rb", buffering=0)))
-        os.write(sink, data)
+        first, line_end, rest = data.partition(b"\n")
+        os.write(sink, first + line_end)
+        while rank is not None and not pump.last_lines:
+            await asyncio.sleep(0.001)
+        if audience is not None and rank is not None:
+            audience.rank = rank
+        os.write(sink, rest)
         os.close(sink)
         await running
         terminal.close()
@@ -69,3 +83,31 @@ def test_the_log_is_appended_without_tags(tmp_path: Path) -> None:
 def test_the_last_lines_are_kept() -> None:
     _, pump = pumped(b"".join(b"%d\n" % n for n in range(1000)), "", None)
     assert pump.last_lines.split("\n") == [str(n) for n in range(980, 1000)]
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(0, b"boots\nsteps\n"), (1, b""), (5, b"boots\nsteps\n"), (7, b"")])
+def test_what_is_printed_without_a_rank_is_shown_if_the_rank_is_one_that_was_asked_for(
+    rank: int, shown: bytes, tmp_path: Path
+) -> None:
+    log = tmp_path / "h-0.out"
+    assert pumped(b"boots\nsteps\n", "", log, Audience(((0, 0), (4, 6))), rank)[0] == shown
+    assert log.read_bytes() == b"boots\nsteps\n", "files get all"
+
+
+def test_a_command_that_never_has_a_rank_is_shown_in_the_end() -> None:
+    assert pumped(b"one\nno end", "[h:0] ", None, Audience(((3, 3),)))[0] == b"[h:0] one\n[h:0] no end\n"
+
+
+def test_what_has_no_rank_is_not_kept_back_for_ever() -> None:
+    """Shown before the rank is known, which then hides the rest."""
+    much = b"x" * 69_999 + b"\n"
+    shown, _ = pumped(much + b"rest\n", "", None, Audience(((3, 3),)), rank=1)
+    assert shown in (much, much + b"rest\n")
+
+
+def test_a_stream_that_nobody_asked_for_goes_to_its_file_alone(tmp_path: Path) -> None:
+    log = tmp_path / "h-0.out"
+    shown, pump = pumped(b"one\ntwo", "", log, None)
+    assert shown == b""
+    assert log.read_bytes() == b"one\ntwo"
+    assert pump.last_lines == "one\ntwo"

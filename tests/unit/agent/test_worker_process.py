@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.output import Terminal
+from elasticstate.agent.output import Audience, Terminal
 from elasticstate.agent.worker_process import Ending, WorkerProcess, make_pumps
 from elasticstate.core.types import WorkerId
+from elasticstate.net.messages import Output
 from elasticstate.processes import session_members
 
 W = WorkerId("h", 1, 1)
@@ -42,7 +43,7 @@ def run(
     async def scenario() -> Ending:
         with open(os.devnull, "wb") as nowhere:
             terminals = Terminal(nowhere.fileno()), Terminal(nowhere.fileno())
-            pumps = make_pumps(W, terminals, True, str(directory))
+            pumps = make_pumps(W, terminals, Output(log_dir=str(directory)), Audience(()))
             process = WorkerProcess(W, command, dict(os.environ), str(directory), *pumps)
             if meanwhile is not None:
                 await meanwhile(process)
@@ -92,7 +93,7 @@ def test_a_command_that_is_not_there_exits_with_127(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        WorkerProcess(W, ["true"], {}, str(tmp_path / "nope"), *make_pumps(W, _NO_TERMINALS, False, None))
+        WorkerProcess(W, ["true"], {}, str(tmp_path / "nope"), *make_pumps(W, _NO_TERMINALS, Output(), Audience(())))
 
 
 def test_what_a_command_leaves_in_its_session_ends_with_it(tmp_path: Path) -> None:
@@ -151,13 +152,14 @@ def test_a_worker_dies_with_its_agent(tmp_path: Path) -> None:
     """The agent is a process here that starts a worker as agents do, and is then killed."""
     agent = f"""
 import asyncio, os, sys
-from elasticstate.agent.output import Terminal
+from elasticstate.agent.output import Audience, Terminal
 from elasticstate.agent.worker_process import WorkerProcess, make_pumps
 from elasticstate.core.types import WorkerId
+from elasticstate.net.messages import Output
 
 async def main():
     worker = WorkerId("h", 0, 1)
-    pumps = make_pumps(worker, (Terminal(1), Terminal(2)), False, None)
+    pumps = make_pumps(worker, (Terminal(1), Terminal(2)), Output(tagged=False), Audience(()))
     process = WorkerProcess(worker, ["sh", "-c", "echo $$; exec sleep 100"], os.environ, {str(tmp_path)!r}, *pumps)
     await process.ended()
 

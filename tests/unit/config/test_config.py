@@ -50,10 +50,11 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples |= {"verify_sync": "on", "ssh_check_host_keys": "off", "env": "HF_TOKEN,NCCL_*"}
     samples |= {"min_np": "1", "max_np": "7", "job_name": "j"}
     samples |= {"preemption_signals": "USR1,SIGTERM"}
+    samples |= {"tee": "1", "only_ranks": "0,4-7"}
     samples |= {"listen": "0.0.0.0:7000", "token_file": "f"}
     text = samples.get(name, "6")
     given = {} if name == "np" else {"np": "2"}
-    given |= {"listen": {"token_file": "f"}, "token_file": {"listen": "[::1]"}}.get(name, {})
+    given |= {"listen": {"token_file": "f"}, "token_file": {"listen": "[::1]"}, "tee": {"log_dir": "d"}}.get(name, {})
     values = [getattr(read_options(given, COMMAND, {twin: text}), name) for twin in option_names()[name].twins]
     plain = getattr(read_options({"np": "9"}, COMMAND, {}), name)
     assert all(value != plain for value in values)
@@ -82,6 +83,9 @@ def test_the_command_line_has_precedence_over_the_environment() -> None:
         ("cooldown_range_s", "5"),
         ("cooldown_range_s", "5 1"),
         ("tag_output", "maybe"),
+        ("tee", "4"),
+        ("only_ranks", "0,"),
+        ("only_ranks", "4-2"),
         ("preemption_signals", "SIGINT"),
         ("preemption_signals", "TERM,CHLD"),
         ("preemption_signals", "9"),
@@ -105,6 +109,13 @@ def test_a_bad_value_names_option_value_and_what_is_taken(name: str, text: str) 
     option = option_names()[name]
     assert said == f"{'/'.join(option.names)}: {text!r}: takes {option.kind.takes}"
     assert "\n" not in said
+
+
+def test_what_the_terminal_does_not_get_must_go_to_files() -> None:
+    with pytest.raises(OptionError, match=r"^--tee: 1: takes 3 without --log-dir"):
+        read(tee="1")
+    assert read(tee="1", log_dir="d").tee == 1
+    assert read(only_ranks="0,4-7").only_ranks == ((0, 0), (4, 7))
 
 
 def test_a_bad_value_in_the_environment_names_the_variable() -> None:

@@ -10,12 +10,15 @@ import pytest
 from elasticstate.core.types import RootCause, WorkerId
 from elasticstate.driver.report import Report
 from elasticstate.errors import OptionError
+from elasticstate.failures import WorkerFailure
 
 STARTED = {"generation": 0, "np": 4, "min_np": 2, "max_np": None}
 
 
 def exited(worker: str, rank: int | None, exit_code: int | None, signal: int | None) -> dict[str, object]:
-    return {"generation": 3, "worker": worker, "rank": rank, "exit_code": exit_code, "signal": signal}
+    host, slot = worker.partition("#")[0].split(":")
+    place = {"generation": 3, "worker": worker, "host": host, "slot": int(slot), "rank": rank}
+    return {**place, "exit_code": exit_code, "signal": signal, "error": "boom", "time_ns": 7}
 
 
 def formed(generation: int, size: int, hosts: int, joined: list[str], left: list[str]) -> dict[str, object]:
@@ -63,6 +66,16 @@ def test_a_world_that_never_trained_is_not_kept_from_people(capsys: pytest.Captu
         "generation 3: 1 worker on 1 host",
         "job j failed after 12.3 s: 3 generations, downtime 2.00 s",
     ]
+
+
+def test_the_failures_of_workers_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("j", None, verbose=False)
+    report.sent_away(WorkerId("a", 0, 1))
+    report.event("worker_exited", exited("a:0#1", None, None, 15))
+    report.event("worker_exited", exited("a:1#1", 1, 0, None))
+    report.event("worker_exited", exited("b:1#1", 3, 5, None))
+    failure = WorkerFailure("b:1 ended: exit code 5", "b", 1, 3, 3, 5, None, "boom", 7)
+    assert report.failures == [failure]
 
 
 def test_who_was_sent_away_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:

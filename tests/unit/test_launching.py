@@ -1,0 +1,58 @@
+"""What ``launch()`` refuses before anything is started."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import pytest
+
+import elasticstate as elastic
+from elasticstate.failures import WorkerFailure
+
+
+def nothing() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"np": 0}, r"^-np/--num-proc: '0': takes a whole number"),
+        ({"np": 2, "min_np": 3}, r"^--min-np: 3: takes a number up to -np"),
+        ({"np": 2, "hosts": ["a:2", "b:x"]}, r"^-H/--hosts: 'a:2,b:x': takes host or host:slots"),
+        ({"np": 2, "elastic_timout": 3}, r"no option 'elastic_timout': is it 'elastic_timeout'\?$"),
+        ({"np": 2, "qqq": 3}, r"no option 'qqq'$"),
+        ({"np": 2, "cooldown_range": (5, 1)}, r"^--cooldown-range: '5 1': takes two times"),
+        ({"np": 2, "tag_output": "perhaps"}, r"^--tag-output: 'perhaps': takes"),
+        ({"np": 2, "commit_dir": "/no/such/directory"}, r"^--commit-dir: '/no/such/directory': takes a directory"),
+    ],
+)
+def test_a_bad_option_names_option_value_and_what_is_taken(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(elastic.OptionError, match=said):
+        elastic.launch(nothing, **options)
+
+
+@pytest.mark.parametrize("what", ["python train.py", [], 5, b"x"])
+def test_what_is_no_function_and_no_command_is_refused(what: Any) -> None:
+    with pytest.raises(elastic.UsageError, match="takes a function, or a command as a list of words"):
+        elastic.launch(what, np=1)
+
+
+def test_what_cannot_be_pickled_or_is_too_large_is_refused_with_the_remedy() -> None:
+    with pytest.raises(elastic.UsageError, match=r"nothing or its arguments cannot be pickled: .*lock"):
+        elastic.launch(nothing, (threading.Lock(),), np=1)
+    with pytest.raises(elastic.UsageError, match=r"take 5\.0 MB pickled, and 4\.1 MB is the most: give it the path"):
+        elastic.launch(nothing, (b"x" * 5_000_000,), np=1)
+
+
+def test_an_error_with_its_failures_can_be_pickled() -> None:
+    cause = WorkerFailure("h:1 ended: exit code 3", "h", 1, 2, 5, 3, None, "Traceback\nValueError: x", 7)
+    error = pickle.loads(pickle.dumps(elastic.WorkerFailedError(cause, [cause])))
+    assert (error.root_cause, error.failures) == (cause, (cause,))
+    assert str(error).splitlines() == [
+        "h:1 ended: exit code 3",
+        "  worker h:1 on host h, rank 2, generation 5, exit code 3",
+        "  Traceback",
+        "  ValueError: x",
+    ]
