@@ -55,9 +55,13 @@ class Options:
     """Of ``launch()``: where the function to call is, and where its results go."""
 
     np: int = _option(0, _SIZE, kinds.COUNT, "-np --num-proc", "workers to start with")
-    min_np: int = _option(0, _SIZE, kinds.COUNT, "--min-np", "go on with as few as these (default: -np)")
+    min_np: int = _option(0, _SIZE, kinds.COUNT, "--min-np --min-num-proc", "go on with as few as these (default: -np)")
     max_np: int | None = _option(
-        None, _SIZE, kinds.COUNT, "--max-np", "grow up to these (default: -np; with a discovery script: no limit)"
+        None,
+        _SIZE,
+        kinds.COUNT,
+        "--max-np --max-num-proc",
+        "grow up to these (default: -np; with a discovery script: no limit)",
     )
     hosts: tuple[str, ...] = _option(
         (), _SIZE, kinds.HOSTS, "-H --hosts", "where to run (default: localhost with -np slots)"
@@ -91,10 +95,10 @@ class Options:
         10.0, _DISCOVERY, kinds.at_least_s(0.1), "--discovery-timeout", "a script that runs longer is killed"
     )
     ssh_port: int | None = _option(
-        None, _REMOTE, kinds.PORT, "--ssh-port", "of the ssh servers (default: as ssh's own)"
+        None, _REMOTE, kinds.PORT, "--ssh-port -p", "of the ssh servers (default: as ssh's own)"
     )
     ssh_identity_file: str | None = _option(
-        None, _REMOTE, kinds.PATH, "--ssh-identity-file", "the key to log in with (default: as ssh's own)"
+        None, _REMOTE, kinds.PATH, "--ssh-identity-file -i", "the key to log in with (default: as ssh's own)"
     )
     ssh_check_host_keys: bool = _option(
         True, _REMOTE, kinds.FLAG, "--ssh-check-host-keys", "refuse hosts whose key is not known"
@@ -215,7 +219,7 @@ class Options:
         (10.0, 600.0),
         _CHANGES,
         kinds.RANGE,
-        "--cooldown-range",
+        "--cooldown-range --blacklist-cooldown-range",
         "a host that fails again and again is left alone so long",
     )
     preemption_signals: tuple[int, ...] = _option(

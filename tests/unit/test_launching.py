@@ -23,7 +23,7 @@ def nothing() -> None: ...
         ({"np": 2, "hosts": ["a:2", "b:x"]}, r"^-H/--hosts: 'a:2,b:x': takes host or host:slots"),
         ({"np": 2, "elastic_timout": 3}, r"no option 'elastic_timout': is it 'elastic_timeout'\?$"),
         ({"np": 2, "qqq": 3}, r"no option 'qqq'$"),
-        ({"np": 2, "cooldown_range": (5, 1)}, r"^--cooldown-range: '5 1': takes two times"),
+        ({"np": 2, "cooldown_range": (5, 1)}, r"^--cooldown-range/.*: '5 1': takes two times"),
         ({"np": 2, "tag_output": "perhaps"}, r"^--tag-output: 'perhaps': takes"),
         ({"np": 2, "commit_dir": "/no/such/directory"}, r"^--commit-dir: '/no/such/directory': takes a directory"),
     ],
