@@ -1,4 +1,4 @@
-"""A worker that is in a world before it has a state, as in Horovod's style: what it may do there, and what it survives."""
+"""A worker that is in a world before it has a state: what it may do there, and what it survives."""
 
 from __future__ import annotations
 
