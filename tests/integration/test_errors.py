@@ -1,4 +1,4 @@
-"""Whatever a worker ends by is printed last, and raised by ``launch()``, as the root cause; not what followed from it."""
+"""What a worker ends by is printed last and raised by ``launch()``, as the root cause; not what followed from it."""
 
 from __future__ import annotations
 
