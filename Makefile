@@ -33,6 +33,7 @@ bench: setup  ## recovery, scale-up, commits, sync, start, sampling next to the 
 	$(BIN)/python tests/bench/bench_control_plane.py
 	$(BIN)/python tests/bench/bench_startup.py
 	$(BIN)/python tests/bench/bench_sampler.py
+	$(BIN)/python tests/bench/bench_horovod.py
 
 lint: setup  ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -18,8 +18,8 @@ import pytest
 
 import elasticstate as elastic
 
-# A function with what is hard for pickle: a class, a closure, a decorated function. Rank 1 is killed in its first world;
-# the others go on, and another one comes.
+# A function with what is hard for pickle: a class, a closure, a decorated function. Rank 1 is killed in its first
+# world; the others go on, and another one comes.
 PROGRAM = """
 import os, signal
 import elasticstate as elastic

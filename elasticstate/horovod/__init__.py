@@ -1,0 +1,121 @@
+"""Horovod's API for PyTorch over elasticstate: ``import elasticstate.horovod as hvd``, and start it with elasticrun.
+
+Nothing is implemented twice: worlds, states and commits are elasticstate's, collectives are torch.distributed's.
+Collectives are matched by the order of the calls, the same on all ranks, not by name. MIGRATION.md has the tables.
+"""
+
+from __future__ import annotations
+
+from elasticstate.errors import CollectiveError as HorovodInternalError
+from elasticstate.errors import HostsUpdatedInterrupt
+from elasticstate.horovod import elastic
+from elasticstate.horovod.absent import ProcessSet, add_process_set, start_timeline, stop_timeline
+from elasticstate.horovod.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+)
+from elasticstate.horovod.builds import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from elasticstate.horovod.compression import Compression
+from elasticstate.horovod.exchange import (
+    allgather,
+    allgather_async,
+    allgather_object,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    broadcast_object,
+)
+from elasticstate.horovod.handles import poll, synchronize
+from elasticstate.horovod.joining import join
+from elasticstate.horovod.optimizer import DistributedOptimizer
+from elasticstate.horovod.reduction import Op
+from elasticstate.horovod.start import broadcast_optimizer_state, broadcast_parameters
+from elasticstate.horovod.world import (
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+
+Average, Sum, Min, Max, Product, Adasum = Op.AVERAGE, Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT, Op.ADASUM
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allreduce",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]

@@ -1,0 +1,112 @@
+"""Gradients that travel together: many small collectives would cost more than few large ones.
+
+The plan is that of DistributedDataParallel: parameters in reverse order, as backward reaches them; a small first
+bucket, so that the network has something to do soon; the others large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elasticstate.horovod import world
+from elasticstate.horovod.compression import Compressor
+from elasticstate.horovod.reduction import scale
+
+FIRST_BYTES, BYTES = 1 << 20, 25 << 20
+
+
+def plan(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Share out parameters into buckets of one dtype and device each, in the order in which they are reduced."""
+    full: list[list[torch.Tensor]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes
+    for parameter in reversed(parameters):
+        kind = parameter.dtype, parameter.device
+        filling.setdefault(kind, []).append(parameter)
+        room[kind] = room.get(kind, FIRST_BYTES) - parameter.nbytes
+        if room[kind] <= 0:
+            room[kind] = BYTES
+            full.append(filling.pop(kind))
+    return full + list(filling.values())
+
+
+class Bucket:
+    """Parameters whose gradients are copied into one tensor, which is summed up over all ranks."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.missing = len(parameters)  # gradients that are not complete yet
+        self._flat: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._sent: torch.Tensor | None = None
+        self._context: Any = None
+        self._work: Any = None
+
+    def reset(self) -> None:
+        """Nothing has come yet."""
+        self.missing = len(self.parameters)
+        self._sent = self._context = self._work = None
+
+    def drop(self) -> None:
+        """The same, while what was started may still be writing into the tensor."""
+        self.reset()
+        self._flat = None
+
+    def launch(self, factor: float, compression: type[Compressor]) -> None:
+        """Start to sum up. What has no gradient counts as zeros."""
+        flat = self._buffer()
+        given = [(view, p.grad) for view, p in zip(self._views, self.parameters, strict=True) if p.grad is not None]
+        with torch.no_grad():
+            if len(given) < len(self._views):
+                flat.zero_()
+            if given:
+                torch._foreach_copy_([view for view, _ in given], [gradient for _, gradient in given])
+            scale(flat, factor)
+            self._sent, self._context = compression.compress(flat)
+        self._start()
+
+    def launch_nothing(self, compression: type[Compressor]) -> None:
+        """The same with zeros, for a rank that has joined."""
+        self._sent, self._context = compression.compress(self._buffer().zero_())
+        self._start()
+
+    def _start(self) -> None:
+        assert self._sent is not None
+        self._work = dist.all_reduce(self._sent, group=world.lane(), async_op=True)
+
+    def wait(self) -> None:
+        """Raises what the collective has raised."""
+        self._work.wait()
+
+    def finish(self, factor: float, compression: type[Compressor]) -> None:
+        """Wait for the sum, and make it the gradients. Raises what the collective has raised."""
+        self.wait()
+        assert self._sent is not None, "it was started"
+        with torch.no_grad():
+            flat, sent = self._buffer(), compression.decompress(self._sent, self._context)
+            if sent.data_ptr() != flat.data_ptr():
+                flat.copy_(sent)
+            scale(flat, factor)
+            given = []
+            for view, parameter in zip(self._views, self.parameters, strict=True):
+                if parameter.grad is not None:
+                    given.append((parameter.grad, view))
+                elif parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter).copy_(view)
+            if given:
+                torch._foreach_copy_([gradient for gradient, _ in given], [view for _, view in given])
+
+    def _buffer(self) -> torch.Tensor:
+        """One tensor for all, with a view for each. Made anew after a model has been moved or cast."""
+        like, flat = self.parameters[0], self._flat
+        if flat is None or flat.device != like.device or flat.dtype != like.dtype:
+            self._flat = flat = torch.empty(
+                sum(p.numel() for p in self.parameters), dtype=like.dtype, device=like.device
+            )
+            parts = torch.split(flat, [p.numel() for p in self.parameters])
+            self._views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+        return flat

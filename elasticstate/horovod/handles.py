@@ -1,0 +1,56 @@
+"""Collectives that are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elasticstate.errors import CollectiveError
+from elasticstate.state.order import world_generation
+
+
+class Handle:
+    """A collective that has been started: for ``synchronize()`` and ``poll()``.
+
+    Args:
+        works: torch's own handles.
+        finish: makes the output, once they have come to their end.
+        generation: the world that it runs in.
+    """
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], torch.Tensor], generation: int) -> None:
+        self._works = works
+        self._finish = finish
+        self._generation = generation
+        self._output: torch.Tensor | None = None
+
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> torch.Tensor:
+        """The output. Raises what the collective has raised; CollectiveError if its world is over."""
+        if self._output is None:
+            if world_generation() != self._generation:
+                self._works = ()
+                raise CollectiveError(f"a collective of generation {self._generation}, which is over")
+            works, self._works = self._works, ()
+            for work in works:
+                work.wait()
+            with torch.no_grad():
+                self._output = self._finish()
+        return self._output
+
+
+def synchronize(handle: Handle) -> torch.Tensor:
+    """Wait for a collective, and return its output; later calls return the same tensor.
+
+    Raises what torch raises when a peer is gone; CollectiveError for a handle of a world that is over.
+    """
+    return handle.wait()
+
+
+def poll(handle: Handle) -> bool:
+    """Whether ``synchronize(handle)`` would return at once."""
+    return handle.is_done()

@@ -1,0 +1,185 @@
+"""DistributedOptimizer: an optimizer that steps with the gradients of all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+
+from elasticstate.errors import UsageError
+from elasticstate.horovod import world
+from elasticstate.horovod.compression import Compression, Compressor
+from elasticstate.horovod.reducer import Reducer
+from elasticstate.horovod.reduction import Op, of_torch
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+_OWN = {"step", "_plain", "_reducer", "_must_reduce"}
+
+
+def DistributedOptimizer(
+    optimizer: O,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Op = Op.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: object = None,
+    sparse_as_dense: bool = False,
+    process_set: object = None,
+) -> O:
+    """An optimizer of the same class, with the same parameter groups and state, that reduces gradients over all ranks.
+
+    While ``backward`` goes on the gradients are reduced in buckets; ``step()`` waits for them. ``synchronize()`` does
+    so before, to clip gradients for example; the next ``step()`` does not reduce again. All ranks need to make the same
+    steps. A parameter without a gradient on this
+    rank counts as zeros, and gets the mean of all. Schedulers, GradScaler and states take either of the two optimizers.
+    A later DistributedOptimizer of the same parameters takes the place of this one.
+
+    Args:
+        named_parameters: names for messages; if given, of all parameters.
+        compression: what is sent instead of gradients.
+        backward_passes_per_step: how many passes add up to the gradients of a step.
+        op: Average or Sum.
+        gradient_predivide_factor: f: divide by f before the sum is made, and by size() / f after it. With Average.
+        num_groups, groups: not needed: gradients are grouped in buckets anyway.
+        sparse_as_dense: make sparse gradients dense; otherwise they are an error.
+
+    Raises:
+        ValueError: names that are not given for all, or twice.
+        UsageError: anything else that cannot be.
+    """
+    world.refuse_process_set(process_set)
+    of_torch(op)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"DistributedOptimizer takes an optimizer of torch, not {type(optimizer).__name__}")
+    if isinstance(optimizer, _Distributed):
+        raise UsageError("this optimizer is a DistributedOptimizer already")
+    if op not in (Op.AVERAGE, Op.SUM):
+        raise UsageError(f"op={op.value}: gradients are reduced by Average or Sum")
+    if gradient_predivide_factor != 1.0 and op is not Op.AVERAGE:
+        raise UsageError("gradient_predivide_factor is for op=Average")
+    if backward_passes_per_step < 1:
+        raise UsageError(f"backward_passes_per_step={backward_passes_per_step}: at least 1")
+    names = _names(optimizer, named_parameters)
+    reducer = Reducer(op, gradient_predivide_factor, compression, backward_passes_per_step, sparse_as_dense, names)
+    kind = type(optimizer)
+    distributed: Any = object.__new__(type(f"Distributed{kind.__name__}", (_Distributed, kind), {}))
+    distributed._plain = optimizer
+    distributed._reducer = reducer
+    distributed._must_reduce = True
+    reducer.adopt(_parameters(optimizer))
+    return cast(O, distributed)
+
+
+class _Distributed(torch.optim.Optimizer):
+    """All but the gradients is the plain optimizer's: whatever is not found here is looked up and set there."""
+
+    _plain: torch.optim.Optimizer
+    _reducer: Reducer
+    _must_reduce: bool
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN:
+            raise AttributeError(name)
+        return getattr(self._plain, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._plain, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _OWN:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._plain, name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._plain.__setstate__(state)  # called by load_state_dict
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("a DistributedOptimizer cannot be copied or pickled: use its state_dict()")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce what is not reduced yet, and step. A closure's gradients are reduced each time that it is called.
+
+        Raises what a collective has raised.
+        """
+        if closure is None:
+            if self._must_reduce and not self._reducer.is_reduced:
+                self.synchronize()
+            self._reducer.stepped()
+            return self._plain.step()
+
+        def reduced() -> Any:
+            loss = closure()
+            if self._must_reduce:
+                self.synchronize()
+            return loss
+
+        try:
+            return self._plain.step(reduced)
+        finally:
+            self._reducer.stepped()
+
+    def synchronize(self) -> None:
+        """Make all gradients those of the world: start what is left to be reduced, and wait."""
+        self._reducer.adopt(_parameters(self._plain))  # there may be some that were frozen before
+        self._reducer.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside it ``step()`` takes the gradients as they are."""
+        self._must_reduce = False
+        try:
+            yield
+        finally:
+            self._must_reduce = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """How many passes add up to the gradients of a step, from the next one on."""
+        if passes < 1:
+            raise UsageError(f"set_backward_passes_per_step({passes}): at least 1")
+        if self._reducer.pending:
+            raise UsageError("set_backward_passes_per_step(): gradients have come already; call it after step()")
+        self._reducer.passes = passes
+        self._reducer.drop()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Raises UsageError between ``backward`` and ``step``: what is being reduced would be lost."""
+        if self._reducer.pending:
+            raise UsageError(
+                "zero_grad() after backward() and before step() or synchronize(): gradients are being reduced"
+            )
+        self._plain.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._plain.add_param_group(param_group)
+        self._reducer.adopt(_parameters(self._plain))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[int, str]:
+    if named_parameters is None:
+        return {}
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise ValueError("named_parameters: takes pairs of name and parameter, as of model.named_parameters()")
+    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+    if twice:
+        raise ValueError(f"named_parameters: names that are there more than once: {', '.join(twice)}")
+    names = {id(parameter): name for name, parameter in pairs}
+    nameless = sum(id(parameter) not in names for parameter in _parameters(optimizer))
+    if nameless:
+        raise ValueError(f"named_parameters: {nameless} parameters of the optimizer are not among them")
+    return names

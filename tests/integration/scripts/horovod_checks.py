@@ -1,0 +1,410 @@
+"""What elasticstate.horovod does on three ranks, without elastic.run; see test_horovod.py.
+
+Each function ``check_...`` is called on all ranks, in order. A rank writes the names of those that were well, a line
+each, into ``<log>/<rank>.txt``; the first that is not ends the job with its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import elasticstate.horovod as hvd
+from elasticstate import NotInWorldError, UsageError
+from elasticstate.horovod import buckets
+
+# ------------------------------------------------------------------------------------------------------- collectives
+
+
+def check_world() -> None:
+    assert hvd.size() == hvd.local_size() == 3
+    assert hvd.rank() == hvd.local_rank()
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.is_homogeneous()
+    assert hvd.gloo_enabled()
+    assert not hvd.mpi_enabled()
+
+
+def check_allreduce() -> None:
+    mine = torch.arange(4.0) + hvd.rank()
+    assert hvd.allreduce(mine).tolist() == [1, 2, 3, 4]
+    assert mine.tolist() == [hvd.rank() + i for i in range(4)], "left as it was"
+    assert hvd.allreduce(mine, average=False).tolist() == [3, 6, 9, 12]
+    assert hvd.allreduce(mine, op=hvd.Min).tolist() == [0, 1, 2, 3]
+    assert hvd.allreduce(mine, op=hvd.Max).tolist() == [2, 3, 4, 5]
+    assert hvd.allreduce(mine + 1, op=hvd.Product).tolist() == [6, 24, 60, 120]
+    assert hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4).tolist() == [6, 12, 18, 24]
+    assert hvd.allreduce(mine.view(2, 2).t()).tolist() == [[1, 3], [2, 4]]
+    assert hvd.allreduce(torch.tensor(float(hvd.rank()))).item() == 1
+    half = hvd.allreduce(mine, compression=hvd.Compression.fp16)
+    assert half.dtype == torch.float32
+    assert half.tolist() == [1, 2, 3, 4]
+
+
+def check_integers_are_rounded_down() -> None:
+    assert hvd.allreduce(torch.tensor([hvd.rank(), 1, -hvd.rank() - 1, 5])).tolist() == [1, 1, -2, 5]
+    assert hvd.allreduce(torch.tensor([1 if hvd.rank() == 0 else 0])).tolist() == [0]
+    assert hvd.allreduce(torch.tensor([-1 if hvd.rank() == 0 else 0])).tolist() == [-1]
+    assert hvd.allreduce(torch.tensor([5]), op=hvd.Sum, postscale_factor=0.5).tolist() == [7]
+
+
+def check_in_place_and_asynchronous() -> None:
+    mine = torch.full((3,), float(hvd.rank()))
+    assert hvd.allreduce_(mine) is mine
+    assert mine.tolist() == [1, 1, 1]
+    rows = torch.full((4, 4), float(hvd.rank()))
+    hvd.allreduce_(rows[:, 1], op=hvd.Sum)
+    assert rows[0].tolist() == [hvd.rank(), 3, hvd.rank(), hvd.rank()]
+    handles = [hvd.allreduce_async(torch.tensor([i + hvd.rank()]), op=hvd.Sum) for i in range(5)]
+    assert [hvd.synchronize(handle).item() for handle in reversed(handles)] == [15, 12, 9, 6, 3]
+    assert all(hvd.poll(handle) for handle in handles)
+    assert hvd.synchronize(handles[0]).item() == 3, "and once more"
+    handle = hvd.allreduce_async_(mine, op=hvd.Sum)
+    assert hvd.synchronize(handle) is mine
+    assert mine.tolist() == [3, 3, 3]
+    grouped = hvd.grouped_allreduce([torch.ones(2) * hvd.rank(), torch.ones(3) * 3])
+    assert [tensor.tolist() for tensor in grouped] == [[1, 1], [3, 3, 3]]
+
+
+def check_allgather() -> None:
+    rank = hvd.rank()
+    assert hvd.allgather(torch.full((2, 2), rank)).tolist() == [[r, r] for r in (0, 0, 1, 1, 2, 2)]
+    uneven = hvd.allgather(torch.full((rank, 3), float(rank)))
+    assert uneven.tolist() == [[r] * 3 for r in (1.0, 2.0, 2.0)]
+    assert hvd.allgather(torch.empty(0, 5)).shape == (0, 5)
+    handle = hvd.allgather_async(torch.arange(3 - rank), name="unlike")
+    assert hvd.synchronize(handle).tolist() == [0, 1, 2, 0, 1, 0]
+    for different in (torch.zeros(1, 1 + rank), torch.zeros(1, dtype=(torch.int32, torch.int64)[rank % 2])):
+        with pytest.raises(UsageError, match="same dtype"):
+            hvd.allgather(different)
+    with pytest.raises(UsageError, match="dimensions"):
+        hvd.allgather(torch.tensor(1.0))
+
+
+def check_broadcast() -> None:
+    mine = torch.full((2, 3), float(hvd.rank()))
+    assert hvd.broadcast(mine, 1).tolist() == [[1] * 3] * 2
+    assert mine[0, 0] == hvd.rank()
+    assert hvd.synchronize(hvd.broadcast_async(mine, 2)).tolist() == [[2] * 3] * 2
+    across = mine.t()
+    assert hvd.broadcast_(across, 2) is across
+    assert mine.tolist() == [[2] * 3] * 2
+    assert hvd.synchronize(hvd.broadcast_async_(mine, 0)) is mine
+    with pytest.raises(UsageError, match="ranks 0 to 2"):
+        hvd.broadcast(mine, 3)
+
+
+def check_objects() -> None:
+    rank = hvd.rank()
+    assert hvd.broadcast_object({"from": rank, "list": [1, 2]}, root_rank=2) == {"from": 2, "list": [1, 2]}
+    assert hvd.broadcast_object(None if rank else "hers", 0) == "hers"
+    assert hvd.allgather_object("x" * rank) == ["", "x", "xx"]
+
+
+def check_alltoall() -> None:
+    rank = hvd.rank()
+    mine = torch.arange(3) + 10 * rank
+    assert torch.equal(hvd.alltoall(mine), torch.tensor([rank, 10 + rank, 20 + rank]))
+    received, counts = hvd.alltoall(torch.full((3, 2), rank), splits=torch.tensor([0, 1, 2]))
+    assert counts.tolist() == [rank] * 3
+    assert received.tolist() == [[r, r] for r in range(3) for _ in range(rank)]
+    with pytest.raises(UsageError, match="share out"):
+        hvd.alltoall(torch.zeros(4))
+
+
+def check_gradients_flow() -> None:
+    rank = hvd.rank()
+    mine = torch.ones(2, requires_grad=True)
+    (hvd.allreduce(mine, op=hvd.Sum) * (rank + 1)).sum().backward()
+    assert mine.grad is not None
+    assert mine.grad.tolist() == [6, 6]
+    mine = torch.ones(rank + 1, requires_grad=True)
+    (hvd.allgather(mine) * torch.arange(6.0)).sum().backward()
+    assert mine.grad is not None
+    assert mine.grad.tolist() == [[0], [3, 6], [9, 12, 15]][rank]
+    mine = torch.ones(2, requires_grad=True)
+    (hvd.broadcast(mine, 1) * 2).sum().backward()
+    assert mine.grad is not None
+    assert mine.grad.tolist() == ([6, 6] if rank == 1 else [0, 0])
+
+
+def check_barrier() -> None:
+    hvd.barrier()
+
+
+# ----------------------------------------------------------------------------------------------------------- the start
+
+
+def check_parameters_of_the_root() -> None:
+    torch.manual_seed(hvd.rank())
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model(torch.randn(5, 3))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+    assert len(set(hvd.allgather_object(digest(model.state_dict().values())))) == 1
+    with torch.no_grad():
+        model[0].weight.add_(hvd.rank())
+    hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
+    assert len(set(hvd.allgather_object(digest(model.state_dict().values())))) == 1
+    with pytest.raises(UsageError, match="rank 1 are not those"):
+        hvd.broadcast_parameters({"w": torch.zeros(2 if hvd.rank() == 1 else 3)})
+
+
+def check_optimizer_state_of_the_root() -> None:
+    """Only the root has one; no step is taken elsewhere: weight decay would make other weights of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (1 + hvd.rank()), weight_decay=0.1)
+    before = digest(model.parameters())
+    if hvd.rank() == 2:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    mine = digest(model.parameters())
+    hvd.broadcast_optimizer_state(hvd.DistributedOptimizer(optimizer), root_rank=2)
+    assert digest(model.parameters()) == mine
+    assert (mine == before) == (hvd.rank() != 2)
+    assert len(optimizer.state) == 4
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
+    moments = [value for entry in optimizer.state.values() for value in entry.values()]
+    assert len(set(hvd.allgather_object(digest(moments)))) == 1
+    hvd.broadcast_parameters(model.state_dict(), root_rank=2)
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert len(set(hvd.allgather_object(digest(model.parameters())))) == 1, "and goes on alike"
+
+
+# ------------------------------------------------------------------------------------------------------- the optimizer
+
+
+class Net(nn.Module):
+    """Many parameters of several sizes, two of them one, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(6, 40)
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(6))
+        self.output = nn.Linear(40, 40)
+        self.output.weight = self.layers[0].weight
+        self.unused = nn.Linear(3, 3)
+        self.sometimes = nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor, branch: bool = False) -> torch.Tensor:
+        x = torch.tanh(self.inputs(x))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.output(self.sometimes(x) if branch else x)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + hvd.rank()))
+
+
+def compare(tolerance: float, passes: int = 1, branches: bool = False, **options: Any) -> None:
+    """Five steps with DistributedOptimizer give what DDP gives."""
+    torch.manual_seed(1)
+    mine, theirs = Net(), Net()
+    theirs.load_state_dict(mine.state_dict())
+    ddp = DistributedDataParallel(theirs, find_unused_parameters=True)
+
+    def two_groups(model: Net) -> torch.optim.Optimizer:
+        late = [*model.output.parameters(), *model.unused.parameters(), *model.sometimes.parameters()]
+        known = set(map(id, late))
+        rest = [p for p in model.parameters() if id(p) not in known]
+        return torch.optim.SGD([{"params": rest}, {"params": late, "lr": 0.02}], lr=0.05, momentum=0.9)
+
+    optimizer: Any = two_groups(mine)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=mine.named_parameters(), backward_passes_per_step=passes, **options
+    )
+    reference = two_groups(theirs)
+    for step in range(5):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for part in range(passes):
+            branch = branches and (step + hvd.rank()) % 3 == 0
+            x = batch(step * passes + part)
+            mine(x, branch).square().sum().backward()
+            if part < passes - 1:
+                with ddp.no_sync():
+                    ddp(x, branch).square().sum().backward()
+            else:
+                ddp(x, branch).square().sum().backward()
+        optimizer.synchronize()
+        for (name, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+            wanted = torch.zeros_like(q) if q.grad is None else q.grad
+            assert p.grad is not None, name
+            error = (p.grad - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
+            assert error <= tolerance, f"step {step}, {name}: {error}"
+        optimizer.step()
+        reference.step()
+        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=0, atol=tolerance * float(q.detach().abs().max()))
+        theirs.load_state_dict(mine.state_dict())  # what rounding does to later steps is not the question
+    assert len(set(hvd.allgather_object(digest(mine.parameters())))) == 1
+
+
+def check_like_ddp() -> None:
+    compare(1e-6)
+
+
+def check_like_ddp_in_many_buckets() -> None:
+    first, buckets.FIRST_BYTES, most, buckets.BYTES = buckets.FIRST_BYTES, 1000, buckets.BYTES, 10000
+    try:
+        compare(1e-6)
+        compare(1e-6, branches=True)
+    finally:
+        buckets.FIRST_BYTES, buckets.BYTES = first, most
+
+
+def check_like_ddp_with_unlike_branches() -> None:
+    compare(1e-6, branches=True)
+
+
+def check_like_ddp_with_two_passes() -> None:
+    compare(1e-6, passes=2)
+
+
+def check_like_ddp_with_predivision() -> None:
+    compare(1e-6, gradient_predivide_factor=2.0)
+
+
+def check_like_ddp_in_half_precision() -> None:
+    compare(5e-3, compression=hvd.Compression.fp16)
+
+
+def check_sum() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
+    (weight * (hvd.rank() + 1)).sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [-6, -6]
+
+
+def check_a_rank_without_a_backward_pass() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    if hvd.rank() == 1:
+        (weight * 3).sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [-1, -1]
+
+
+def check_clipping_before_the_step() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
+    for skipping in (True, False):
+        optimizer.zero_grad()
+        (weight * (hvd.rank() + 1)).sum().backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_value_([weight], 1.0)
+        if skipping:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert weight.tolist() == [-2, -2]
+
+
+def check_what_comes_later_is_reduced() -> None:
+    """A parameter that was frozen, and a group that is added."""
+    frozen, later = nn.Parameter(torch.zeros(2), requires_grad=False), nn.Parameter(torch.zeros(2))
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([frozen, weight], lr=1.0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((weight + frozen + later) * hvd.rank()).sum().backward()
+        optimizer.step()
+        frozen.requires_grad = True
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [later]})
+    assert weight.tolist() == [-3, -3]
+    assert frozen.tolist() == later.tolist() == [-2, -2]
+
+
+def check_closures() -> None:
+    weight = nn.Parameter(torch.tensor([float(1 + hvd.rank())]))
+    hvd.broadcast_parameters([("weight", weight)], root_rank=2)
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.LBFGS([weight], max_iter=5))
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = (weight - hvd.rank()).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert calls > 1
+    assert weight.item() == pytest.approx(1.0, abs=1e-4)
+
+
+def check_embeddings_with_sparse_gradients() -> None:
+    table = nn.Embedding(6, 2, sparse=True)
+    nn.init.zeros_(table.weight)
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=3.0), sparse_as_dense=True)
+    table(torch.tensor([hvd.rank(), 5])).sum().backward()
+    optimizer.step()
+    assert table.weight[:, 0].tolist() == [-1, -1, -1, 0, 0, -3]
+    table.weight.grad = None
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=3.0))
+    with pytest.raises(UsageError, match="sparse_as_dense"):
+        table(torch.tensor([0])).sum().backward()
+
+
+def check_join() -> None:
+    """Ranks have 2, 4 and 3 batches, with gradients of 1, 2 and 3: who has none left counts as zeros."""
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    for epoch in range(2):
+        for batch_index in range((2, 4, 3)[hvd.rank()]):
+            optimizer.zero_grad()
+            (weight * (hvd.rank() + 1)).sum().backward()
+            optimizer.step()
+            assert hvd.allreduce(torch.tensor(batch_index), op=hvd.Max) == batch_index
+            assert hvd.allreduce(torch.tensor(batch_index + 2), op=hvd.Min) == batch_index + 2
+            assert hvd.allreduce(torch.tensor(2.0), op=hvd.Product) == 2 ** ((3, 3, 2, 1)[batch_index])
+            assert hvd.allreduce(torch.tensor(3.0)) == (3, 3, 2, 1)[batch_index]
+            hvd.barrier()
+        assert hvd.join() == 1
+        if hvd.rank() == 1:
+            torch.testing.assert_close(weight.detach(), torch.full((3,), -(epoch + 1) * (2 + 2 + 5 / 3 + 2 / 3)))
+        hvd.broadcast_parameters({"weight": weight}, root_rank=1)
+
+
+def check_join_refuses_what_takes_all_ranks() -> None:
+    call: Callable[[], object] = hvd.join if hvd.rank() == 2 else lambda: hvd.allgather(torch.ones(1))
+    with pytest.raises(UsageError, match="join"):
+        call()
+    assert hvd.allgather(torch.ones(1)).tolist() == [1, 1, 1]
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> bytes:
+    return b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in copy.copy(list(tensors)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--log", type=Path, required=True)
+    folder = parser.parse_args().log
+    torch.set_num_threads(1)
+    with pytest.raises(NotInWorldError, match="init"):
+        hvd.rank()
+    hvd.init()
+    with open(folder / f"{hvd.rank()}.txt", "w", buffering=1) as log:
+        for name, check in list(globals().items()):
+            if name.startswith("check_") and isinstance(check, Callable):  # type: ignore[arg-type]
+                check()
+                log.write(f"{name}\n")
+
+
+main()

@@ -1,0 +1,111 @@
+"""elasticstate.horovod in real jobs: what it computes on three ranks, and scripts in Horovod's style."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job import SCRIPTS, Job
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod_style.py"
+CHECKS = re.findall(r"^def (check_\w+)", (SCRIPTS / "horovod_checks.py").read_text(), re.MULTILINE)
+OPTIONS = ("-np", "3", "--min-np", "2", "--failure-grace", "0.5", "--min-interrupt-distance", "0.2")
+
+
+def script(name: str, log: Path, *arguments: str) -> list[str]:
+    return [sys.executable, str(SCRIPTS / name), "--log", str(log), *arguments]
+
+
+@pytest.fixture(scope="module")
+def checked(runtime_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], str]:
+    """The checks that were passed on each rank, and what the job has said."""
+    folder = tmp_path_factory.mktemp("checks")
+    with Job(folder, "-np", "3", command=script("horovod_checks.py", folder / "logs")) as job:
+        job.wait_for("end", lambda: job.process.poll() is not None)
+        passed = [(folder / "logs" / f"{rank}.txt").read_text().split() for rank in range(3)]
+        return passed, f"status {job.process.returncode}:\n{job.output[-6000:]}"
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_three_ranks(checked: tuple[list[list[str]], str], check: str) -> None:
+    passed, output = checked
+    assert all(check in names for names in passed), output
+
+
+def test_a_job_without_elastic_run_ends_well(checked: tuple[list[list[str]], str], tmp_path: Path) -> None:
+    assert checked[1].startswith("status 0:"), checked[1]
+    with Job(tmp_path, "-np", "2", command=script("horovod_style.py", tmp_path / "logs", "--inelastic")) as job:
+        job.finish(0)
+        assert len({line["digest"] for line in job.log("start")}) == 2, "each rank has had weights of its own"
+        finals = job.log("final")
+        assert len(finals) == 2
+        assert len({line["digest"] for line in finals}) == 1
+        assert len(job.events("world_formed")) == 1
+        assert job.events("job_finished")[0]["status"] == "succeeded"
+
+
+def test_an_elastic_script_survives_a_death_inside_backward_and_takes_the_worker_back(tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    arguments = ("--stop", str(stop), "--dies-at", "11")
+    with Job(tmp_path, *OPTIONS, command=script("horovod_style.py", tmp_path / "logs", *arguments)) as job:
+        assert job.wait_for_event("worker_exited", signal=9)["rank"] == 1
+        assert job.wait_for_event("world_formed", size=2)["generation"] == 2
+        joined = job.wait_for_event("world_formed", 2, size=3)["generation"]
+        whole = job.wait_for("an epoch in a world of three again", lambda: whole_epochs(job, joined))
+        stop.touch()
+        job.finish(0)
+    finals = job.log("final")
+    assert len(finals) == 3
+    assert len({line["digest"] for line in finals}) == 1
+    for line in job.log("enter"):
+        assert line["lr"] == pytest.approx(0.01 * line["size"])
+    by_generation: dict[int, set[str]] = {}
+    for line in job.log("enter"):
+        by_generation.setdefault(line["generation"], set()).add(line["digest"])
+    assert all(len(digests) == 1 for generation, digests in by_generation.items() if generation > 1)
+    epochs = job.log("epoch")
+    assert {line["epoch"] for line in epochs} == set(range(max(line["epoch"] for line in epochs) + 1))
+    for line in epochs:
+        seen = line["seen"]
+        if line["epoch"] in whole:
+            assert set(seen) == {1}, f"epoch {line['epoch']}: {seen}"
+        else:  # a world that changes in mid-epoch may share out the rest unevenly
+            assert min(seen) == 1
+            assert sum(seen) <= len(seen) + 4
+    assert min(line["loss"] for line in epochs) < epochs[0]["loss"] / 2
+
+
+def whole_epochs(job: Job, generation: int) -> set[int]:
+    """Those that have begun and ended in this generation or a later one."""
+    first = [line["epoch"] for line in job.log("enter") if line["generation"] == generation]
+    return {line["epoch"] for line in job.log("epoch") if first and line["epoch"] > max(first)}
+
+
+def test_a_collective_after_the_end_of_the_world_says_so() -> None:
+    program = (
+        "import torch, elasticstate.horovod as hvd\n"
+        "hvd.init()\n"
+        "assert hvd.allreduce(torch.ones(2)).tolist() == [1, 1]\n"
+        "state = hvd.elastic.TorchState(step=0)\n"
+        "train = hvd.elastic.run(lambda state: hvd.size())\n"
+        "assert train(state) == 1\n"
+        "hvd.allreduce(torch.ones(2))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "NotInWorldError: the world is over" in done.stderr
+
+
+@pytest.mark.parametrize("elasticrun", [[], ["-m", "elasticstate", "-np", "2"]], ids=["alone", "two workers"])
+def test_the_example_learns(elasticrun: list[str]) -> None:
+    command = [sys.executable, *elasticrun, *[sys.executable][: len(elasticrun)], str(EXAMPLE), "--epochs", "5"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=environment, stdin=subprocess.DEVNULL, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(re.findall(r"accuracy ([01]\.\d+)", done.stdout)[-1]) > 0.85
