@@ -68,3 +68,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_status_of_a_job_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "no-such-job"]) == 1
     assert capsys.readouterr().err == "elasticrun: no job 'no-such-job' of yours runs on this machine\n"
+
+
+def test_an_elastic_command_line_of_horovodrun_means_the_same() -> None:
+    old = "--num-proc 8 --min-num-proc 4 --max-num-proc 12 --host-discovery-script ./d.sh --slots-per-host 2 -p 2222"
+    old += " -i key --elastic-timeout 300 --reset-limit 3 --blacklist-cooldown-range 60 300 --start-timeout 30"
+    new = "-np 8 --min-np 4 --max-np 12 --host-discovery-script ./d.sh --slots-per-host 2 --ssh-port 2222"
+    new += " --ssh-identity-file key --elastic-timeout 300 --reset-limit 3 --cooldown-range 60 300 --start-timeout 30"
+    options = parse_options([*old.split(), "--verbose", "python", "t.py"])
+    assert options == parse_options([*new.split(), "--verbose", "python", "t.py"])
+    assert (options.min_np, options.max_np, options.cooldown_range_s, options.ssh_port) == (4, 12, (60, 300), 2222)
