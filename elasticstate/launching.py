@@ -180,6 +180,8 @@ class _Output:
         """A descriptor to write to; None: the inherited one."""
         if _is_descriptor(stream, fd):
             return None
+        if stream is None:  # of a program without a terminal
+            return subprocess.DEVNULL
         source, sink = os.pipe()
         self._ends.append(sink)
         self._pumps.append(threading.Thread(target=_pump, args=(source, stream), daemon=True))

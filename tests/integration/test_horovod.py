@@ -13,7 +13,18 @@ from job import SCRIPTS, Job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod_style.py"
 CHECKS = re.findall(r"^def (check_\w+)", (SCRIPTS / "horovod_checks.py").read_text(), re.MULTILINE)
-OPTIONS = ("-np", "3", "--min-np", "2", "--failure-grace", "0.5", "--min-interrupt-distance", "0.2")
+OPTIONS = (
+    "-np",
+    "3",
+    "--min-np",
+    "2",
+    "--failure-grace",
+    "0.5",
+    "--join-window",
+    "60",
+    "--min-interrupt-distance",
+    "0.2",
+)
 
 
 def script(name: str, log: Path, *arguments: str) -> list[str]:

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 from job import SCRIPTS, Job
 
-OPTIONS = ("-np", "3", "--min-np", "2", "--failure-grace", "0.5", "--min-interrupt-distance", "0.2")
+OPTIONS = (
+    "-np",
+    "3",
+    "--min-np",
+    "2",
+    "--failure-grace",
+    "0.5",
+    "--join-window",
+    "60",
+    "--min-interrupt-distance",
+    "0.2",
+)
 
 
 def command(log: Path, *arguments: str) -> list[str]:

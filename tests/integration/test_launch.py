@@ -43,7 +43,7 @@ def train(state, box):
 def main(box, *, step):
     return train(elastic.ObjectState(step=step), box)
 
-results = elastic.launch(main, (Box(5),), {"step": 3}, np=3, min_np=1, min_interrupt_distance=0.5)
+results = elastic.launch(main, (Box(5),), {"step": 3}, np=3, min_np=1, join_window=60, min_interrupt_distance=0.5)
 assert all(type(box) is Box for box in results), results
 print([box.values for box in results])
 """
