@@ -39,14 +39,6 @@ def check(job: Job) -> None:
     assert max(epochs) >= 6
 
 
-def test_ranks_with_fewer_batches_wait_in_join(tmp_path: Path) -> None:
-    with Job(tmp_path, *OPTIONS, command=command(tmp_path / "logs")) as job:
-        job.finish(0)
-        check(job)
-        assert len(job.events("world_formed")) == 1
-        assert len(job.log("joined")) == 18
-
-
 @pytest.mark.parametrize("whom", ["a joined rank", "a training rank"])
 def test_a_death_while_some_have_joined_is_survived_and_a_newcomer_taken_in(tmp_path: Path, whom: str) -> None:
     with Job(tmp_path, *OPTIONS, command=command(tmp_path / "logs", "--kill", whom)) as job:

