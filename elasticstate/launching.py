@@ -29,7 +29,6 @@ from elasticstate.net.messages import MAX_MESSAGE_BYTES
 from elasticstate.worker.call import pack
 
 _MOST_DRIVERS = 5
-_LAST_WORDS_S = 10.0  # an agent that was killed may have left a process with its output
 _MOST_BYTES = MAX_MESSAGE_BYTES - (64 << 10)  # of function and arguments; the rest of the message is options
 
 
@@ -78,7 +77,9 @@ def launch(
         job = chosen.job_name or f"job-{secrets.token_hex(3)}"
         chosen = dataclasses.replace(chosen, job_name=job, call_directory=directory)
         Path(directory, "options").write_bytes(msgspec.json.encode(chosen))
-        return _results(directory, _supervise([sys.executable, "-m", "elasticstate", "--launched", directory], job))
+        with _Output(chosen.stop_timeout_s) as output:
+            status = _supervise([sys.executable, "-m", "elasticstate", "--launched", directory], job, output)
+        return _results(directory, status)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -124,26 +125,25 @@ def _texts(given: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             yield field, str(value)
 
 
-def _supervise(command: list[str], job: str) -> int:
+def _supervise(command: list[str], job: str, output: _Output) -> int:
     """Its exit status. An elasticrun that is killed is replaced: its workers train on, and the next one takes over.
 
     Raises KeyboardInterrupt, when all has ended.
     """
-    with _Output() as output:
-        for _ in range(_MOST_DRIVERS):
-            # The other end of stdin is ours: it closes with this process, however that ends.
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output.stdout, stderr=output.stderr, start_new_session=True
-            )
-            assert process.stdin is not None
-            with process.stdin:
-                interrupted = _wait(process)
-            if interrupted:
-                raise KeyboardInterrupt
-            if process.returncode >= 0:
-                break
-            killed = how_it_ended(None, -process.returncode)
-            sys.stderr.write(f"elasticstate: the elasticrun of {job} has ended by {killed}: another one takes over\n")
+    for _ in range(_MOST_DRIVERS):
+        # The other end of stdin is ours: it closes with this process, however that ends.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output.stdout, stderr=output.stderr, start_new_session=True
+        )
+        assert process.stdin is not None
+        with process.stdin:
+            interrupted = _wait(process)
+        if interrupted:
+            raise KeyboardInterrupt
+        if process.returncode >= 0:
+            break
+        killed = how_it_ended(None, -process.returncode)
+        sys.stderr.write(f"elasticstate: the elasticrun of {job} has ended by {killed}: another one takes over\n")
     return process.returncode
 
 
@@ -163,6 +163,10 @@ class _Output:
     """Where elasticrun and its agents write: this process's own stdout and stderr; or, where Python's are others (those
     of a notebook), pipes that are emptied into them. For all drivers of a job the same, as agents outlive one."""
 
+    def __init__(self, patience_s: float) -> None:
+        """``patience_s``: for a process that an agent has left, and that holds its output."""
+        self._patience_s = patience_s
+
     def __enter__(self) -> _Output:
         self._pumps: list[threading.Thread] = []
         self._ends: list[int] = []
@@ -174,7 +178,7 @@ class _Output:
         for end in self._ends:
             os.close(end)
         for pump in self._pumps:
-            pump.join(_LAST_WORDS_S)
+            pump.join(self._patience_s)
 
     def _end_of(self, stream: Any, fd: int) -> int | None:
         """A descriptor to write to; None: the inherited one."""
