@@ -256,7 +256,7 @@ class _Loop:
         self._sentinel.finish()
 
     def _enter(self) -> None:
-        self._session.view = self._regrouper.enter()
+        self._session.enter(self._regrouper.enter(), self._regrouper.context)
         self._worlds += 1
 
     def _go_on(self) -> None:

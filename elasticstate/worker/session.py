@@ -9,6 +9,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.net import messages
 from elasticstate.state.base import State
 from elasticstate.worker import world
+from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.sentinel import Sentinel
 
 
@@ -21,7 +22,12 @@ class WorkerSession:
         self._told_bytes = 0
         self.worker_key = worker_key
         self.view: world.WorldView = world.alone()
+        self.context = GlooContext()
         self.state: State | None = None
+
+    def enter(self, view: world.WorldView, context: GlooContext) -> None:
+        """Live in this world from now on."""
+        self.view, self.context = view, context
 
     @property
     def generation(self) -> int:
@@ -74,5 +80,5 @@ class WorkerSession:
         """A group of exactly these ranks, which includes this one; None is the default group: all ranks."""
         if len(ranks) == self.view.size:
             return None
-        group: dist.ProcessGroup = dist.new_group(sorted(ranks), use_local_synchronization=True)
+        group: dist.ProcessGroup = self.context.subgroup(tuple(sorted(ranks)))
         return group

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from elasticstate._native import GlooSockets
@@ -33,6 +33,9 @@ class GlooContext:
         self._timeout = timedelta()
         self._excepthook = sys.excepthook
         self._torch_helper: Any = None
+        self._store: Store | None = None
+        self._rank = 0
+        self._own: list[tuple[tuple[int, ...], Any]] = []  # of ``subgroup``
 
     # ------------------------------------------------------------------------------------------------ main thread
 
@@ -48,7 +51,7 @@ class GlooContext:
         ``init_timeout`` bounds the rendezvous; ``collective_timeout`` is every group's afterwards, those of user code
         included. Raises what torch raises when a peer is missing or the generation is severed meanwhile.
         """
-        self._timeout = collective_timeout
+        self._timeout, self._store, self._rank = collective_timeout, store, rank
         self._excepthook = sys.excepthook
         self._torch_helper = distributed_c10d._new_process_group_helper
         distributed_c10d._new_process_group_helper = self._noted_helper
@@ -58,9 +61,31 @@ class GlooContext:
             sys.excepthook = self._excepthook  # each init_process_group wraps it once more
         distributed_c10d._set_pg_timeout(collective_timeout, dist.group.WORLD)
 
+    def subgroup(self, ranks: tuple[int, ...]) -> Any:
+        """A group of these ranks, ascending, made by them alone; it lasts until ``destroy``.
+
+        Not by torch's ``new_group``: that counts the groups of this process, and names the next one after the count.
+        User code would get groups of different names on different ranks, and hang.
+        """
+        assert self._store is not None, "there is a generation"
+        times = sum(known == ranks for known, _ in self._own)
+        name = f"elasticstate/{'-'.join(map(str, ranks))}/{times}"
+        if not self.sockets.begin_group(len(ranks)):
+            raise CollectiveError("the generation has ended")
+        try:
+            group = dist.ProcessGroupGloo(
+                PrefixStore(name, self._store), ranks.index(self._rank), len(ranks), self._timeout
+            )
+        finally:
+            self.sockets.end_group()
+        self._own.append((ranks, group))
+        return group
+
     def destroy(self) -> None:
         """Take the groups down. Nothing of the generation is left afterwards: no thread, no descriptor."""
         self._be_quiet()
+        self._own.clear()
+        self._store = None
         if self._torch_helper is not None:
             distributed_c10d._new_process_group_helper = self._torch_helper
             self._torch_helper = None
