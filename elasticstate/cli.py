@@ -49,14 +49,18 @@ def _run(options: Options, must_take_over: bool = False) -> int:
 def _launched(directory: str) -> int:
     """The driver of a job that ``launch()`` has started, and whose caller holds the other end of stdin."""
     import os
+    import shutil
     import signal
     import threading
     from pathlib import Path
 
     import msgspec
 
+    is_deserted = threading.Event()
+
     def end_with_the_caller() -> None:
         os.read(0, 1)
+        is_deserted.set()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_with_the_caller, daemon=True).start()
@@ -66,6 +70,9 @@ def _launched(directory: str) -> int:
     except OptionError as error:
         Path(directory, "refused").write_text(str(error))
         return 2
+    finally:
+        if is_deserted.is_set():  # nobody else removes it
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _status(argv: Sequence[str]) -> int:

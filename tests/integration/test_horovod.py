@@ -12,7 +12,8 @@ import pytest
 from job import SCRIPTS, Job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod_style.py"
-CHECKS = re.findall(r"^def (check_\w+)", (SCRIPTS / "horovod_checks.py").read_text(), re.MULTILINE)
+SOURCES = [(SCRIPTS / name).read_text() for name in ("horovod_checks.py", "horovod_join_checks.py")]
+CHECKS = re.findall(r"^def (check_\w+)", "\n".join(SOURCES), re.MULTILINE)
 OPTIONS = (
     "-np",
     "3",
@@ -99,6 +100,30 @@ def whole_epochs(job: Job, generation: int) -> set[int]:
     """Those that have begun and ended in this generation or a later one."""
     first = [line["epoch"] for line in job.log("enter") if line["generation"] == generation]
     return {line["epoch"] for line in job.log("epoch") if first and line["epoch"] > max(first)}
+
+
+def check_joins(job: Job) -> None:
+    """All ranks have the same weights after each join of each world, and at the end."""
+    finals = job.log("final")
+    assert len({line["digest"] for line in finals}) == 1
+    joined: dict[tuple[int, int], list[str]] = {}
+    for line in job.log("joined"):
+        joined.setdefault((line["generation"], line["epoch"]), []).append(line["digest"])
+    assert all(len(set(digests)) == 1 for digests in joined.values())
+    epochs = {epoch for _, epoch in joined}
+    assert epochs == set(range(1, max(epochs) + 1))
+    assert max(epochs) >= 6
+
+
+@pytest.mark.parametrize("whom", ["a joined rank", "a training rank"])
+def test_a_death_while_some_have_joined_is_survived_and_a_newcomer_taken_in(tmp_path: Path, whom: str) -> None:
+    with Job(tmp_path, *OPTIONS, command=script("horovod_join.py", tmp_path / "logs", "--kill", whom)) as job:
+        job.finish(0)
+        (strike,) = job.log("strikes")
+        assert job.events("worker_exited")[0]["pid"] == strike["victim"]
+        check_joins(job)
+        assert [event["size"] for event in job.events("world_formed")][:3] == [3, 2, 3]
+        assert {line["size"] for line in job.log("final")} == {3}
 
 
 def test_a_collective_after_the_end_of_the_world_says_so() -> None:

@@ -138,9 +138,14 @@ class Launched:
         script = directory / "script.py"
         script.write_text(program)
         self.output = directory / "output"
+        self.temporary = directory / "temporary"
+        self.temporary.mkdir()
         with open(self.output, "wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(script)], stdout=output, stderr=subprocess.STDOUT, env=environment()
+                [sys.executable, str(script)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**environment(), "TMPDIR": str(self.temporary)},
             )
 
     def workers(self) -> list[int]:
@@ -172,6 +177,7 @@ def launched(tmp_path: Path) -> Iterator[Launched]:
 
 
 def test_ctrl_c_ends_all_and_is_raised(launched: Launched) -> None:
+    assert len(list(launched.temporary.glob("elasticstate-launch-*"))) == 1
     launched.process.send_signal(signal.SIGINT)
     assert launched.finish() == -signal.SIGINT
     said = launched.output.read_text()
@@ -185,6 +191,7 @@ def test_a_job_ends_with_its_caller(launched: Launched) -> None:
     assert launched.finish() == -signal.SIGKILL
     launched.wait_for("end of the workers", lambda: not any(map(psutil.pid_exists, launched.workers())))
     launched.wait_for("end of elasticrun", lambda: "was stopped by SIGTERM" in launched.output.read_text())
+    launched.wait_for("end of its files", lambda: not list(launched.temporary.glob("elasticstate-launch-*")))
 
 
 def test_an_elasticrun_that_is_killed_is_replaced(launched: Launched) -> None:

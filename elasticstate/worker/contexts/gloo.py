@@ -6,6 +6,7 @@ of ``DeviceMesh`` too.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from datetime import timedelta
@@ -69,7 +70,7 @@ class GlooContext:
         """
         assert self._store is not None, "there is a generation"
         times = sum(known == ranks for known, _ in self._own)
-        name = f"elasticstate/{'-'.join(map(str, ranks))}/{times}"
+        name = f"elasticstate/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:32]}/{times}"  # ranks may be thousands
         if not self.sockets.begin_group(len(ranks)):
             raise CollectiveError("the generation has ended")
         try:

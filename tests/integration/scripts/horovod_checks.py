@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from horovod_join_checks import check_join, check_join_refuses_what_takes_all_ranks  # noqa: F401 - found by name
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -359,33 +360,6 @@ def check_embeddings_with_sparse_gradients() -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=3.0))
     with pytest.raises(UsageError, match="sparse_as_dense"):
         table(torch.tensor([0])).sum().backward()
-
-
-def check_join() -> None:
-    """Ranks have 2, 4 and 3 batches, with gradients of 1, 2 and 3: who has none left counts as zeros."""
-    weight = nn.Parameter(torch.zeros(3))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    for epoch in range(2):
-        for batch_index in range((2, 4, 3)[hvd.rank()]):
-            optimizer.zero_grad()
-            (weight * (hvd.rank() + 1)).sum().backward()
-            optimizer.step()
-            assert hvd.allreduce(torch.tensor(batch_index), op=hvd.Max) == batch_index
-            assert hvd.allreduce(torch.tensor(batch_index + 2), op=hvd.Min) == batch_index + 2
-            assert hvd.allreduce(torch.tensor(2.0), op=hvd.Product) == 2 ** ((3, 3, 2, 1)[batch_index])
-            assert hvd.allreduce(torch.tensor(3.0)) == (3, 3, 2, 1)[batch_index]
-            hvd.barrier()
-        assert hvd.join() == 1
-        if hvd.rank() == 1:
-            torch.testing.assert_close(weight.detach(), torch.full((3,), -(epoch + 1) * (2 + 2 + 5 / 3 + 2 / 3)))
-        hvd.broadcast_parameters({"weight": weight}, root_rank=1)
-
-
-def check_join_refuses_what_takes_all_ranks() -> None:
-    call: Callable[[], object] = hvd.join if hvd.rank() == 2 else lambda: hvd.allgather(torch.ones(1))
-    with pytest.raises(UsageError, match="join"):
-        call()
-    assert hvd.allgather(torch.ones(1)).tolist() == [1, 1, 1]
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> bytes:

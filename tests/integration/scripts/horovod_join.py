@@ -1,4 +1,4 @@
-"""Horovod's join() in elastic training: ranks have different numbers of batches in each epoch; see its test.
+"""Horovod's join() in elastic training: ranks have different numbers of batches in each epoch; see test_horovod.py.
 
 The lines of ``<log>/<pid>.jsonl`` are::
 
@@ -76,7 +76,7 @@ def train(state: hvd.elastic.TorchState) -> None:
         state.epoch += 1
         state.commit()
         note("joined", epoch=state.epoch)
-        time.sleep(0.02)
+        time.sleep(0.02)  # epochs are short, and the newcomer takes seconds: fewer lines to read
 
 
 train(hvd.elastic.TorchState(model, optimizer, epoch=0))
