@@ -270,5 +270,8 @@ class Sentinel:
     def wait_verdict(self, generation: int) -> bool:
         """True if the suspect's exception is its own, False if the generation is over."""
 
+    def wait_end(self, generation: int) -> bool:
+        """True when the generation has ended and is not left yet, False when it is left. For a thread of Python's."""
+
     def wait_gate(self, generation: int) -> bool:
         """True when the gate opens, False if the generation ends before that."""

@@ -165,6 +165,7 @@ void bind_sentinel(nb::module_ &m) {
         .def("wait_world", &wait_world, "joined"_a)
         .def("wait_other", &wait_other)
         .def("wait_verdict", &Sentinel::wait_verdict, "generation"_a, NoGil())
+        .def("wait_end", &Sentinel::wait_end, "generation"_a, NoGil())
         .def("wait_gate", &Sentinel::wait_gate, "generation"_a, NoGil());
     sentinel.attr("ORDERS") = orders();
     sentinel.attr("PLACES") = places();

@@ -168,6 +168,7 @@ void Sentinel::left() {
     refuse_child();
     const Lock lock(mutex_);
     cut_.reset();
+    changed();
 }
 
 bool Sentinel::end(std::uint64_t generation, std::string message) {
@@ -244,6 +245,13 @@ bool Sentinel::wait_gate(std::uint64_t generation) {
     return open_gate_ >= generation;
 }
 
+bool Sentinel::wait_end(std::uint64_t generation) {
+    Lock lock(mutex_);
+    const auto left = [&] { return !cut_ || page_.generation() != generation; };
+    wait_until(lock, [&] { return ended_ >= generation || left(); });
+    return !left();
+}
+
 /// A condition variable would do, if it returned when a signal comes in; a futex does.
 template <class Condition>
 void Sentinel::wait_until(Lock &lock, Condition condition) {
@@ -282,9 +290,8 @@ void Sentinel::serve() {
     }
 }
 
-/// Cuts what has ended and is not left yet. Tells whether there is such a thing.
-///
-/// This is the place where a Python thread would be woken for what only Python can cut.
+/// Cuts what has ended and is not left yet. Tells whether there is such a thing. What only Python can cut has a thread
+/// of Python's, which waits in `wait_end`.
 bool Sentinel::sweep() {
     std::shared_ptr<Severable> cut;
     {

@@ -117,6 +117,8 @@ public:
     std::string wait_other();
     /// The verdict: true if the suspect's exception is its own, false if the generation is over.
     bool wait_verdict(std::uint64_t generation);
+    /// True when the generation has ended and is not left yet, false when it is left: for a thread that cuts it.
+    bool wait_end(std::uint64_t generation);
     /// True when the gate opens, false if the generation ends before that.
     bool wait_gate(std::uint64_t generation);
 

@@ -218,6 +218,7 @@ class Agent:
                 commits=self._commits.prefix(worker.slot),
                 reserve_bytes=reserve_bytes,
                 notice_signals=spec.preemption.signals,
+                backend=spec.backend,
             )
             for path in (told.error_file, result_file(told.commits)):
                 error_file.forget(path)

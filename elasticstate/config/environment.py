@@ -34,6 +34,7 @@ class WorkerEnvironment:
     commits: str  # what the names of the files of its slot begin with: its page, its two buffers
     reserve_bytes: int = 0  # what a commit of the job takes, as far as is known
     notice_signals: tuple[int, ...] = (signal.SIGTERM,)
+    backend: str = "auto"
 
     @property
     def error_file(self) -> str:
@@ -53,6 +54,7 @@ class WorkerEnvironment:
             _ERROR_FILE: self.error_file,
             PREFIX + "RESERVE_BYTES": str(self.reserve_bytes),
             PREFIX + "NOTICE_SIGNALS": " ".join(map(str, map(int, self.notice_signals))),
+            PREFIX + "BACKEND": self.backend,
         }
 
 
@@ -68,7 +70,10 @@ def worker_environment() -> WorkerEnvironment | None:
         told = {name.lower(): os.environ[PREFIX + name] for name in names}
         reserve_bytes = int(os.environ.get(PREFIX + "RESERVE_BYTES", 0))
         signals = tuple(map(int, os.environ.get(PREFIX + "NOTICE_SIGNALS", "").split()))
-        return WorkerEnvironment(socket, worker, **told, reserve_bytes=reserve_bytes, notice_signals=signals)
+        backend = os.environ.get(PREFIX + "BACKEND", "auto")
+        return WorkerEnvironment(
+            socket, worker, **told, reserve_bytes=reserve_bytes, notice_signals=signals, backend=backend
+        )
     except (KeyError, ValueError):
         raise OptionError(f"{PREFIX}SOCKET is set, but the other variables of a worker are not") from None
 

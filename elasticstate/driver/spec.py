@@ -45,6 +45,7 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
             options.preemption_timeout_s,
         ),
         call=function_to_call(options),
+        backend=options.backend,
     )
 
 

@@ -339,6 +339,7 @@ class JobSpec(_Message, frozen=True):
     output: Output
     environment: tuple[tuple[str, str], ...]
     preemption: Preemption
+    backend: str = "auto"  # how tensors travel between workers
     call: bytes = b""  # what workers of ``launch()`` call, as worker/call.py reads it; nobody on the way looks inside
 
 

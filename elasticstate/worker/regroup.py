@@ -13,7 +13,7 @@ from elasticstate.config import WorkerEnvironment
 from elasticstate.net import messages
 from elasticstate.net.runs import from_runs
 from elasticstate.worker import world
-from elasticstate.worker.contexts.gloo import GlooContext
+from elasticstate.worker.contexts.context import Backend, Context, Rendezvous
 from elasticstate.worker.sentinel import Sentinel
 
 _SLICE = timedelta(seconds=0.25)
@@ -22,15 +22,16 @@ _SLICE = timedelta(seconds=0.25)
 class Regrouper:
     """Takes one worker from world to world. Used on the main thread only."""
 
-    def __init__(self, environment: WorkerEnvironment, sentinel: Sentinel) -> None:
+    def __init__(self, environment: WorkerEnvironment, sentinel: Sentinel, backend: Backend) -> None:
         self._environment = environment
         self._sentinel = sentinel
-        self._context = GlooContext()
+        self._backend = backend
+        self._context = backend.context()
         self._server: TCPStore | None = None  # of this worker; rank 0's is used by all
         self._store: Store | None = None
 
     @property
-    def context(self) -> GlooContext:
+    def context(self) -> Context:
         return self._context
 
     def enter(self) -> world.WorldView:
@@ -38,19 +39,25 @@ class Regrouper:
         if self._server is None:
             self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         message = self._sentinel.ready(f"{self._environment.local_address}:{self._server.port}")
-        self._context = GlooContext()
+        self._context = self._backend.context()
         self._sentinel.enter(message, self._context)
         self._sentinel.check()
         view = _view(message)
         world.enter(view)
         store = self._connect(view, message)
         self._sentinel.check()
+        name = f"{message.job}/{message.generation}"
         self._context.create(
-            PrefixStore(f"{message.job}/{message.generation}", store),
-            view.rank,
-            view.size,
-            init_timeout=timedelta(seconds=min(message.regroup_timeout_s, message.collective_timeout_s)),
-            collective_timeout=timedelta(seconds=message.collective_timeout_s),
+            Rendezvous(
+                store=PrefixStore(name, store),
+                name=name,
+                worker=str(self._environment.worker),
+                rank=view.rank,
+                size=view.size,
+                init_timeout=timedelta(seconds=min(message.regroup_timeout_s, message.collective_timeout_s)),
+                collective_timeout=timedelta(seconds=message.collective_timeout_s),
+                check=self._sentinel.check,
+            )
         )
         self._sentinel.check()
         return view

@@ -35,8 +35,9 @@ from elasticstate.net import messages
 from elasticstate.net.link import WorkerLink
 from elasticstate.state.base import State
 from elasticstate.state.snapshot import Snapshot
-from elasticstate.worker import world
+from elasticstate.worker import contexts, world
 from elasticstate.worker.alone import Alone
+from elasticstate.worker.contexts.context import Fault
 from elasticstate.worker.own_groups import OwnProcessGroups
 from elasticstate.worker.record import ErrorHandler, handle
 from elasticstate.worker.regroup import Regrouper, chain, let_go
@@ -190,7 +191,8 @@ class _Loop:
         owner = owner_of(environment.job_id, environment.worker.host, environment.worker.slot)
         self._space = AgentSpace(environment.commits, page, owner, self._sentinel.ask)
         self._session = WorkerSession(self._sentinel, page, str(environment.worker))
-        self._regrouper = Regrouper(environment, self._sentinel)
+        self._backend = contexts.choose(environment.backend)
+        self._regrouper = Regrouper(environment, self._sentinel, self._backend)
         self._told: tuple[CommitId | None, CommitId | None] | None = None  # the commits with which ``join`` was READY
         self._worlds = 0  # entered so far
         self._result: Any = None
@@ -233,6 +235,7 @@ class _Loop:
         faulthandler.register(messages.STACKS_SIGNAL, file=2, all_threads=True)
         self._sentinel.start(self._environment.notice_signals)
         _import_ahead()
+        self._backend.prepare(self._environment, self._sentinel.say)
 
     def _run(self, warmup: Callable[[], object] | None) -> Any:
         if self._told is None:
@@ -309,11 +312,14 @@ class _Loop:
         if (
             self._sentinel.ended(self._sentinel.generation)
             or self._regrouper.context.broken()
-            or any(isinstance(cause, (CollectiveError, dist.DistError)) for cause in causes)
+            or any(self._proves_failure(cause) for cause in causes)
         ):
             self._sentinel.failed(text)
             return _Outcome.FAILED
         return None if self._sentinel.is_own_error(text) else _Outcome.FAILED
+
+    def _proves_failure(self, cause: BaseException) -> bool:
+        return isinstance(cause, CollectiveError) or self._regrouper.context.classify(cause) is not Fault.UNKNOWN
 
     def _recover(self, outcome: _Outcome) -> None:
         """Leave the generation with the live state equal to the newest commit."""

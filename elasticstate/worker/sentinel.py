@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
@@ -31,10 +33,17 @@ class Connection(Protocol):
 
 
 class Severable(Protocol):
-    """What the sentinel needs of a context: the sockets to cut when its generation ends."""
+    """What the sentinel needs of a context: what to cut when its generation ends."""
+
+    severs_in_python: bool
 
     @property
     def sockets(self) -> _native.GlooSockets: ...
+
+    def sever(self) -> None: ...
+
+
+_SWEEP_INTERVAL_S = 0.003
 
 
 class Sentinel:
@@ -50,6 +59,7 @@ class Sentinel:
         self._previous: CommitId | None = None
         self._notices: list[int] = []  # signals
         self._exits = False
+        self._cutter: threading.Thread | None = None
 
     # ---------------------------------------------------------------------------------------------- start and stop
 
@@ -169,6 +179,15 @@ class Sentinel:
     def enter(self, world: messages.WorldMessage, context: Severable) -> None:
         """Begin a generation: ticks count from 0, and ``context`` is cut when it ends."""
         self._native.enter(world.generation, context.sockets)
+        if context.severs_in_python:
+            self._cutter = threading.Thread(target=self._cut, args=(world.generation, context), daemon=True)
+            self._cutter.start()
+
+    def _cut(self, generation: int, context: Severable) -> None:
+        """What only Python can cut, on a thread of its own, until the generation has been left."""
+        while self._native.wait_end(generation):
+            context.sever()
+            time.sleep(_SWEEP_INTERVAL_S)
 
     def train(self) -> None:
         """The generation is made and synced: the user's function has the word."""
@@ -221,6 +240,9 @@ class Sentinel:
     def left(self) -> None:
         """Nothing of the generation is left in this process: the sweeping ends."""
         self._native.left()
+        if self._cutter is not None:
+            self._cutter.join()
+            self._cutter = None
 
 
 _started: weakref.WeakSet[Sentinel] = weakref.WeakSet()

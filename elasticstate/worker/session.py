@@ -9,12 +9,14 @@ from elasticstate.core.types import CommitId
 from elasticstate.net import messages
 from elasticstate.state.base import State
 from elasticstate.worker import world
-from elasticstate.worker.contexts.gloo import GlooContext
+from elasticstate.worker.contexts.context import Context
 from elasticstate.worker.sentinel import Sentinel
 
 
 class WorkerSession:
     """What the state sees of the present generation (see state.base.Session)."""
+
+    _context: Context  # of the present generation
 
     def __init__(self, sentinel: Sentinel, page: ControlPage, worker_key: str) -> None:
         self._sentinel = sentinel
@@ -22,12 +24,11 @@ class WorkerSession:
         self._told_bytes = 0
         self.worker_key = worker_key
         self.view: world.WorldView = world.alone()
-        self.context = GlooContext()
         self.state: State | None = None
 
-    def enter(self, view: world.WorldView, context: GlooContext) -> None:
+    def enter(self, view: world.WorldView, context: Context) -> None:
         """Live in this world from now on."""
-        self.view, self.context = view, context
+        self.view, self._context = view, context
 
     @property
     def generation(self) -> int:
@@ -80,5 +81,5 @@ class WorkerSession:
         """A group of exactly these ranks, which includes this one; None is the default group: all ranks."""
         if len(ranks) == self.view.size:
             return None
-        group: dist.ProcessGroup = self.context.subgroup(tuple(sorted(ranks)))
+        group: dist.ProcessGroup = self._context.subgroup(tuple(sorted(ranks)))
         return group

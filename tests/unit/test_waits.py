@@ -37,6 +37,7 @@ ALLOWED = {
     "net.control: _BREATH_S": "before the next connection is accepted, when there is no descriptor left",
     "net.control: _NEXT_ADDRESS_S": "RFC 8305: before the next address is tried, too; --connect-timeout decides",
     "worker.contexts.gloo: time.sleep(0.001)": "between two looks",
+    "worker.sentinel: _SWEEP_INTERVAL_S": "between two cuts",
     "worker.regroup: _SLICE": "of the wait for the store; --regroup-timeout decides",
     # what is over already is given a moment to be tidy
     "agent.agent: _STACKS_TIMEOUT_S": "for the stacks of a worker whose kill is decided",

@@ -1,81 +1,77 @@
-"""The Gloo context: the process groups of one generation, made and taken down; native/gloo_sockets.hpp cuts them.
-
-Every group of a generation is noted at the one place where torch makes a group, those of user code's ``new_group`` and
-of ``DeviceMesh`` too.
-"""
+"""Gloo: sockets between all pairs of a group, which native/gloo_sockets.hpp finds and cuts without Python."""
 
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from elasticstate._native import GlooSockets
+from elasticstate.config import WorkerEnvironment
 from elasticstate.errors import CollectiveError
+from elasticstate.net.messages import FromWorkerBody
+from elasticstate.worker.contexts.context import Fault, Rendezvous
+from elasticstate.worker.contexts.groups import TorchGroups
 
 _CUT_AFTER_S = 0.05  # when a generation is left; what has ended is cleared away sooner
 _QUIET_TIMEOUT_S = 5.0  # for operations that were cut to end
 
 
-class GlooContext:
-    """All process groups of one generation. Made, used and left on the main thread; ``sever`` is for any thread.
+class Gloo:
+    """The backend (see context.Backend): nothing lasts longer than a generation."""
 
-    ``sockets`` is what the sentinel cuts, without Python.
-    """
+    def prepare(self, environment: WorkerEnvironment, say: Callable[[FromWorkerBody], None]) -> None: ...
+
+    def context(self) -> GlooContext:
+        return GlooContext()
+
+
+class GlooContext:
+    """See context.Context."""
+
+    severs_in_python = False
 
     def __init__(self) -> None:
         self.sockets = GlooSockets()
-        self._timeout = timedelta()
-        self._excepthook = sys.excepthook
-        self._torch_helper: Any = None
-        self._store: Store | None = None
-        self._rank = 0
+        self._groups = TorchGroups(self.sockets.begin_group, self.sockets.end_group)
+        self._rendezvous: Rendezvous | None = None
         self._own: list[tuple[tuple[int, ...], Any]] = []  # of ``subgroup``
 
     # ------------------------------------------------------------------------------------------------ main thread
 
     def watch_store(self, address: tuple[str, int]) -> None:
-        """From now on ``sever`` also cuts this process's connections to the store at ``address``."""
         self.sockets.watch_store(*address)
 
-    def create(
-        self, store: Store, rank: int, size: int, *, init_timeout: timedelta, collective_timeout: timedelta
-    ) -> None:
-        """Make the default process group of the generation.
-
-        ``init_timeout`` bounds the rendezvous; ``collective_timeout`` is every group's afterwards, those of user code
-        included. Raises what torch raises when a peer is missing or the generation is severed meanwhile.
-        """
-        self._timeout, self._store, self._rank = collective_timeout, store, rank
-        self._excepthook = sys.excepthook
-        self._torch_helper = distributed_c10d._new_process_group_helper
-        distributed_c10d._new_process_group_helper = self._noted_helper
-        try:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=init_timeout)
-        finally:
-            sys.excepthook = self._excepthook  # each init_process_group wraps it once more
-        distributed_c10d._set_pg_timeout(collective_timeout, dist.group.WORLD)
+    def create(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._groups.create(
+            "gloo",
+            rendezvous.collective_timeout,
+            store=rendezvous.store,
+            rank=rendezvous.rank,
+            world_size=rendezvous.size,
+            timeout=rendezvous.init_timeout,
+        )
+        distributed_c10d._set_pg_timeout(rendezvous.collective_timeout, dist.group.WORLD)
 
     def subgroup(self, ranks: tuple[int, ...]) -> Any:
-        """A group of these ranks, ascending, made by them alone; it lasts until ``destroy``.
-
-        Not by torch's ``new_group``: that counts the groups of this process, and names the next one after the count.
+        """Not by torch's ``new_group``: that counts the groups of this process, and names the next one after the count.
         User code would get groups of different names on different ranks, and hang.
         """
-        assert self._store is not None, "there is a generation"
+        at = self._rendezvous
+        assert at is not None, "there is a generation"
         times = sum(known == ranks for known, _ in self._own)
         name = f"elasticstate/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:32]}/{times}"  # ranks may be thousands
         if not self.sockets.begin_group(len(ranks)):
             raise CollectiveError("the generation has ended")
         try:
             group = dist.ProcessGroupGloo(
-                PrefixStore(name, self._store), ranks.index(self._rank), len(ranks), self._timeout
+                PrefixStore(name, at.store), ranks.index(at.rank), len(ranks), at.collective_timeout
             )
         finally:
             self.sockets.end_group()
@@ -83,17 +79,10 @@ class GlooContext:
         return group
 
     def destroy(self) -> None:
-        """Take the groups down. Nothing of the generation is left afterwards: no thread, no descriptor."""
         self._be_quiet()
         self._own.clear()
-        self._store = None
-        if self._torch_helper is not None:
-            distributed_c10d._new_process_group_helper = self._torch_helper
-            self._torch_helper = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # A group that failed to be made has been counted all the same, and the count is part of the next one's name.
-        distributed_c10d._world.group_count = 0
+        self._rendezvous = None
+        self._groups.destroy()
         self.sockets.forget()
 
     def _be_quiet(self) -> None:
@@ -108,25 +97,17 @@ class GlooContext:
                 self.sockets.sever()
             time.sleep(0.001)
 
-    def _noted_helper(self, group_size: int, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("timeout") == distributed_c10d.default_pg_timeout:
-            kwargs["timeout"] = self._timeout
-        if not self.sockets.begin_group(group_size):
-            raise CollectiveError("the generation has ended")
-        try:
-            return self._torch_helper(group_size, *args, **kwargs)
-        finally:
-            self.sockets.end_group()
+    def classify(self, error: BaseException) -> Fault:
+        return Fault.GENERATION if isinstance(error, dist.DistError) else Fault.UNKNOWN
+
+    def usable(self) -> bool:
+        return True
 
     # ------------------------------------------------------------------------------------------------- any thread
 
     def sever(self) -> None:
-        """Cut everything: whoever is inside a collective, an init or a store wait, or enters one, gets an error.
-
-        Level, not edge: call it again and again until the generation has been left, sockets may appear meanwhile.
-        """
         self.sockets.sever()
 
     def broken(self) -> bool:
-        """The fact behind a failure: a pair of one of the groups has lost its connection, or all were cut here."""
+        """A pair of one of the groups has lost its connection, or all were cut here."""
         return self.sockets.broken()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import elasticstate as elastic
 from elasticstate.state.channel import Channel
+from elasticstate.worker.contexts.context import Rendezvous
 from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.regroup import Regrouper
 
@@ -128,8 +130,9 @@ class Faults:
         """Put the faults that strike inside elasticstate and torch where they belong."""
         create = GlooContext.create
 
-        def watched_create(context: GlooContext, store: dist.Store, rank: int, size: int, **timeouts: Any) -> None:
-            create(context, _Watched(store, lambda point: self.at(point, rank=rank)), rank, size, **timeouts)
+        def watched_create(context: GlooContext, rendezvous: Rendezvous) -> None:
+            watched = _Watched(rendezvous.store, lambda point: self.at(point, rank=rendezvous.rank))
+            create(context, dataclasses.replace(rendezvous, store=watched))
 
         if any(fault.point in ("init", "store") for _, fault in self._faults):
             GlooContext.create = watched_create  # type: ignore[method-assign]

@@ -21,6 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from elasticstate.worker.contexts.context import Rendezvous
 from elasticstate.worker.contexts.gloo import GlooContext
 
 LONG = timedelta(seconds=120)
@@ -89,7 +90,7 @@ def carry_out(words: list[str]) -> None:
             store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
             context.watch_store(("127.0.0.1", store_port))
             prefix = dist.PrefixStore(name, store)
-            context.create(prefix, int(rank), int(size), init_timeout=LONG, collective_timeout=LONG)
+            context.create(Rendezvous(prefix, name, rank, int(rank), int(size), LONG, LONG, lambda: None))
         case ["new_group"]:
             dist.new_group(list(range(dist.get_world_size())))
         case ["all_reduce"]:

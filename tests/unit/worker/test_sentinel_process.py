@@ -34,6 +34,7 @@ from elasticstate.worker.sentinel import Sentinel
 
 class Context:
     sockets = _native.GlooSockets()
+    severs_in_python = False
 
 def say(text):
     os.write(1, text.encode() + b"\\n")
@@ -362,13 +363,14 @@ def test_a_forked_child_that_ends_by_itself_runs_down_without_harm(start: Start)
 
 COLLECTIVE = """
 import datetime, torch, torch.distributed as dist
+from elasticstate.worker.contexts.context import Rendezvous
 from elasticstate.worker.contexts.gloo import GlooContext
 port, rank = int(os.environ["PORT"]), int(os.environ["RANK"])
 LONG = datetime.timedelta(seconds=120)
 context = Context = GlooContext()
 tcp = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 enter()
-context.create(dist.PrefixStore("g", tcp), rank, 2, init_timeout=LONG, collective_timeout=LONG)
+context.create(Rendezvous(dist.PrefixStore("g", tcp), "g", str(rank), rank, 2, LONG, LONG, lambda: None))
 say("made")
 if rank == 1:
     time.sleep(60)
