@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +24,9 @@ from elasticstate.core.missing import listed
 from elasticstate.core.takeover import take_over
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.discovery import Discovery
+from elasticstate.driver.events import event_of, heartbeat
 from elasticstate.driver.goodput import Goodput
+from elasticstate.driver.mpirun import Mpirun
 from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.returns import Returns
@@ -38,18 +42,10 @@ from elasticstate.driver.takeover import (
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net import messages
 from elasticstate.net.names import is_this_machine
-from elasticstate.processes import signal_name
 
 _DELAY_PER_WORKER_S = 1e-4  # of what is not urgent
 _LONGEST_DELAY_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-_PLACES = {place: place.name.lower() for place in messages.Place}
-
-
-def _heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
-    return t.Heartbeat(worker, _PLACES[stamp.place], stamp.generation, stamp.ticks, stamp.commit)
 
 
 class Driver:
@@ -104,6 +100,7 @@ class Driver:
 
     async def _clear_up(self, directory: JobDirectory) -> None:
         await self._agents.stop(self._reason, self._hurry)
+        self._mpirun.stop()
         commit_directory.remove_job(self._options.commit_dir, self._keeper.record.job_id)
         directory.remove()
 
@@ -127,6 +124,7 @@ class Driver:
         )
         if options.call_directory is not None:
             self._returns = Returns(options.call_directory, self._agents.send)
+        self._mpirun = Mpirun(str(Path(sys.executable).parent / "mpirun"), directory.path)
         self._agents.listen(record.ports)
         record = msgspec.structs.replace(record, ports=self._agents.ports)
         self._keeper = Keeper(directory, record, self._warn)
@@ -290,7 +288,7 @@ class Driver:
                     return  # there will be others
                 for _, stamp in stamps:
                     self._goodput.ticks(stamp.generation, stamp.ticks)
-                self._post_soon([_heartbeat(worker, stamp) for worker, stamp in stamps])
+                self._post_soon([heartbeat(worker, stamp) for worker, stamp in stamps])
             case messages.Started(worker, pid):
                 self._pids[str(worker)] = pid
             case messages.Exited(worker, pid, exit_code, number, error, time_ns):
@@ -310,32 +308,31 @@ class Driver:
         """A worker that lived on while its agent was out of touch: what it would have said."""
         worker, stamp = report.worker, report.stamp
         self._pids[str(worker)] = report.pid
-        self._post(_heartbeat(worker, stamp))
+        self._post(heartbeat(worker, stamp))
         for body in report.words:
             self._from_worker(worker, body)
 
     def _from_worker(self, worker: t.WorkerId, body: messages.FromWorkerBody) -> None:
         match body:
-            case messages.Ready(generation, commit, previous, store, ticks, paused_s):
+            case messages.Ready(generation, ticks=ticks):
                 self._goodput.ticks(generation, ticks)
-                self._post(t.WorkerReady(worker, generation, commit, previous, store, ticks, paused_s))
-            case messages.HoldAnswer(generation, ticks, in_gate, number):
-                self._post(t.HoldAnswered(worker, generation, ticks, in_gate, number))
-            case messages.Failure(generation, certain, error):
-                self._post(t.FailureReported(worker, generation, certain, error))
-            case messages.Gate(generation):
-                self._post(t.GateEntered(worker, generation))
             case messages.First(generation):
                 self._goodput.first_tick(generation, self._loop.time())
-                self._post(t.FirstTick(worker, generation))
-            case messages.Committed(commit):
-                self._post(t.CommitSealed(worker, commit))
-            case messages.Notice(number):
-                self._post(t.WorkerLeaving(worker, f"{signal_name(number)} to the worker"))
             case messages.CommitSize(size):
                 self._commit_bytes = max(self._commit_bytes, size)
             case messages.Synced(generation, size, seconds):
                 self._event("sync", worker=str(worker), generation=generation, bytes=size, seconds=seconds)
+            case messages.AskIdentities(members):
+                self._ask_mpi(members)
+        event = event_of(worker, body)
+        if event is not None:
+            self._post(event)
+
+    def _ask_mpi(self, members: tuple[messages.Holder, ...]) -> None:
+        try:
+            self._mpirun.ask(members)
+        except OSError as error:
+            self._warn(f"mpirun cannot be run: {error}")
 
     # ----------------------------------------------------------------------------------------------- what people see
 

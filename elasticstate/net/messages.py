@@ -22,11 +22,86 @@ Messages from a worker reach the driver as :class:`FromWorker`, which names the 
 from __future__ import annotations
 
 import signal
-from enum import IntEnum
 
-import msgspec
-
-from elasticstate.core.types import CommitId, Placement, WorkerId
+from elasticstate.core.types import CommitId, WorkerId
+from elasticstate.net.words import (
+    LASTING as LASTING,
+)
+from elasticstate.net.words import (
+    AskIdentities as AskIdentities,
+)
+from elasticstate.net.words import (
+    CommitSize as CommitSize,
+)
+from elasticstate.net.words import (
+    Committed as Committed,
+)
+from elasticstate.net.words import (
+    EndOrder as EndOrder,
+)
+from elasticstate.net.words import (
+    Failure as Failure,
+)
+from elasticstate.net.words import (
+    First as First,
+)
+from elasticstate.net.words import (
+    FromWorkerBody as FromWorkerBody,
+)
+from elasticstate.net.words import (
+    Gate as Gate,
+)
+from elasticstate.net.words import (
+    GateOpen as GateOpen,
+)
+from elasticstate.net.words import (
+    Hello as Hello,
+)
+from elasticstate.net.words import (
+    HoldAnswer as HoldAnswer,
+)
+from elasticstate.net.words import (
+    Holder as Holder,
+)
+from elasticstate.net.words import (
+    HoldOrder as HoldOrder,
+)
+from elasticstate.net.words import (
+    LeaveOrder as LeaveOrder,
+)
+from elasticstate.net.words import (
+    Message,
+)
+from elasticstate.net.words import (
+    NeedSpace as NeedSpace,
+)
+from elasticstate.net.words import (
+    Notice as Notice,
+)
+from elasticstate.net.words import (
+    OwnError as OwnError,
+)
+from elasticstate.net.words import (
+    Place as Place,
+)
+from elasticstate.net.words import (
+    Ready as Ready,
+)
+from elasticstate.net.words import (
+    ReleaseOrder as ReleaseOrder,
+)
+from elasticstate.net.words import (
+    Space as Space,
+)
+from elasticstate.net.words import (
+    Synced as Synced,
+)
+from elasticstate.net.words import (
+    ToWorkerBody as ToWorkerBody,
+)
+from elasticstate.net.words import (
+    WorldMessage as WorldMessage,
+)
 
 PROTOCOL_VERSION = 2
 STACKS_SIGNAL = signal.SIGRTMIN + 9
@@ -34,170 +109,10 @@ STACKS_SIGNAL = signal.SIGRTMIN + 9
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages: an array ``[tag, field, ...]`` in MessagePack."""
-
-
-class Place(IntEnum):
-    """Where a worker is, as its page says (native/sentinel.hpp has the same numbers)."""
-
-    BOOT = 0
-    REGROUP = 1
-    TRAIN = 2
-    GATE = 3
-    DONE = 4
-
-
-# ------------------------------------------------------------------------------------------------ worker -> agent
-
-
-class Hello(_Message, frozen=True):
-    """First message on the socket: who I am."""
-
-    worker: WorkerId
-    pid: int
-    protocol: int
-
-
-class Ready(_Message, frozen=True):
-    generation: int
-    commit: CommitId | None
-    previous: CommitId | None
-    store: str
-    ticks: int
-    paused_s: float
-
-
-class HoldAnswer(_Message, frozen=True):
-    generation: int
-    ticks: int
-    in_gate: bool
-    number: int = 0
-
-
-class Failure(_Message, frozen=True):
-    generation: int
-    certain: bool
-    error: str
-
-
-class Gate(_Message, frozen=True):
-    generation: int
-
-
-class First(_Message, frozen=True):
-    """The first tick of this generation is complete."""
-
-    generation: int
-
-
-class Synced(_Message, frozen=True):
-    """What ``sync`` moved into this worker (or out of it, at the root)."""
-
-    generation: int
-    bytes: int
-    seconds: float
-
-
-class CommitSize(_Message, frozen=True):
-    """What a commit of this worker takes; said when it grows."""
-
-    bytes: int
-
-
-class NeedSpace(_Message, frozen=True):
-    """Commit buffer ``index`` (0 or 1) of this worker has to take so many bytes: the agent answers with Space."""
-
-    index: int
-    bytes: int
-
-
-class Committed(_Message, frozen=True):
-    """The first commit of a generation: if all holders die right after it, there was something to lose."""
-
-    commit: CommitId
-
-
-class Notice(_Message, frozen=True):
-    """The worker has had this signal, one of ``--preemption-signals``: it drains."""
-
-    signal: int
-
-
-LASTING = Ready | Failure | Gate
-"""What stays true of a worker until it is given another world."""
-FromWorkerBody = (
-    Hello | Ready | HoldAnswer | Failure | Gate | First | Synced | CommitSize | NeedSpace | Committed | Notice
-)
-
-
-# ------------------------------------------------------------------------------------------------ agent -> worker
-
-
-class WorldMessage(_Message, frozen=True):
-    """A worker's part of a world."""
-
-    job: str
-    generation: int
-    placement: Placement
-    size: int
-    root: int
-    lacking: tuple[tuple[int, int], ...]  # as runs: of a first world's members all but one lack the state
-    store: str
-    collective_timeout_s: float
-    regroup_timeout_s: float
-    verify_sync: bool = False
-    fresh: bool = False
-
-
-class HoldOrder(_Message, frozen=True):
-    """``number``: unlike that of any other hold, so that an answer to an old one is not taken for this one's."""
-
-    generation: int
-    number: int = 0
-
-
-class ReleaseOrder(_Message, frozen=True):
-    generation: int
-
-
-class EndOrder(_Message, frozen=True):
-    """``at_tick`` None: now."""
-
-    generation: int
-    at_tick: int | None
-    cause: str
-
-
-class OwnError(_Message, frozen=True):
-    """Verdict OWN for the suspect of this generation."""
-
-    generation: int
-
-
-class GateOpen(_Message, frozen=True):
-    generation: int
-
-
-class LeaveOrder(_Message, frozen=True):
-    """Exit with 0: all who stay hold your tick."""
-
-
-class Space(_Message, frozen=True):
-    """Commit buffer ``index`` is a file of ``bytes`` by now; or ``error`` says why it cannot be."""
-
-    index: int
-    bytes: int
-    error: str
-
-
-ToWorkerBody = WorldMessage | HoldOrder | ReleaseOrder | EndOrder | OwnError | GateOpen | LeaveOrder | Space
-
-
 # ------------------------------------------------------------------------------------------------ agent -> driver
 
 
-class AgentHello(_Message, frozen=True):
+class AgentHello(Message, frozen=True):
     host: str
     agent: str  # unlike any other agent's
     slots: int  # 0: as discovery says
@@ -207,17 +122,17 @@ class AgentHello(_Message, frozen=True):
     version: str
 
 
-class FromWorker(_Message, frozen=True):
+class FromWorker(Message, frozen=True):
     worker: WorkerId
     body: FromWorkerBody
 
 
-class Started(_Message, frozen=True):
+class Started(Message, frozen=True):
     worker: WorkerId
     pid: int
 
 
-class Exited(_Message, frozen=True):
+class Exited(Message, frozen=True):
     worker: WorkerId
     pid: int
     exit_code: int | None
@@ -226,12 +141,12 @@ class Exited(_Message, frozen=True):
     time_ns: int = 0  # unix, by the clock of its host: when its exception came out, or its end was seen
 
 
-class Unresponsive(_Message, frozen=True):
+class Unresponsive(Message, frozen=True):
     worker: WorkerId
     reason: str
 
 
-class Stamp(_Message, frozen=True):
+class Stamp(Message, frozen=True):
     """What the page of a living worker says."""
 
     place: Place
@@ -240,7 +155,7 @@ class Stamp(_Message, frozen=True):
     commit: CommitId | None
 
 
-class WorkerReport(_Message, frozen=True):
+class WorkerReport(Message, frozen=True):
     """All that matters of a worker that was there before this driver, or while it was out of touch."""
 
     worker: WorkerId
@@ -250,7 +165,7 @@ class WorkerReport(_Message, frozen=True):
     words: tuple[FromWorkerBody, ...]  # said in that generation
 
 
-class Serving(_Message, frozen=True):
+class Serving(Message, frozen=True):
     """The agent has its JobSpec and takes orders; all that a driver has to know that was not there before."""
 
     commits: tuple[tuple[int, CommitId], ...]  # by slot: the newest in its memory
@@ -261,7 +176,7 @@ class Serving(_Message, frozen=True):
     ended: int = 0  # the newest generation that they were told has ended, not at a tick
 
 
-class Stamps(_Message, frozen=True):
+class Stamps(Message, frozen=True):
     """The latest stamp of each worker of the host that was heard since the last message of this kind.
 
     ``number``: the driver is asked to say that it has heard this one; 0: it is not.
@@ -271,19 +186,19 @@ class Stamps(_Message, frozen=True):
     number: int = 0
 
 
-class AgentNotice(_Message, frozen=True):
+class AgentNotice(Message, frozen=True):
     """The agent's host is to be left: it drains. ``reason``: who says so."""
 
     reason: str
 
 
-class AgentWarning(_Message, frozen=True):
+class AgentWarning(Message, frozen=True):
     """Something that a person at the driver should know of this host."""
 
     text: str
 
 
-class Fetched(_Message, frozen=True):
+class Fetched(Message, frozen=True):
     """A part of what a worker has returned: a pickle, into which nobody looks but the caller of ``launch()``."""
 
     slot: int
@@ -292,7 +207,7 @@ class Fetched(_Message, frozen=True):
     size: int  # of the whole, in bytes; 0: it has returned nothing
 
 
-class AskStatus(_Message, frozen=True):
+class AskStatus(Message, frozen=True):
     """From ``elasticrun status``, instead of a hello: the answer is text, and the end of the connection."""
 
 
@@ -303,7 +218,7 @@ FromAgent = Serving | FromWorker | Started | Exited | Unresponsive | Stamps | Ag
 # ------------------------------------------------------------------------------------------------ driver -> agent
 
 
-class Preemption(_Message, frozen=True):
+class Preemption(Message, frozen=True):
     """How an agent and its workers take notice that they are to leave."""
 
     signals: tuple[int, ...]
@@ -312,7 +227,7 @@ class Preemption(_Message, frozen=True):
     timeout_s: float
 
 
-class Output(_Message, frozen=True):
+class Output(Message, frozen=True):
     """Where goes what workers print."""
 
     tagged: bool = True
@@ -321,7 +236,7 @@ class Output(_Message, frozen=True):
     only_ranks: tuple[tuple[int, int], ...] = ()  # whose output the terminal gets, as ranges; none: all
 
 
-class JobSpec(_Message, frozen=True):
+class JobSpec(Message, frozen=True):
     """First message to an agent: what to run, and the options that concern an agent."""
 
     job: str
@@ -343,50 +258,50 @@ class JobSpec(_Message, frozen=True):
     call: bytes = b""  # what workers of ``launch()`` call, as worker/call.py reads it; nobody on the way looks inside
 
 
-class Fetch(_Message, frozen=True):
+class Fetch(Message, frozen=True):
     """The job is over: what the function has returned in this slot is asked for, from ``offset`` on: Fetched."""
 
     slot: int
     offset: int
 
 
-class Spawn(_Message, frozen=True):
+class Spawn(Message, frozen=True):
     worker: WorkerId
     reserve_bytes: int = 0  # what a commit of the job takes: room to make before the first READY
 
 
-class Stop(_Message, frozen=True):
+class Stop(Message, frozen=True):
     worker: WorkerId
     reason: str
     kill: bool
 
 
-class ToWorkers(_Message, frozen=True):
+class ToWorkers(Message, frozen=True):
     """``workers`` None: to every worker of the host (each ignores what is not its generation's)."""
 
     workers: tuple[WorkerId, ...] | None
     body: ToWorkerBody
 
 
-class WorldsOnHost(_Message, frozen=True):
+class WorldsOnHost(Message, frozen=True):
     """The world's part that concerns one host: one WorldMessage for each member there."""
 
     worlds: tuple[tuple[WorkerId, WorldMessage], ...]
 
 
-class Shutdown(_Message, frozen=True):
+class Shutdown(Message, frozen=True):
     """Stop all workers and exit."""
 
     reason: str
 
 
-class Heard(_Message, frozen=True):
+class Heard(Message, frozen=True):
     """Of Stamps with this number: from when they were sent on, the lease on ticks is renewed."""
 
     number: int
 
 
-class Refusal(_Message, frozen=True):
+class Refusal(Message, frozen=True):
     """The driver does not want this agent, or cannot speak with it; it ends the connection."""
 
     reason: str

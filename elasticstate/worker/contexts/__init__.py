@@ -7,7 +7,7 @@ from typing import cast
 
 from elasticstate.worker.contexts.context import Backend
 
-_CLASSES = {"gloo": "gloo:Gloo"}
+_CLASSES = {"gloo": "gloo:Gloo", "mpi": "mpi:Mpi"}
 
 
 def choose(name: str) -> Backend:

@@ -1,0 +1,184 @@
+"""The groups of one generation over MPI.
+
+The wheels of torch have no MPI backend, but they have a place for one, ``ProcessGroupMPI``: here it is filled.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from elasticstate._native import GlooSockets
+from elasticstate.errors import CollectiveError
+from elasticstate.worker.contexts.context import Fault, Rendezvous
+from elasticstate.worker.contexts.groups import TorchGroups
+from elasticstate.worker.contexts.mpi.group import MpiGroup
+from elasticstate.worker.contexts.mpi.library import MPI
+from elasticstate.worker.contexts.mpi.operation import Progress
+from elasticstate.worker.contexts.mpi.world import WorldBuilder
+
+_LOOK_INTERVAL_S = 0.002
+_STUCK_AFTER_S = 2.0
+_GONE = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+
+
+class MpiContext:
+    """See contexts.context.Context."""
+
+    severs_in_python = True
+
+    def __init__(self, builder: WorldBuilder | None) -> None:
+        self.sockets = GlooSockets()  # of the store
+        self._builder = builder
+        self._groups = TorchGroups(lambda size: not self._severed, lambda: None)
+        self._place = _Place(self)
+        self._rendezvous: Rendezvous | None = None
+        self._progress: Progress | None = None
+        self._world: MPI.Intracomm | None = None
+        self._subgroups: list[MPI.Intracomm] = []
+        self._revoked: list[MPI.Comm] = []
+        self._severed = False
+
+    # ------------------------------------------------------------------------------------------------ main thread
+
+    def watch_store(self, address: tuple[str, int]) -> None:
+        self.sockets.watch_store(*address)
+
+    def create(self, rendezvous: Rendezvous) -> None:
+        world = self._built(rendezvous)
+        self._rendezvous, self._progress, self._world = rendezvous, Progress(), world
+        self._place.fill()
+        self._groups.create("mpi", rendezvous.collective_timeout)
+
+    def _built(self, rendezvous: Rendezvous) -> MPI.Intracomm:
+        """On a thread of its own: a call of MPI cannot be interrupted, but whoever waits for it can."""
+        assert self._builder is not None, "prepare() comes first"
+        result = _Result(self._builder, rendezvous)
+        thread = threading.Thread(target=result.fill, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + rendezvous.init_timeout.total_seconds()
+        while thread.is_alive():
+            thread.join(_LOOK_INTERVAL_S)
+            if self._severed:
+                deadline = min(deadline, time.monotonic() + _STUCK_AFTER_S)
+            if time.monotonic() > deadline:
+                _die("MPI does not come back from making a communicator: a member has died meanwhile")
+        return result.get()
+
+    def group(self, ranks: Sequence[int]) -> MpiGroup:
+        """A process group of torch's, of these ranks of the world; of all of them, if there are none."""
+        if self._severed:
+            raise CollectiveError("the generation has ended")
+        assert self._world is not None
+        assert self._progress is not None
+        assert self._rendezvous is not None
+        comm = self._world
+        if ranks:
+            comm = self._world.Create_group(self._world.Get_group().Incl(list(ranks)))
+            self._subgroups.append(comm)
+        return MpiGroup(comm, self._progress, self._rendezvous.collective_timeout)
+
+    def subgroup(self, ranks: tuple[int, ...]) -> MpiGroup:
+        return self.group(ranks)
+
+    def destroy(self) -> None:
+        if self._progress is not None:
+            self._progress.sever()
+            self._progress.stop()
+        self._groups.destroy()
+        self._place.clear()
+        for comm in self._subgroups:
+            if comm not in self._revoked:
+                comm.Free()
+        self._subgroups.clear()
+        self._world = None
+        self.sockets.forget()
+
+    def classify(self, error: BaseException) -> Fault:
+        if isinstance(error, dist.DistError):
+            return Fault.GENERATION
+        if isinstance(error, MPI.Exception) and error.Get_error_class() in _GONE:
+            return Fault.GENERATION
+        return Fault.UNKNOWN
+
+    def usable(self) -> bool:
+        return True
+
+    # ------------------------------------------------------------------------------------------------- any thread
+
+    def sever(self) -> None:
+        self._severed = True
+        self.sockets.sever()
+        if self._progress is not None:
+            self._progress.sever()
+        comms = [*self._subgroups, *(self._builder.underway if self._builder is not None else ())]
+        if self._world is not None:
+            comms.append(self._world)
+        for comm in comms:
+            if comm not in self._revoked:
+                self._revoked.append(comm)
+                comm.Revoke()
+
+    def broken(self) -> bool:
+        return self._severed or (self._progress is not None and self._progress.has_failed)
+
+
+class _Result:
+    """Of the thread that builds a world."""
+
+    def __init__(self, builder: WorldBuilder, rendezvous: Rendezvous) -> None:
+        self._builder = builder
+        self._rendezvous = rendezvous
+        self._world: MPI.Intracomm | None = None
+        self._error: BaseException | None = None
+
+    def fill(self) -> None:
+        try:
+            self._world = self._builder.build(self._rendezvous)
+        except BaseException as error:
+            self._error = error
+
+    def get(self) -> MPI.Intracomm:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        assert self._world is not None
+        return self._world
+
+
+class _Place:
+    """What torch takes for its class ``ProcessGroupMPI``, for as long as there is a generation."""
+
+    def __init__(self, context: MpiContext) -> None:
+        self._context = context
+        self._was: tuple[Any, bool] | None = None
+
+    def fill(self) -> None:
+        self._was = getattr(distributed_c10d, "ProcessGroupMPI", None), distributed_c10d._MPI_AVAILABLE
+        setattr(distributed_c10d, "ProcessGroupMPI", self)  # noqa: B010 (for mypy it is a type)
+        distributed_c10d._MPI_AVAILABLE = True
+
+    def clear(self) -> None:
+        if self._was is not None:
+            setattr(distributed_c10d, "ProcessGroupMPI", self._was[0])  # noqa: B010
+            distributed_c10d._MPI_AVAILABLE = self._was[1]
+            self._was = None
+
+    def create(self, ranks: Sequence[int]) -> MpiGroup:
+        """As torch calls it: the default group has no ranks."""
+        return self._context.group(ranks)
+
+
+def _die(reason: str) -> None:
+    """Be replaced: the next process of this slot resumes from the commit in memory."""
+    sys.stderr.write(f"elasticstate: {reason}; this worker is replaced\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
