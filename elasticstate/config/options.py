@@ -300,6 +300,31 @@ def read_options(
 
     Raises OptionError (one line) on anything that cannot be used.
     """
+    values = _parse(given, environ)
+    if not command:
+        raise OptionError("COMMAND is missing: what each worker runs, for example: elasticrun -np 2 python train.py")
+    if "np" not in values:
+        raise OptionError("-np/--num-proc is missing: takes the number of workers to start with")
+    return _complete(values, list(command))
+
+
+def read_options_to_check(
+    given: Mapping[str, str | None], environ: Mapping[str, str] | None = None
+) -> tuple[Options, frozenset[str]]:
+    """For ``--check``: the options, and which of them were given. There need be no job to run, so no COMMAND and no
+    ``-np``; and it may be asked for any backend, also one that this version does not use yet.
+
+    Raises OptionError.
+    """
+    values = _parse(given, environ, {"backend": kinds.ANY_BACKEND})
+    options = _complete({"np": max(1, values.get("min_np", 1)), **values}, ["true"])
+    return options, frozenset(values)
+
+
+def _parse(
+    given: Mapping[str, str | None], environ: Mapping[str, str] | None, other: Mapping[str, kinds.Kind] | None = None
+) -> dict[str, Any]:
+    """The values of what is given. ``other``: kinds that take the place of an option's own."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     for name, option in option_names().items():
@@ -308,21 +333,18 @@ def read_options(
             source = next((twin for twin in option.twins if environ.get(twin)), "")
             text = environ.get(source)
         if text is not None:
+            kind = (other or {}).get(name, option.kind)
             try:
-                values[name] = option.kind.parse(text)
+                values[name] = kind.parse(text)
             except ValueError:
-                raise OptionError(f"{source}: {text!r}: takes {option.kind.takes}") from None
-    return _complete(values, list(command))
+                raise OptionError(f"{source}: {text!r}: takes {kind.takes}") from None
+    return values
 
 
 def _complete(values: dict[str, Any], command: list[str]) -> Options:
     """Fill in the defaults that hang on other options, and refuse what contradicts itself."""
-    if not command:
-        raise OptionError("COMMAND is missing: what each worker runs, for example: elasticrun -np 2 python train.py")
     if command[0].endswith(".py"):
         command = [sys.executable, "-u", *command]
-    if "np" not in values:
-        raise OptionError("-np/--num-proc is missing: takes the number of workers to start with")
     places = [name for name in ("hosts", "hostfile", "host_discovery_script") if name in values]
     if len(places) > 1:
         both = " and ".join("--" + name.replace("_", "-") for name in places)
