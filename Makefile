@@ -51,5 +51,5 @@ lint: setup  ## ruff and mypy --strict
 $(INSTALLED): pyproject.toml setup.py constraints.txt CMakeLists.txt $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt setuptools cmake nanobind
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,mpi]'
 	touch $@

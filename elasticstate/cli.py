@@ -9,7 +9,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any
 
-from elasticstate.config import Options, option_names, read_options
+from elasticstate.config import Options, option_names, read_options, read_options_to_check
 from elasticstate.errors import OptionError
 from elasticstate.kinds import FLAG, Kind, split_address
 from elasticstate.machine import host_name, version
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _launched(*argv[1:])
         if "--reattach" in argv[:3]:
             return _reattach(argv)
-        return _run(parse_options(argv))
+        given = vars(_parser().parse_args(argv))
+        return _check(given) if given["check"] else _run(_options(given))
     except OptionError as error:
         print(f"elasticrun: {error}", file=sys.stderr)
         return 2
@@ -40,10 +41,22 @@ def _run(options: Options, must_take_over: bool = False) -> int:
 
     from elasticstate.driver.driver import Driver
 
+    if options.backend == "mpi" and not must_take_over:
+        from elasticstate.mpi_build import find_mpi
+
+        find_mpi(options.start_timeout_s)  # or say now what is missing
+
     async def run() -> int:
         return await Driver(options, must_take_over).run()
 
     return asyncio.run(run())
+
+
+def _check(given: dict[str, Any]) -> int:
+    """``elasticrun --check``: what there is, instead of a job."""
+    from elasticstate.check.run import check
+
+    return check(*read_options_to_check(_texts(given)))
 
 
 def _launched(directory: str) -> int:
@@ -175,6 +188,7 @@ examples:
   elasticrun -np 8 --min-np 4 --listen 0.0.0.0:7000 --token-file F train.py
   elasticrun agent --join HOST:7000 --token-file F
   elasticrun status JOB
+  elasticrun --check -H h1:4,h2:4       (what is available here and there?)
   elasticrun --reattach JOB             (its driver has died, its workers train on: be its driver)
 
 Options stand before COMMAND; what follows COMMAND belongs to it. A COMMAND that ends in .py runs with this Python.
@@ -189,10 +203,16 @@ comes, and training goes on in the processes that are there."""
 
 def parse_options(argv: Sequence[str]) -> Options:
     """Read the command line. Raises OptionError (one line); SystemExit(0) after ``--help`` and ``--version``."""
-    given = vars(_parser().parse_args(argv))
-    texts = {name: _text(given[name]) for name in option_names()}
+    return _options(vars(_parser().parse_args(argv)))
+
+
+def _options(given: dict[str, Any]) -> Options:
     command = [given["program"], *given["arguments"]] if given["program"] else given["arguments"]
-    return read_options(texts, command[1:] if command[:1] == ["--"] else command)
+    return read_options(_texts(given), command[1:] if command[:1] == ["--"] else command)
+
+
+def _texts(given: dict[str, Any]) -> dict[str, str | None]:
+    return {name: _text(given[name]) for name in option_names()}
 
 
 def _text(value: object) -> str | None:
@@ -218,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="elasticrun",
         usage="elasticrun -np N [options] COMMAND...\n       elasticrun agent --join HOST:PORT --token-file F\n"
-        "       elasticrun --reattach JOB\n       elasticrun status JOB",
+        "       elasticrun --reattach JOB\n       elasticrun status JOB\n       elasticrun --check [options]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
@@ -238,6 +258,12 @@ def _parser() -> argparse.ArgumentParser:
             text = f"{option.help} (default: {shown})" if shown else option.help
             values = {"nargs": 2, "metavar": metavar} if len(metavar) == 2 else {"metavar": metavar[0]}
             add(*option.names, dest=name, default=None, help=text, **values)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="print what is available here, and on the hosts that are named, and exit: 1 if what is asked for "
+        "(--backend, hosts, --commit-dir, --listen) is not there; needs no COMMAND",
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     parser.add_argument("program", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

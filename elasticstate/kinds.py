@@ -175,7 +175,7 @@ LIMIT_OR_OFF = Kind("N|off", "a whole number, at least 0, or off", _or_off(lambd
 HOSTS = Kind("H1:4,H2:4", "host or host:slots, with commas between", _hosts)
 SLOTS = Kind("N|auto", "a whole number, at least 1, or auto", lambda t: None if t == "auto" else _whole(t, 1))
 PATH = Kind("PATH", "a path", _matching(re.compile(r".+")))
-BACKEND = Kind("auto|gloo|mpi", "auto, gloo or mpi", _matching(re.compile("auto|gloo|mpi")))
+BACKEND = Kind("auto|nccl|gloo|mpi", "auto, nccl, gloo or mpi", _matching(re.compile("auto|nccl|gloo|mpi")))
 RANGE = Kind("MIN MAX", "two times in seconds, the smaller one first", _range)
 SIGNALS = Kind(
     "SIGNALS",

@@ -1,4 +1,4 @@
-"""This machine: its slots, its name, and the version that is installed on it."""
+"""This machine: its slots, its name, and the version that is installed on it; sizes in words."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ def version() -> str:
         return installed("elasticstate")
     except PackageNotFoundError:
         return "0+source"
+
+
+def in_words(size_bytes: int) -> str:
+    """``3.2 GB``."""
+    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
+        if size_bytes >= 10**power:
+            return f"{size_bytes / 10**power:.1f} {unit}"
+    return f"{size_bytes} bytes"

@@ -24,12 +24,25 @@ class Answer(NamedTuple):
     stderr: str
 
 
+class TookTooLong(TimeoutError):
+    """A command was killed for the time that it took; ``answer``: what it had said by then."""
+
+    def __init__(self, timeout_s: float, answer: Answer) -> None:
+        super().__init__(f"it took longer than {timeout_s:g} s")
+        self.answer = answer
+
+
 async def ask(
-    command: str, timeout_s: float, environment: Mapping[str, str] | None = None, directory: str | None = None
+    command: str,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+    directory: str | None = None,
+    whole_session: bool = False,
 ) -> Answer:
     """Run a command in a session of its own, and kill at its end what it has started.
 
-    Raises OSError or ValueError (it cannot be run), TimeoutError.
+    ``whole_session``: also what has a process group of its own there, as the ranks of mpirun have.
+    Raises OSError or ValueError (it cannot be run), TookTooLong.
     """
     words = shlex.split(command)
     if not words:
@@ -40,18 +53,27 @@ async def ask(
     process = await _start(words, environment, directory)
     assert process.stdout is not None
     assert process.stderr is not None
-    stdout = asyncio.ensure_future(_read(process.stdout))
-    stderr = asyncio.ensure_future(_read(process.stderr))
+    said, complained = bytearray(), bytearray()
+
+    def answer(exit_code: int) -> Answer:
+        return Answer(exit_code, said.decode(errors="replace"), complained.decode(errors="replace"))
+
+    stdout = asyncio.ensure_future(_read(process.stdout, said))
+    stderr = asyncio.ensure_future(_read(process.stderr, complained))
     ending = asyncio.ensure_future(process.wait())
     # Not asyncio.wait_for: until Python 3.12 it loses a cancellation that comes as the command ends.
     try:
         _, late = await asyncio.wait({stdout, stderr, ending}, timeout=timeout_s)
         if late:
-            raise TimeoutError(f"it took longer than {timeout_s:g} s")
-        return Answer(ending.result(), stdout.result(), stderr.result())
+            raise TookTooLong(timeout_s, answer(-signal.SIGKILL))
+        stdout.result()  # raises what has kept it from being read
+        stderr.result()
+        return answer(ending.result())
     finally:
         for part in (stdout, stderr, ending):
             part.cancel()
+        if whole_session:
+            kill_session(process.pid)
         await _end(process)
 
 
@@ -89,13 +111,11 @@ async def _insist(wait: Callable[[], Awaitable[object]], done: Callable[[], bool
         raise cancellation
 
 
-async def _read(stream: asyncio.StreamReader) -> str:
+async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
     """All that comes; what is far too much is not kept."""
-    kept = b""
     while data := await stream.read(1 << 16):
         if len(kept) < _MOST_OUTPUT_BYTES:
             kept += data
-    return kept.decode(errors="replace")
 
 
 async def ended_child(pid: int) -> None:

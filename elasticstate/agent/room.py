@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from elasticstate.commits import CommitDirectory, buffer_file
+from elasticstate.machine import in_words
 
 _FALLOC_FL_KEEP_SIZE = 1
 _STEPS = 16  # between two powers of two: a buffer is up to 1/16 larger than asked for, and seldom has to grow again
@@ -61,14 +62,6 @@ def rounded_up(size_bytes: int) -> int:
     """To the next of 16 steps between two powers of two."""
     step = max(_SMALLEST_STEP_BYTES, (1 << max(0, size_bytes.bit_length() - 1)) // _STEPS)
     return -(-size_bytes // step) * step
-
-
-def in_words(size_bytes: int) -> str:
-    """``3.2 GB``."""
-    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
-        if size_bytes >= 10**power:
-            return f"{size_bytes / 10**power:.1f} {unit}"
-    return f"{size_bytes} bytes"
 
 
 class Room:

@@ -13,7 +13,7 @@ from elasticstate.config.environment import (
     ssh_client,
     worker_environment,
 )
-from elasticstate.config.options import PREFIX, Names, Options, option_names, read_options
+from elasticstate.config.options import PREFIX, Names, Options, option_names, read_options, read_options_to_check
 
 __all__ = [
     "PREFIX",
@@ -26,6 +26,7 @@ __all__ = [
     "option_names",
     "passed_on",
     "read_options",
+    "read_options_to_check",
     "runtime_directory",
     "socket_variable",
     "ssh_client",

@@ -300,6 +300,29 @@ def read_options(
 
     Raises OptionError (one line) on anything that cannot be used.
     """
+    values = _parse(given, environ)
+    if not command:
+        raise OptionError("COMMAND is missing: what each worker runs, for example: elasticrun -np 2 python train.py")
+    if "np" not in values:
+        raise OptionError("-np/--num-proc is missing: takes the number of workers to start with")
+    return _complete(values, list(command))
+
+
+def read_options_to_check(
+    given: Mapping[str, str | None], environ: Mapping[str, str] | None = None
+) -> tuple[Options, frozenset[str]]:
+    """For ``--check``: the options, and which of them were given. There need be no job to run, so no COMMAND and no
+    ``-np``.
+
+    Raises OptionError.
+    """
+    values = _parse(given, environ)
+    options = _complete({"np": max(1, values.get("min_np", 1)), **values}, ["true"])
+    return options, frozenset(values)
+
+
+def _parse(given: Mapping[str, str | None], environ: Mapping[str, str] | None) -> dict[str, Any]:
+    """The values of what is given."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     for name, option in option_names().items():
@@ -312,17 +335,13 @@ def read_options(
                 values[name] = option.kind.parse(text)
             except ValueError:
                 raise OptionError(f"{source}: {text!r}: takes {option.kind.takes}") from None
-    return _complete(values, list(command))
+    return values
 
 
 def _complete(values: dict[str, Any], command: list[str]) -> Options:
     """Fill in the defaults that hang on other options, and refuse what contradicts itself."""
-    if not command:
-        raise OptionError("COMMAND is missing: what each worker runs, for example: elasticrun -np 2 python train.py")
     if command[0].endswith(".py"):
         command = [sys.executable, "-u", *command]
-    if "np" not in values:
-        raise OptionError("-np/--num-proc is missing: takes the number of workers to start with")
     places = [name for name in ("hosts", "hostfile", "host_discovery_script") if name in values]
     if len(places) > 1:
         both = " and ".join("--" + name.replace("_", "-") for name in places)

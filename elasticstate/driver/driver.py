@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -124,7 +122,7 @@ class Driver:
         )
         if options.call_directory is not None:
             self._returns = Returns(options.call_directory, self._agents.send)
-        self._mpirun = Mpirun(str(Path(sys.executable).parent / "mpirun"), directory.path)
+        self._mpirun = Mpirun(directory.path)
         self._agents.listen(record.ports)
         record = msgspec.structs.replace(record, ports=self._agents.ports)
         self._keeper = Keeper(directory, record, self._warn)

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -126,24 +127,13 @@ class SshAgent:
 
     async def ended(self) -> str:
         await processes.ended_child(self._process.pid)
-        code = self._process.wait()
-        if code == _SSH_FAILED:
-            return f"was out of reach for ssh: {_explain(self._host, self._words())}"
-        if code in (126, 127):
-            return f"could not be started: there is no {self._python} on {self._host}: see --remote-python"
-        return _how(code)
+        return how_ssh_ended(self._process.wait(), self._host, self._python, self._log)
 
     def kill(self) -> None:
         """Ends the connection. An agent that lives on there has been told to stop, or gives up without its driver."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-
-    def _words(self) -> str:
-        with suppress(OSError):
-            lines = self._log.read_text(errors="replace").strip().splitlines()
-            return lines[-1].strip() if lines else ""
-        return ""
 
 
 class DialledIn:
@@ -163,8 +153,11 @@ class DialledIn:
         self._over.set()
 
 
-def ssh_command(host: str, python: str, options: Options, log: Path) -> list[str]:
-    """OpenSSH's client, with the user's own configuration; what is given here goes before it."""
+def ssh_command(
+    host: str, python: str, options: Options, log: Path, arguments: Sequence[str] = ("-m", _AGENT)
+) -> list[str]:
+    """OpenSSH's client, with the user's own configuration; what is given here goes before it. It runs that Python there
+    with these arguments, and says to the file ``log`` what it has to say itself."""
     interval_s = max(1, round(options.heartbeat_timeout_s / 2))
     settings = {
         "BatchMode": "yes",  # nobody is there to be asked
@@ -182,7 +175,23 @@ def ssh_command(host: str, python: str, options: Options, log: Path) -> list[str
         command += ["-p", str(options.ssh_port)]
     if options.ssh_identity_file is not None:
         command += ["-i", options.ssh_identity_file]
-    return [*command, "--", host, f"exec {shlex.quote(python)} -m {_AGENT}"]
+    return [*command, "--", host, f"exec {shlex.join([python, *arguments])}"]
+
+
+def how_ssh_ended(code: int, host: str, python: str, log: Path) -> str:
+    """What has become of an :func:`ssh_command`, and what can be done about it."""
+    if code == _SSH_FAILED:
+        return f"was out of reach for ssh: {_explain(host, _last_line(log))}"
+    if code in (126, 127):
+        return f"could not be started: there is no {python} on {host}: see --remote-python"
+    return _how(code)
+
+
+def _last_line(log: Path) -> str:
+    with suppress(OSError):
+        lines = log.read_text(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else ""
+    return ""
 
 
 def _tell(process: subprocess.Popen[bytes], launch: Launch) -> None:

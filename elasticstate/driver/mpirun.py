@@ -14,23 +14,21 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from elasticstate.config import inherited_environment
 from elasticstate.mpi.broker import REQUESTS
+from elasticstate.mpi_build import ULFM_OPTIONS, find_mpirun, mpirun_environment
 from elasticstate.net.messages import Holder
 from elasticstate.net.names import is_this_machine
 from elasticstate.processes import kill_session, session_members
 
 _DIRECTORY = "mpi"
 _PID_FILE = "pid"
-LOG = "mpirun.log"
-_AS_ROOT = ("ALLOW_RUN_AS_ROOT", "ALLOW_RUN_AS_ROOT_CONFIRM")
+_LOG = "mpirun.log"
 
 
 class Mpirun:
     """Of one job; started when the first worker asks for an identity."""
 
-    def __init__(self, program: str, job_directory: Path) -> None:
-        self._program = program
+    def __init__(self, job_directory: Path) -> None:
         self._directory = job_directory / _DIRECTORY
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: int | None = None
@@ -60,25 +58,18 @@ class Mpirun:
             self._requests = None
 
     def _start(self) -> None:
-        options = ["--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "-n", "1"]
+        options = [*ULFM_OPTIONS, "--oversubscribe", "--bind-to", "none", "-n", "1"]
         broker = [sys.executable, "-m", "elasticstate.mpi.broker", str(self._directory)]
-        with open(self._directory / LOG, "ab") as log:
+        with open(self._directory / _LOG, "ab") as log:
             self._process = subprocess.Popen(
-                [self._program, *options, *broker],
+                [find_mpirun() or "mpirun", *options, *broker],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment(),
+                env=mpirun_environment(str(self._directory)),
                 start_new_session=True,
             )
         (self._directory / _PID_FILE).write_text(str(self._process.pid))
-
-    def _environment(self) -> dict[str, str]:
-        environment = {**inherited_environment(), "TMPDIR": str(self._directory)}
-        for name in _AS_ROOT:  # Open MPI's own name for it is asked for; its runtime wants another one, too
-            if f"OMPI_{name}" in environment:
-                environment.setdefault(f"PRTE_{name}", environment[f"OMPI_{name}"])
-        return environment
 
     def _lives(self) -> bool:
         if self._process is not None:

@@ -39,3 +39,13 @@ def own_addresses() -> tuple[str, ...]:
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found.append(socket.inet_ntoa(answer[20:24]))
     return tuple(address for address in found if not is_loopback(address))
+
+
+def why_nobody_can_listen(address: str, port: int = 0) -> str:
+    """Why this process cannot listen there; "" when it can. Port 0: any."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.create_server((address, port), family=family):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)

@@ -14,7 +14,6 @@ DESIGN = (Path(__file__).parents[2] / "DESIGN.md").read_text(encoding="utf-8")
 
 LATER_OPTIONS = {
     "--backend nccl",
-    "--check",
     "--join",
     "--network-interface",
 }
@@ -54,7 +53,7 @@ def test_all_options_of_the_design_are_there_and_no_others() -> None:
     options = section(3).split("Discovery script:")[0].replace("--lr", "")
     named = set(re.findall(r"--[a-z-]+", options))
     ours = {name for option in config.option_names().values() for name in option.names if name.startswith("--")}
-    assert ours | {"--version", "--reattach"} == named - LATER_OPTIONS
+    assert ours | {"--version", "--reattach", "--check"} == named - LATER_OPTIONS
 
 
 def test_every_event_of_the_design_is_written_somewhere_and_no_other() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticstate.processes import ask
+from elasticstate.processes import TookTooLong, ask
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -28,5 +28,22 @@ def test_a_command_ends_with_its_caller_however_often_that_is_cancelled(tmp_path
         await asyncio.wait({asking})
         assert asking.cancelled()
         assert not psutil.pid_exists(int(told.read_text())), "ended, and asked for its status"
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_all_of_a_session_ends_with_a_command_that_takes_too_long(tmp_path: Path) -> None:
+    """mpirun gives each rank a process group of its own, as a shell with job control does."""
+    told = tmp_path / "pid"
+    script = tmp_path / "script"
+    script.write_text(f"set -m\nsleep 100 &\necho $! > {told}\necho begun\nwait\n")
+
+    async def scenario() -> None:
+        with pytest.raises(TookTooLong, match=r"it took longer than 2 s") as caught:
+            await ask(f"sh {script}", 2, whole_session=True)
+        assert caught.value.answer.stdout == "begun\n"
+        child = int(told.read_text())
+        while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.005)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

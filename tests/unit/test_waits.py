@@ -37,6 +37,11 @@ ALLOWED = {
     "net.control: _BREATH_S": "before the next connection is accepted, when there is no descriptor left",
     "net.control: _NEXT_ADDRESS_S": "RFC 8305: before the next address is tried, too; --connect-timeout decides",
     "worker.contexts.gloo: time.sleep(0.001)": "between two looks",
+    "mpi.broker: _LOOK_INTERVAL_MS": "between two looks whether the job is over",
+    "worker.contexts.mpi.identity: _LOOK_INTERVAL_S": "between two looks; --regroup-timeout decides",
+    "worker.contexts.mpi.context: _LOOK_INTERVAL_S": "between two looks; --regroup-timeout decides",
+    "worker.contexts.mpi.operation: _SHORTEST_PAUSE_S": "between two tests of what is under way",
+    "worker.contexts.mpi.operation: _LONGEST_PAUSE_S": "the same",
     "worker.sentinel: _SWEEP_INTERVAL_S": "between two cuts",
     "worker.regroup: _SLICE": "of the wait for the store; --regroup-timeout decides",
     # what is over already is given a moment to be tidy
@@ -45,6 +50,9 @@ ALLOWED = {
     "driver.agents: _LAST_MOMENT_S": "for a process to end whose sockets are closed, so that its status is known",
     "net.stream: _LAST_MOMENT_S": "for the other end of a connection that is being closed",
     "worker.contexts.gloo: _CUT_AFTER_S": "for operations of a generation that has been left",
+    "worker.contexts.mpi.operation: _ABANDON_AFTER_S": "for operations of a generation that has ended",
+    "worker.contexts.mpi.context: _STUCK_AFTER_S": "for MPI to come back from a generation that has ended; then the "
+    "worker is replaced, and a longer wait would not help",
     "worker.contexts.gloo: _QUIET_TIMEOUT_S": "for operations that were cut; then it goes on all the same",
     # what decides by itself
     "driver.record: _LOCK_TIMEOUT_S": "a living driver keeps this lock for good, who only looks for microseconds",

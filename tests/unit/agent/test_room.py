@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.room import Room, grow, in_words, rounded_up
+from elasticstate.agent.room import Room, grow, rounded_up
 from elasticstate.commits import CommitDirectory, buffer_file
+from elasticstate.machine import in_words
 
 MB = 1 << 20
 

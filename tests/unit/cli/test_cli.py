@@ -78,3 +78,8 @@ def test_an_elastic_command_line_of_horovodrun_means_the_same() -> None:
     options = parse_options([*old.split(), "--verbose", "python", "t.py"])
     assert options == parse_options([*new.split(), "--verbose", "python", "t.py"])
     assert (options.min_np, options.max_np, options.cooldown_range_s, options.ssh_port) == (4, 12, (60, 300), 2222)
+
+
+def test_a_mistake_is_told_when_there_is_only_something_to_check_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check", "--backend", "smoke"]) == 2
+    assert capsys.readouterr().err == "elasticrun: --backend: 'smoke': takes auto, nccl, gloo or mpi\n"

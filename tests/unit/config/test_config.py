@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from elasticstate import config
-from elasticstate.config import Options, WorkerEnvironment, option_names, read_options, worker_environment
+from elasticstate.config import (
+    Options,
+    WorkerEnvironment,
+    option_names,
+    read_options,
+    read_options_to_check,
+    worker_environment,
+)
 from elasticstate.core.policy import Policy
 from elasticstate.core.types import HostSlots, WorkerId
 from elasticstate.errors import OptionError
@@ -74,7 +81,7 @@ def test_the_command_line_has_precedence_over_the_environment() -> None:
         ("hosts", "a:b"),
         ("hosts", "a,,b"),
         ("slots_per_host", "0"),
-        ("backend", "nccl"),
+        ("backend", "tcp"),
         ("start_timeout_s", "nan"),
         ("start_timeout_s", "inf"),
         ("heartbeat_timeout_s", "0.1"),
@@ -220,3 +227,14 @@ def test_a_worker_reads_what_its_agent_wrote(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_record_of_a_job_is_kept_where_only_the_user_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert config.runtime_directory() == tmp_path
+
+
+def test_what_is_to_be_checked_needs_no_job() -> None:
+    options, given = read_options_to_check({"backend": "mpi"}, {"ELASTICSTATE_COMMIT_DIR": "/x"})
+    assert (options.backend, options.commit_dir, options.np) == ("mpi", "/x", 1)
+    assert given == {"backend", "commit_dir"}
+
+
+def test_what_contradicts_itself_cannot_be_checked() -> None:
+    with pytest.raises(OptionError, match="takes one of them"):
+        read_options_to_check({"hosts": "a:1", "hostfile": "f"}, {})

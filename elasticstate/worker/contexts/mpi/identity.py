@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from elasticstate.config import inherited_environment
 from elasticstate.errors import CollectiveError
 from elasticstate.worker.contexts.mpi.library import MPI
 
@@ -35,8 +36,8 @@ def take_identity(path: Path, deadline: float, check: Callable[[], None]) -> Non
 
 def start_mpi() -> MPI.Intracomm:
     """MPI_Init with this process's identity, with all others of the same job. Returns the world of that job."""
-    for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    given = inherited_environment()
+    os.environ.update({name: value for name, value in _DEFAULTS.items() if name not in given})
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI.COMM_WORLD

@@ -136,7 +136,7 @@ class WorldBuilder:
             self.base.comm.Revoke()
             comm = cast(MPI.Intracomm, self.base.comm.Shrink())
         else:
-            comm = cast(MPI.Intracomm, (MPI.COMM_SELF if is_known else world_of_start).Dup())
+            comm = (MPI.COMM_SELF if is_known else world_of_start).Dup()
         self.underway.append(comm)
         size = next(len(part) for part in parts if rank in part)
         if comm.Get_size() != size:

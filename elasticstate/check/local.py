@@ -1,0 +1,90 @@
+"""This machine: ssh, room for commits, ports, open files."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shlex
+import shutil
+from pathlib import Path
+
+from elasticstate import commits, processes
+from elasticstate.check.report import Line, last_line
+from elasticstate.kinds import split_address
+from elasticstate.machine import in_words
+from elasticstate.net.names import LOCALHOST, own_addresses, why_nobody_can_listen
+
+_SMALL_BYTES = 1 << 30
+_FEW_FILES = 4096
+_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+
+
+async def ssh_line(timeout_s: float) -> Line:
+    """The client that other hosts are reached by."""
+    path = shutil.which("ssh")
+    if path is None:
+        return Line(False, "ssh", "install OpenSSH's client, to start agents on other hosts")
+    try:
+        answer = await processes.ask(shlex.join([path, "-V"]), timeout_s)
+    except (OSError, TimeoutError) as error:
+        return Line(False, f"ssh ({path}): {error}")
+    said = last_line(answer.stderr) or last_line(answer.stdout)
+    return Line(answer.exit_code == 0, f"ssh: {said} ({path})" if said else f"ssh ({path})")
+
+
+def commit_line(base: str) -> Line:
+    """Where commits live: what there is, and how much of it."""
+    if reason := commits.refuse(base):
+        return Line(False, f"--commit-dir {base}: {reason}", "choose another --commit-dir")
+    found = os.statvfs(base)
+    kind = file_system(base, Path("/proc/self/mountinfo").read_text())
+    return room_line(base, kind, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+
+
+def room_line(base: str, kind: str, size_bytes: int, free_bytes: int) -> Line:
+    notes = []
+    if free_bytes < _SMALL_BYTES:
+        notes.append(
+            "little: twice the size of the state goes there for each worker: docker run --shm-size=16g, or "
+            f"mount -o remount,size=16g {base}, or another --commit-dir"
+        )
+    if kind not in _IN_MEMORY:
+        notes.append("not in memory: a commit waits for the file system; /dev/shm does not make it wait")
+    text = f"--commit-dir {base}: {kind}, {in_words(free_bytes)} of {in_words(size_bytes)} free"
+    return Line(True, text, notes=tuple(notes))
+
+
+def file_system(path: str, mounts: str) -> str:
+    """The type of the one that a directory is in, from proc_pid_mountinfo(5): the deepest, and of those the last."""
+    place = os.path.realpath(path)
+    best, kind = -1, "unknown"
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        point = before.split()[4].encode().decode("unicode_escape")
+        if len(point) >= best and (place + "/").startswith(point.rstrip("/") + "/"):
+            best, kind = len(point), after.split()[0]
+    return kind
+
+
+def port_lines(listen: str | None) -> list[Line]:
+    """Where this process may listen: for agents here and elsewhere, and for ``--listen``."""
+    places = [(address, 0) for address in (LOCALHOST, *own_addresses())]
+    lines = [_port_line("", *place) for place in places]
+    if listen is not None:
+        lines.append(_port_line("--listen: ", *split_address(listen)))
+    return lines
+
+
+def _port_line(name: str, address: str, port: int) -> Line:
+    shown = f"{name}ports of {address}" if not port else f"{name}port {port} of {address}"
+    reason = why_nobody_can_listen(address, port)
+    return Line(not reason, f"{shown}: {f'cannot listen there ({reason})' if reason else 'can listen there'}")
+
+
+def files_line() -> Line:
+    """What may be open at once, in agents and workers, which take all that they may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_few = most != resource.RLIM_INFINITY and most < _FEW_FILES
+    notes = ("few: a worker takes one for each other worker in each process group: ulimit -Hn",) if is_few else ()
+    shown = "unlimited" if most == resource.RLIM_INFINITY else str(most)
+    return Line(True, f"open files: {shown} for each process", notes=notes)

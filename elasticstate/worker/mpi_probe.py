@@ -1,0 +1,79 @@
+"""``python -m elasticstate.worker.mpi_probe``: says what MPI is here, as JSON objects, one on a line (mpi_build.py).
+
+With ``--trial FILE``, as one of two processes that mpirun has started: the second one is killed, and the first one goes
+on, if it can, and says so in FILE: mpirun may end before it has passed on what was printed. MPI is never finalised:
+with a process that has died that may hang, and nothing here needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import TextIO
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--trial"]:
+        with open(sys.argv[2], "a", encoding="utf-8") as file:
+            _try(file)
+        return
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+    except ImportError:
+        return
+    _say(mpi4py=mpi4py.__version__)
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        _say(error=" ".join(str(error).splitlines()[-1:]))
+        return
+    _say(version=MPI.Get_library_version(), library=_library())
+
+
+def _try(file: TextIO) -> None:
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    level = MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    world = MPI.COMM_WORLD
+    if world.rank == 0:
+        _say(file, size=world.size, thread_multiple=level == MPI.THREAD_MULTIPLE)
+    if world.size != 2:
+        return
+    try:
+        both = world.Dup()
+        both.Set_errhandler(MPI.ERRORS_RETURN)
+        both.Barrier()
+        if both.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            both.Barrier()
+        except MPI.Exception as error:
+            if error.Get_error_class() not in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
+                raise
+        both.Revoke()
+        _say(file, has_survived=both.Shrink().size == 1)
+    except (MPI.Exception, NotImplementedError) as error:
+        _say(file, error=" ".join(str(error).split()) or type(error).__name__)
+
+
+def _library() -> str:
+    """The file that the library was loaded from: proc_pid_maps(5)."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libmpi" in line}
+    return min(paths, key=len, default="")
+
+
+def _say(file: TextIO = sys.stdout, /, **facts: object) -> None:
+    print(json.dumps(facts), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)

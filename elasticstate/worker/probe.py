@@ -1,0 +1,92 @@
+"""``python -m elasticstate.worker.probe SECONDS``: says what torch is here, as JSON objects, one on a line.
+
+Each says what is about to be tried (``at``) or what has been found, so a step that crashes or hangs is known by what
+has been said before it. After SECONDS the stacks of all threads go to stderr, and the process ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from datetime import timedelta
+
+
+def main() -> None:
+    timeout_s = float(sys.argv[1])
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    _say(at="import torch")
+    import torch
+    import torch.distributed as dist
+
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    _say(torch=str(torch.__version__), cuda_build=torch.version.cuda or "", rocm_build=torch.version.hip or "")
+    _say(has_gloo=dist.is_available() and dist.is_gloo_available(), has_nccl=has_nccl)
+    if torch.version.cuda or torch.version.hip:
+        _say(at="CUDA")
+        _say_devices()
+    if has_nccl:
+        _say(at="NCCL", nccl=_nccl_version())
+    _say(at="elasticstate's native module")
+    import elasticstate._native  # noqa: F401
+
+    if dist.is_available() and dist.is_gloo_available():
+        _say(at="Gloo")
+        _try_gloo(timeout_s)
+    _say(at="")
+
+
+def _say_devices() -> None:
+    import torch
+
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # says in words what is wrong
+        names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
+        _say(devices=names)
+    except (RuntimeError, AssertionError) as error:
+        _say(no_cuda=_in_a_line(error))
+
+
+def _nccl_version() -> str:
+    import torch
+
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # of the library that is loaded
+    return ".".join(str(part) for part in version[:3])
+
+
+def _try_gloo(timeout_s: float) -> None:
+    """A world of one, made and left as a worker does, and an all-reduce in it."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    from elasticstate.worker.contexts.context import Rendezvous
+    from elasticstate.worker.contexts.gloo import GlooContext
+
+    timeout = timedelta(seconds=timeout_s)
+    context = GlooContext()
+    try:
+        store = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
+        context.create(Rendezvous(store, "check", "check", 0, 1, timeout, timeout, lambda: None))
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        _say(gloo_works=value.item() == 1)
+        context.destroy()
+    except Exception as error:  # whatever it is, it is told
+        _say(no_gloo=_in_a_line(error))
+
+
+def _in_a_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _say(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # without what CUDA and torch tidy up: nothing is left that needs it

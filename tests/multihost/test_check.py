@@ -1,0 +1,60 @@
+"""``elasticrun --check`` reaches the hosts that are named as a job would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.multihost.network import Network, missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    with Network(tmp_path, "a", "b") as network:
+        yield network
+
+
+def check(network: Network, *options: str) -> tuple[int, str]:
+    """Exit status, and what is said of the hosts."""
+    command = network.python("d", "-m", "elasticstate", "--check", "--connect-timeout", "2", *options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout.partition("\nHosts:\n")[2]
+
+
+def test_hosts_are_reached(network: Network) -> None:
+    status, said = check(network, "-H", "a:1,b:1")
+    assert status == 0, said
+    for line, host in zip(said.splitlines(), "ab", strict=True):
+        assert line.startswith(f"    [X] {host}: elasticstate 0.")
+
+
+def test_a_host_that_does_not_answer_is_told_of(network: Network) -> None:
+    network["b"].cut()
+    status, said = check(network, "-H", "a:1,b:1")
+    assert network["b"].is_cut()
+    assert status == 1
+    first, second = said.splitlines()
+    assert first.startswith("    [X] a: ")
+    assert second.startswith("    [ ] b: was out of reach for ssh: ")
+    assert "see --connect-timeout" in second
+
+
+def test_a_python_that_is_not_there(network: Network) -> None:
+    status, said = check(network, "-H", "a:1", "--remote-python", "/no/such/python")
+    assert status == 1
+    assert said == "    [ ] a: could not be started: there is no /no/such/python on a: see --remote-python\n"
+
+
+def test_a_python_without_elasticstate(network: Network, tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without what is installed
+    bare.chmod(0o755)
+    status, said = check(network, "-H", "a:1", "--remote-python", str(bare))
+    assert status == 1
+    assert said.startswith(f"    [ ] a: {bare} there has no elasticstate: pip install it there")

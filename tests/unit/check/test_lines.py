@@ -1,0 +1,200 @@
+"""What is told of what was found, line by line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elasticstate.check.hosts import judge
+from elasticstate.check.local import file_system, room_line
+from elasticstate.check.mpi_lines import mpi_lines
+from elasticstate.check.report import Line, last_line, render
+from elasticstate.check.torch_build import Torch, read, torch_lines
+from elasticstate.mpi_build import Mpi
+from elasticstate.processes import Answer
+
+GOOD = {"torch": "2.13.0+cpu", "has_gloo": True, "has_nccl": False, "gloo_works": True, "at": ""}
+WITH_CUDA = {**GOOD, "torch": "2.13.0", "cuda_build": "13.0", "nccl": "2.28.9", "has_nccl": True}
+
+
+def lines_of(told: dict[str, object], failure: str = "", driver: str = "") -> list[str]:
+    return [str(line) for line in torch_lines(Torch(told, failure), "2.6", "x86_64", driver)]
+
+
+# ------------------------------------------------------------------------------------------------------------ lines
+
+
+def test_a_line_has_its_remedy_only_where_something_is_missing() -> None:
+    assert str(Line(True, "a", "do b")) == "    [X] a"
+    assert str(Line(False, "a", "do b")) == "    [ ] a: do b"
+    assert render([Line(True, "a", notes=("c",)), Line(False, "d")]) == "    [X] a\n        c\n    [ ] d\n"
+
+
+def test_the_last_line_that_says_something() -> None:
+    assert last_line("a\n b \n\n") == "b"
+    assert last_line("\n") == ""
+
+
+# ------------------------------------------------------------------------------------------------------------ torch
+
+
+def test_a_torch_for_the_cpu() -> None:
+    version, cuda, nccl, gloo = lines_of(GOOD)
+    assert version == "    [X] torch 2.13.0+cpu (2.6 or later will do)"
+    assert "[ ] CUDA: this torch is built without it: install a build of torch for CUDA" in cuda
+    assert "[ ] NCCL: it is not built into this torch" in nccl
+    assert gloo == "    [X] Gloo: an all-reduce in a world of one"
+
+
+def test_a_torch_that_is_too_old() -> None:
+    assert lines_of({**GOOD, "torch": "2.5.1"})[0].startswith("    [ ] torch 2.5.1 (2.6 or later will do): pip install")
+
+
+def test_a_driver_without_a_torch_for_it() -> None:
+    assert "but NVIDIA's driver 580.65.06 is there" in lines_of(GOOD, driver="580.65.06")[1]
+
+
+def test_devices_are_counted_by_name() -> None:
+    cuda, nccl = lines_of({**WITH_CUDA, "devices": ["A", "A", "B"]}, driver="580.1")[1:3]
+    assert cuda == "    [X] CUDA 13.0, driver 580.1: 2 x A, 1 x B"
+    assert nccl.startswith("    [X] NCCL 2.28.9\n        known: over InfiniBand")
+
+
+def test_why_there_is_no_device() -> None:
+    cuda = lines_of({**WITH_CUDA, "no_cuda": "Found no NVIDIA driver on your system."})[1]
+    assert cuda.startswith("    [ ] CUDA 13.0: Found no NVIDIA driver on your system.: install NVIDIA's driver")
+    assert "see nvidia-smi" in lines_of({**WITH_CUDA, "devices": []}, driver="580.1")[1]
+
+
+def test_a_gloo_that_does_not_work() -> None:
+    told = {**GOOD, "gloo_works": False, "no_gloo": "no address for this host name"}
+    assert "[ ] Gloo: no address for this host name: GLOO_SOCKET_IFNAME" in lines_of(told)[3]
+    assert "not built into this torch" in lines_of({**GOOD, "gloo_works": False, "has_gloo": False})[3]
+
+
+@pytest.mark.parametrize(
+    ("told", "backend"),
+    [
+        (GOOD, "gloo"),
+        (WITH_CUDA, "gloo"),
+        ({**WITH_CUDA, "devices": ["A"]}, "nccl"),
+        ({**GOOD, "devices": ["A"]}, "gloo"),
+    ],
+)
+def test_nccl_is_chosen_where_there_are_devices_and_nccl(told: dict[str, object], backend: str) -> None:
+    assert Torch(told).auto == backend
+
+
+# -------------------------------------------------------------------------------------------- how a probe has ended
+
+
+def said(*facts: dict[str, object]) -> str:
+    return "".join(json.dumps(fact) + "\n" for fact in facts)
+
+
+def test_what_others_print_is_no_answer() -> None:
+    torch = read(Answer(0, "hello\n[1]\n" + said(GOOD), ""), 600)
+    assert torch == Torch(dict(GOOD))
+
+
+def test_no_torch() -> None:
+    stderr = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'torch'\n"
+    torch = read(Answer(1, said({"at": "import torch"}), stderr), 600)
+    assert torch.failure == "import torch failed: ModuleNotFoundError: No module named 'torch'"
+    assert lines_of({}, torch.failure) == [f"    [ ] torch ({torch.failure}): pip install 'torch>=2.6'"]
+
+
+def test_a_torch_that_crashes_is_told_with_its_last_line() -> None:
+    torch = read(Answer(-11, said({"at": "import torch"}), "Fatal\n  File x, line 3\n"), 600)
+    assert torch.failure == "import torch failed (SIGSEGV): File x, line 3"
+
+
+def test_a_torch_that_hangs_is_told_with_the_place() -> None:
+    stacks = (
+        "Timeout (0:00:09)!\nThread 0x1 (most recent call first):\n  File a\nThread 0x2 (most recent call first):\n"
+    )
+    torch = read(Answer(1, said({"at": "import torch"}), stacks + '  File "b", line 7 in f\n  File "c"\n'), 10)
+    assert torch.failure == 'import torch takes longer than --start-timeout of 10 s: File "b", line 7 in f'
+
+
+def test_what_was_found_before_a_hang_is_told() -> None:
+    torch = read(Answer(-9, said({**GOOD, "gloo_works": False}, {"at": "Gloo"}), ""), 10, is_late=True)
+    assert lines_of(torch.told, torch.failure)[3].startswith(
+        "    [ ] Gloo: Gloo takes longer than --start-timeout of 10 s"
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- MPI
+
+
+def test_all_of_mpi() -> None:
+    found = Mpi(
+        mpi4py="4.1.2",
+        library="/p/lib/libmpi.so.40",
+        version="Open MPI 5.0.11",
+        mpirun="/p/bin/mpirun",
+        mpirun_version="Open MPI 5.0.11",
+        has_ulfm=True,
+        has_thread_multiple=True,
+    )
+    assert [line.is_there for line in mpi_lines(found)] == [True] * 5
+
+
+def test_the_first_that_is_missing_of_mpi_says_why() -> None:
+    lines = mpi_lines(Mpi(mpi4py="4.1.2", problem="an MPI library, and there is none"))
+    assert [str(line) for line in lines] == [
+        "    [X] mpi4py 4.1.2",
+        "    [ ] MPI library: needs an MPI library, and there is none",
+        "    [ ] mpirun: not tried",
+        "    [ ] ULFM: not tried",
+        "    [ ] MPI_THREAD_MULTIPLE: not tried",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ hosts
+
+
+def host(answer: Answer) -> str:
+    return str(judge("h1", "/p/python", answer, "0.1.0", lambda code: f"exited with {code}"))
+
+
+def test_a_host_that_is_well() -> None:
+    told = {"version": "0.1.0", "python": "3.12.1", "slots": 8, "has_torch": True, "has_directory": True}
+    assert host(Answer(0, "welcome\n" + said(told), "")) == "    [X] h1: elasticstate 0.1.0, Python 3.12.1, 8 slots"
+    assert "it is 0.1.0 here: install the same there" in host(Answer(0, said({**told, "version": "0.0.9"}), ""))
+    assert "no torch: pip install it there" in host(Answer(0, said({**told, "has_torch": False}), ""))
+    assert "the same working directory" in host(Answer(0, said({**told, "has_directory": False}), ""))
+
+
+def test_a_host_that_is_not() -> None:
+    missing = "ModuleNotFoundError: No module named 'elasticstate'\n"
+    assert host(Answer(1, "", missing)).startswith("    [ ] h1: /p/python there has no elasticstate: pip install it")
+    assert host(Answer(0, "-m elasticstate\n", "")).startswith("    [ ] h1: /p/python there has not answered as Python")
+    assert host(Answer(3, "", "a\nb\n")) == "    [ ] h1: exited with 3: b"
+
+
+# ------------------------------------------------------------------------------------------------------ file systems
+
+MOUNTS = """\
+21 1 0:20 / / rw - ext4 /dev/sda1 rw
+22 21 0:21 / /dev rw - devtmpfs udev rw
+23 22 0:22 / /dev/shm rw - tmpfs shm rw
+24 21 0:23 / /a\\040b rw - xfs /dev/sdb rw
+25 21 0:24 / /a\\040b rw master:1 - nfs4 x:/ rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/dev/shm", "tmpfs"), ("/dev/shm2", "devtmpfs"), ("/x", "ext4"), ("/a b/c", "nfs4")]
+)
+def test_the_type_of_a_file_system(path: str, kind: str) -> None:
+    assert file_system(path, MOUNTS) == kind
+
+
+def test_little_room_is_told_with_the_remedy() -> None:
+    text = str(room_line("/dev/shm", "tmpfs", 64 << 20, 60 << 20))
+    assert text.startswith("    [X] --commit-dir /dev/shm: tmpfs, 62.9 MB of 67.1 MB free\n        little: ")
+    assert "docker run --shm-size=16g" in text
+    assert room_line("/dev/shm", "tmpfs", 8 << 30, 8 << 30).notes == ()
+    assert "not in memory" in str(room_line("/x", "ext4", 8 << 40, 8 << 40))

@@ -1,0 +1,36 @@
+"""Which known bugs a version of NCCL has."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticstate.check.nccl import KNOWN, known_of
+
+
+@pytest.mark.parametrize(
+    ("version", "machine", "words"),
+    [
+        ((2, 18, 1), "x86_64", ["abort from another thread", "aborted together"]),
+        ((2, 21, 5), "x86_64", ["aborted together"]),
+        ((2, 23, 4), "x86_64", []),
+        ((2, 25, 1), "x86_64", ["ncclCommAbort hangs"]),
+        ((2, 26, 1), "x86_64", ["ncclCommAbort hangs", "non-blocking"]),
+        ((2, 26, 2), "x86_64", ["non-blocking"]),
+        ((2, 28, 9), "x86_64", ["after ncclCommShrink"]),
+        ((2, 28, 9), "aarch64", ["on ARM", "after ncclCommShrink"]),
+        ((2, 29, 3), "aarch64", ["after ncclCommShrink"]),
+        ((2, 30, 4), "x86_64", ["after ncclCommShrink", "NCCL_PXN_DISABLE=1"]),
+        ((2, 30, 7), "x86_64", ["after ncclCommShrink"]),
+        ((2, 31, 2), "x86_64", ["NCCL_SHRINK_ABORT"]),
+    ],
+)
+def test_what_is_known_of_a_version(version: tuple[int, ...], machine: str, words: list[str]) -> None:
+    found = known_of(version, machine)
+    assert len(found) == len(words)
+    for known, word in zip(found, words, strict=True):
+        assert word in known
+
+
+def test_every_bug_has_its_source() -> None:
+    assert all(known.source.startswith("https://") for known in KNOWN)
+    assert len({known.source for known in KNOWN}) == len(KNOWN)

@@ -1,0 +1,33 @@
+"""What an MPI says of itself, and what follows from it. For trials see tests/integration/test_check.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticstate.errors import OptionError
+from elasticstate.mpi_build import Mpi, short_version, usable
+
+
+@pytest.mark.parametrize(
+    ("told", "short"),
+    [
+        ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11\0", "Open MPI 5.0.11"),
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n", "Open MPI 5.0.11"),
+        ("MPICH Version:      4.2.0\nMPICH Release date: Fri Feb  9\n", "MPICH 4.2.0"),
+        ("HYDRA build details:\n    Version:                                 4.2.0\n", "MPICH 4.2.0"),
+        ("Intel(R) MPI Library 2021.13 for Linux* OS\n", "Intel(R) MPI Library 2021.13 for Linux* OS"),
+        ("", "an unknown MPI"),
+    ],
+)
+def test_a_version_in_short(told: str, short: str) -> None:
+    assert short_version(told) == short
+
+
+def test_an_mpi_without_a_problem_can_be_used() -> None:
+    found = Mpi(mpi4py="4.1.2")
+    assert usable(found) is found
+
+
+def test_a_problem_names_option_value_and_what_it_takes() -> None:
+    with pytest.raises(OptionError, match=r"^--backend: 'mpi': takes an mpirun, and there is none$"):
+        usable(Mpi(problem="an mpirun, and there is none"))
