@@ -40,6 +40,7 @@ ALLOWED = {
     "mpi.broker: _LOOK_INTERVAL_MS": "between two looks whether the job is over",
     "worker.contexts.mpi.identity: _LOOK_INTERVAL_S": "between two looks; --regroup-timeout decides",
     "worker.contexts.mpi.context: _LOOK_INTERVAL_S": "between two looks; --regroup-timeout decides",
+    "worker.contexts.mpi.world: _LOOK_INTERVAL_S": "between two looks; the end of the generation decides",
     "worker.contexts.mpi.operation: _SHORTEST_PAUSE_S": "between two tests of what is under way",
     "worker.contexts.mpi.operation: _LONGEST_PAUSE_S": "the same",
     "worker.sentinel: _SWEEP_INTERVAL_S": "between two cuts",

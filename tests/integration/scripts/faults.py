@@ -16,9 +16,10 @@ from typing import Any
 import torch.distributed as dist
 
 import elasticstate as elastic
+from elasticstate.config import worker_environment
 from elasticstate.state.channel import Channel
-from elasticstate.worker.contexts.context import Rendezvous
-from elasticstate.worker.contexts.gloo import GlooContext
+from elasticstate.worker import contexts
+from elasticstate.worker.contexts.context import Context, Rendezvous
 from elasticstate.worker.regroup import Regrouper
 
 BUSY_S = 6.0
@@ -128,14 +129,17 @@ class Faults:
 
     def arm(self) -> None:
         """Put the faults that strike inside elasticstate and torch where they belong."""
-        create = GlooContext.create
+        environment = worker_environment()
+        assert environment is not None
+        kind: Any = type(contexts.choose(environment.backend).context())
+        create = kind.create
 
-        def watched_create(context: GlooContext, rendezvous: Rendezvous) -> None:
+        def watched_create(context: Context, rendezvous: Rendezvous) -> None:
             watched = _Watched(rendezvous.store, lambda point: self.at(point, rank=rendezvous.rank))
             create(context, dataclasses.replace(rendezvous, store=watched))
 
         if any(fault.point in ("init", "store") for _, fault in self._faults):
-            GlooContext.create = watched_create  # type: ignore[method-assign]
+            kind.create = watched_create
         self._before(Channel, "broadcast", "sync")
         self._before(Regrouper, "leave", "leave")
 
@@ -164,6 +168,9 @@ class _Watched(dist.Store):
 
     def get(self, key: str) -> bytes:
         return self._store.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._store.multi_get(keys)
 
     def wait(self, keys: list[str], *timeout: Any) -> None:
         self._store.wait(keys, *timeout)

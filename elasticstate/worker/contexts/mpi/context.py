@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from elasticstate.worker.contexts.groups import TorchGroups
 from elasticstate.worker.contexts.mpi.group import MpiGroup
 from elasticstate.worker.contexts.mpi.library import MPI
 from elasticstate.worker.contexts.mpi.operation import Progress
-from elasticstate.worker.contexts.mpi.world import WorldBuilder
+from elasticstate.worker.contexts.mpi.world import WorldBuilder, group_of
 
 _LOOK_INTERVAL_S = 0.002
 _STUCK_AFTER_S = 2.0
@@ -53,18 +54,19 @@ class MpiContext:
         self.sockets.watch_store(*address)
 
     def create(self, rendezvous: Rendezvous) -> None:
-        world = self._built(rendezvous)
+        builder = self._builder
+        assert builder is not None, "prepare() comes first"
+        world = self._made(lambda: builder.build(rendezvous), rendezvous.init_timeout)
         self._rendezvous, self._progress, self._world = rendezvous, Progress(), world
         self._place.fill()
         self._groups.create("mpi", rendezvous.collective_timeout)
 
-    def _built(self, rendezvous: Rendezvous) -> MPI.Intracomm:
+    def _made(self, make: Callable[[], MPI.Intracomm], timeout: timedelta) -> MPI.Intracomm:
         """On a thread of its own: a call of MPI cannot be interrupted, but whoever waits for it can."""
-        assert self._builder is not None, "prepare() comes first"
-        result = _Result(self._builder, rendezvous)
+        result = _Result(make)
         thread = threading.Thread(target=result.fill, daemon=True)
         thread.start()
-        deadline = time.monotonic() + rendezvous.init_timeout.total_seconds()
+        deadline = time.monotonic() + timeout.total_seconds()
         while thread.is_alive():
             thread.join(_LOOK_INTERVAL_S)
             if self._severed:
@@ -80,11 +82,12 @@ class MpiContext:
         assert self._world is not None
         assert self._progress is not None
         assert self._rendezvous is not None
-        comm = self._world
+        world, timeout = self._world, self._rendezvous.collective_timeout
+        comm = world
         if ranks:
-            comm = self._world.Create_group(self._world.Get_group().Incl(list(ranks)))
+            comm = self._made(lambda: group_of(world, ranks, lambda: self._severed), timeout)
             self._subgroups.append(comm)
-        return MpiGroup(comm, self._progress, self._rendezvous.collective_timeout)
+        return MpiGroup(comm, self._progress, timeout)
 
     def subgroup(self, ranks: tuple[int, ...]) -> MpiGroup:
         return self.group(ranks)
@@ -132,17 +135,16 @@ class MpiContext:
 
 
 class _Result:
-    """Of the thread that builds a world."""
+    """Of a thread that makes a communicator."""
 
-    def __init__(self, builder: WorldBuilder, rendezvous: Rendezvous) -> None:
-        self._builder = builder
-        self._rendezvous = rendezvous
+    def __init__(self, make: Callable[[], MPI.Intracomm]) -> None:
+        self._make = make
         self._world: MPI.Intracomm | None = None
         self._error: BaseException | None = None
 
     def fill(self) -> None:
         try:
-            self._world = self._builder.build(self._rendezvous)
+            self._world = self._make()
         except BaseException as error:
             self._error = error
 

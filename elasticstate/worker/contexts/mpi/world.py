@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -26,6 +26,9 @@ from elasticstate.net.messages import AskIdentities, Holder
 from elasticstate.worker.contexts.context import Rendezvous
 from elasticstate.worker.contexts.mpi.identity import start_mpi, take_identity
 from elasticstate.worker.contexts.mpi.library import MPI
+
+_LOOK_INTERVAL_S = 0.0005
+_TAG = 32767  # the highest that every MPI has
 
 
 @dataclass(frozen=True)
@@ -162,3 +165,21 @@ class WorldBuilder:
             comm = between.Merge(joins)
             self.underway.append(comm)
         return comm
+
+
+def group_of(world: MPI.Intracomm, ranks: Sequence[int], has_ended: Callable[[], bool]) -> MPI.Intracomm:
+    """The communicator of these ranks of a world, which all of them make. Raises CollectiveError once it has ended.
+
+    Open MPI does not come back from making one if a member does not come; so they meet before, each telling those that
+    are 1, 2, 4 ... places on (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988).
+    """
+    own, distance = list(ranks).index(world.Get_rank()), 1
+    while distance < len(ranks):
+        to, from_ = ranks[(own + distance) % len(ranks)], ranks[(own - distance) % len(ranks)]
+        waiting = [world.Isend([b"", MPI.BYTE], to, _TAG), world.Irecv([bytearray(1), MPI.BYTE], from_, _TAG)]
+        while not MPI.Request.Testall(waiting):
+            if has_ended():
+                raise CollectiveError("the generation has ended")
+            time.sleep(_LOOK_INTERVAL_S)
+        distance *= 2
+    return world.Create_group(world.Get_group().Incl(list(ranks)))
