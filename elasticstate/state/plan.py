@@ -15,7 +15,7 @@ import torch
 from elasticstate._native import Pieces
 from elasticstate.errors import StateError
 from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Header, Layout, lay_out, round_up, view
-from elasticstate.state.queue import QueueOf, queue_of
+from elasticstate.state.queue import QueueOf, has_queue, queue_of
 from elasticstate.state.values import Array, Captured
 
 Tensor = torch.Tensor
@@ -94,10 +94,11 @@ class Plan:
         """What native code copies. The rest goes by the queue of its device, or is odd: with holes, or not stored as it
         reads, or on a device that has none."""
         placed: dict[int, tuple[int, int]] = {}
+        is_far = has_queue(queue_of)
         for value, entry in zip(values, self.layout.entries, strict=True):
             if not entry.size_bytes or entry.offset in placed:
                 continue
-            is_queued = isinstance(value, torch.Tensor) and queue_of(value.device) is not None
+            is_queued = isinstance(value, torch.Tensor) and is_far(value)
             address = None if is_queued else plain_address(value)
             placed[entry.offset] = (address or 0, entry.size_bytes)
             if is_queued:
@@ -144,13 +145,17 @@ def targets(layout: Layout, live: Captured, buffers: Iterable[Tensor], queue_of:
     found: dict[str, Array] = {}
     addresses: dict[int, int] = {}
     queued: dict[int, tuple[Tensor, Entry]] = {}
+    is_far = has_queue(queue_of)
     ranges = [(buffer.data_ptr(), buffer.data_ptr() + buffer.numel()) for buffer in buffers if buffer.numel()]
     for entry in layout.entries:
         value = live.get(entry.name)
         address: int | None
+        far: Tensor | None = None
         if isinstance(value, torch.Tensor):
             same = _dtype_name(value.dtype) == entry.dtype and value.size() == entry.shape
-            address = _target_address(value, queue_of) if same and value.layout is torch.strided else None
+            far = value if is_far(value) else None
+            find = plain_address if far is None else _far_address
+            address = find(value) if same and value.layout is torch.strided else None
         elif isinstance(value, np.ndarray):
             same = value.dtype.str == entry.dtype and value.shape == entry.shape
             address = plain_address(value) if same and value.flags.writeable else None
@@ -162,8 +167,8 @@ def targets(layout: Layout, live: Captured, buffers: Iterable[Tensor], queue_of:
             continue
         if addresses.setdefault(entry.offset, address) == address:
             found[entry.name] = value
-            if isinstance(value, torch.Tensor) and queue_of(value.device) is not None:
-                queued[entry.offset] = value, entry
+            if far is not None:
+                queued[entry.offset] = far, entry
     sizes = {entry.offset: entry.size_bytes for entry in layout.entries if entry.size_bytes}
     ranges += [(address, address + sizes[offset]) for offset, address in addresses.items()]
     ranges.sort()
@@ -174,11 +179,9 @@ def targets(layout: Layout, live: Captured, buffers: Iterable[Tensor], queue_of:
     return Targets(found, addresses, queued)
 
 
-def _target_address(tensor: Tensor, queue_of: QueueOf) -> int | None:
-    """Of one whose bytes lie together: on a device in any order, as copies there are by value. Addresses of all devices
-    of a process differ."""
-    if queue_of(tensor.device) is None:
-        return plain_address(tensor)
+def _far_address(tensor: Tensor) -> int | None:
+    """Of one on a device whose bytes lie together, in any order, as copies from and to there are by value. Addresses of
+    all devices of a process differ."""
     is_dense = tensor.is_contiguous() or any(
         tensor.ndim == ndim and tensor.is_contiguous(memory_format=memory_format)
         for ndim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d))

@@ -54,6 +54,12 @@ def queue_of(device: torch.device) -> Queue | None:
     return _cuda_queue(device) if device.type == "cuda" else None
 
 
+def has_queue(queue_of: QueueOf) -> Callable[[torch.Tensor], bool]:
+    """Whether a tensor's device has one: to be asked for a hundred thousand tensors."""
+    of_cpu = queue_of(torch.device("cpu")) is not None
+    return lambda tensor: of_cpu if tensor.is_cpu else queue_of(tensor.device) is not None
+
+
 @functools.cache
 def _cuda_queue(device: torch.device) -> CudaQueue:
     return CudaQueue(device)
