@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol, TypeAlias
 
 import torch
 
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
 
 logger = logging.getLogger("elasticstate")
@@ -113,11 +116,36 @@ class _CudaMark:
         self._event = event
 
     def wait(self) -> None:
-        with torch.cuda.device(self._device):  # or a thread that is new to CUDA takes memory on the first device
+        # A thread that is new to CUDA would take memory on the first device.
+        with torch.cuda.device(self._device), _beside_captures():
             self._event.synchronize()
 
     def hold_back(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+@contextlib.contextmanager
+def _beside_captures() -> Iterator[None]:
+    """What this thread asks CUDA does not break off the capture of a graph on another one.
+
+    By the driver: in the runtime the same call takes memory on a device.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    exchange = _driver_call("cuThreadExchangeStreamCaptureMode")
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _driver_call(name: str) -> Callable[..., object]:
+    try:
+        found: Callable[..., object] = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError):  # another maker's device
+        return lambda *_: None
+    return found
 
 
 @functools.cache
