@@ -40,8 +40,8 @@ class Snapshot:
 
     Made over a space that has commits of its owner, it holds them; what is damaged there is none.
 
-    A commit of tensors on devices may be on its way (see overlap.py): until it is settled, it is not held, and its
-    buffer is neither's. All that looks into a buffer settles it first.
+    A commit of tensors on devices may be on its way (see overlap.py). Until it is settled it is not held, and nor is
+    the one whose buffer it goes into. Whatever looks into a buffer settles it first.
     """
 
     def __init__(self, space: Space | None = None, queue_of: QueueOf = queue_of) -> None:
