@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup demo test chaos bench lint hosts
+.PHONY: help setup demo test chaos bench bench-gpu lint hosts
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 setup: $(INSTALLED)  ## make .venv: the package (editable, its native module compiled) and the tools of development
 
@@ -41,6 +41,9 @@ bench: setup  ## recovery, scale-up, commits, sync, start, sampling next to the 
 	$(BIN)/python tests/bench/bench_startup.py
 	$(BIN)/python tests/bench/bench_sampler.py
 	$(BIN)/python tests/bench/bench_horovod.py
+
+bench-gpu: setup  ## commits from a GPU next to torch's own copies
+	$(BIN)/python tests/bench/bench_gpu.py
 
 lint: setup  ## ruff and mypy --strict
 	$(BIN)/ruff check .

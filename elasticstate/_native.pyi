@@ -42,6 +42,9 @@ def gather(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int =
         TypeError: the buffer has another type, number of dimensions, device, or is not contiguous, or not writable.
     """
 
+def fill(buffer: _Array, pieces: Pieces, begin: int, end: int) -> None:
+    """``gather`` without a checksum: what no piece covers is neither read nor written."""
+
 def scatter(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int = 0) -> int:
     """The reverse of ``gather``: copy bytes [begin, end) of the buffer to the pieces' addresses, with their checksum.
 

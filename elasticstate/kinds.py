@@ -48,6 +48,12 @@ def _seconds(text: str, minimum: float) -> float:
     return value
 
 
+def parse_bytes(text: str) -> int:
+    """Read ``4096``, ``512M`` or ``2G`` (powers of 1024). Raises ValueError."""
+    power = "KMGT".find(text[-1:].upper()) + 1 if text else 0
+    return _whole(text[:-1] if power else text, 0) << 10 * power
+
+
 def _port(text: str) -> int:
     port = _whole(text, 1)
     if port >= 1 << 16:
@@ -168,6 +174,7 @@ def at_least_s(minimum: float) -> Kind:
 
 
 COUNT = Kind("N", "a whole number, at least 1", lambda text: _whole(text, 1))
+BYTES = Kind("BYTES", "a number of bytes, also as 512M or 2G", parse_bytes)
 SECONDS = at_least_s(0.0)
 SECONDS_OR_OFF = Kind("S|off", "seconds, at least 1, or off", _or_off(lambda text: _seconds(text, 1.0)))
 LEASE = Kind("S|off", "seconds, at least 3, or off", _or_off(lambda text: _seconds(text, 3.0)))

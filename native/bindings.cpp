@@ -49,6 +49,12 @@ std::uint32_t gather_pieces(Writable buffer, const elasticstate::Pieces &pieces,
     return elasticstate::gather(buffer.data(), pieces, begin, end, checksum);
 }
 
+void fill_pieces(Writable buffer, const elasticstate::Pieces &pieces, std::size_t begin, std::size_t end) {
+    check_range(begin, end, buffer.size());
+    const nb::gil_scoped_release nogil;
+    elasticstate::fill(buffer.data(), pieces, begin, end);
+}
+
 std::uint32_t scatter_pieces(Readable buffer, const elasticstate::Pieces &pieces, std::size_t begin, std::size_t end,
                              std::uint32_t checksum) {
     check_range(begin, end, buffer.size());
@@ -93,6 +99,7 @@ void bind_pieces(nb::module_ &m) {
             "addresses"_a, "sizes"_a, "offsets"_a);
     // Without noconvert() a buffer that does not fit is silently copied, and the copy is what gets written.
     m.def("gather", &gather_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
+    m.def("fill", &fill_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a);
     m.def("scatter", &scatter_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
     m.def("checksum", &checksum_of, "buffer"_a.noconvert(), "begin"_a, "end"_a, "checksum"_a = 0);
     m.def("checksums", &checksums_of, "buffer"_a.noconvert(), "offsets"_a, "sizes"_a);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -122,6 +123,22 @@ std::uint32_t gather(std::uint8_t *buffer, const Pieces &pieces, std::size_t beg
             },
             [&](std::size_t at, std::size_t size) { crc = crc32c(crc, buffer + at, size); });
         return crc;
+    });
+}
+
+void fill(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end) {
+    const std::size_t blocks = (end - begin + BLOCK - 1) / BLOCK;
+    std::size_t bytes = 0;
+    for (const Pieces::Piece &piece : pieces.all()) {
+        bytes += piece.size;
+    }
+    in_parallel(blocks, bytes, [&](std::size_t i) {
+        walk(
+            pieces.all(), begin + i * BLOCK, std::min(end, begin + (i + 1) * BLOCK),
+            [&](const Pieces::Piece &piece, std::size_t at, std::size_t size) {
+                std::memcpy(buffer + at, piece.address + (at - piece.offset), size);
+            },
+            [](std::size_t, std::size_t) {});
     });
 }
 

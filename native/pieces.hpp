@@ -45,6 +45,9 @@ struct Range {
 std::uint32_t gather(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end,
                      std::uint32_t checksum);
 
+/// The same without a checksum: only what the pieces cover is read and written.
+void fill(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end);
+
 /// The reverse: copies bytes [begin, end) of `buffer` to the pieces.
 std::uint32_t scatter(const std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end,
                       std::uint32_t checksum);

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from elasticstate.config.environment import (
+    COMMIT_DEVICE_MEMORY,
     WorkerEnvironment,
+    commit_device_memory,
     error_file_path,
     foreign_world_size,
     inherited_environment,
@@ -16,10 +18,12 @@ from elasticstate.config.environment import (
 from elasticstate.config.options import PREFIX, Names, Options, option_names, read_options, read_options_to_check
 
 __all__ = [
+    "COMMIT_DEVICE_MEMORY",
     "PREFIX",
     "Names",
     "Options",
     "WorkerEnvironment",
+    "commit_device_memory",
     "error_file_path",
     "foreign_world_size",
     "inherited_environment",

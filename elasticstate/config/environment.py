@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from elasticstate import kinds
 from elasticstate.config.options import PREFIX
 from elasticstate.core.ids import WorkerId
 from elasticstate.errors import OptionError
 
+COMMIT_DEVICE_MEMORY = PREFIX + "COMMIT_DEVICE_MEMORY"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's own name for it
 
 
@@ -76,6 +78,18 @@ def worker_environment() -> WorkerEnvironment | None:
         )
     except (KeyError, ValueError):
         raise OptionError(f"{PREFIX}SOCKET is set, but the other variables of a worker are not") from None
+
+
+def commit_device_memory() -> int:
+    """Bytes that a commit may take on each worker's devices, so that training waits less for it; 0: none.
+
+    Raises OptionError on rubbish.
+    """
+    text = os.environ.get(COMMIT_DEVICE_MEMORY) or "0"
+    try:
+        return kinds.parse_bytes(text)
+    except ValueError:
+        raise OptionError(f"{COMMIT_DEVICE_MEMORY}: {text!r}: takes {kinds.BYTES.takes}") from None
 
 
 def error_file_path() -> str:

@@ -251,6 +251,13 @@ class Options:
         "--commit-dir",
         "where commits are kept, two for each worker; any directory, best in memory",
     )
+    commit_device_memory: int = _option(
+        0,
+        _COMMITS,
+        kinds.BYTES,
+        "--commit-device-memory",
+        "so much memory of each worker's GPU a commit may take, so that training waits less for it",
+    )
     verify_sync: bool = _option(
         False, _COMMITS, kinds.FLAG, "--verify-sync", "compare the states of all workers whenever some have been synced"
     )

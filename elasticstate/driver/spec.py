@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from elasticstate.config import Options, inherited_environment
+from elasticstate.config import COMMIT_DEVICE_MEMORY, Options, inherited_environment
 from elasticstate.core import types as t
 from elasticstate.net import messages
 from elasticstate.net.runs import as_runs
@@ -37,7 +37,7 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
             options.tee,
             options.only_ranks,
         ),
-        environment=(("OMP_NUM_THREADS", "1"),) if one_thread_each(options) else (),
+        environment=tuple(environment_of_workers(options)),
         preemption=messages.Preemption(
             options.preemption_signals,
             options.preemption_command,
@@ -53,6 +53,13 @@ def function_to_call(options: Options) -> bytes:
     """What ``launch()`` has written down for its workers; nothing if they run a command."""
     path = Path(options.call_directory or "", CALL_FILE)
     return path.read_bytes() if options.call_directory is not None and path.exists() else b""
+
+
+def environment_of_workers(options: Options) -> Iterator[tuple[str, str]]:
+    """What all workers are given."""
+    if one_thread_each(options):
+        yield "OMP_NUM_THREADS", "1"
+    yield COMMIT_DEVICE_MEMORY, str(options.commit_device_memory)
 
 
 def one_thread_each(options: Options) -> bool:

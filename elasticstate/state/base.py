@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import msgspec
@@ -84,6 +85,10 @@ class State(Joinable):
         error, since the next step would overwrite the commit. Objects are new ones, yours to keep.
         """
 
+    def _steady(self) -> Container[int]:
+        """The ids of the captured tensors that nothing but the ``step`` of an optimizer writes: see overlap.py."""
+        return ()
+
     def _drop_gradients(self) -> None:
         """Set gradients to None. A failure inside ``backward`` leaves partial ones, different on each rank."""
 
@@ -91,6 +96,9 @@ class State(Joinable):
 
     def commit(self, every: int = 1) -> None:
         """Make the present state the restore point, and end the tick.
+
+        What is on a GPU is copied while training goes on: the commit is made, and can be gone back to, when that is
+        done. If it is not before the world ends by a failure, the commit before it is gone back to.
 
         Args:
             every: save only at each ``every``-th tick of the generation, and merely end the tick at the others. By
@@ -103,7 +111,8 @@ class State(Joinable):
         if every < 1:
             raise UsageError(f"commit(every={every}): must be at least 1 (1 saves at each tick)")
         if (self._session.ticks + 1) % every == 0:
-            self._seal(self._session.commit_id())
+            self._settle()
+            self._begin_commit(self._session.commit_id())
         self.check_host_updates()
 
     def save(self) -> None:
@@ -114,6 +123,8 @@ class State(Joinable):
         """End the tick without saving."""
         if self._join_config.is_first_joinable and self._join_config.enable:
             raise UsageError("a state cannot be the first joinable: say Join([ddp_model, state])")
+        if self._snapshot.is_copied:
+            self._settle()
         self._session.tick()
 
     def restore(self) -> None:
@@ -123,6 +134,7 @@ class State(Joinable):
 
         Raises StateError if there is no whole commit, or it does not fit the live objects.
         """
+        self._settle()
         before = self.commits
         if before[0] is None:
             raise StateError("there is nothing to restore: no commit has been made yet")
@@ -141,6 +153,7 @@ class State(Joinable):
         follows.
         """
         session = self._session
+        self._settle()
         if session.generation == 0:
             self._seal(session.commit_id())
             return
@@ -169,6 +182,7 @@ class State(Joinable):
             StateError: there is no commit to compare, or the own one is damaged.
         """
         session = self._session
+        self._settle()
         if session.generation > 0 and session.size > 1:
             group = session.process_group_for(tuple(range(session.size)))
             divergence.check(self._snapshot, Channel(group, 0), session.rank)
@@ -215,6 +229,7 @@ class State(Joinable):
 
     def _attach(self, space: Space) -> None:
         """Keep the commits in ``space`` from now on. Those that it has are held; those made before are forgotten."""
+        self._snapshot.close()
         self._snapshot = Snapshot(space)
 
     def _resume(self) -> bool:
@@ -235,19 +250,40 @@ class State(Joinable):
 
     def _bind(self, session: Session) -> None:
         """Live in the worlds of ``session``. Commits made outside a world are no commits of the job: forgotten."""
+        self._settle()
         newest = self._snapshot.newest
         if newest is not None and newest.generation == 0:
             self._snapshot.forget()
         self._session = session
 
+    def _settle(self) -> None:
+        """Wait for the commit that is being copied from a device, if there is one: then it is held, or is none."""
+        if not self._snapshot.is_settled:
+            self._snapshot.settle()
+            self._session.sealed(*self.commits)
+
     def _seal(self, commit: CommitId) -> None:
-        """Save the live state as ``commit``, which must be newer than the newest one: one id, one content."""
+        """Save the live state as ``commit``, which must be newer than the newest one: one id, one content.
+
+        Raises CollectiveError if the generation ends before it is copied from a device.
+        """
+        self._begin_commit(commit)
+        if not self._snapshot.is_settled:
+            try:
+                self._snapshot.finish()
+            finally:
+                self._session.sealed(*self.commits)
+
+    def _begin_commit(self, commit: CommitId) -> None:
+        """``_seal``, which goes on behind the caller's back if there are tensors on a device."""
+        self._settle()
         newest = self._snapshot.newest
         if newest is not None and commit <= newest:
             raise StateError(f"commit {commit} is not newer than {newest}, which is sealed already")
         captured = self.capture()
+        is_cut = functools.partial(self._session.ended, commit.generation)
         try:
-            self._snapshot.write(captured, rng.capture(), commit)
+            self._snapshot.begin(captured, rng.capture(), commit, self._steady, is_cut)
         finally:  # a write that failed half-way has cost the previous commit
             self._session.sealed(*self.commits)
 
@@ -272,6 +308,7 @@ class State(Joinable):
     def _follow_the_last(self, is_last: bool) -> None:
         """All are out of inputs: whoever was not among the last gets their state, as a commit of the next tick."""
         session = self._session
+        self._settle()
         was_last = [bool(flag) for (flag,) in Channel(None, 0).numbers_of_all([int(is_last)])]
         lacking = [rank for rank, last in enumerate(was_last) if not last]
         if not lacking:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from elasticstate._native import Pieces
 from elasticstate.errors import StateError
 from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Header, Layout, lay_out, round_up, view
+from elasticstate.state.queue import QueueOf, has_queue, queue_of
 from elasticstate.state.values import Array, Captured
 
 Tensor = torch.Tensor
@@ -37,7 +39,12 @@ class Plan:
     """Where each of the given tensors and arrays goes. Holds as long as ``fits`` says so."""
 
     def __init__(
-        self, tensors: dict[str, Tensor], arrays: dict[str, np.ndarray[Any, Any]], random_bytes: int, last: Plan | None
+        self,
+        tensors: dict[str, Tensor],
+        arrays: dict[str, np.ndarray[Any, Any]],
+        random_bytes: int,
+        last: Plan | None,
+        queue_of: QueueOf = queue_of,
     ) -> None:
         described = [_describe_tensor(name, tensor) for name, tensor in tensors.items()]
         described += [_describe_array(name, array) for name, array in arrays.items()]
@@ -54,7 +61,8 @@ class Plan:
         self._rare = self._rare_features(tensors.values())
         self._arrays = _array_features(arrays)
         self.odd: list[tuple[str, Entry]] = []
-        self.pieces = self._make_pieces([*tensors.values(), *arrays.values()])
+        self.queued: list[tuple[str, Entry]] = []
+        self.pieces = self._make_pieces([*tensors.values(), *arrays.values()], queue_of)
 
     def fits(self, tensors: dict[str, Tensor], arrays: dict[str, np.ndarray[Any, Any]], random_bytes: int) -> bool:
         """Whether this is the plan for these, as they are now: nothing is missed, whatever was changed in place."""
@@ -82,16 +90,22 @@ class Plan:
             found += [t.is_conj() for t, dtype in zip(tensors, dtypes, strict=True) if dtype.is_complex]
         return found
 
-    def _make_pieces(self, values: list[Array]) -> Pieces:
-        """What native code copies. The rest is odd: on a device, with holes, or not stored as it reads."""
+    def _make_pieces(self, values: list[Array], queue_of: QueueOf) -> Pieces:
+        """What native code copies. The rest goes by the queue of its device, or is odd: with holes, or not stored as it
+        reads, or on a device that has none."""
         placed: dict[int, tuple[int, int]] = {}
+        is_far = has_queue(queue_of)
         for value, entry in zip(values, self.layout.entries, strict=True):
             if not entry.size_bytes or entry.offset in placed:
                 continue
-            address = plain_address(value)
+            is_queued = isinstance(value, torch.Tensor) and is_far(value)
+            address = None if is_queued else plain_address(value)
             placed[entry.offset] = (address or 0, entry.size_bytes)
-            if address is None:
+            if is_queued:
+                self.queued.append((entry.name, entry))
+            elif address is None:
                 self.odd.append((entry.name, entry))
+        self.queued.sort(key=lambda pair: pair[1].offset)
         begin = self.header.frame.tensors
         offsets = sorted(placed)
         return Pieces(
@@ -116,57 +130,73 @@ def plain_address(value: Array) -> int | None:
     return _array_address(value) if value.flags.c_contiguous else None
 
 
-def targets(layout: Layout, live: Captured, buffers: Iterable[Tensor]) -> tuple[dict[str, Array], dict[int, int]]:
-    """Those of the live tensors and arrays that take a commit's bytes as they are, and address by offset.
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Live tensors and arrays that take a commit's bytes as they are."""
 
-    None if one has another shape or dtype than the commit's of that name (then ``apply`` is to look at all of them
-    before anything is written), or if they overlap.
-    """
+    found: dict[str, Array]
+    addresses: dict[int, int]  # of those that native code writes, by offset
+    queued: dict[int, tuple[Tensor, Entry]]  # those that come by the queue of their device, by offset
+
+
+def targets(layout: Layout, live: Captured, buffers: Iterable[Tensor], queue_of: QueueOf = queue_of) -> Targets:
+    """None if one has another shape or dtype than the commit's of that name (then ``apply`` is to look at all of them
+    before anything is written), or if they overlap."""
     found: dict[str, Array] = {}
     addresses: dict[int, int] = {}
+    queued: dict[int, tuple[Tensor, Entry]] = {}
+    is_far = has_queue(queue_of)
     ranges = [(buffer.data_ptr(), buffer.data_ptr() + buffer.numel()) for buffer in buffers if buffer.numel()]
     for entry in layout.entries:
         value = live.get(entry.name)
         address: int | None
+        far: Tensor | None = None
         if isinstance(value, torch.Tensor):
             same = _dtype_name(value.dtype) == entry.dtype and value.size() == entry.shape
-            address = plain_address(value) if same and value.layout is torch.strided else None
+            far = value if is_far(value) else None
+            find = plain_address if far is None else _far_address
+            address = find(value) if same and value.layout is torch.strided else None
         elif isinstance(value, np.ndarray):
             same = value.dtype.str == entry.dtype and value.shape == entry.shape
             address = plain_address(value) if same and value.flags.writeable else None
         else:
             continue
         if not same:
-            return {}, {}
+            return Targets({}, {}, {})
         if address is None or not entry.size_bytes:
             continue
         if addresses.setdefault(entry.offset, address) == address:
             found[entry.name] = value
+            if far is not None:
+                queued[entry.offset] = far, entry
     sizes = {entry.offset: entry.size_bytes for entry in layout.entries if entry.size_bytes}
     ranges += [(address, address + sizes[offset]) for offset, address in addresses.items()]
     ranges.sort()
     if any(end > start for (_, end), (start, _) in itertools.pairwise(ranges)):
-        return {}, {}
-    return found, addresses
+        return Targets({}, {}, {})
+    for offset in queued:
+        del addresses[offset]
+    return Targets(found, addresses, queued)
+
+
+def _far_address(tensor: Tensor) -> int | None:
+    """Of one on a device whose bytes lie together, in any order, as copies from and to there are by value. Addresses of
+    all devices of a process differ."""
+    is_dense = tensor.is_contiguous() or any(
+        tensor.ndim == ndim and tensor.is_contiguous(memory_format=memory_format)
+        for ndim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d))
+    )
+    return tensor.data_ptr() if is_dense and not tensor.is_conj() and not tensor.is_neg() else None
 
 
 def copy_odd(memory: Tensor, values: dict[str, Array], odd: Iterable[tuple[str, Entry]], begin: int) -> None:
     """Let torch and numpy copy what is no plain memory. Returns when all of it is there."""
-    streams: dict[torch.device, Any] = {}
     for name, entry in odd:
         value, place = values[name], view(memory, entry, begin)
-        if not isinstance(value, torch.Tensor):
-            np.copyto(place, value)
-        elif value.is_cuda:
-            if value.device not in streams:
-                streams[value.device] = stream = torch.cuda.Stream(value.device)  # type: ignore[no-untyped-call]
-                stream.wait_stream(torch.cuda.current_stream(value.device))
-            with torch.cuda.stream(streams[value.device]):
-                place.copy_(value.detach(), non_blocking=True)
-        else:
+        if isinstance(value, torch.Tensor):
             place.copy_(value.detach())
-    for stream in streams.values():
-        stream.synchronize()
+        else:
+            np.copyto(place, value)
 
 
 @functools.cache

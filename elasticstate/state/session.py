@@ -43,6 +43,9 @@ class Session(Protocol):
     def commit_id(self) -> CommitId:
         """The id of a commit made at the end of the present tick: (generation, ticks + 1)."""
 
+    def ended(self, generation: int) -> bool:
+        """Whether ``generation`` is over, so that its collectives may have been cut. From any thread."""
+
     def tick(self) -> None:
         """End the tick. Raises HostsUpdatedInterrupt or CollectiveError when this generation ends here."""
 
@@ -76,6 +79,9 @@ class Alone:
 
     def commit_id(self) -> CommitId:
         return CommitId(0, self._saves + 1)
+
+    def ended(self, generation: int) -> bool:
+        return False
 
     def tick(self) -> None:
         self.ticks += 1

@@ -10,23 +10,26 @@ Buffers are kept as long as they are big enough: the first touch of fresh memory
 from __future__ import annotations
 
 import logging
-import pickle
+from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from elasticstate._native import Pieces, checksum, checksums, gather, scatter
+from elasticstate._native import Pieces, checksum, checksums, fill, gather, scatter
+from elasticstate.config import commit_device_memory
 from elasticstate.core.types import CommitId
-from elasticstate.errors import StateError
-from elasticstate.state.layout import Frame, Header, Layout, digest, parse, round_up
-from elasticstate.state.plan import Plan, address, copy_odd, random_room, targets
+from elasticstate.errors import CollectiveError, StateError
+from elasticstate.state.buffer import Buffer
+from elasticstate.state.layout import Frame, Header, Layout, digest, view
+from elasticstate.state.overlap import Copy, Item, Outcome
+from elasticstate.state.plan import Plan, Targets, address, copy_odd, random_room, targets
+from elasticstate.state.queue import Queue, QueueOf, queue_of
 from elasticstate.state.space import PrivateSpace, Space
 from elasticstate.state.values import Captured, Values, dumps, is_array
 
-GRANULE_BYTES = 1 << 16  # the pickle of the objects grows by a few bytes now and then: no new buffer for that
-LENGTH_BYTES = 8  # before the random state, for the part that is kept for it is longer
 NOTHING = Pieces([], [], [])
 
 logger = logging.getLogger("elasticstate")
@@ -36,11 +39,18 @@ class Snapshot:
     """Writes and reads the commits in a space. Not thread-safe: one thread writes and reads.
 
     Made over a space that has commits of its owner, it holds them; what is damaged there is none.
+
+    A commit of tensors on devices may be on its way (see overlap.py). Until it is settled it is not held, and nor is
+    the one whose buffer it goes into. Whatever looks into a buffer settles it first.
     """
 
-    def __init__(self, space: Space | None = None) -> None:
+    def __init__(self, space: Space | None = None, queue_of: QueueOf = queue_of) -> None:
         self._space: Space = space if space is not None else PrivateSpace()
-        buffers = [_Buffer(index, self._space) for index in (0, 1)]
+        self._queue_of = queue_of
+        self._copy: tuple[Copy, CommitId] | None = None  # on its way into the older buffer
+        self._trusts_steps = True
+        self._last_error: BaseException | None = None
+        buffers = [Buffer(index, self._space) for index in (0, 1)]
         buffers.sort(key=lambda buffer: buffer.commit or CommitId(-1, -1))
         self._older, self._newer = buffers
         self._plan: Plan | None = None
@@ -65,6 +75,7 @@ class Snapshot:
 
         Raises CommitSpaceError when there is not enough.
         """
+        self.settle()
         for buffer in (self._newer, self._older):
             if buffer.commit is None:
                 buffer.make_room(size_bytes)
@@ -80,34 +91,123 @@ class Snapshot:
                 are whole then; after any later error the newest one is.
             CommitSpaceError: there is no room for it.
         """
+        self.begin(captured, private, commit)
+        self.finish()
+
+    def begin(
+        self,
+        captured: Captured,
+        private: bytes,
+        commit: CommitId,
+        steady: Callable[[], Container[int]] = lambda: (),
+        is_cut: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``write``, which goes on behind the caller's back if there are tensors on a device; then it is not held yet.
+
+        Args:
+            steady: gives the ids of tensors that nothing but the ``step`` of an optimizer writes; asked only if needed.
+            is_cut: whether what devices hold by now may be rubbish: a commit that is copied later than this is none.
+
+        Raises what ``write`` raises.
+        """
+        self.settle()
         tensors, arrays, objects = _sort_out(captured)
         blob = dumps(objects)
         plan = self._plan
         if plan is None or not plan.fits(tensors, arrays, len(private)):
-            plan = self._plan = Plan(tensors, arrays, len(private), plan)
+            plan = self._plan = Plan(tensors, arrays, len(private), plan, self._queue_of)
         buffer = self._older
-        header_checksum = buffer.begin(plan.header, private, len(blob))
+        found = buffer.begin(plan.header, private, len(blob))
         if plan.odd:
-            if any(tensors[name].is_cuda for name, _ in plan.odd if name in tensors):
-                buffer.pin()
             copy_odd(buffer.memory, {**tensors, **arrays}, plan.odd, buffer.frame.tensors)
         buffer.memory.numpy()[buffer.frame.objects : buffer.length] = np.frombuffer(blob, dtype=np.uint8)
-        begin = buffer.frame.random
-        self._seal_older(gather(buffer.memory, plan.pieces, begin, buffer.length, header_checksum), commit)
+        start = buffer.frame.random
+        if not plan.queued:
+            self._seal_older(gather(buffer.memory, plan.pieces, start, buffer.length, found), commit)
+            return
+        fill(buffer.memory, plan.pieces, start, buffer.length)
+        items = self._items(plan, tensors, steady() if self._trusts_steps else ())
+        content = buffer.memory[: buffer.length]
+        seal = partial(buffer.write_seal, commit)
+        self._copy = Copy(items, content, start, found, seal, is_cut, commit_device_memory()), commit
+
+    def _items(self, plan: Plan, tensors: dict[str, torch.Tensor], steady: Container[int]) -> list[Item]:
+        """What goes by queues, into the older buffer."""
+        buffer, items = self._older, []
+        for (name, entry), place in zip(plan.queued, buffer.places(plan), strict=True):
+            tensor = tensors[name]
+            queue = self._queue_of(tensor.device)
+            assert queue is not None, "the plan has asked for it"
+            buffer.pin(queue)
+            is_steady = id(tensor) in steady and not tensor.is_inference()
+            items.append(Item(tensor, place, buffer.frame.tensors + entry.offset + entry.size_bytes, queue, is_steady))
+        return items
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no commit is on its way."""
+        return self._copy is None
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether there is one that ``settle`` would not have to wait for."""
+        return self._copy is not None and self._copy[0].is_done
+
+    def settle(self) -> Outcome | None:
+        """Wait for the commit on its way, if there is one. If it has come to nothing, a warning says why."""
+        if self._copy is None:
+            return None
+        copy, commit = self._copy
+        outcome = copy.wait()
+        self._copy = None
+        if outcome is Outcome.SEALED:
+            self._older.take_note(commit, copy.checksum)
+            self._newer, self._older = self._older, self._newer
+        elif outcome is Outcome.TORN:
+            self._trusts_steps = False
+            logger.warning(
+                "commit %s is given up: while it was copied, something else than an optimizer's step() wrote a "
+                "parameter or the state of an optimizer; from now on training waits until commits are copied",
+                commit,
+            )
+        elif outcome is Outcome.FAILED:
+            logger.warning("commit %s could not be copied from the device: %s", commit, copy.error)
+        self._last_error = copy.error
+        return outcome
+
+    def finish(self) -> None:
+        """``settle``, for who cannot go on without that commit.
+
+        Raises CollectiveError if its generation was over before it was copied, and what the device has raised.
+        """
+        outcome = self.settle()
+        if outcome is Outcome.CUT:
+            raise CollectiveError("the generation was over before its commit was copied from the device")
+        if outcome is not None and outcome is not Outcome.SEALED:
+            raise self._last_error or StateError("the commit was written while it was copied")
+
+    def close(self) -> None:
+        """The memory is about to be given back."""
+        self.settle()
+        for buffer in (self._newer, self._older):
+            buffer.unpin()
 
     def restamp(self, commit: CommitId) -> None:
         """Give the newest commit another id. Raises StateError if there is none."""
+        self.settle()
         if self._newer.commit is None:
             raise StateError(f"there is no commit that could become {commit}")
         self._newer.seal(commit, self._newer.checksum)
 
     def forget(self) -> None:
         """No commit is held any more; the memory is kept."""
+        self.settle()
         for buffer in (self._newer, self._older):
             buffer.unseal()
 
     def drop_newest(self) -> None:
         """The commit before the newest one is the newest one now."""
+        self.settle()
         self._newer.unseal()
         self._newer, self._older = self._older, self._newer
 
@@ -121,12 +221,13 @@ class Snapshot:
 
         Raises StateError if there is no whole commit.
         """
+        self.settle()
         damaged = False
         while self._newer.commit is not None:
             buffer = self._newer
-            found, addresses = targets(buffer.frame.layout, live, [self._newer.memory, self._older.memory])
-            if buffer.is_whole(_pieces(buffer.frame, addresses)):
-                return Values(buffer.memory, buffer.frame, buffer.objects(), found)
+            found = targets(buffer.frame.layout, live, [self._newer.memory, self._older.memory], self._queue_of)
+            if buffer.is_whole(_pieces(buffer.frame, found.addresses)):
+                return self._brought(buffer, found)
             self._give_up(buffer)
             damaged = True
         raise StateError(
@@ -140,6 +241,7 @@ class Snapshot:
 
         Raises StateError if that commit is not held, or is found to be damaged.
         """
+        self.settle()
         buffer = self._find(commit)
         if not buffer.is_whole(NOTHING):
             self._give_up(buffer)
@@ -160,6 +262,7 @@ class Snapshot:
 
     def outgoing(self) -> tuple[bytes, torch.Tensor]:
         """The newest commit as (what it consists of, flat bytes) for those who lack it; without the private part."""
+        self.settle()
         buffer = self._newer
         return (
             msgspec.msgpack.encode((buffer.frame.layout, buffer.length - buffer.frame.objects)),
@@ -168,6 +271,7 @@ class Snapshot:
 
     def incoming(self, header: bytes, private: bytes) -> torch.Tensor:
         """Begin to receive a commit: ``uint8[n]`` of the older buffer, to be filled and then sealed."""
+        self.settle()
         layout, objects_bytes = msgspec.msgpack.decode(header, type=tuple[Layout, int])
         buffer = self._older
         random_bytes = random_room(len(private))
@@ -180,15 +284,16 @@ class Snapshot:
         Returns what ``restore`` would: one pass over the memory makes the checksum and copies.
         """
         buffer = self._older
-        found, addresses = targets(buffer.frame.layout, live, [self._newer.memory, buffer.memory])
-        self._seal_older(scatter(buffer.memory, _pieces(buffer.frame, addresses), 0, buffer.length), commit)
+        found = targets(buffer.frame.layout, live, [self._newer.memory, buffer.memory], self._queue_of)
+        self._seal_older(scatter(buffer.memory, _pieces(buffer.frame, found.addresses), 0, buffer.length), commit)
         self._older.unseal()
-        return Values(buffer.memory, buffer.frame, buffer.objects(), found)
+        return self._brought(buffer, found)
 
     # ------------------------------------------------------------------------------------------------- to compare
 
     def verify(self) -> None:
         """Read the newest commit. Raises StateError if there is none, or if it is damaged: then it is dropped."""
+        self.settle()
         commit = self._newer.commit
         if commit is None:
             raise StateError("there is no commit to check: none has been made yet")
@@ -199,6 +304,7 @@ class Snapshot:
 
     def summary(self) -> tuple[int, int, int]:
         """The newest commit in three numbers: 63 bits of the layout, checksum of all tensors, that of all objects."""
+        self.settle()
         buffer, frame = self._newer, self._newer.frame
         layout = digest(msgspec.msgpack.encode(frame.layout)) >> 1
         tensors = checksum(buffer.memory, frame.tensors, frame.objects)
@@ -206,6 +312,7 @@ class Snapshot:
 
     def details(self) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, Any]]:
         """(dtype, shape, checksum) of each tensor and array of the newest commit, and its objects."""
+        self.settle()
         buffer, frame = self._newer, self._newer.frame
         entries = frame.layout.entries
         found = checksums(
@@ -216,11 +323,25 @@ class Snapshot:
 
     # ----------------------------------------------------------------------------------------------------- the parts
 
+    def _brought(self, buffer: Buffer, found: Targets) -> Values:
+        """The content of a buffer that is whole, all of it on its way to devices at once; returns when it is there."""
+        by_queue: dict[Queue, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for tensor, entry in found.queued.values():
+            queue = self._queue_of(tensor.device)
+            assert queue is not None, "targets() has asked for it"
+            live, places = by_queue.setdefault(queue, ([], []))
+            live.append(tensor)
+            places.append(view(buffer.memory, entry, buffer.frame.tensors))
+        for queue, (live, places) in by_queue.items():
+            buffer.pin(queue)
+            queue.bring(live, places)
+        return Values(buffer.memory, buffer.frame, buffer.objects(), found.found)
+
     def _seal_older(self, found: int, commit: CommitId) -> None:
         self._older.seal(commit, found)
         self._newer, self._older = self._older, self._newer
 
-    def _give_up(self, buffer: _Buffer) -> None:
+    def _give_up(self, buffer: Buffer) -> None:
         logger.warning(
             "commit %s (buffer %d) is damaged: its checksum is wrong; it is given up", buffer.commit, buffer.index
         )
@@ -229,118 +350,11 @@ class Snapshot:
         else:
             buffer.unseal()
 
-    def _find(self, commit: CommitId) -> _Buffer:
+    def _find(self, commit: CommitId) -> Buffer:
         for buffer in (self._newer, self._older):
             if buffer.commit == commit:
                 return buffer
         raise StateError(f"commit {commit} is not held, only {self.newest} and {self.previous}")
-
-
-class _Buffer:
-    """One of the two buffers of a space. ``commit`` is None while it holds none, or half of one."""
-
-    def __init__(self, index: int, space: Space) -> None:
-        self.index = index
-        self._space = space
-        self.commit: CommitId | None = None
-        self.frame = Frame(Layout([], 0), 0, 0, 0)
-        self.length = 0
-        self.checksum = 0
-        self._digest = 0
-        self._header: Header | None = None  # the one that stands in the memory as it was meant
-        self._header_checksum = 0
-        self._pinned = False
-        self.memory = space.open(index)
-        self._find_commit()
-
-    def _find_commit(self) -> None:
-        """What was left here by a process before this one."""
-        found = self._space.page.sealed(self.index, self._space.owner)
-        if found is None:
-            return
-        generation, tick, layout, length, self.checksum = found
-        commit = CommitId(generation, tick)
-        try:
-            self.frame, self._digest = parse(self.memory)
-            if self._digest != layout or not self.frame.objects < length <= self.memory.numel():
-                raise ValueError("it is not the one that was sealed")
-        except Exception as error:  # whatever is wrong with it
-            logger.warning("commit %s (buffer %d) is damaged: %s; it is given up", commit, self.index, error)
-            self.unseal()
-            return
-        self.commit, self.length = commit, length
-
-    # ------------------------------------------------------------------------------------------------------- writing
-
-    def begin(self, header: Header, private: bytes, objects_bytes: int) -> int:
-        """Make room, and write all before the tensors; what was here is given up. Returns the header's checksum."""
-        self.unseal()
-        self.make_room(header.frame.objects + objects_bytes)
-        self.frame = header.frame
-        self.length = self.frame.objects + objects_bytes
-        content = self.memory.numpy()
-        if self._header is not header:
-            text = header.encode(self.memory.numel())
-            meant = np.frombuffer(text, dtype=np.uint8)
-            content[: len(text)] = meant
-            self._digest, self._header_checksum, self._header = digest(text), checksum(meant, 0, len(text)), header
-        part = (len(private).to_bytes(LENGTH_BYTES, "little") + private).ljust(self.frame.tensors - self.frame.random)
-        content[self.frame.random : self.frame.tensors] = np.frombuffer(part, dtype=np.uint8)
-        return self._header_checksum
-
-    def seal(self, commit: CommitId, found: int) -> None:
-        """All is written: from now on this is ``commit``."""
-        self._space.page.seal(
-            self.index, self._space.owner, commit.generation, commit.tick, self._digest, self.length, found
-        )
-        self.commit, self.checksum = commit, found
-
-    def unseal(self) -> None:
-        self._space.page.unseal(self.index)
-        self.commit = None
-
-    def make_room(self, size_bytes: int) -> None:
-        if self.memory.numel() < size_bytes:
-            self._unpin()
-            self._header = None
-            self.memory = torch.empty(0, dtype=torch.uint8)
-            self.memory = self._space.grow(self.index, round_up(size_bytes, GRANULE_BYTES))
-
-    def touch(self) -> None:
-        self._header = None
-        self.memory.zero_()
-
-    def pin(self) -> None:
-        """Let CUDA copy straight into the memory: registered once, as long as it is the same."""
-        if not self._pinned:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            result = runtime.cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
-            self._pinned = int(result) == 0  # if not: the copies are slower, and as good
-
-    def _unpin(self) -> None:
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[no-untyped-call]
-            self._pinned = False
-
-    # ------------------------------------------------------------------------------------------------------- reading
-
-    def is_whole(self, pieces: Pieces) -> bool:
-        """Whether the checksum is right. On the way the bytes are written to where ``pieces`` says."""
-        return scatter(self.memory, pieces, 0, self.length) == self.checksum
-
-    def objects(self) -> dict[str, Any]:
-        content: Any = self.memory[self.frame.objects : self.length].numpy()
-        found: dict[str, Any] = pickle.loads(content)
-        return found
-
-    def private(self) -> bytes:
-        part = self.memory[self.frame.random : self.frame.tensors].numpy().tobytes()
-        length = int.from_bytes(part[:LENGTH_BYTES], "little")
-        return part[LENGTH_BYTES : LENGTH_BYTES + length]
-
-    def contains(self, address: int | None) -> bool:
-        start = self.memory.data_ptr()
-        return address is not None and start <= address < start + self.memory.numel()
 
 
 def _sort_out(

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticstate.errors import StateError
 from elasticstate.state.base import State
+from elasticstate.state.overlap import is_captured, watch_steps
 from elasticstate.state.values import Captured, Leaf, Row, Tree, Values, is_array, put
 
 _leaf = functools.cache(Leaf)  # one for each kind of device: a pickle has it once
@@ -32,6 +33,11 @@ class TorchState(State):
     Everything that exists is written in place: ``restore()`` and ``sync()`` never replace a parameter, a buffer, or a
     tensor of an optimizer that has the right shape.
     """
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            watch_steps()  # before one is captured for a graph
 
     def capture(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -55,6 +61,17 @@ class TorchState(State):
                 _load(name, live, saved.tree, values)
             else:
                 setattr(self, name, put(live, values, name) if is_array(saved) else saved)
+
+    def _steady(self) -> set[int]:
+        """What the optimizers among the values train, and what they keep for it."""
+        found: set[int] = set()
+        for name in self._names:
+            value = getattr(self, name)
+            if _is_plain_optimizer(value) and not is_captured(value):
+                found.update(id(p) for p in _parameters(value) if p.requires_grad)
+                for entry in value.state.values():
+                    found.update(map(id, entry.values() if isinstance(entry, dict) else ()))
+        return found
 
     def _drop_gradients(self) -> None:
         for name in self._names:

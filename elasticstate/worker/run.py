@@ -282,6 +282,7 @@ class _Loop:
             self._sentinel.train()
             with OwnProcessGroups():
                 self._result = self._call()
+            self._state._settle()
             self._sentinel.gate()
             return _Outcome.FINISHED
         except HostsUpdatedInterrupt as interrupt:
@@ -324,18 +325,27 @@ class _Loop:
     def _recover(self, outcome: _Outcome) -> None:
         """Leave the generation with the live state equal to the newest commit."""
         self._page.set_place(messages.Place.REGROUP)  # no hang, however long it takes
-        if outcome is _Outcome.INTERRUPTED and not self._state._is_shadow:
-            here = CommitId(self._sentinel.generation, self._sentinel.ticks)
-            if self._state.commits[0] != here:
-                self._state._seal(here)
+        if outcome is _Outcome.INTERRUPTED and not self._state._is_shadow and self._save():
             self._state._drop_gradients()
             self._regrouper.leave()
         else:
             self._regrouper.leave()
             self._restore()
 
+    def _save(self) -> bool:
+        """At the tick that all leave at. False: the generation has ended before what is on a device was copied."""
+        here = CommitId(self._sentinel.generation, self._sentinel.ticks)
+        self._state._settle()
+        try:
+            if self._state.commits[0] != here:
+                self._state._seal(here)
+        except CollectiveError:
+            return False
+        return True
+
     def _restore(self) -> None:
         """If no commit is whole any more, the live state is of no worth; another worker's is."""
+        self._state._settle()
         if self._state.commits[0] is None:
             return
         try:

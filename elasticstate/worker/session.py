@@ -58,6 +58,9 @@ class WorkerSession:
         self._sentinel.may_commit()
         return CommitId(self.view.generation, self._sentinel.ticks + 1)
 
+    def ended(self, generation: int) -> bool:
+        return self._sentinel.ended(generation)
+
     def tick(self) -> None:
         self._sentinel.tick()
 

@@ -54,6 +54,9 @@ class Session:
 
     def tick(self) -> None: ...
     def progress(self) -> None: ...
+    def ended(self, generation: int) -> bool:
+        return False
+
     def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None: ...
 
     def synced(self, size_bytes: int, seconds: float) -> None:

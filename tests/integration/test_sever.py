@@ -2,106 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
-
-SCRIPT = Path(__file__).parent / "scripts" / "sever_worker.py"
-SOON_S = 15.0  # a wait that is not cut lasts 120 s, or five times as long
-
-
-class Rank:
-    """A process that makes groups when told."""
-
-    def __init__(self, store_port: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(store_port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-        )
-        self._heard = b""
-
-    def tell(self, command: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{command}\n".encode())
-
-    def hear(self, key: str) -> dict[str, Any]:
-        """The next line that has this key."""
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + SOON_S
-        while True:
-            left = deadline - time.monotonic()
-            line, newline, rest = self._heard.partition(b"\n")
-            if not newline:
-                if not select.select([self.process.stdout], [], [], max(0.0, left))[0]:
-                    raise AssertionError(f"no {key!r} from process {self.process.pid} within {SOON_S} s")
-                heard = self.process.stdout.read(65536)
-                assert heard, f"process {self.process.pid} ended with {self.process.wait()}"
-                self._heard += heard
-                continue
-            self._heard = rest
-            answer: dict[str, Any] = json.loads(line)
-            if key in answer:
-                return answer
-
-    def begin(self, command: str) -> None:
-        self.tell(command)
-        self.hear("began")
-
-    def do(self, command: str) -> dict[str, Any]:
-        self.tell(command)
-        return self.hear("done")
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-
-class Ranks:
-    def __init__(self) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.all: list[Rank] = []
-
-    def boot(self, count: int) -> list[Rank]:
-        fresh = [Rank(self.store.port) for _ in range(count)]
-        self.all += fresh
-        for rank in fresh:
-            rank.hear("booted")
-        return fresh
-
-    def create(self, name: str, members: list[Rank]) -> None:
-        for number, rank in enumerate(members):
-            rank.begin(f"create {name} {number} {len(members)}")
-        for rank in members:
-            assert rank.hear("done")["error"] is None
-
-    def wait_for_keys(self, count: int) -> None:
-        deadline = time.monotonic() + SOON_S
-        while self.store.num_keys() < count:
-            assert time.monotonic() < deadline, f"{self.store.num_keys()} of {count} addresses published"
-            time.sleep(0.005)
+from ranks import SOON_S, Rank, Ranks
 
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    made = Ranks()
+    made = Ranks("sever_worker.py", "STORE")
     yield made
-    for rank in made.all:
-        rank.end()
+    made.end()
 
 
 def go_on(ranks: Ranks, survivors: list[Rank], name: str = "next") -> None:

@@ -73,6 +73,9 @@ class Session:
     def commit_id(self) -> CommitId:
         return CommitId(1, self.ticks + 1)
 
+    def ended(self, generation: int) -> bool:
+        return False
+
     def tick(self) -> None:
         self.ticks += 1
 

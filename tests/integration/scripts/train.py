@@ -18,6 +18,7 @@ import threading
 import time
 from pathlib import Path
 
+import slow_device
 import torch
 import torch.distributed as dist
 from faults import Fault, Faults
@@ -38,6 +39,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--callback", action="store_true")
     parser.add_argument("--evaluate", type=float, default=0.0, help="seconds after step 5, with state.progress()")
     parser.add_argument("--ballast", type=int, default=0, help="megabytes more in the state")
+    parser.add_argument("--slow-device", type=float, help="tensors are on one that copies one each so many seconds")
     parser.add_argument("--misfit", action="store_true", help="another model in each process of a slot")
     parser.add_argument("--until", type=Path, help="train on until this file exists, then --steps steps more")
     return parser.parse_args()
@@ -45,6 +47,8 @@ def options() -> argparse.Namespace:
 
 args = options()
 seat = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
+if args.slow_device:
+    slow_device.use(slow_device.SlowDevice(args.slow_device))
 log = open(args.log / f"{seat}.jsonl", "a", buffering=1)  # noqa: SIM115 - open for life
 faults = Faults(args.fault, args.log)
 
@@ -123,6 +127,7 @@ def train(state: elastic.TorchState) -> int:
         pair = dist.new_group(list(range(elastic.size())))
         dist.all_reduce(torch.ones(1), group=pair)
     ddp = DistributedDataParallel(model, init_sync=False)
+    steps: dict[tuple[int, int], int] = {}  # by the ids of their commits
     try:
         while not done():
             faults.at("step", rank=elastic.rank(), step=state.step)
@@ -132,9 +137,11 @@ def train(state: elastic.TorchState) -> int:
             if state.step == 5:
                 evaluate(args.evaluate)
             before = state.commits[0]
+            steps[g, state._session.ticks + 1] = state.step
             state.commit(every=args.commit_every)
-            if state.commits[0] != before:
-                note("commit", generation=g, rank=rank, step=state.step, id=list(state.commits[0]))
+            newest = state.commits[0]
+            if newest != before:  # by now: it may be that of an earlier step
+                note("commit", generation=g, rank=rank, step=steps.get(newest, state.step), id=list(newest))
     except Exception as error:
         if args.wrap:
             raise Wrapped("training went wrong") from error

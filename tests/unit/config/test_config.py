@@ -20,6 +20,7 @@ from elasticstate.config import (
 )
 from elasticstate.core.policy import Policy
 from elasticstate.core.types import HostSlots, WorkerId
+from elasticstate.driver.spec import job_spec
 from elasticstate.errors import OptionError
 from elasticstate.kinds import parse_host
 
@@ -149,6 +150,23 @@ def test_signals_have_names_and_numbers() -> None:
     assert read(preemption_signals="SIGTERM").preemption_signals == (signal.SIGTERM,)
     usual = (signal.SIGUSR1, signal.SIGTERM, signal.SIGXCPU)
     assert read(preemption_signals=f"usr1, {signal.SIGTERM:d},SIGXCPU,SIGUSR1").preemption_signals == usual
+
+
+def test_bytes_have_units_and_reach_the_workers() -> None:
+    assert [read(commit_device_memory=text).commit_device_memory for text in ("0", "4096", "3k", "512M", "2G")] == [
+        0,
+        4096,
+        3 << 10,
+        512 << 20,
+        2 << 30,
+    ]
+    for text in ("", "M", "-1", "1.5G", "2GB"):
+        with pytest.raises(
+            OptionError, match=r"--commit-device-memory: .*: takes a number of bytes, also as 512M or 2G"
+        ):
+            read(commit_device_memory=text)
+    told = dict(job_spec("job", "id", 1, read(commit_device_memory="1G")).environment)
+    assert told[config.COMMIT_DEVICE_MEMORY] == str(1 << 30)
 
 
 def test_a_signal_that_has_a_meaning_is_refused_by_name() -> None:

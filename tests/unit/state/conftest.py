@@ -43,6 +43,7 @@ class Member:
     collectives: list[int] = field(default_factory=list)  # bytes of each
     verify_sync: bool = False
     signs: int = 0
+    is_over: bool = False
 
     @property
     def generation(self) -> int:
@@ -66,6 +67,9 @@ class Member:
 
     def commit_id(self) -> CommitId:
         return CommitId(self.generation, self.ticks + 1)
+
+    def ended(self, generation: int) -> bool:
+        return self.is_over
 
     def tick(self) -> None:
         self.ticks += 1

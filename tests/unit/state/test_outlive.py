@@ -175,7 +175,7 @@ def test_what_is_damaged_is_not_unpickled(file_space: Space, monkeypatch: pytest
     snapshot = Snapshot(file_space())
     for buffer in (snapshot._newer, snapshot._older):
         damage(space.files[buffer.index], buffer.frame.objects + 3)
-    monkeypatch.setattr("elasticstate.state.snapshot.pickle.loads", lambda _: pytest.fail("unpickled"))
+    monkeypatch.setattr("elasticstate.state.buffer.pickle.loads", lambda _: pytest.fail("unpickled"))
     with pytest.raises(StateError, match="both commits are damaged"):
         snapshot.restore({})
     with pytest.raises(StateError, match="is not held"):

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="override"
+# mypy: disable-error-code="override,assignment"
 # torch's stubs have overloads that its own Python never calls.
 """A process group of torch's over an MPI communicator: CPU tensors, zero-copy where they are contiguous.
 
@@ -200,6 +200,13 @@ class MpiGroup(dist.ProcessGroup):
         got_rows, sent_rows = _even(output, output_splits, self.size()), _even(input, input_splits, self.size())
         unit = output[0].numel() if output.dim() and len(output) else (input[0].numel() if len(input) else 0)
         return self._start([self._exchange(got, sent, got_rows, sent_rows, unit)], back, [output], got, sent)
+
+    # What torch calls them from 2.13 on.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
 
     # ------------------------------------------------------------------------------------------------ point to point
 

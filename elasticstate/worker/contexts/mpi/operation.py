@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -40,10 +41,8 @@ class Operation(dist.Work):
         self._results = results
         self._done = threading.Event()
         self._error: BaseException | None = None
-        # ``set_exception`` of a future is for Python alone, and C++ would take the exception for the value (a
-        # segmentation fault in DDP); one that a callback raises is an error there, too.
-        self._end: torch.futures.Future[None] = torch.futures.Future()
-        self._future = self._end.then(self._outcome)
+        self._end: torch.futures.Future[Any] = torch.futures.Future()
+        self._future = self._end.then(_value_of)
 
     def complete(self, error: BaseException | None) -> None:
         """To be called once."""
@@ -54,12 +53,7 @@ class Operation(dist.Work):
                 error = failure
         self._error = error
         self._done.set()
-        self._end.set_result(None)
-
-    def _outcome(self, _: object) -> list[torch.Tensor]:
-        if self._error is not None:
-            raise self._error
-        return self._results
+        self._end.set_result(self._results if error is None else _Failure(str(error)))
 
     # ------------------------------------------------------------------------------------------ what torch asks for
 
@@ -93,15 +87,35 @@ class Operation(dist.Work):
         return -1
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    text: str
+
+
+def _value_of(end: torch.futures.Future[Any]) -> list[torch.Tensor]:
+    """What a future of torch's is to be.
+
+    ``set_exception`` is for Python alone: C++ would take the exception for the value (a segmentation fault in DDP). One
+    that a callback raises is an error there, too; but C++ keeps it, with its frames, and nobody looks there for cycles:
+    so it is a new one, and this no method.
+    """
+    value = end.value()
+    if isinstance(value, _Failure):
+        raise RuntimeError(value.text)
+    results: list[torch.Tensor] = value
+    return results
+
+
 class Progress:
     """The thread that tests the requests of a generation, for MPI moves data only while somebody calls it.
 
     What does not end within a moment of the sever is abandoned: Open MPI 5.0 leaves a rendezvous send to a peer that
-    has revoked the communicator pending for good. Its request and its buffers are kept to the end of the process,
-    since the library may still read them.
+    has revoked the communicator pending for good. Its request and its buffers are kept until two more worlds have been
+    made: what is still on its way to them comes before the messages by which those are agreed on.
     """
 
-    _abandoned: list[Operation] = []  # noqa: RUF012 (of the process)
+    _abandoned: list[Operation] = []  # noqa: RUF012 (by the generation before this one, and by the one before that)
+    _abandoned_before: list[Operation] = []  # noqa: RUF012
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -109,6 +123,7 @@ class Progress:
         self._severed_at: float | None = None
         self._stopping = False
         self.has_failed = False  # a member is gone, or has revoked
+        Progress._abandoned_before, Progress._abandoned = Progress._abandoned, []
         self._thread = threading.Thread(target=self._run, name="elasticstate-mpi", daemon=True)
         self._thread.start()
 

@@ -1,0 +1,116 @@
+"""Processes that are ranks of one store, told what to do on their stdin: they answer in lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SOON_S = 15.0  # a wait that is not cut lasts 120 s, or five times as long
+Asked = Callable[[Any], None]
+
+
+class Rank:
+    """A process that makes groups when told. ``asked`` is called with what it asks for in between."""
+
+    def __init__(self, script: str, arguments: Sequence[str], all_ranks: list[Rank], asked: Asked | None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPTS / script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        self._all = all_ranks
+        self._asked = asked
+        self._heard = b""
+        self._lines: list[dict[str, Any]] = []
+        self.is_over = False
+
+    def tell(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n".encode())
+
+    def hear(self, key: str, within_s: float = SOON_S) -> dict[str, Any]:
+        """The next line that has this key. What the others ask for meanwhile is answered."""
+        deadline = time.monotonic() + within_s
+        while True:
+            while self._lines:
+                if key in (line := self._lines.pop(0)):
+                    return line
+            left = deadline - time.monotonic()
+            waiting = {rank.process.stdout: rank for rank in self._all if not rank.is_over}
+            ready = select.select(list(waiting), [], [], max(0.0, left))[0]
+            if not ready:
+                raise AssertionError(f"no {key!r} from process {self.process.pid} within {within_s} s")
+            for pipe in ready:
+                waiting[pipe]._read()
+            assert not self.is_over or self._lines, f"process {self.process.pid} ended with {self.process.wait()}"
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        heard = self.process.stdout.read(65536)
+        self.is_over = not heard
+        *lines, self._heard = (self._heard + heard).split(b"\n")
+        for line in map(json.loads, lines):
+            if self._asked is not None and "asks" in line:
+                self._asked(line["asks"])
+            else:
+                self._lines.append(line)
+
+    def begin(self, command: str) -> None:
+        self.tell(command)
+        self.hear("began")
+
+    def do(self, command: str, within_s: float = SOON_S) -> dict[str, Any]:
+        self.tell(command)
+        return self.hear("done", within_s)
+
+    def end(self) -> None:
+        self.is_over = True
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Ranks:
+    """Ranks of one script; ``arguments``: of the script, in which STORE stands for the store's port."""
+
+    def __init__(self, script: str, *arguments: str, asked: Asked | None = None) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.all: list[Rank] = []
+        self._script = script
+        self._arguments = [str(self.store.port) if word == "STORE" else word for word in arguments]
+        self._asked = asked
+
+    def boot(self, count: int) -> list[Rank]:
+        fresh = [Rank(self._script, self._arguments, self.all, self._asked) for _ in range(count)]
+        self.all += fresh
+        for rank in fresh:
+            rank.hear("booted", 4 * SOON_S)
+        return fresh
+
+    def create(self, name: str, members: list[Rank]) -> None:
+        for number, rank in enumerate(members):
+            rank.begin(f"create {name} {number} {len(members)}")
+        for rank in members:
+            assert rank.hear("done")["error"] is None
+
+    def wait_for_keys(self, count: int) -> None:
+        deadline = time.monotonic() + SOON_S
+        while self.store.num_keys() < count:
+            assert time.monotonic() < deadline, f"{self.store.num_keys()} of {count} addresses published"
+            time.sleep(0.005)
+
+    def end(self) -> None:
+        for rank in self.all:
+            rank.end()

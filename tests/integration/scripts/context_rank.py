@@ -1,0 +1,162 @@
+"""One rank of test_contexts.py: ``context_rank.py BACKEND STORE_PORT DIRECTORY``; does what it is told on stdin.
+
+Commands, one per line: ``create NAME RANK SIZE`` · ``collectives`` · ``hang`` (an all-reduce whose values are wrong if
+it comes back) · ``subgroup RANKS`` · ``error KIND`` · ``held`` · ``leave`` · ``sever`` (at once, until ``leave``).
+Each but ``sever`` answers with a JSON line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+from collectives import check_all
+
+from elasticstate.config import WorkerEnvironment
+from elasticstate.core.types import WorkerId
+from elasticstate.errors import CollectiveError
+from elasticstate.worker import contexts
+from elasticstate.worker.contexts.context import Context, Rendezvous
+
+LONG = timedelta(seconds=120)
+backend_name, store_port, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+severed = threading.Event()
+commands: queue.Queue[list[str]] = queue.Queue()
+lock = threading.Lock()
+
+
+def say(**facts: Any) -> None:
+    with lock:
+        print(json.dumps(facts), flush=True)
+
+
+def listen() -> None:
+    for line in sys.stdin:
+        if line.strip() == "sever":
+            severed.set()
+        else:
+            commands.put(line.split())
+
+
+def sweep() -> None:
+    while True:
+        severed.wait()
+        context.sever()
+        time.sleep(0.003)
+
+
+def check() -> None:
+    if severed.is_set():
+        raise CollectiveError("the generation has ended")
+
+
+def create(name: str, rank: int, size: int) -> None:
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
+    context.watch_store(("127.0.0.1", store_port))
+    prefix = dist.PrefixStore(name, store)
+    context.create(Rendezvous(prefix, name, str(os.getpid()), rank, size, LONG, LONG, check))
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+
+
+def device() -> torch.device:
+    return torch.device("cuda", 0) if backend_name == "nccl" else torch.device("cpu")
+
+
+def subgroup(ranks: tuple[int, ...]) -> None:
+    """Of a sync: made by its members alone, for tensors in the memory of the CPU."""
+    group = context.subgroup(ranks)
+    options = dist.BroadcastOptions()
+    options.rootRank = len(ranks) - 1
+    tensor = torch.full((100_000,), float(dist.get_rank()))
+    group.broadcast([tensor], options).wait()
+    assert torch.equal(tensor, torch.full((100_000,), float(ranks[-1])))
+
+
+def hang() -> None:
+    for _ in range(1000):
+        dist.all_reduce(torch.ones(1 << 18, device=device()))
+        torch.zeros(1, device=device()).item()
+    raise AssertionError("nobody has cut it")
+
+
+def raised(kind: str) -> BaseException:
+    try:
+        if kind == "user":
+            raise ValueError("a bug of the user's")
+        if kind == "store":
+            raise dist.DistStoreError("the store is gone")
+        dist.all_reduce(torch.ones(1 << 16, device=device()))
+        torch.zeros(1, device=device()).item()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def held() -> dict[str, int]:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def leave() -> None:
+    global context
+    context.destroy()
+    severed.clear()
+    context = backend.context()
+    assert not dist.is_initialized()
+
+
+def carry_out(words: list[str]) -> dict[str, Any]:
+    match words:
+        case ["create", name, rank, size]:
+            create(name, int(rank), int(size))
+        case ["collectives"]:
+            check_all(device(), Path(directory))
+        case ["subgroup", ranks]:
+            subgroup(tuple(map(int, ranks.split(","))))
+        case ["hang"]:
+            hang()
+        case ["error", kind]:
+            error = raised(kind)
+            return {"fault": context.classify(error).name, "kind": type(error).__name__}
+        case ["held"]:
+            return held()
+        case ["leave"]:
+            leave()
+    return {}
+
+
+environment = WorkerEnvironment(
+    "", WorkerId("localhost", 0, 1), "job", "job", "127.0.0.1", str(directory / str(os.getpid())), backend=backend_name
+)
+backend = contexts.choose(backend_name)
+backend.prepare(environment, lambda message: say(asks=message.members))
+context: Context = backend.context()
+threading.Thread(target=listen, daemon=True).start()
+threading.Thread(target=sweep, daemon=True).start()
+say(booted=True)
+while True:
+    words = commands.get()
+    say(began=words[0])
+    try:
+        answer = {"error": None, **carry_out(words)}
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+        traceback.print_exc()
+    say(done=words[0], broken=context.broken(), **answer)

@@ -1,0 +1,161 @@
+"""What the run loop asks of a context holds for each backend: one suite, real processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from ranks import SOON_S, Rank, Ranks
+
+from elasticstate.driver.mpirun import Mpirun
+from elasticstate.net.messages import Holder
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU, and torch sees none here")
+BACKENDS = ["gloo", "mpi", pytest.param("nccl", marks=NO_GPU)]
+
+
+@pytest.fixture
+def mpirun(tmp_path: Path) -> Iterator[Mpirun]:
+    """Starts when the first rank asks for an identity, as in a job."""
+    running = Mpirun(tmp_path)
+    yield running
+    running.stop()
+    assert not [process for process in psutil.process_iter() if str(tmp_path) in " ".join(_command(process))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        command: list[str] = process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
+    except psutil.Error:
+        return []
+    return command
+
+
+@pytest.fixture(params=BACKENDS)
+def ranks(request: pytest.FixtureRequest, tmp_path: Path, mpirun: Mpirun) -> Iterator[Ranks]:
+    if request.param == "nccl" and torch.cuda.device_count() < 3:
+        pytest.skip(f"three ranks of NCCL need three GPUs, and there are {torch.cuda.device_count()}")
+    made = Ranks(
+        "context_rank.py",
+        request.param,
+        "STORE",
+        str(tmp_path),
+        asked=lambda members: mpirun.ask([Holder(*member) for member in members]),
+    )
+    yield made
+    made.end()
+
+
+def all_do(members: list[Rank], command: str, within_s: float = SOON_S) -> list[dict[str, object]]:
+    for rank in members:
+        rank.begin(command)
+    answers = [rank.hear("done", within_s) for rank in members]
+    assert [answer["error"] for answer in answers] == [None] * len(members)
+    return answers
+
+
+def test_collectives_in_worlds_that_shrink_and_grow(ranks: Ranks) -> None:
+    members = ranks.boot(3)
+    for name, count in (("three", 3), ("two", 2), ("one", 1), ("four", 4)):
+        members += ranks.boot(max(0, count - len(members)))
+        for left in members[count:]:
+            left.end()
+        del members[count:]
+        ranks.create(name, members)
+        all_do(members, "collectives", 4 * SOON_S)
+        if count == 3:
+            all_do(members, "subgroup 0,1,2")
+            all_do([members[0], members[2]], "subgroup 0,2")
+            all_do([members[0], members[2]], "subgroup 0,2")
+            all_do(members[1:], "subgroup 1,2")
+        answers = all_do(members, "held")
+        assert not any(answer["broken"] for answer in answers)
+        all_do(members, "leave")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_collective_is_cut_from_another_thread(ranks: Ranks, victim: int) -> None:
+    """One of them stands still, and is killed while the others are being freed, as its agent would do."""
+    members = ranks.boot(3)
+    ranks.create("first", members)
+    stopped = members.pop(victim)
+    stopped.process.send_signal(signal.SIGSTOP)
+    for rank in members:
+        rank.begin("hang")
+        rank.tell("sever")
+    stopped.end()
+    for rank in members:
+        answer = rank.hear("done")
+        assert answer["error"]
+        assert "nobody has cut it" not in answer["error"]
+        assert answer["broken"]
+    all_do(members, "leave")
+    ranks.create("second", members)
+    all_do(members, "collectives", 4 * SOON_S)
+
+
+def test_all_live_and_the_generation_is_cut(ranks: Ranks) -> None:
+    members = ranks.boot(3)
+    ranks.create("first", members)
+    for rank in members[:2]:
+        rank.begin("hang")  # the third is elsewhere
+    for rank in members:
+        rank.tell("sever")
+    for rank in members[:2]:
+        answer = rank.hear("done")
+        assert answer["error"]
+        assert answer["broken"]
+    all_do(members, "leave")
+    ranks.create("second", members)
+    all_do(members, "collectives", 4 * SOON_S)
+
+
+def test_the_end_comes_while_a_member_is_missing(ranks: Ranks) -> None:
+    members = ranks.boot(2)
+    for number, rank in enumerate(members):
+        rank.begin(f"create ended {number} 3")
+    ranks.wait_for_keys(2)
+    for rank in members:
+        rank.tell("sever")
+    for rank in members:
+        assert rank.hear("done")["error"]
+    all_do(members, "leave")
+    ranks.create("second", members)
+    all_do(members, "collectives", 4 * SOON_S)
+
+
+def test_what_an_error_says(ranks: Ranks) -> None:
+    members = ranks.boot(2)
+    ranks.create("first", members)
+    for kind, fault in (("user", "UNKNOWN"), ("store", "GENERATION")):
+        assert [answer["fault"] for answer in all_do(members, f"error {kind}")] == [fault] * 2
+    assert not any(answer["broken"] for answer in all_do(members, "held"))
+    members[1].end()
+    survivor = members[0].do("error death")
+    assert survivor["error"] is None
+    assert survivor["fault"] == "GENERATION" or survivor["broken"], "the fact behind the error is known"
+
+
+def test_fifty_worlds_leave_nothing_behind(ranks: Ranks) -> None:
+    """Every other one is cut in the middle of a collective."""
+    members = ranks.boot(2)
+    kept = []
+    for number in range(50):
+        ranks.create(f"g{number}", members)
+        if number % 2:
+            for rank in members:
+                rank.begin("hang")
+                rank.tell("sever")
+            for rank in members:
+                assert rank.hear("done")["broken"]
+        all_do(members, "leave")
+        if number in (9, 49):
+            kept.append(all_do(members, "held"))
+    for before, after in zip(*kept, strict=True):
+        assert after["descriptors"] == before["descriptors"]
+        assert after["threads"] == before["threads"]
+        assert after["bytes"] - before["bytes"] < 16 << 20, (before, after)

@@ -1,0 +1,132 @@
+"""The commits of test_overlap.py on a real device; skipped where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from elasticstate.core.types import CommitId
+from elasticstate.state import TorchState
+from elasticstate.state.snapshot import Snapshot
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+A_WHILE = 2_000_000_000  # cycles: about a second
+
+
+class Net(torch.nn.Module):
+    """With buffers that its forward pass writes, and a parameter that is dense in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 64, 3).to(memory_format=torch.channels_last)
+        self.norm = torch.nn.BatchNorm2d(64)
+        self.head = torch.nn.Linear(64, 1 << 18)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.norm(self.conv(x)).mean((2, 3)))
+        return out
+
+
+@pytest.fixture
+def state(file_space: Callable[..., Any], member: Any, world: Any) -> TorchState:
+    torch.manual_seed(0)
+    model = Net().cuda()
+    state = TorchState(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        mine=torch.ones(5, device="cuda"),
+        cpu=torch.ones(3),
+    )
+    state._attach(file_space())
+    state._bind(member(world(1)))
+    return state
+
+
+def train(state: TorchState) -> None:
+    state.optimizer.zero_grad()
+    state.model(torch.rand(4, 3, 8, 8, device="cuda")).square().mean().backward()
+    state.optimizer.step()
+    state.mine += 1
+    state.cpu += 1
+
+
+def contents(state: TorchState) -> dict[str, torch.Tensor]:
+    return {k: v.detach().cpu().clone() for k, v in state.capture().items() if isinstance(v, torch.Tensor)}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_each_commit_is_what_the_state_was_while_training_goes_on(state: TorchState) -> None:
+    for _ in range(5):
+        train(state)
+        before = contents(state)
+        state.commit()
+        for _ in range(3):
+            train(state)
+        assert not equal(contents(state), before)
+        state.restore()
+        assert equal(contents(state), before)
+
+
+def test_a_commit_waits_for_nothing_and_the_step_after_it_waits_on_the_device(
+    state: TorchState, file_space: Callable[..., Any]
+) -> None:
+    train(state)
+    state.commit()
+    state._settle()
+    train(state)
+    before = contents(state)
+    torch.cuda._sleep(A_WHILE)
+    state.commit()
+    assert not state._snapshot.is_copied
+    train(state)
+    assert not state._snapshot.is_copied, "Python has waited for the device"
+    assert Snapshot(file_space()).newest == CommitId(1, 1)
+    state.restore()
+    assert equal(contents(state), before)
+    assert state.commits == (CommitId(1, 2), CommitId(1, 1))
+
+
+def test_memory_is_pinned_and_let_go(state: TorchState) -> None:
+    for _ in range(2):
+        state.commit()
+    state._settle()
+    buffers = [state._snapshot._newer, state._snapshot._older]
+    assert all(buffer.memory.is_pinned() for buffer in buffers)
+    state._snapshot.close()
+    assert not any(buffer.memory.is_pinned() for buffer in buffers)
+
+
+def test_a_graph_is_captured_while_a_commit_is_on_its_way(state: TorchState) -> None:
+    train(state)
+    before = contents(state)
+    x = torch.rand(4, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(A_WHILE)
+    state.commit()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        x.mul_(2)
+    graph.replay()
+    state.restore()
+    assert equal(contents(state), before)
+
+
+def test_memory_to_spare_lets_a_write_by_hand_through(state: TorchState, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTICSTATE_COMMIT_DEVICE_MEMORY", "4G")
+    train(state)
+    before = contents(state)
+    torch.cuda._sleep(A_WHILE)
+    state.commit()
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.data.zero_()
+    state.restore()
+    assert equal(contents(state), before)
