@@ -41,6 +41,7 @@ bench: setup  ## recovery, scale-up, commits, sync, start, sampling next to the 
 	$(BIN)/python tests/bench/bench_startup.py
 	$(BIN)/python tests/bench/bench_sampler.py
 	$(BIN)/python tests/bench/bench_horovod.py
+	$(BIN)/python tests/bench/bench_mpi.py
 
 bench-gpu: setup  ## commits from a GPU next to torch's own copies
 	$(BIN)/python tests/bench/bench_gpu.py

@@ -60,6 +60,9 @@ def environment_of_workers(options: Options) -> Iterator[tuple[str, str]]:
     if one_thread_each(options):
         yield "OMP_NUM_THREADS", "1"
     yield COMMIT_DEVICE_MEMORY, str(options.commit_device_memory)
+    if options.backend == "mpi":  # a script that imports mpi4py does not start MPI by that
+        yield "MPI4PY_RC_INITIALIZE", "0"
+        yield "MPI4PY_RC_FINALIZE", "0"
 
 
 def one_thread_each(options: Options) -> bool:

@@ -6,6 +6,7 @@ or checkpoint at every step. After step 30 a worker that is not rank 0 is killed
 - floor: bare Gloo, no framework, everybody knows beforehand what is going to happen (floor_worker.py).
 - torchrun: one agent, all workers restarted, checkpoint in memory (torchrun_worker.py).
 - elasticstate: elasticrun, a commit at every step (elastic_worker.py).
+- elasticstate, MPI: the same with --backend mpi.
 
 The kill comes at another point of the step in each run, and at the same ones for all systems. Prints markdown.
 """
@@ -36,6 +37,7 @@ HERE = Path(__file__).parent
 CHANGE_AT = 30  # steps
 STEPS_AFTER = 8
 VICTIM = 2  # rank
+MPI = "elasticstate, MPI"
 JOB_TIMEOUT_S = 120.0
 
 Figures = defaultdict[tuple[str, str], list[float]]  # (system, figure) -> one value per run
@@ -201,44 +203,58 @@ def elasticrun(*options: object) -> list[object]:
     return [Path(sys.executable).with_name("elasticrun"), *options, sys.executable, HERE / "elastic_worker.py"]
 
 
-def elastic_death(folder: Path, phase: float, figures: Figures) -> None:
-    options = ["-np", "4", "--min-np", "2", "--events-file", folder / "events"]
+def elastic_death(
+    folder: Path, phase: float, figures: Figures, system: str = "elasticstate", backend: str = "gloo"
+) -> None:
+    options = ["-np", "4", "--min-np", "2", "--backend", backend, "--events-file", folder / "events"]
     command = [*elasticrun(*options), "--folder", folder, "--steps-after", STEPS_AFTER]
     unix_ns = time.time_ns() - time.monotonic_ns()  # events carry unix time
     with started(command, folder) as job:
         killed_ns = kill(folder, job, phase)
-    note_steady_state("elasticstate", folder, figures)
-    note_recovery("elasticstate", folder, killed_ns, 3, figures)
+    note_steady_state(system, folder, figures)
+    note_recovery(system, folder, killed_ns, 3, figures)
     events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
     at_ns = {event["event"]: int(event["time"] * 1e9) - unix_ns for event in reversed(events)}  # the first of each
     # Whoever is first: the agent, which sees the exit, or a survivor, which sees its socket close.
     decided = [("detect", min(at_ns["worker_exited"], at_ns["end"])), ("verdict", at_ns["end"])]
-    note_parts("elasticstate", folder, killed_ns, decided, figures)
-    figures["elasticstate", "tick"].append(float((folder / "tick_ns").read_text()) / 1e3)
+    note_parts(system, folder, killed_ns, decided, figures)
+    figures[system, "tick"].append(float((folder / "tick_ns").read_text()) / 1e3)
 
 
-def elastic_join(folder: Path, phase: float, figures: Figures) -> None:
+def elastic_join(
+    folder: Path, phase: float, figures: Figures, system: str = "elasticstate", backend: str = "gloo"
+) -> None:
     hosts, script = folder / "hosts", folder / "discover.sh"
     hosts.write_text("localhost:3\n")
     script.write_text(f"#!/bin/sh\ncat {hosts}\n")
     script.chmod(0o755)
-    options = ["-np", "3", "--max-np", "4", "--host-discovery-script", script]
+    options = ["-np", "3", "--max-np", "4", "--backend", backend, "--host-discovery-script", script]
     with started([*elasticrun(*options), "--folder", folder, "--steps-after", STEPS_AFTER], folder) as job:
         wait_for_step(folder, CHANGE_AT, 0, job)
         hosts.write_text("localhost:4\n")
-    note_pause("elasticstate", folder, figures)
+    note_pause(system, folder, figures)
+
+
+def mpi_death(folder: Path, phase: float, figures: Figures) -> None:
+    elastic_death(folder, phase, figures, MPI, "mpi")
+
+
+def mpi_join(folder: Path, phase: float, figures: Figures) -> None:
+    elastic_join(folder, phase, figures, MPI, "mpi")
 
 
 BENCHES = {
     "floor": [floor_death, floor_join],
     "torchrun": [torchrun_death],
     "elasticstate": [elastic_death, elastic_join],
+    MPI: [mpi_death, mpi_join],
 }
 
 
 PARTS = {
     "floor": ["detect", "destroy", "init", "DDP", "first step"],
     "elasticstate": ["detect", "verdict", "sever", "restore", "regroup", "first step"],
+    MPI: ["detect", "verdict", "sever", "restore", "regroup", "first step"],
 }
 
 
@@ -277,6 +293,8 @@ def report(figures: Figures, systems: list[str], runs: int) -> None:
     for name, parts in PARTS.items():
         if figures[name, "detect"]:
             print(f"\n{name}'s recovery on rank 0: " + ", ".join(f"{part} {cell(name, part)}" for part in parts) + ".")
+    if figures[MPI, "recovery"] and figures["elasticstate", "recovery"]:
+        print(f"\nMPI's recovery: {ratio(MPI, 'recovery', 'elasticstate')} of Gloo's (goal: at most 2).")
     if figures["elasticstate", "tick"]:
         print(f"\n`check_host_updates()`: {cell('elasticstate', 'tick', 'µs')}.")
 

@@ -51,6 +51,7 @@ ALLOWED = {
     "driver.agents: _LAST_MOMENT_S": "for a process to end whose sockets are closed, so that its status is known",
     "net.stream: _LAST_MOMENT_S": "for the other end of a connection that is being closed",
     "worker.contexts.gloo: _CUT_AFTER_S": "for operations of a generation that has been left",
+    "worker.contexts.mpi.world: _EARLY_TIMEOUT_S": "for what would make the next pause shorter",
     "worker.contexts.mpi.operation: _ABANDON_AFTER_S": "for operations of a generation that has ended",
     "worker.contexts.mpi.context: _STUCK_AFTER_S": "for MPI to come back from a generation that has ended; then the "
     "worker is replaced, and a longer wait would not help",

@@ -121,7 +121,8 @@ def done() -> bool:
 @elastic.run
 def train(state: elastic.TorchState) -> int:
     g, rank = elastic.generation(), elastic.rank()
-    note("enter", generation=g, rank=rank, size=elastic.size(), step=state.step, digest=digest(model, optimizer))
+    here = {"size": elastic.size(), "backend": dist.get_backend()}
+    note("enter", generation=g, rank=rank, step=state.step, digest=digest(model, optimizer), **here)
     faults.at("new_group", rank=rank, step=state.step)
     if any(fault.point == "new_group" for fault in args.fault):
         pair = dist.new_group(list(range(elastic.size())))

@@ -12,22 +12,34 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elasticstate.config import WorkerEnvironment
+from elasticstate.errors import UsageError
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.worker.contexts.mpi.context import MpiContext
 from elasticstate.worker.contexts.mpi.identity import forget_identity
+from elasticstate.worker.contexts.mpi.library import MPI
 from elasticstate.worker.contexts.mpi.world import WorldBuilder
 
 
 class Mpi:
-    """The backend (see contexts.context.Backend). MPI itself starts with the first world."""
+    """The backend (see contexts.context.Backend).
+
+    The members of a job's first world start MPI in it, together: Open MPI gives shared memory only to processes of one
+    job of its own. A newcomer starts it before it is READY, so that the others do not wait for that.
+    """
 
     def __init__(self) -> None:
         self._builder: WorldBuilder | None = None
 
     def prepare(self, environment: WorkerEnvironment, say: Callable[[FromWorkerBody], None]) -> None:
+        if MPI.Is_initialized():
+            raise UsageError(
+                "--backend: 'mpi': takes a script that leaves MPI_Init to elasticstate: remove it, or what calls it"
+            )
         path = Path(f"{environment.commits}.identity")
         forget_identity(path)
         self._builder = WorldBuilder(environment.worker.host, os.getpid(), path, say)
+        if environment.reserve_bytes:  # others have committed
+            self._builder.start_early()
 
     def context(self) -> MpiContext:
         return MpiContext(self._builder)

@@ -27,7 +27,7 @@ def take_identity(path: Path, deadline: float, check: Callable[[], None]) -> Non
     while not path.exists():
         check()
         if time.monotonic() > deadline:
-            raise CollectiveError(f"mpirun has started no holder of an identity within --regroup-timeout ({path})")
+            raise CollectiveError(f"mpirun has started no holder of an identity in time ({path})")
         time.sleep(_LOOK_INTERVAL_S)
     told = json.loads(path.read_text())
     path.unlink()

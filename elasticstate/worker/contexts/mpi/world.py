@@ -15,6 +15,7 @@ out of the library again; then this process is replaced, and resumes from its co
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,11 @@ from typing import cast
 from elasticstate.errors import CollectiveError
 from elasticstate.net.messages import AskIdentities, Holder
 from elasticstate.worker.contexts.context import Rendezvous
-from elasticstate.worker.contexts.mpi.identity import start_mpi, take_identity
+from elasticstate.worker.contexts.mpi.identity import forget_identity, start_mpi, take_identity
 from elasticstate.worker.contexts.mpi.library import MPI
 
 _LOOK_INTERVAL_S = 0.0005
+_EARLY_TIMEOUT_S = 5.0
 _TAG = 32767  # the highest that every MPI has
 
 
@@ -96,6 +98,18 @@ class WorldBuilder:
         self._ask = ask
         self.base: Base | None = None
         self.underway: list[MPI.Comm] = []  # what is to be revoked when the generation ends meanwhile
+
+    def start_early(self) -> None:
+        """Start MPI before there is a world, alone. Without an identity in time, that is left to the first world."""
+        path = self._path.with_suffix(".early")
+        forget_identity(path)
+        self._ask(AskIdentities((Holder(self._host, self._pid, str(path)),)))
+        try:
+            take_identity(path, time.monotonic() + _EARLY_TIMEOUT_S, lambda: None)
+        except CollectiveError as error:
+            sys.stderr.write(f"elasticstate: MPI starts with the next world: {error}\n")
+        else:
+            start_mpi()
 
     def build(self, at: Rendezvous) -> MPI.Intracomm:
         """The communicator of the world of ``at``, with its ranks; it is the base from now on.
