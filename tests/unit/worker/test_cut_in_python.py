@@ -1,0 +1,77 @@
+"""What only Python can cut is cut by a thread of its own, from the end of its generation until that has been left."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from elasticstate import _native
+from elasticstate.core.types import Placement, WorkerId
+from elasticstate.net import messages
+from elasticstate.worker.sentinel import Sentinel
+
+ME = WorkerId("h", 0, 1)
+LONG_S = 10.0
+
+
+class Context:
+    """Counts how often it is severed."""
+
+    severs_in_python = True
+
+    def __init__(self) -> None:
+        self.sockets = _native.GlooSockets()
+        self.severed = threading.Semaphore(0)
+
+    def sever(self) -> None:
+        self.severed.release()
+
+
+def world(generation: int) -> messages.WorldMessage:
+    return messages.WorldMessage("job", generation, Placement(ME, 0, 0, 1, True, 0, 1), 1, 0, (), "h:1", 60.0, 60.0)
+
+
+@pytest.fixture
+def sentinel() -> Iterator[Sentinel]:
+    agent, mine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sentinel = Sentinel(mine, ME, _native.ControlPage(None))
+    sentinel.start(())
+    with agent:
+        yield sentinel
+
+
+def test_again_and_again_until_the_generation_has_been_left(sentinel: Sentinel) -> None:
+    before, context = threading.active_count(), Context()
+    sentinel.enter(world(5), context)
+    assert threading.active_count() == before + 1
+    assert not context.severed.acquire(blocking=False), "nothing has ended"
+    sentinel.failed("a peer is gone")
+    for _ in range(3):
+        assert context.severed.acquire(timeout=LONG_S)
+    sentinel.left()
+    assert threading.active_count() == before
+    while context.severed.acquire(blocking=False):
+        pass
+    assert not context.severed.acquire(timeout=0.02), "it has been left"
+
+
+def test_a_generation_that_does_not_end_is_never_cut(sentinel: Sentinel) -> None:
+    before, context = threading.active_count(), Context()
+    sentinel.enter(world(5), context)
+    sentinel.left()
+    assert threading.active_count() == before
+    assert not context.severed.acquire(blocking=False)
+
+
+def test_the_end_of_another_generation_does_not_cut_this_one(sentinel: Sentinel) -> None:
+    first, second = Context(), Context()
+    sentinel.enter(world(5), first)
+    sentinel.failed("a peer is gone")
+    assert first.severed.acquire(timeout=LONG_S)
+    sentinel.left()
+    sentinel.enter(world(6), second)
+    assert not second.severed.acquire(timeout=0.02)
+    sentinel.left()

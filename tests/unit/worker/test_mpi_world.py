@@ -1,0 +1,85 @@
+"""Out of what the communicator of a world is built, as its members agree without asking each other twice."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, ReduceOp
+
+from elasticstate.errors import CollectiveError
+from elasticstate.worker.contexts.context import Rendezvous
+from elasticstate.worker.contexts.mpi import group
+from elasticstate.worker.contexts.mpi.identity import take_identity
+from elasticstate.worker.contexts.mpi.world import Base, Member, base_that_counts, exchanged, pieces
+
+SHORT = timedelta(seconds=10)
+
+
+def member(worker: str, base: str | None = None, is_known: bool = True) -> Member:
+    return Member(worker, base, is_known, "h", 1, "/tmp/x")
+
+
+def at(rank: int, size: int, store: Any = None) -> Rendezvous:
+    return Rendezvous(store or HashStore(), "job/2", f"w{rank}", rank, size, SHORT, SHORT, lambda: None)
+
+
+def test_survivors_are_one_piece_those_who_start_together_another_and_newcomers_each_their_own() -> None:
+    members = [
+        member("a", "job/1"),
+        member("b", is_known=False),
+        member("c", "job/1"),
+        member("d"),
+        member("e", is_known=False),
+    ]
+    assert pieces(members, "job/1") == [[0, 2], [1, 4], [3]]
+    assert pieces(members, None) == [[1, 4], [0], [2], [3]]
+
+
+def test_the_base_of_a_world_is_that_of_its_lowest_rank_that_has_one() -> None:
+    members = [member("new"), member("a", "job/1"), member("late", "job/0"), member("b", "job/1")]
+    store = HashStore()
+    base = Base(None, "job/1", ("a", "b", "gone"))  # type: ignore[arg-type]
+    assert base_that_counts(at(1, 4, store), members, base) == "job/1"
+    for rank in (0, 2, 3):
+        assert base_that_counts(at(rank, 4, store), members, None) == "job/1"
+
+
+def test_a_base_that_one_of_its_members_has_lost_counts_for_nobody() -> None:
+    """It would not shrink: that member lives, and does not take part."""
+    members = [member("a", "job/1"), member("b")]
+    store = HashStore()
+    assert base_that_counts(at(0, 2, store), members, Base(None, "job/1", ("a", "b"))) is None  # type: ignore[arg-type]
+    assert base_that_counts(at(1, 2, store), members, None) is None
+
+
+def test_in_a_first_world_there_is_no_base() -> None:
+    assert base_that_counts(at(0, 1), [member("a", is_known=False)], None) is None
+
+
+def test_all_tell_each_other_what_they_come_with() -> None:
+    store = HashStore()
+    told = [member(f"w{rank}", "job/1" if rank else None, bool(rank)) for rank in range(2)]
+    exchanged_late = at(1, 2, store)
+    store.set("mpi/0", '{"worker": "w0", "base": null, "is_known": false, "host": "h", "pid": 1, "path": "/tmp/x"}')
+    assert exchanged(exchanged_late, told[1]) == told
+
+
+def test_an_identity_that_does_not_come_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CollectiveError, match="mpirun has started no holder"):
+        take_identity(tmp_path / "identity", 0.0, lambda: None)
+
+
+def test_whoever_waits_for_an_identity_looks_whether_the_generation_has_ended(tmp_path: Path) -> None:
+    def check() -> None:
+        raise CollectiveError("the generation has ended")
+
+    with pytest.raises(CollectiveError, match="has ended"):
+        take_identity(tmp_path / "identity", float("inf"), check)
+
+
+def test_a_reduction_that_mpi_does_not_have_is_named() -> None:
+    with pytest.raises(CollectiveError, match="PREMUL_SUM"):
+        group._mpi_op(ReduceOp.PREMUL_SUM, group.torch.float32)
