@@ -41,6 +41,7 @@ def sentinel() -> Iterator[Sentinel]:
     sentinel.start(())
     with agent:
         yield sentinel
+        sentinel.finish()  # its agent may go
 
 
 def test_again_and_again_until_the_generation_has_been_left(sentinel: Sentinel) -> None:
