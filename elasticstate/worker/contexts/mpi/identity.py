@@ -32,6 +32,7 @@ def take_identity(path: Path, deadline: float, check: Callable[[], None]) -> Non
     told = json.loads(path.read_text())
     path.unlink()
     os.environ.update(told)
+    os.environ["OMPI_MCA_btl_sm_backing_directory"] = str(path.parent)  # in memory, and goes with the job
 
 
 def start_mpi() -> MPI.Intracomm:
