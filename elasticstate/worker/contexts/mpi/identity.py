@@ -31,8 +31,8 @@ def take_identity(path: Path, deadline: float, check: Callable[[], None]) -> Non
         time.sleep(_LOOK_INTERVAL_S)
     told = json.loads(path.read_text())
     path.unlink()
-    os.environ.update(told)
-    os.environ["OMPI_MCA_btl_sm_backing_directory"] = str(path.parent)  # in memory, and goes with the job
+    in_memory = {"OMPI_MCA_btl_sm_backing_directory": str(path.parent)}  # and gone with the job
+    os.environ.update({**told, **in_memory})
 
 
 def start_mpi() -> MPI.Intracomm:
