@@ -140,8 +140,12 @@ class NcclContext:
         cpu: Any = distributed_c10d._get_default_group()._get_backend(_CPU)
         device = self._scratch.device if self._scratch is not None else _CUDA
 
+        is_late = threading.Event()
+
         def meet() -> None:
             torch.cuda.synchronize(device)
+            if is_late.is_set():
+                return
             options = dist.BarrierOptions()
             options.timeout = timedelta(seconds=_TOGETHER_TIMEOUT_S)
             cpu.barrier(options).wait()
@@ -150,6 +154,7 @@ class NcclContext:
         deadline = time.monotonic() + _TOGETHER_TIMEOUT_S
         while not aside.join(_LOOK_INTERVAL_S) and not self._severed and time.monotonic() < deadline:
             pass
+        is_late.set()
 
     def classify(self, error: BaseException) -> Fault:
         if devices.is_lost(error):
@@ -181,12 +186,14 @@ class NcclContext:
         ncclGroupStart and ncclGroupEnd, but each group aborts on another thread, for which these do not count; and it
         takes the groups away while the main thread uses them.
         """
+        rendezvous = self._rendezvous
+        if rendezvous is None:
+            return  # there is no group yet, or no more
         with self._lock:
             groups = [group for group in list(distributed_c10d._world.pg_map) if group not in self._aborted]
             self._aborted.update(groups)
         aborts = [devices.Aside(backend.abort) for backend in map(_nccl_of, groups) if backend is not None]
-        timeout = self._rendezvous.init_timeout if self._rendezvous is not None else timedelta()
-        deadline = time.monotonic() + 2 * timeout.total_seconds()  # an abort waits for an init, which has as long
+        deadline = time.monotonic() + 2 * rendezvous.init_timeout.total_seconds()  # it may wait for an init
         for abort in aborts:
             if not abort.join(deadline - time.monotonic()):
                 be_replaced("NCCL does not come back from aborting its communicators")
@@ -199,8 +206,10 @@ class NcclContext:
 
 
 def _nccl_of(group: Any) -> Any:
-    """The part of a group that is for CUDA tensors, if it has one."""
+    """NCCL's part of a group, if it has one."""
     try:
-        return group._get_backend(_CUDA)
+        backend = group._get_backend(_CUDA)
     except RuntimeError:
         return None
+    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return backend if backend.name() == "nccl" else None  # a group of Gloo takes CUDA tensors, too

@@ -18,7 +18,7 @@ from elasticstate.config import WorkerEnvironment, set_unless_given
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import CollectiveError, UsageError
 from elasticstate.worker import contexts
-from elasticstate.worker.contexts import device, nccl_settings
+from elasticstate.worker.contexts import device, nccl, nccl_settings
 from elasticstate.worker.contexts.context import Context, Fault
 from elasticstate.worker.contexts.groups import TorchGroups
 from elasticstate.worker.contexts.nccl import Nccl, NcclContext
@@ -185,6 +185,16 @@ def test_a_split_group_is_noted_like_any_other() -> None:
     finally:
         groups.destroy()
     assert dist.ProcessGroup.split_group is original
+
+
+def test_a_group_of_gloo_is_not_aborted() -> None:
+    """It takes CUDA tensors as well, and is cut in its own way."""
+    groups = TorchGroups(lambda size: True, lambda: None)
+    try:
+        groups.create("gloo", timedelta(seconds=7), store=HashStore(), rank=0, world_size=1)
+        assert nccl._nccl_of(dist.group.WORLD) is None
+    finally:
+        groups.destroy()
 
 
 def test_no_group_begins_after_the_end() -> None:
