@@ -1,6 +1,7 @@
 """What torch and NCCL are told by environment variables, so that a process outlives the failure of its communicators.
 
-Sources: torch 2.13, ``torch/csrc/distributed/c10d/ProcessGroupNCCL.{hpp,cpp}`` and ``NCCLUtils.cpp``, and
+Sources: ``torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp`` of torch 2.13, ``ProcessGroupNCCL.cpp`` and ``NCCLUtils.cpp``
+of a recent one, and
 https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html, where nothing else is named.
 """
 
@@ -68,12 +69,12 @@ _ALWAYS = (
         "0",
         "each failure may hold up the recovery by four times as many milliseconds",
     ),
-    # NVIDIA's own in-process restart sets it (nvidia-resiliency-ext): what NVLink SHARP holds in the switch is not
-    # given back reliably by an abort. It costs bandwidth on machines with NVSwitch.
+    # Programs that use NVIDIA's own in-process restart (nvidia-resiliency-ext) set it; what fails otherwise is not known
+    # here, nor measured. It costs bandwidth on machines with NVSwitch.
     Setting(
         ("NCCL_NVLS_ENABLE",),
         "0",
-        "NCCL may be unable to make communicators with NVLink SHARP again after an abort",
+        "NVLink SHARP is not known to outlive an abort of its communicators",
     ),
 )
 _NONBLOCKING = Setting(
