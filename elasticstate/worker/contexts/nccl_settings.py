@@ -1,8 +1,8 @@
 """What torch and NCCL are told by environment variables, so that a process outlives the failure of its communicators.
 
-Sources: ``torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp`` of torch 2.13, ``ProcessGroupNCCL.cpp`` and ``NCCLUtils.cpp``
-of a recent one, and
-https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html, where nothing else is named.
+Sources, where nothing else is named: ``ProcessGroupNCCL.hpp`` of torch 2.13 (torch/csrc/distributed/c10d),
+``ProcessGroupNCCL.cpp`` and ``NCCLUtils.cpp`` of a version near it, and
+https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _ALWAYS = (
         "0",
         "each failure may hold up the recovery by four times as many milliseconds",
     ),
-    # Programs that use NVIDIA's own in-process restart (nvidia-resiliency-ext) set it; what fails otherwise is not known
-    # here, nor measured. It costs bandwidth on machines with NVSwitch.
+    # Programs that use NVIDIA's own in-process restart (nvidia-resiliency-ext) set it; what fails otherwise is not
+    # known here, nor measured. It costs bandwidth on machines with NVSwitch.
     Setting(
         ("NCCL_NVLS_ENABLE",),
         "0",
