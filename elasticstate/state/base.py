@@ -247,7 +247,7 @@ class State(Joinable):
             raise StateError(f"commit {commit} is not newer than {newest}, which is sealed already")
         captured = self.capture()
         try:
-            self._snapshot.write(captured, rng.capture(), commit, self._session.may_seal)
+            self._snapshot.write(captured, rng.capture(), commit)
         finally:  # a write that failed half-way has cost the previous commit
             self._session.sealed(*self.commits)
 

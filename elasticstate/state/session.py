@@ -43,9 +43,6 @@ class Session(Protocol):
     def commit_id(self) -> CommitId:
         """The id of a commit made at the end of the present tick: (generation, ticks + 1)."""
 
-    def may_seal(self) -> None:
-        """Raise CollectiveError if what has just been copied may be rubbish: from an operation that was cut."""
-
     def tick(self) -> None:
         """End the tick. Raises HostsUpdatedInterrupt or CollectiveError when this generation ends here."""
 
@@ -79,9 +76,6 @@ class Alone:
 
     def commit_id(self) -> CommitId:
         return CommitId(0, self._saves + 1)
-
-    def may_seal(self) -> None:
-        """Nobody cuts anything."""
 
     def tick(self) -> None:
         self.ticks += 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -73,12 +72,8 @@ class Snapshot:
 
     # ---------------------------------------------------------------------------------------------------- a commit
 
-    def write(
-        self, captured: Captured, private: bytes, commit: CommitId, may_seal: Callable[[], None] = lambda: None
-    ) -> None:
+    def write(self, captured: Captured, private: bytes, commit: CommitId) -> None:
         """Copy ``captured`` into the older buffer and seal it as ``commit``. ``private`` is never sent to others.
-
-        ``may_seal`` is called when all is copied, and may raise.
 
         Raises:
             StateError: something cannot be pickled, or is no dense tensor (the message names it). Both earlier commits
@@ -97,9 +92,8 @@ class Snapshot:
                 buffer.pin()
             copy_odd(buffer.memory, {**tensors, **arrays}, plan.odd, buffer.frame.tensors)
         buffer.memory.numpy()[buffer.frame.objects : buffer.length] = np.frombuffer(blob, dtype=np.uint8)
-        found = gather(buffer.memory, plan.pieces, buffer.frame.random, buffer.length, header_checksum)
-        may_seal()
-        self._seal_older(found, commit)
+        begin = buffer.frame.random
+        self._seal_older(gather(buffer.memory, plan.pieces, begin, buffer.length, header_checksum), commit)
 
     def restamp(self, commit: CommitId) -> None:
         """Give the newest commit another id. Raises StateError if there is none."""

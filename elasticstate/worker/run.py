@@ -340,11 +340,7 @@ class _Loop:
         if outcome is _Outcome.INTERRUPTED and not self._state._is_shadow:
             here = CommitId(self._sentinel.generation, self._sentinel.ticks)
             if self._state.commits[0] != here:
-                try:
-                    self._state._seal(here)
-                except CollectiveError:  # it has been cut meanwhile
-                    self._recover(_Outcome.FAILED)
-                    return
+                self._state._seal(here)
             self._state._drop_gradients()
             self._regrouper.leave()
         else:

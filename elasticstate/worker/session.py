@@ -58,10 +58,6 @@ class WorkerSession:
         self._sentinel.may_commit()
         return CommitId(self.view.generation, self._sentinel.ticks + 1)
 
-    def may_seal(self) -> None:
-        if self._context.fails_silently:
-            self._sentinel.check()
-
     def tick(self) -> None:
         self._sentinel.tick()
 

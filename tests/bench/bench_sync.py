@@ -49,8 +49,6 @@ class Session:
         self.size_bytes = 0
         self.collectives = 0
 
-    def may_seal(self) -> None: ...
-
     def commit_id(self) -> CommitId:
         return CommitId(self.generation, 1)
 

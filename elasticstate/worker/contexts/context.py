@@ -42,7 +42,6 @@ class Context(Protocol):
     """All process groups of one generation. Made, used and left on the main thread; ``sever`` is for any thread."""
 
     severs_in_python: bool  # ``sever`` has more to cut than ``sockets``
-    fails_silently: bool  # an operation that ``sever`` cuts may end without an error, and leave rubbish behind
 
     @property
     def sockets(self) -> GlooSockets:

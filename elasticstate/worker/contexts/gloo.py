@@ -28,7 +28,6 @@ class GlooContext:
     """See context.Context."""
 
     severs_in_python = False
-    fails_silently = False
 
     def __init__(self) -> None:
         self._gloo = GlooGroups()

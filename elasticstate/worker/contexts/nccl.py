@@ -69,7 +69,6 @@ class NcclContext:
     """See context.Context."""
 
     severs_in_python = True
-    fails_silently = True  # its kernels end, and whoever waits for the device gets on
 
     def __init__(self, scratch: torch.Tensor | None) -> None:
         """``scratch``: one number on the device, made before the first generation."""

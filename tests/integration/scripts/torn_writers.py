@@ -70,8 +70,6 @@ class Session:
     def __init__(self, ticks: int) -> None:
         self.ticks = ticks
 
-    def may_seal(self) -> None: ...
-
     def commit_id(self) -> CommitId:
         return CommitId(1, self.ticks + 1)
 

@@ -64,8 +64,6 @@ class Member:
     def worker_key(self) -> str:
         return f"host:{self.rank}#1"
 
-    def may_seal(self) -> None: ...
-
     def commit_id(self) -> CommitId:
         return CommitId(self.generation, self.ticks + 1)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from elasticstate.core.types import CommitId
-from elasticstate.errors import CollectiveError
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import put
 
@@ -183,15 +182,3 @@ def test_tensors_of_the_buffers_themselves_are_left_alone() -> None:
     kept = snapshot.read(CommitId(1, 1))["x"]
     snapshot.restore({"x": kept})
     assert kept.tolist() == [1.0] * 3
-
-
-def test_what_may_not_be_sealed_leaves_the_newest_commit() -> None:
-    snapshot = Snapshot()
-    snapshot.write({"x": torch.ones(3)}, b"", CommitId(1, 1))
-
-    def refuse() -> None:
-        raise CollectiveError("the generation has ended")
-
-    with pytest.raises(CollectiveError):
-        snapshot.write({"x": torch.zeros(3)}, b"", CommitId(1, 2), refuse)
-    assert snapshot.newest == CommitId(1, 1)

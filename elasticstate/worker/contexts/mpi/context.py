@@ -33,7 +33,6 @@ class MpiContext:
     """See contexts.context.Context."""
 
     severs_in_python = True
-    fails_silently = False
 
     def __init__(self, builder: WorldBuilder | None) -> None:
         self.sockets = GlooSockets()  # of the store
