@@ -126,3 +126,20 @@ def foreign_world_size() -> int:
     """The world size that another launcher (torchrun, mpirun with wrappers) has set; 1 if none has."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdigit() else 1
+
+
+_FALSE = {"n", "no", "f", "false"}  # as torch reads a flag
+_TRUE = {"y", "yes", "t", "true"}
+
+
+def set_unless_given(value: str, name: str, *older_names: str) -> tuple[str, str] | None:
+    """Set the variable ``name``, unless it or one of its ``older_names`` is set already. If that says something else
+    than ``value``: its name, and what it says."""
+    for known in (name, *older_names):
+        given = os.environ.get(known)
+        if given is not None:
+            meant = given.strip().lower()
+            meant = "0" if meant in _FALSE else "1" if meant in _TRUE else meant
+            return None if meant == value.lower() else (known, given)
+    os.environ[name] = value
+    return None

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from elasticstate.config import foreign_world_size
 from elasticstate.errors import UsageError
 from elasticstate.state.base import State
-from elasticstate.worker import world
+from elasticstate.worker import contexts, world
 from elasticstate.worker.own_groups import OwnProcessGroups
 
 
@@ -32,7 +32,7 @@ class Alone:
     def join(self) -> None:
         self._has_joined = True
         excepthook = sys.excepthook
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(contexts.for_torch(), store=HashStore(), rank=0, world_size=1)
         sys.excepthook = excepthook
         world.enter(world.alone())
 

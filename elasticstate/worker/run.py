@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any, ParamSpec, TypeVar, cast, overload
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast, overload
 
 import torch.distributed as dist
 
@@ -41,6 +41,7 @@ from elasticstate.worker.contexts.context import Fault
 from elasticstate.worker.own_groups import OwnProcessGroups
 from elasticstate.worker.record import ErrorHandler, handle
 from elasticstate.worker.regroup import Regrouper, chain, let_go
+from elasticstate.worker.replacement import be_replaced
 from elasticstate.worker.sentinel import Sentinel
 from elasticstate.worker.session import WorkerSession
 from elasticstate.worker.space import AgentSpace
@@ -299,6 +300,8 @@ class _Loop:
                 self._record(error)
                 self._regrouper.leave()
                 raise
+            if outcome is _Outcome.FAILED and self._device_is_lost(error):
+                self._hand_over(error)
             let_go(error)
             return outcome
 
@@ -321,6 +324,16 @@ class _Loop:
 
     def _proves_failure(self, cause: BaseException) -> bool:
         return isinstance(cause, CollectiveError) or self._regrouper.context.classify(cause) is not Fault.UNKNOWN
+
+    def _device_is_lost(self, error: BaseException) -> bool:
+        context = self._regrouper.context
+        return any(context.classify(cause) is Fault.DEVICE for cause in chain(error)) or not context.usable()
+
+    def _hand_over(self, error: BaseException) -> NoReturn:
+        """To another process in this slot, which can use the device, and resumes from the commit of this one."""
+        self._sentinel.failed(_text(error))
+        self._record(error)
+        be_replaced("this process cannot use its device any more")
 
     def _recover(self, outcome: _Outcome) -> None:
         """Leave the generation with the live state equal to the newest commit."""

@@ -13,7 +13,6 @@ from elasticstate import config, errors
 DESIGN = (Path(__file__).parents[2] / "DESIGN.md").read_text(encoding="utf-8")
 
 LATER_OPTIONS = {
-    "--backend nccl",
     "--join",
     "--network-interface",
 }

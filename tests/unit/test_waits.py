@@ -36,8 +36,9 @@ ALLOWED = {
     "driver.record: time.sleep(0.01)": "between two looks at a lock",
     "net.control: _BREATH_S": "before the next connection is accepted, when there is no descriptor left",
     "net.control: _NEXT_ADDRESS_S": "RFC 8305: before the next address is tried, too; --connect-timeout decides",
-    "worker.contexts.gloo: time.sleep(0.001)": "between two looks",
+    "worker.contexts.gloo_groups: time.sleep(0.001)": "between two looks",
     "mpi.broker: _LOOK_INTERVAL_MS": "between two looks whether the job is over",
+    "worker.contexts.nccl: _LOOK_INTERVAL_S": "between two looks",
     "worker.contexts.mpi.identity: _LOOK_INTERVAL_S": "between two looks; --regroup-timeout decides",
     "worker.contexts.mpi.context: _LOOK_INTERVAL_S": "between two looks; --regroup-timeout decides",
     "worker.contexts.mpi.world: _LOOK_INTERVAL_S": "between two looks; the end of the generation decides",
@@ -50,12 +51,14 @@ ALLOWED = {
     "agent.worker_process: _DRAIN_TIMEOUT_S": "for the output of a process that has ended",
     "driver.agents: _LAST_MOMENT_S": "for a process to end whose sockets are closed, so that its status is known",
     "net.stream: _LAST_MOMENT_S": "for the other end of a connection that is being closed",
-    "worker.contexts.gloo: _CUT_AFTER_S": "for operations of a generation that has been left",
     "worker.contexts.mpi.world: _EARLY_TIMEOUT_S": "for what would make the next pause shorter",
+    "worker.contexts.gloo_groups: _CUT_AFTER_S": "for operations of a generation that has been left",
+    "worker.contexts.nccl: _TOGETHER_TIMEOUT_S": "for all members to be through with a generation that is left; then "
+    "it is left all the same",
     "worker.contexts.mpi.operation: _ABANDON_AFTER_S": "for operations of a generation that has ended",
     "worker.contexts.mpi.context: _STUCK_AFTER_S": "for MPI to come back from a generation that has ended; then the "
     "worker is replaced, and a longer wait would not help",
-    "worker.contexts.gloo: _QUIET_TIMEOUT_S": "for operations that were cut; then it goes on all the same",
+    "worker.contexts.gloo_groups: _QUIET_TIMEOUT_S": "for operations that were cut; then it goes on all the same",
     # what decides by itself
     "driver.record: _LOCK_TIMEOUT_S": "a living driver keeps this lock for good, who only looks for microseconds",
     # the contract: DESIGN.md, sections 3 and 4; they delay a start, and give way

@@ -1,5 +1,6 @@
-"""The groups that torch makes in one generation: the default one, and those of user code's ``new_group`` and of
-``DeviceMesh``. All of them come by one place in torch, where they are noted and get the world's time-out."""
+"""The groups that torch makes in one generation: the default one, and those of user code's ``new_group``,
+``split_group`` and ``DeviceMesh``. All of them come by one of two places in torch, where they are noted and get the
+world's time-out."""
 
 from __future__ import annotations
 
@@ -13,6 +14,12 @@ from torch.distributed import distributed_c10d
 
 from elasticstate.errors import CollectiveError
 
+_DEFAULT_TIMEOUTS = (
+    None,
+    distributed_c10d.default_pg_timeout,
+    getattr(distributed_c10d, "default_pg_nccl_timeout", None),  # of a build with NCCL
+)
+
 
 class TorchGroups:
     """From ``create`` to ``destroy`` every group of this process is noted. On the main thread only."""
@@ -23,13 +30,16 @@ class TorchGroups:
         self._end = end
         self._timeout = timedelta()
         self._torch_helper: Any = None
+        self._torch_split: Any = None
 
     def create(self, backend: str, collective_timeout: timedelta, **options: Any) -> None:
         """``init_process_group(backend, **options)``, whose time-out becomes ``collective_timeout`` afterwards."""
         self._timeout = collective_timeout
         excepthook = sys.excepthook
         self._torch_helper = distributed_c10d._new_process_group_helper
+        self._torch_split = dist.ProcessGroup.split_group
         distributed_c10d._new_process_group_helper = self._noted_helper
+        self._split_by(self._noted_split())
         try:
             dist.init_process_group(backend, **options)
         finally:
@@ -39,18 +49,31 @@ class TorchGroups:
         """Take down what was made, if anything was."""
         if self._torch_helper is not None:
             distributed_c10d._new_process_group_helper = self._torch_helper
-            self._torch_helper = None
+            self._split_by(self._torch_split)
+            self._torch_helper = self._torch_split = None
         if dist.is_initialized():
             dist.destroy_process_group()
         # A group that failed to be made has been counted all the same, and the count is part of the next one's name.
         distributed_c10d._world.group_count = 0
 
-    def _noted_helper(self, group_size: int, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("timeout") == distributed_c10d.default_pg_timeout:
+    def _noted_helper(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's ``_new_process_group_helper``: the size of the group comes first."""
+        return self._noted(self._torch_helper, args[0], *args, **kwargs)
+
+    def _noted_split(self) -> Callable[..., Any]:
+        """torch's ``ProcessGroup.split_group``: the ranks of the group come first. A function, to be its method."""
+        return lambda parent, ranks, **kwargs: self._noted(self._torch_split, len(ranks), parent, ranks, **kwargs)
+
+    def _noted(self, make: Callable[..., Any], size: int, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("timeout") in _DEFAULT_TIMEOUTS:
             kwargs["timeout"] = self._timeout
-        if not self._begin(group_size):
+        if not self._begin(size):
             raise CollectiveError("the generation has ended")
         try:
-            return self._torch_helper(group_size, *args, **kwargs)
+            return make(*args, **kwargs)
         finally:
             self._end()
+
+    @staticmethod
+    def _split_by(split: Any) -> None:
+        setattr(dist.ProcessGroup, "split_group", split)  # noqa: B010 (for mypy it is a method)

@@ -5,9 +5,6 @@ The wheels of torch have no MPI backend, but they have a place for one, ``Proces
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +22,7 @@ from elasticstate.worker.contexts.mpi.group import MpiGroup
 from elasticstate.worker.contexts.mpi.library import MPI
 from elasticstate.worker.contexts.mpi.operation import Progress
 from elasticstate.worker.contexts.mpi.world import WorldBuilder, group_of
+from elasticstate.worker.replacement import be_replaced
 
 _LOOK_INTERVAL_S = 0.002
 _STUCK_AFTER_S = 2.0
@@ -72,7 +70,7 @@ class MpiContext:
             if self._severed:
                 deadline = min(deadline, time.monotonic() + _STUCK_AFTER_S)
             if time.monotonic() > deadline:
-                _die("MPI does not come back from making a communicator: a member has died meanwhile")
+                be_replaced("MPI does not come back from making a communicator: a member has died meanwhile")
         return result.get()
 
     def group(self, ranks: Sequence[int]) -> MpiGroup:
@@ -177,10 +175,3 @@ class _Place:
     def create(self, ranks: Sequence[int]) -> MpiGroup:
         """As torch calls it: the default group has no ranks."""
         return self._context.group(ranks)
-
-
-def _die(reason: str) -> None:
-    """Be replaced: the next process of this slot resumes from the commit in memory."""
-    sys.stderr.write(f"elasticstate: {reason}; this worker is replaced\n")
-    sys.stderr.flush()
-    os.kill(os.getpid(), signal.SIGKILL)

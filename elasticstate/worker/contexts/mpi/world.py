@@ -30,7 +30,7 @@ from elasticstate.worker.contexts.mpi.library import MPI
 
 _LOOK_INTERVAL_S = 0.0005
 _EARLY_TIMEOUT_S = 5.0
-_SHARE_OF_TIMEOUT = 0.25  # of --regroup-timeout, for those who have left to end
+_LEAVERS_SHARE = 0.25  # of --regroup-timeout, for those who have left to end
 _TAG = 32767  # the highest that every MPI has
 
 
@@ -85,7 +85,7 @@ def _all_others_are_gone(base: Base, members: list[Member], at: Rendezvous) -> b
     """Whether MPI knows that all members of a base who are not in this world have ended. It may be about to hear it."""
     here = {member.worker for member in members}
     missing = [rank for rank, worker in enumerate(base.workers) if worker not in here]
-    deadline = time.monotonic() + _SHARE_OF_TIMEOUT * at.init_timeout.total_seconds()
+    deadline = time.monotonic() + _LEAVERS_SHARE * at.init_timeout.total_seconds()
     while missing:
         failed = base.comm.Get_failed()
         if MPI.UNDEFINED not in base.comm.Get_group().Translate_ranks(missing, failed):

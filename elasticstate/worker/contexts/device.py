@@ -1,0 +1,61 @@
+"""Whether this process can still use its CUDA device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+# cudaError_t after which "the process must be terminated and relaunched", as the documentation of CUDA's runtime says:
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
+_LASTING = {
+    700,  # cudaErrorIllegalAddress
+    702,  # cudaErrorLaunchTimeout
+    710,  # cudaErrorAssert
+    714,  # cudaErrorHardwareStackError
+    715,  # cudaErrorIllegalInstruction
+    716,  # cudaErrorMisalignedAddress
+    717,  # cudaErrorInvalidAddressSpace
+    718,  # cudaErrorInvalidPc
+    719,  # cudaErrorLaunchFailure
+}
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether ``error`` says that no process can use the device any more in which it was raised. torch keeps the number
+    of CUDA's error with it."""
+    return isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) in _LASTING
+
+
+def answers(scratch: torch.Tensor, timeout: timedelta) -> bool:
+    """Whether a kernel on the device of ``scratch``, which it changes, comes to its end. False: it fails, or hangs."""
+
+    def probe() -> None:
+        scratch.add_(1)
+        torch.cuda.synchronize(scratch.device)
+
+    aside = Aside(probe)
+    return aside.join(timeout.total_seconds()) and aside.error is None
+
+
+class Aside:
+    """A call on a thread of its own: it may hang for ever, who waits for it does not."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self.error = error
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether it has come back by then."""
+        self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()

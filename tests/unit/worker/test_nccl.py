@@ -1,0 +1,219 @@
+"""What of the NCCL backend needs no GPU. The rest is in tests/integration/test_nccl.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from elasticstate.config import WorkerEnvironment, set_unless_given
+from elasticstate.core.types import WorkerId
+from elasticstate.errors import CollectiveError, UsageError
+from elasticstate.worker import contexts
+from elasticstate.worker.contexts import device, nccl, nccl_settings
+from elasticstate.worker.contexts.context import Context, Fault
+from elasticstate.worker.contexts.groups import TorchGroups
+from elasticstate.worker.contexts.nccl import Nccl, NcclContext
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+NAMES = [name for setting in (*nccl_settings._ALWAYS, nccl_settings._NONBLOCKING) for name in setting.names]
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No variable of NCCL's is set, and none is afterwards."""
+    for name in (*NAMES, nccl_settings._NONBLOCKING_TIMEOUT):
+        monkeypatch.setenv(name, "")  # so that it is taken away at the end, whoever sets it
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+# ----------------------------------------------------------------------------------------------------- the environment
+
+
+def test_what_the_user_has_not_set_is_set(clean: pytest.MonkeyPatch) -> None:
+    assert nccl_settings.apply_settings((2, 27, 3)) == []
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
+    assert "NCCL_ASYNC_ERROR_HANDLING" not in os.environ, "an old name"
+
+
+def test_non_blocking_communicators_are_not_asked_of_a_version_in_which_they_hang(clean: pytest.MonkeyPatch) -> None:
+    nccl_settings.apply_settings((2, 26, 5))
+    assert "TORCH_NCCL_USE_COMM_NONBLOCKING" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "unset it, or set it to 0"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "1", "unset it, or set it to 0"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "true", "unset it, or set it to 0"),
+        ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "60", "unset it, or set it to 86400"),
+        ("TORCH_NCCL_USE_COMM_NONBLOCKING", "0", "unset it, or set it to 1"),
+    ],
+)
+def test_what_defeats_recovery_is_kept_and_warned_of(
+    clean: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str, remedy: str
+) -> None:
+    clean.setenv(name, value)
+    nccl_settings.warn(nccl_settings.apply_settings((2, 27, 3)))
+    said = capsys.readouterr().err
+    assert said.startswith(f"elasticstate: {name}={value} is set in the environment: ")
+    assert said.endswith(f"; {remedy}\n")
+    assert said.count("\n") == 1
+    assert os.environ[name] == value
+    if name == "NCCL_ASYNC_ERROR_HANDLING":
+        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ, "it would hide what the user has set"
+
+
+@pytest.mark.parametrize("value", ["0", "no", "False", " f "])
+def test_the_same_in_other_words_is_no_warning(clean: pytest.MonkeyPatch, value: str) -> None:
+    clean.setenv("TORCH_NCCL_ENABLE_MONITORING", value)
+    assert set_unless_given("0", "TORCH_NCCL_ENABLE_MONITORING") is None
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == value
+
+
+def test_the_time_for_an_init_is_the_users_or_ours(clean: pytest.MonkeyPatch) -> None:
+    nccl_settings.bound_init(timedelta(seconds=59.5))
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "60"
+    clean.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "7")
+    nccl_settings.bound_init(timedelta(seconds=60))
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "7"
+
+
+# ----------------------------------------------------------------------------------------------------------- the choice
+
+
+def test_auto_goes_by_the_devices() -> None:
+    expected = "nccl" if dist.is_nccl_available() and torch.cuda.device_count() else "gloo"
+    assert contexts.by_devices() == expected
+    assert type(contexts.choose("auto")) is type(contexts.choose(expected))
+    assert contexts.for_torch() == {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}[expected]
+
+
+@NO_CUDA
+def test_without_a_device_the_remedy_is_told() -> None:
+    environment = WorkerEnvironment("", WorkerId("a", 0, 1), "job", "id", "127.0.0.1", "/nowhere")
+    with pytest.raises(UsageError, match=r"^--backend: 'nccl': .*; .*--backend gloo$"):
+        contexts.choose("nccl").prepare(environment, lambda message: None)
+
+
+def test_the_context_is_one() -> None:
+    context: Context = Nccl().context()
+    assert context.severs_in_python
+    assert not context.broken()
+    context.destroy()
+
+
+# ------------------------------------------------------------------------------------------------------ what errors say
+
+
+def cuda_error(code: int) -> BaseException:
+    """As torch makes it (torch/csrc/Exceptions.cpp)."""
+    error = torch.AcceleratorError("CUDA error: what it is called may change")
+    error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (cuda_error(710), Fault.DEVICE),  # a device-side assert
+        (cuda_error(700), Fault.DEVICE),  # an illegal address
+        (cuda_error(1), Fault.UNKNOWN),  # an invalid value: the next call is as good as ever
+        (cuda_error(701), Fault.UNKNOWN),  # too many resources for a launch
+        (dist.DistBackendError("NCCL error"), Fault.GENERATION),
+        (dist.DistNetworkError("gone"), Fault.GENERATION),
+        (torch.OutOfMemoryError("too much"), Fault.UNKNOWN),
+        (RuntimeError("CUDA error: device-side assert triggered"), Fault.UNKNOWN),  # not by text
+    ],
+)
+def test_an_error_is_judged_by_type_and_number(error: BaseException, fault: Fault) -> None:
+    assert NcclContext(None).classify(error) is fault
+
+
+@NO_CUDA
+def test_a_device_that_cannot_be_asked_does_not_answer() -> None:
+    assert not device.answers(torch.zeros(1), timedelta(seconds=5))
+
+
+def test_whoever_waits_for_what_hangs_does_not() -> None:
+    never = threading.Event()
+    aside = device.Aside(never.wait)
+    assert not aside.join(0.01)
+    never.set()
+    assert aside.join(10)
+    assert aside.error is None
+
+
+# ------------------------------------------------------------------------------------------------------ groups and ends
+
+
+def test_a_split_group_is_noted_like_any_other() -> None:
+    """DeviceMesh splits a default group that is bound to a device."""
+    sizes: list[int] = []
+    is_over = False
+
+    def begin(size: int) -> bool:
+        sizes.append(size)
+        return not is_over
+
+    ends: list[None] = []
+    groups = TorchGroups(begin, lambda: ends.append(None))
+    original = dist.ProcessGroup.split_group
+    try:
+        groups.create("gloo", timedelta(seconds=77), store=HashStore(), rank=0, world_size=1)
+        part = dist.group.WORLD.split_group([0], timeout=timedelta(minutes=30), group_name="part")
+        assert part.size() == 1
+        assert part._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+        assert (sizes, len(ends)) == ([1, 1], 2)
+        is_over = True
+        with pytest.raises(CollectiveError):
+            dist.group.WORLD.split_group([0], group_name="another")
+        assert len(ends) == 2
+    finally:
+        groups.destroy()
+    assert dist.ProcessGroup.split_group is original
+
+
+def test_a_group_of_gloo_is_not_aborted() -> None:
+    """It takes CUDA tensors as well, and is cut in its own way."""
+    groups = TorchGroups(lambda size: True, lambda: None)
+    try:
+        groups.create("gloo", timedelta(seconds=7), store=HashStore(), rank=0, world_size=1)
+        assert nccl._nccl_of(dist.group.WORLD) is None
+    finally:
+        groups.destroy()
+
+
+def test_no_group_begins_after_the_end() -> None:
+    context = NcclContext(None)
+    assert context._begin_group(2)
+    context.sever()
+    assert context.broken()
+    context._end_group()
+    assert not context._begin_group(2)
+    context.sever()
+    context.destroy()
+
+
+def test_whoever_is_replaced_ends_by_a_signal_and_says_why() -> None:
+    program = (
+        "import atexit\nfrom elasticstate.worker.replacement import be_replaced\n"
+        "atexit.register(print, 'tidied up')\nprint('before', end='')\nbe_replaced('no device')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == "before"
+    assert done.stderr == "elasticstate: no device; this worker is replaced\n"
