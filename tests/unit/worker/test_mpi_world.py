@@ -41,7 +41,7 @@ def test_survivors_are_one_piece_those_who_start_together_another_and_newcomers_
 def test_the_base_of_a_world_is_that_of_its_lowest_rank_that_has_one() -> None:
     members = [member("new"), member("a", "job/1"), member("late", "job/0"), member("b", "job/1")]
     store = HashStore()
-    base = Base(None, "job/1", ("a", "b", "gone"))  # type: ignore[arg-type]
+    base = Base(None, "job/1", ("a", "b"))  # type: ignore[arg-type]
     assert base_that_counts(at(1, 4, store), members, base) == "job/1"
     for rank in (0, 2, 3):
         assert base_that_counts(at(rank, 4, store), members, None) == "job/1"
