@@ -26,7 +26,10 @@ _LASTING = {
 def is_lost(error: BaseException) -> bool:
     """Whether ``error`` says that no process can use the device any more in which it was raised. torch keeps the number
     of CUDA's error with it."""
-    return isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) in _LASTING
+    accelerator_error = getattr(torch, "AcceleratorError", None)  # since torch 2.8
+    if accelerator_error is None or not isinstance(error, accelerator_error):
+        return False
+    return getattr(error, "error_code", None) in _LASTING
 
 
 def answers(scratch: torch.Tensor, timeout: timedelta) -> bool:

@@ -30,7 +30,6 @@ from elasticstate.worker.contexts.mpi.library import MPI
 
 _LOOK_INTERVAL_S = 0.0005
 _EARLY_TIMEOUT_S = 5.0
-_LEAVERS_SHARE = 0.25  # of --regroup-timeout, for those who have left to end
 _TAG = 32767  # the highest that every MPI has
 
 
@@ -66,8 +65,7 @@ def exchanged(at: Rendezvous, mine: Member) -> list[Member]:
 def base_that_counts(at: Rendezvous, members: list[Member], mine: Base | None) -> str | None:
     """The name of the base that this world is built on, the same for all; None if there is none.
 
-    It is that of the lowest rank that has one, who looks whether somebody here was in it and has lost it, or lives
-    somewhere else: it could not be shrunk without them.
+    It is that of the lowest rank that has one, who looks whether somebody here was in it and has lost it.
     """
     holder = next((rank for rank, member in enumerate(members) if member.base is not None), None)
     if holder is None:
@@ -75,26 +73,9 @@ def base_that_counts(at: Rendezvous, members: list[Member], mine: Base | None) -
     if holder == at.rank:
         assert mine is not None
         lost = any(member.base != mine.name and member.worker in mine.workers for member in members)
-        counts = not lost and _all_others_are_gone(mine, members, at)
-        at.store.set("mpi/base", mine.name if counts else "")
+        at.store.set("mpi/base", "" if lost else mine.name)
     at.store.wait(["mpi/base"], at.init_timeout)
     return at.store.get("mpi/base").decode() or None
-
-
-def _all_others_are_gone(base: Base, members: list[Member], at: Rendezvous) -> bool:
-    """Whether MPI knows that all members of a base who are not in this world have ended. It may be about to hear it."""
-    here = {member.worker for member in members}
-    missing = [rank for rank, worker in enumerate(base.workers) if worker not in here]
-    deadline = time.monotonic() + _LEAVERS_SHARE * at.init_timeout.total_seconds()
-    while missing:
-        failed = base.comm.Get_failed()
-        if MPI.UNDEFINED not in base.comm.Get_group().Translate_ranks(missing, failed):
-            return True
-        at.check()
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOK_INTERVAL_S)
-    return True
 
 
 def pieces(members: list[Member], base: str | None) -> list[list[int]]:
