@@ -130,8 +130,7 @@ class Faults:
     def arm(self) -> None:
         """Put the faults that strike inside elasticstate and torch where they belong."""
         environment = worker_environment()
-        assert environment is not None
-        kind: Any = type(contexts.choose(environment.backend).context())
+        kind: Any = type(contexts.choose("auto" if environment is None else environment.backend).context())
         create = kind.create
 
         def watched_create(context: Context, rendezvous: Rendezvous) -> None:
