@@ -18,8 +18,7 @@ def host_name() -> str:
 
 def version() -> str:
     """The version of the installed package."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
+    from importlib.metadata import PackageNotFoundError, version as installed
 
     try:
         return installed("elasticstate")

@@ -10,8 +10,7 @@ from dataclasses import replace
 from math import inf
 from signal import Signals
 
-from elasticstate.core import memory, reach
-from elasticstate.core import types as t
+from elasticstate.core import memory, reach, types as t
 from elasticstate.core.budget import host_is_lost, rest, slot_failed
 from elasticstate.core.ending import earlier
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker

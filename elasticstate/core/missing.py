@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from elasticstate.core.memory import awaited
-from elasticstate.core.records import Draft, Finishing, Forming, Host, Membership, Running, Slot, Waiting, Worker
-from elasticstate.core.records import by_discovery as hosts_of
+from elasticstate.core.records import (
+    Draft,
+    Finishing,
+    Forming,
+    Host,
+    Membership,
+    Running,
+    Slot,
+    Waiting,
+    Worker,
+    by_discovery as hosts_of,
+)
 from elasticstate.core.types import SlotId
 
 SHOWN = 16

@@ -10,10 +10,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from elasticstate.core.ids import CommitId as CommitId
-from elasticstate.core.ids import HostSlots as HostSlots
-from elasticstate.core.ids import SlotId as SlotId
-from elasticstate.core.ids import WorkerId as WorkerId
+from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
 
 
 class Placement(Struct, frozen=True, gc=False):

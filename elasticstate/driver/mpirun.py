@@ -46,7 +46,7 @@ class Mpirun:
         os.write(self._requests, line.encode() + b"\n")
 
     def stop(self) -> None:
-        """At the end of the job, or before another one is started."""
+        """At the end of the job: mpirun, and all that it has started."""
         pid = self._pid()
         if pid is not None:
             kill_session(pid)

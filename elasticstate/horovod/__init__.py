@@ -6,8 +6,7 @@ Collectives are matched by the order of the calls, the same on all ranks, not by
 
 from __future__ import annotations
 
-from elasticstate.errors import CollectiveError as HorovodInternalError
-from elasticstate.errors import HostsUpdatedInterrupt
+from elasticstate.errors import CollectiveError as HorovodInternalError, HostsUpdatedInterrupt
 from elasticstate.horovod import elastic
 from elasticstate.horovod.absent import ProcessSet, add_process_set, start_timeline, stop_timeline
 from elasticstate.horovod.allreduce import (

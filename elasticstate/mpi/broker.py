@@ -12,8 +12,12 @@ import select
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elasticstate.mpi import holder
+
+if TYPE_CHECKING:
+    from elasticstate.mpi.pmix import Pmix
 
 REQUESTS = "mpi.requests"
 _LOOK_INTERVAL_MS = 1000
@@ -38,8 +42,15 @@ def main() -> None:
             continue
         *lines, unread = (unread + os.read(requests, 1 << 16)).split(b"\n")
         for line in lines:
-            pmix.spawn([_command(*member) for member in json.loads(line)])
+            _start_holders(pmix, line)
     os.kill(os.getppid(), signal.SIGKILL)
+
+
+def _start_holders(pmix: Pmix, line: bytes) -> None:
+    try:
+        pmix.spawn([_command(*member) for member in json.loads(line)])
+    except RuntimeError as error:  # who has asked waits in vain; the end of this process would be that of all workers
+        print(f"elasticstate: no holders for {line.decode()}: {error}", file=sys.stderr, flush=True)
 
 
 def _command(host: str | None, pid: int, path: str) -> tuple[str | None, list[str], str]:

@@ -26,80 +26,30 @@ import signal
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.net.words import (
     LASTING as LASTING,
-)
-from elasticstate.net.words import (
     AskIdentities as AskIdentities,
-)
-from elasticstate.net.words import (
     CommitSize as CommitSize,
-)
-from elasticstate.net.words import (
     Committed as Committed,
-)
-from elasticstate.net.words import (
     EndOrder as EndOrder,
-)
-from elasticstate.net.words import (
     Failure as Failure,
-)
-from elasticstate.net.words import (
     First as First,
-)
-from elasticstate.net.words import (
     FromWorkerBody as FromWorkerBody,
-)
-from elasticstate.net.words import (
     Gate as Gate,
-)
-from elasticstate.net.words import (
     GateOpen as GateOpen,
-)
-from elasticstate.net.words import (
     Hello as Hello,
-)
-from elasticstate.net.words import (
     HoldAnswer as HoldAnswer,
-)
-from elasticstate.net.words import (
     Holder as Holder,
-)
-from elasticstate.net.words import (
     HoldOrder as HoldOrder,
-)
-from elasticstate.net.words import (
     LeaveOrder as LeaveOrder,
-)
-from elasticstate.net.words import (
     Message,
-)
-from elasticstate.net.words import (
     NeedSpace as NeedSpace,
-)
-from elasticstate.net.words import (
     Notice as Notice,
-)
-from elasticstate.net.words import (
     OwnError as OwnError,
-)
-from elasticstate.net.words import (
     Place as Place,
-)
-from elasticstate.net.words import (
     Ready as Ready,
-)
-from elasticstate.net.words import (
     ReleaseOrder as ReleaseOrder,
-)
-from elasticstate.net.words import (
     Space as Space,
-)
-from elasticstate.net.words import (
     Synced as Synced,
-)
-from elasticstate.net.words import (
     ToWorkerBody as ToWorkerBody,
-)
-from elasticstate.net.words import (
     WorldMessage as WorldMessage,
 )
 

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from job import Hosts, Job
+
+from elasticstate.driver.mpirun import Mpirun
+from elasticstate.net.messages import Holder
 
 MPI = ("--backend", "mpi", "--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
 
@@ -39,6 +44,26 @@ def command_of(process: psutil.Process) -> str:
         return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
     except psutil.Error:
         return ""
+
+
+def test_a_request_that_cannot_be_met_does_not_end_mpirun(tmp_path: Path) -> None:
+    """That would be the end of all workers."""
+    mpirun, log = Mpirun(tmp_path), tmp_path / "mpi" / "mpirun.log"
+    try:
+        mpirun.ask([Holder("nobody.invalid", os.getpid(), str(tmp_path / "first"))])
+        wait_until(lambda: log.exists() and "no holders for" in log.read_text(errors="replace"), "the refusal")
+        mpirun.ask([Holder("localhost", os.getpid(), str(tmp_path / "second"))])
+        wait_until((tmp_path / "second").exists, "an identity")
+        assert not (tmp_path / "first").exists()
+    finally:
+        mpirun.stop()
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("rank", [1, 0], ids=["middle", "rank0"])

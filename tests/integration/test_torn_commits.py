@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from scripts.torn_writers import OWNER, FileSpace
 
 from elasticstate import TorchState

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
-from elasticstate.core import memory, reach
-from elasticstate.core import types as t
+from elasticstate.core import memory, reach, types as t
 from elasticstate.core.cooldown import FAILURES_IN_A_ROW
 from elasticstate.core.membership import Membership, Transition, next_deadline
 from elasticstate.core.policy import Policy

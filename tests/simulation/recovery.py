@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elasticstate.core import reach
-from elasticstate.core import types as t
+from elasticstate.core import reach, types as t
 from elasticstate.core.membership import Membership, next_deadline, step
 from elasticstate.core.records import Finishing, Forming, Over, Running
 

@@ -11,8 +11,7 @@ import random
 from typing import Literal
 
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 
 from elasticstate.core.cooldown import JITTER, MAX_BACKOFF_S
 from elasticstate.core.policy import Policy

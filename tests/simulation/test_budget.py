@@ -10,8 +10,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 
 from elasticstate.core import types as t
 from elasticstate.core.policy import Policy

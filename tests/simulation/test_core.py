@@ -10,8 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from math import inf
 
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, new_membership, next_deadline, step

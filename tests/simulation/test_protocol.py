@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 
 from tests.simulation.job import FAULTS, play
 

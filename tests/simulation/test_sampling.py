@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import repeat
 
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 
 from elasticstate.state import ElasticDataLoader, TorchState
 

@@ -10,8 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
 from elasticstate import error_file
-from elasticstate.worker.record import ErrorHandler
-from elasticstate.worker.record import record as our_record
+from elasticstate.worker.record import ErrorHandler, record as our_record
 
 
 def raised() -> ValueError:

@@ -20,8 +20,7 @@ from torch.distributed import distributed_c10d
 from elasticstate.config import WorkerEnvironment
 from elasticstate.errors import UsageError
 from elasticstate.net.messages import FromWorkerBody
-from elasticstate.worker.contexts import device as devices
-from elasticstate.worker.contexts import nccl_settings
+from elasticstate.worker.contexts import device as devices, nccl_settings
 from elasticstate.worker.contexts.context import Fault, Rendezvous
 from elasticstate.worker.contexts.gloo_groups import GlooGroups
 from elasticstate.worker.contexts.groups import TorchGroups

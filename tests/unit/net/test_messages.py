@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from elasticstate.core.types import CommitId, Placement, WorkerId
 from elasticstate.net import codec, messages

@@ -10,8 +10,7 @@ import torch
 
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError
-from elasticstate.state import ObjectState, TorchState, rng
-from elasticstate.state import channel as channel_module
+from elasticstate.state import ObjectState, TorchState, channel as channel_module, rng
 
 
 def trained(seed: int, steps: int, hidden: int = 6) -> TorchState:
