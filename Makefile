@@ -20,14 +20,16 @@ hosts:  ## Debian packages for the tests on several hosts, which are skipped wit
 	else apt-get update -qq && apt-get install -y -qq --no-install-recommends openssh-server iptables iproute2 util-linux \
 	  || echo "cannot be installed: the tests on several hosts are skipped"; fi
 
-# The simulations only compute, chaos and the hundred regroups mostly wait: they go side by side.
-WAITING := tests/chaos tests/integration/test_steady.py
+# Simulations and unit tests mostly compute; chaos, the hundred regroups and jobs on several hosts mostly wait: so they go
+# side by side.
+WAITING := tests/chaos tests/integration/test_steady.py tests/multihost
+COMPUTING := tests/simulation tests/unit
 test: lint  ## lint, then all tests
-	@nice $(BIN)/python -m pytest tests/simulation > .simulation.log 2>&1 & simulation=$$!; \
-	trap 'kill $$simulation 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
+	@nice $(BIN)/python -m pytest $(COMPUTING) > .computing.log 2>&1 & computing=$$!; \
+	trap 'kill $$computing 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
 	$(BIN)/python -m pytest $(WAITING); first=$$?; \
-	wait $$simulation; second=$$?; cat .simulation.log; \
-	$(BIN)/python -m pytest tests --ignore=tests/simulation $(WAITING:%=--ignore=%); third=$$?; \
+	wait $$computing; second=$$?; cat .computing.log; \
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(WAITING) $(COMPUTING)); third=$$?; \
 	test $$first$$second$$third = 000
 
 chaos: setup  ## all faults at a job on three hosts: make chaos MINUTES=30 SEED=7

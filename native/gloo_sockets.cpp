@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 
@@ -153,6 +154,8 @@ bool GlooSockets::begin_group(std::size_t size) {
     list_epoll_fds(epolls_before_);
     being_made_ = true;
     size_being_made_ = size;
+    const char *const lazy = std::getenv("TORCH_GLOO_LAZY_INIT");  // torch reads it as it makes the group
+    pairs_come_later_ = lazy != nullptr && std::strcmp(lazy, "1") == 0;
     next_rejected_ = 0;
     return true;
 }
@@ -219,7 +222,9 @@ std::vector<GlooSockets::Device> GlooSockets::new_devices() {
             continue;
         }
         if (const Watched *const listener = listener_of(watched_)) {
-            found.push_back({epoll_fd, listener->inode, count_pairs(watched_) > 0 ? size_being_made_ - 1 : 0});
+            // None at all without that: they were lost before the group was done.
+            const bool has_pairs = !pairs_come_later_ || count_pairs(watched_) > 0;
+            found.push_back({epoll_fd, listener->inode, has_pairs ? size_being_made_ - 1 : 0});
         }
     }
     return found;

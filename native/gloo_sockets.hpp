@@ -78,6 +78,7 @@ private:
     std::vector<Device> devices_;
     bool being_made_ = false;  // a group is
     std::size_t size_being_made_ = 0;
+    bool pairs_come_later_ = false;  // torch connects them as they are used
     std::vector<int> epolls_before_;
     std::size_t next_rejected_ = 0;
     std::vector<Address> store_;

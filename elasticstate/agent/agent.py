@@ -25,6 +25,7 @@ from elasticstate import error_file
 from elasticstate.agent.account import Account
 from elasticstate.agent.claim import claim
 from elasticstate.agent.contact import Contact
+from elasticstate.agent.identities import Identities
 from elasticstate.agent.lease import Lease
 from elasticstate.agent.output import Audience, Terminal
 from elasticstate.agent.post_mortem import cause_of_death, count_oom_kills
@@ -84,6 +85,7 @@ class Agent:
         status, looking = 1, None
         try:
             self._driver = Contact(launch)
+            self._identities = Identities(launch.host, launch.connect_timeout_s, self._driver, self._complain)
             spec = self._spec = await self._driver.establish(launch.wait_s)
             if not launch.job_directory:
                 Path(job_directory, ID_FILE).write_text(spec.job_id)
@@ -118,6 +120,7 @@ class Agent:
         await self._preemption.close()
         self._socket.close()
         self._room.close()
+        self._identities.close()
         self._commits.remove()
         await self._driver.close()
         return status
@@ -186,6 +189,8 @@ class Agent:
                         self._seats[worker].audience.rank = world.placement.rank
                         self._seats[worker].words.clear()
                     self._socket.send(worker, orders.encode_to_worker(world))
+            case messages.Identity():
+                self._begin(self._identities.hand_on(order))
             case messages.Heard(number):
                 self._renew_lease(number)
             case messages.Fetch(slot, offset):

@@ -36,10 +36,10 @@ async def claim(
             lambda: refused.wait(_LOOK_INTERVAL_S),
         ),
     )
-    receiving = asyncio.ensure_future(driver.receive())  # there are no orders yet: only a refusal
-    both: set[asyncio.Future[Any]] = {claiming, receiving}
+    losing = asyncio.ensure_future(driver.lost())
+    both: set[asyncio.Future[Any]] = {claiming, losing}
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     refused.set()
-    receiving.cancel()
+    losing.cancel()
     await asyncio.wait(both)
     return claiming.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 
 from elasticstate.machine import version
 from elasticstate.net import messages
@@ -20,9 +21,10 @@ class Contact:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._trust = Trust(launch.token)
+        self.trust = Trust(launch.token)
         self._epoch = 0  # of the newest driver that it has obeyed
         self._stream: DriverStream | None = None
+        self._early: deque[messages.ToAgent] = deque()  # orders that nobody has carried out yet
         self._loop = asyncio.get_running_loop()
 
     async def establish(self, limit_s: float) -> messages.JobSpec:
@@ -47,7 +49,7 @@ class Contact:
 
     async def _greet(self, limit_s: float) -> messages.JobSpec:
         timeout_s = min(self._launch.connect_timeout_s, limit_s)
-        stream = await DriverStream.dial(self._launch.addresses, self._trust, timeout_s)
+        stream = await DriverStream.dial(self._launch.addresses, self.trust, timeout_s)
         stream.send(self._hello())
         answer = asyncio.ensure_future(stream.receive())
         try:
@@ -64,6 +66,7 @@ class Contact:
             stream.abort("no agreement")
             raise
         self._stream, self._epoch = stream, spec.epoch
+        self._early.clear()
         return spec
 
     def _hello(self) -> messages.AgentHello:
@@ -78,6 +81,13 @@ class Contact:
         assert self._stream is not None
         return self._stream.local_address
 
+    @property
+    def driver_address(self) -> str:
+        """At which address this host reaches the driver's. Raises ConnectionError when there is no driver."""
+        if self._stream is None:
+            raise ConnectionError("there is no driver")
+        return self._stream.peer_address
+
     def send(self, message: messages.FromAgent) -> None:
         """Send after all that was sent before; without effect when there is no driver."""
         if self._stream is not None:
@@ -85,13 +95,25 @@ class Contact:
 
     async def receive(self) -> messages.ToAgent:
         """The next order. Raises ConnectionError, with the reason, when there is no driver (any more)."""
-        assert self._stream is not None
+        if self._early:
+            return self._early.popleft()
+        if self._stream is None:
+            raise ConnectionError("the driver was lost")
+        return await self._next(self._stream)
+
+    async def _next(self, stream: DriverStream) -> messages.ToAgent:
         try:
-            return await self._stream.receive()
+            return await stream.receive()
         except ConnectionError as error:
-            self._stream.abort(str(error))
+            stream.abort(str(error))
             self._stream = None
             raise
+
+    async def lost(self) -> None:
+        """Until the driver does not want this agent, or is gone: raises ConnectionError. Orders are kept meanwhile."""
+        assert self._stream is not None
+        while True:
+            self._early.append(await self._next(self._stream))
 
     def judge(self, now: float, limit_s: float) -> None:
         """Give a driver up that has said nothing for so long: ``receive`` raises."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elasticstate import processes
@@ -23,7 +23,7 @@ _ASK = """\
 import importlib.util as u, json, os, sys
 from elasticstate.machine import slots_of_this_machine, version
 print(json.dumps(dict(version=version(), python="%d.%d.%d" % sys.version_info[:3], slots=slots_of_this_machine(),
-    has_torch=u.find_spec("torch") is not None, has_directory=os.path.isdir(sys.argv[1]))))
+    has_directory=os.path.isdir(sys.argv[1]), has={name: u.find_spec(name) is not None for name in sys.argv[2:]})))
 """
 
 
@@ -58,7 +58,8 @@ async def _host_line(host: str, options: Options, log: Path) -> Line:
     if reason := refuse(host):
         return Line(False, reason)
     python = options.remote_python or sys.executable
-    command = ssh_command(host, python, options, log, ("-c", _ASK, str(Path.cwd())))
+    needed = {"torch": "torch"} | ({"mpi4py": "'elasticstate[mpi]'"} if options.backend == "mpi" else {})
+    command = ssh_command(host, python, options, log, ("-c", _ASK, str(Path.cwd()), *needed))
     limit_s = 2 * options.connect_timeout_s  # ssh has its own for the connection; then Python has to answer
     try:
         answer = await processes.ask(shlex.join(command), limit_s, whole_session=True)
@@ -66,11 +67,19 @@ async def _host_line(host: str, options: Options, log: Path) -> Line:
         return Line(False, f"{host}: has not answered within {limit_s:g} s", "see --connect-timeout")
     except OSError as error:
         return Line(False, f"{host}: ssh cannot be run: {error.strerror}")
-    return judge(host, python, answer, version(), lambda code: how_ssh_ended(code, host, python, log))
+    return judge(host, python, answer, version(), needed, lambda code: how_ssh_ended(code, host, python, log))
 
 
-def judge(host: str, python: str, answer: processes.Answer, ours: str, how: Callable[[int], str]) -> Line:
-    """What a host has answered. ``ours``: the version here; ``how`` says in words how ssh has ended."""
+def judge(
+    host: str,
+    python: str,
+    answer: processes.Answer,
+    ours: str,
+    needed: Mapping[str, str],
+    how: Callable[[int], str],
+) -> Line:
+    """What a host has answered. ``ours``: the version here; ``needed``: modules, and what to install for them; ``how``
+    says in words how ssh has ended."""
     if "No module named 'elasticstate'" in answer.stderr:
         return Line(
             False, f"{host}: {python} there has no elasticstate", "pip install it there, or see --remote-python"
@@ -81,13 +90,14 @@ def judge(host: str, python: str, answer: processes.Answer, ours: str, how: Call
     try:
         told = json.loads(last_line(answer.stdout))
         text = f"{host}: elasticstate {told['version']}, Python {told['python']}, {told['slots']} slots"
-        has_torch, has_directory = bool(told["has_torch"]), bool(told["has_directory"])
+        has_directory, absent = bool(told["has_directory"]), [name for name in needed if not told["has"][name]]
     except (ValueError, KeyError, TypeError):
         return Line(False, f"{host}: {python} there has not answered as Python does", "see --remote-python")
     if told["version"] != ours:
         return Line(False, text, f"it is {ours} here: install the same there")
-    if not has_torch:
-        return Line(False, f"{text}: no torch", "pip install it there, or see --remote-python")
+    if absent:
+        remedy = f"pip install {needed[absent[0]]} there, or see --remote-python"
+        return Line(False, f"{text}: no {absent[0]}", remedy)
     if not has_directory:
         return Line(False, f"{text}: no {Path.cwd()}", "workers need the same working directory there")
     return Line(True, text)

@@ -144,8 +144,6 @@ class Agents:
         """Why no agent can be started on a host; "" when one can."""
         if reason := launcher.refuse(host):
             return reason
-        if not is_this_machine(host) and self._options.backend == "mpi":
-            return f"host {host!r} is not this machine, and --backend mpi is for one machine in this version"
         if is_this_machine(host) or self.is_open or not self._started:
             return ""
         return (

@@ -24,19 +24,14 @@ from elasticstate.driver.agents import Agents
 from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.events import event_of, heartbeat
 from elasticstate.driver.goodput import Goodput
+from elasticstate.driver.identities import Identities
 from elasticstate.driver.mpirun import Mpirun
 from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.returns import Returns
 from elasticstate.driver.spec import job_spec, one_thread_each, spare_garbage_collection, world_messages
 from elasticstate.driver.status import status_text
-from elasticstate.driver.takeover import (
-    Keeper,
-    Takeover,
-    first_record,
-    lost_hosts,
-    next_record,
-)
+from elasticstate.driver.takeover import Keeper, Takeover, first_record, lost_hosts, next_record
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net import messages
 from elasticstate.net.names import is_this_machine
@@ -98,7 +93,7 @@ class Driver:
 
     async def _clear_up(self, directory: JobDirectory) -> None:
         await self._agents.stop(self._reason, self._hurry)
-        self._mpirun.stop()
+        self._identities.stop()
         commit_directory.remove_job(self._options.commit_dir, self._keeper.record.job_id)
         directory.remove()
 
@@ -122,7 +117,11 @@ class Driver:
         )
         if options.call_directory is not None:
             self._returns = Returns(options.call_directory, self._agents.send)
-        self._mpirun = Mpirun(directory.path)
+        mpirun = Mpirun(directory.path, options.connect_timeout_s)
+        timeout_s = options.start_timeout_s
+        self._identities = Identities(
+            mpirun, self._agents, record.token, timeout_s, lambda: self._m.workers, self._warn
+        )
         self._agents.listen(record.ports)
         record = msgspec.structs.replace(record, ports=self._agents.ports)
         self._keeper = Keeper(directory, record, self._warn)
@@ -200,6 +199,8 @@ class Driver:
             timer.cancel()
 
     def _post(self, event: t.Event) -> None:
+        if isinstance(event, t.AgentLost):
+            self._identities.host_lost(event.host)
         self._queue.append(event)
         self._wake.set()
 
@@ -258,6 +259,7 @@ class Driver:
                 self._goodput.end(self._loop.time())
                 agents.broadcast(messages.GateOpen(generation))
             case t.PublishWorld(world):
+                self._identities.dismiss(worker.id for worker in self._m.workers.values() if worker.late)
                 spare_garbage_collection(world.size)
                 for host, worlds in world_messages(self._job, world, self._options):
                     agents.send(host, worlds)
@@ -267,12 +269,16 @@ class Driver:
     # ------------------------------------------------------------------------------------------- what the agents say
 
     def _from_agent(self, host: str, message: messages.FromAgent) -> None:
+        for each in self._identities.heard(host, message, self._m.world):
+            self._said(host, each)
+
+    def _said(self, host: str, message: messages.FromAgent) -> None:
         match message:
             case messages.Serving(commits, workers, exits, incarnations):
                 if self._takeover is not None:
                     self._takeover.joined(host, message)
                 for exited in exits:  # first: another one may live in that slot
-                    self._from_agent(host, exited)
+                    self._said(host, exited)
                 returned = tuple((report.worker, report.generation) for report in workers)
                 self._post(t.AgentJoined(host, commits, returned, incarnations))
                 for report in workers:
@@ -291,6 +297,7 @@ class Driver:
                 self._pids[str(worker)] = pid
             case messages.Exited(worker, pid, exit_code, number, error, time_ns):
                 self._pids[str(worker)], self._ends[str(worker)] = pid, message
+                self._identities.worker_ended(host, pid)
                 self._post(t.WorkerExited(worker, exit_code, number, error, time_ns))
             case messages.Unresponsive(worker, reason):
                 self._post(t.WorkerUnresponsive(worker, reason))
@@ -321,16 +328,10 @@ class Driver:
             case messages.Synced(generation, size, seconds):
                 self._event("sync", worker=str(worker), generation=generation, bytes=size, seconds=seconds)
             case messages.AskIdentities(members):
-                self._ask_mpi(members)
+                self._identities.ask(members)
         event = event_of(worker, body)
         if event is not None:
             self._post(event)
-
-    def _ask_mpi(self, members: tuple[messages.Holder, ...]) -> None:
-        try:
-            self._mpirun.ask(members)
-        except OSError as error:
-            self._warn(f"mpirun cannot be run: {error}")
 
     # ----------------------------------------------------------------------------------------------- what people see
 

@@ -1,29 +1,48 @@
-"""``mpirun -n 1 python -m elasticstate.mpi.broker DIRECTORY``: has holders started for the workers that ask for one.
+"""``mpirun -n 1 python -m elasticstate.mpi.broker DIRECTORY SECONDS``: has identities held for the workers that ask.
 
-Requests come by a FIFO in the directory of the job, a line of JSON each: a list of [host or null, process id, path].
-This process ends, and ``mpirun`` with it, when the directory of the job is gone.
+Requests are files with JSON in the directory ``requests``, and a byte in the FIFO ``bell`` says that there are some::
+
+    {"hold": [[process id of a worker of this host, or 0, path of its holder's file], ...]}
+    {"release": [path with another suffix, ...], "host": null, or the name of the one that is lost}
+
+If the directory has a token, workers on other hosts reach ``mpirun`` by a relay here, whose port is then in a file.
+They have so many seconds to prove that they belong to the job.
+
+This process ends, and ``mpirun`` with it, when the directory is gone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import select
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elasticstate.config import inherited_environment
 from elasticstate.mpi import holder
+from elasticstate.net.relay import Relay
+from elasticstate.net.trust import Trust, read_token
 
 if TYPE_CHECKING:
     from elasticstate.mpi.pmix import Pmix
 
-REQUESTS = "mpi.requests"
-_LOOK_INTERVAL_MS = 1000
+REQUESTS = "requests"
+BELL = "bell"
+TOKEN = "token"
+RELAY_PORT = "relay"
+RELEASED = ".released"
+PMIX_SERVER = "PMIX_SERVER_URI41"
+_LOOK_INTERVAL_S = 1.0
+_MOST_RINGS = 1 << 16
 
 
 def main() -> None:
+    holder.end_with_mpirun()
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -31,30 +50,65 @@ def main() -> None:
 
     from elasticstate.mpi.pmix import Pmix
 
-    directory = Path(sys.argv[1])
-    pmix = Pmix()
-    requests = os.open(directory / REQUESTS, os.O_RDWR | os.O_NONBLOCK)  # for writing, too: no end of file
-    unread = b""
-    poll = select.poll()
-    poll.register(requests, select.POLLIN)
-    while directory.exists():
-        if not poll.poll(_LOOK_INTERVAL_MS):
-            continue
-        *lines, unread = (unread + os.read(requests, 1 << 16)).split(b"\n")
-        for line in lines:
-            _start_holders(pmix, line)
+    asyncio.run(_serve(Path(sys.argv[1]), float(sys.argv[2]), Pmix()))
     os.kill(os.getppid(), signal.SIGKILL)
 
 
-def _start_holders(pmix: Pmix, line: bytes) -> None:
+async def _serve(directory: Path, proof_timeout_s: float, pmix: Pmix) -> None:
+    relay = Relay(_port_of_mpirun())
+    if (directory / TOKEN).exists():
+        port = await relay.open(Trust(read_token(str(directory / TOKEN))), proof_timeout_s)
+        unnamed = directory / f"{RELAY_PORT}.new"
+        unnamed.write_text(str(port))
+        unnamed.rename(directory / RELAY_PORT)
+    bell = asyncio.StreamReader()
+    fifo = os.open(directory / BELL, os.O_RDWR | os.O_NONBLOCK)  # for writing, too: no end of file
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(bell), os.fdopen(fifo, "rb", buffering=0)
+    )
+    with ThreadPoolExecutor(1) as spawning:  # one after the other, and whatever it takes, nothing waits for it here
+        while directory.exists():
+            for file in sorted(path for path in (directory / REQUESTS).iterdir() if not path.suffix):
+                request = json.loads(file.read_text())
+                file.unlink()
+                if "hold" in request:
+                    spawning.submit(_hold, pmix, request["hold"])
+                else:
+                    _release(relay, request["release"], request["host"])
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(bell.read(_MOST_RINGS), _LOOK_INTERVAL_S)
+
+
+def _port_of_mpirun() -> int:
+    """Where its PMIx server listens, as it tells its children: ``name;tcp4://127.0.0.1:port``."""
+    return int(inherited_environment()[PMIX_SERVER].rpartition(":")[2])
+
+
+def _hold(pmix: Pmix, members: list[tuple[int, str]]) -> None:
     try:
-        pmix.spawn([_command(*member) for member in json.loads(line)])
+        pmix.spawn([([sys.executable, "-I", "-S", holder.__file__, str(pid), path], "/") for pid, path in members])
     except RuntimeError as error:  # who has asked waits in vain; the end of this process would be that of all workers
-        print(f"elasticstate: no holders for {line.decode()}: {error}", file=sys.stderr, flush=True)
+        print(f"elasticstate: no holders for {members}: {error}", file=sys.stderr, flush=True)
 
 
-def _command(host: str | None, pid: int, path: str) -> tuple[str | None, list[str], str]:
-    return host, [sys.executable, "-I", "-S", holder.__file__, str(pid), path], "/"
+def _release(relay: Relay, paths: list[str], host: str | None) -> None:
+    """MPI tells all others that these have ended. Those themselves must not hear of it: who does ends the MPI job."""
+    if host is not None:
+        relay.drop(host)
+    for path in paths:
+        with suppress(FileNotFoundError):  # of a worker that has asked for another one
+            _kill(json.loads(Path(path).read_text())["pid"], path.removesuffix(RELEASED))
+
+
+def _kill(pid: int, path: str) -> None:
+    """The holder of this file, if it lives; not another process that has got its id."""
+    with suppress(ProcessLookupError, FileNotFoundError):
+        living = os.pidfd_open(pid)
+        try:
+            if os.fsencode(path) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                signal.pidfd_send_signal(living, signal.SIGKILL)
+        finally:
+            os.close(living)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ class Pmix:
         me = _Proc()
         self._check("PMIx_Init", self._library.PMIx_Init(ctypes.byref(me), None, 0))
 
-    def spawn(self, commands: Sequence[tuple[str | None, Sequence[str], str]]) -> None:
-        """Start a job of one process for each command: (host, or None for anywhere; words; working directory).
+    def spawn(self, commands: Sequence[tuple[Sequence[str], str]]) -> None:
+        """Start a job of one process for each command: (words, working directory).
 
         It may lose processes without being ended for it, and the others are told of each that it loses.
         """
@@ -61,11 +61,9 @@ class Pmix:
             raise RuntimeError(f"{name} has failed: PMIx error {ctypes.c_int(status).value}")
 
 
-def _app(host: str | None, words: Sequence[str], directory: str) -> _App:
-    app = _App(words[0].encode(), _strings(words), _strings(()), directory.encode(), 1)
-    if host is not None:  # else NULL: the library takes an empty array for one without an end
-        app.info, app.ninfo = _infos([("pmix.host", host)]), 1
-    return app
+def _app(words: Sequence[str], directory: str) -> _App:
+    # Without infos of its own: the library takes an empty array for one without an end.
+    return _App(words[0].encode(), _strings(words), _strings(()), directory.encode(), 1)
 
 
 def _infos(pairs: Sequence[tuple[str, str]]) -> ctypes.Array[_Info]:

@@ -252,6 +252,11 @@ class DriverStream:
         return self._stream.local_address
 
     @property
+    def peer_address(self) -> str:
+        """Of the other end: at which address this host reaches the driver's."""
+        return self._stream.peer_address
+
+    @property
     def heard_at(self) -> float:
         """When the driver last said anything, on the loop's clock."""
         return self._stream.heard_at

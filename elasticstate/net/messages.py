@@ -26,6 +26,7 @@ import signal
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.net.words import (
     LASTING as LASTING,
+    Applicant as Applicant,
     AskIdentities as AskIdentities,
     CommitSize as CommitSize,
     Committed as Committed,
@@ -37,7 +38,6 @@ from elasticstate.net.words import (
     GateOpen as GateOpen,
     Hello as Hello,
     HoldAnswer as HoldAnswer,
-    Holder as Holder,
     HoldOrder as HoldOrder,
     LeaveOrder as LeaveOrder,
     Message,
@@ -239,6 +239,14 @@ class WorldsOnHost(Message, frozen=True):
     worlds: tuple[tuple[WorkerId, WorldMessage], ...]
 
 
+class Identity(Message, frozen=True):
+    """Who a worker is for MPI, to be written to ``path``: the worker waits for that file."""
+
+    path: str
+    environment: tuple[tuple[str, str], ...]
+    relay_port: int = 0  # of the driver's host: there its mpirun can be reached; 0: it is on the same host
+
+
 class Shutdown(Message, frozen=True):
     """Stop all workers and exit."""
 
@@ -257,4 +265,4 @@ class Refusal(Message, frozen=True):
     reason: str
 
 
-ToAgent = JobSpec | Spawn | Fetch | Stop | ToWorkers | WorldsOnHost | Shutdown | Heard | Refusal
+ToAgent = JobSpec | Spawn | Fetch | Stop | ToWorkers | WorldsOnHost | Identity | Shutdown | Heard | Refusal

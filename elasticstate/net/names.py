@@ -32,13 +32,25 @@ def address_of(host: str) -> str:
 
 def own_addresses() -> tuple[str, ...]:
     """The IPv4 addresses of this machine's interfaces at which others may reach it."""
-    found = []
+    return tuple(address for address in _interfaces() if not is_loopback(address))
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this machine's interface that has this IPv4 address; that of the loopback one for any of its own."""
+    if is_loopback(address):
+        address = LOCALHOST
+    return _interfaces().get(address)
+
+
+def _interfaces() -> dict[str, str]:
+    """Their names, by their addresses."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has none
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return tuple(address for address in found if not is_loopback(address))
+                found[socket.inet_ntoa(answer[20:24])] = name
+    return found
 
 
 def why_nobody_can_listen(address: str, port: int = 0) -> str:

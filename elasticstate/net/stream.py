@@ -94,6 +94,14 @@ class Stream(asyncio.Protocol):
         address: str = self._transport.get_extra_info("sockname")[0]
         return address
 
+    @property
+    def peer_address(self) -> str:
+        """The address of the other end. Raises ConnectionError when the connection has ended."""
+        if self._transport is None:
+            raise ConnectionError(self._reason)
+        address: str = self._transport.get_extra_info("peername")[0]
+        return address
+
     # ------------------------------------------------------------------------------------------------------ for asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -100,18 +100,18 @@ class Notice(Message, frozen=True):
     signal: int
 
 
-class Holder(NamedTuple):
-    """Somebody on a host who holds an identity of MPI's for a worker, and where to put it (see elasticstate/mpi)."""
+class Applicant(NamedTuple):
+    """A worker that asks for an identity of MPI's (see elasticstate/mpi)."""
 
     host: str
-    pid: int  # of the worker
-    path: str
+    pid: int
+    path: str  # of the file that it waits for, on its host
 
 
 class AskIdentities(Message, frozen=True):
     """These workers are to start MPI together."""
 
-    members: tuple[Holder, ...]
+    members: tuple[Applicant, ...]
 
 
 LASTING = Ready | Failure | Gate

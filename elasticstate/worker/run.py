@@ -306,7 +306,7 @@ class _Loop:
             return outcome
 
     def _judge(self, error: BaseException) -> _Outcome | None:
-        """Decide by fact, not by text or type: every Gloo error is a plain RuntimeError. None: the worker's own."""
+        """Decide by fact, not by text or type: collectives mostly raise plain RuntimeErrors. None: the worker's own."""
         if not self._sentinel.in_generation:
             return None
         causes = chain(error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 from ranks import SOON_S, Rank, Ranks
 
 from elasticstate.driver.mpirun import Mpirun
-from elasticstate.net.messages import Holder
+from elasticstate.net.messages import Applicant
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU, and torch sees none here")
 BACKENDS = ["gloo", "mpi", pytest.param("nccl", marks=NO_GPU)]
@@ -21,7 +23,7 @@ BACKENDS = ["gloo", "mpi", pytest.param("nccl", marks=NO_GPU)]
 @pytest.fixture
 def mpirun(tmp_path: Path) -> Iterator[Mpirun]:
     """Starts when the first rank asks for an identity, as in a job."""
-    running = Mpirun(tmp_path)
+    running = Mpirun(tmp_path, SOON_S)
     yield running
     running.stop()
     assert not [process for process in psutil.process_iter() if str(tmp_path) in " ".join(_command(process))]
@@ -35,6 +37,18 @@ def _command(process: psutil.Process) -> list[str]:
     return command
 
 
+def give_identities(mpirun: Mpirun, members: list[Applicant]) -> None:
+    """As the driver and the agents do."""
+    mpirun.ask(members)
+    deadline = time.monotonic() + SOON_S
+    for member in members:
+        while (identity := mpirun.identity(member)) is None:
+            assert time.monotonic() < deadline, f"no identity for {member}: {mpirun.last_words()}"
+            time.sleep(0.002)
+        Path(f"{identity.path}.new").write_text(json.dumps(dict(identity.environment)))
+        Path(f"{identity.path}.new").rename(identity.path)
+
+
 @pytest.fixture(params=BACKENDS)
 def ranks(request: pytest.FixtureRequest, tmp_path: Path, mpirun: Mpirun) -> Iterator[Ranks]:
     if request.param == "nccl" and torch.cuda.device_count() < 3:
@@ -44,7 +58,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path, mpirun: Mpirun) -> Ite
         request.param,
         "STORE",
         str(tmp_path),
-        asked=lambda members: mpirun.ask([Holder(*member) for member in members]),
+        asked=lambda members: give_identities(mpirun, [Applicant(*member) for member in members]),
     )
     yield made
     made.end()

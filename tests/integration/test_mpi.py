@@ -5,8 +5,11 @@ Who survives keeps its process: nobody exits whom the test has not killed.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +19,8 @@ import pytest
 from job import Hosts, Job
 
 from elasticstate.driver.mpirun import Mpirun
-from elasticstate.net.messages import Holder
+from elasticstate.net.messages import Applicant
+from elasticstate.net.trust import make_token
 
 MPI = ("--backend", "mpi", "--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
 
@@ -48,13 +52,34 @@ def command_of(process: psutil.Process) -> str:
 
 def test_a_request_that_cannot_be_met_does_not_end_mpirun(tmp_path: Path) -> None:
     """That would be the end of all workers."""
-    mpirun, log = Mpirun(tmp_path), tmp_path / "mpi" / "mpirun.log"
+    mpirun, dead = Mpirun(tmp_path, 30), subprocess.Popen(["true"])
+    dead.wait()
+    gone, here = (Applicant("localhost", pid, str(tmp_path)) for pid in (dead.pid, os.getpid()))
     try:
-        mpirun.ask([Holder("nobody.invalid", os.getpid(), str(tmp_path / "first"))])
-        wait_until(lambda: log.exists() and "no holders for" in log.read_text(errors="replace"), "the refusal")
-        mpirun.ask([Holder("localhost", os.getpid(), str(tmp_path / "second"))])
-        wait_until((tmp_path / "second").exists, "an identity")
-        assert not (tmp_path / "first").exists()
+        mpirun.ask([])  # a job of no processes
+        wait_until(lambda: "no holders for []" in mpirun.last_words(), "the refusal")
+        mpirun.ask([gone])
+        mpirun.ask([here])
+        wait_until(lambda: mpirun.identity(here) is not None, "an identity")
+        assert mpirun.identity(gone) is None
+    finally:
+        mpirun.stop()
+
+
+def test_an_identity_for_another_host_is_held_until_its_worker_has_ended(tmp_path: Path) -> None:
+    mpirun, far = Mpirun(tmp_path, 30), [Applicant("far", pid, str(tmp_path)) for pid in (1, 2)]
+    try:
+        mpirun.ask(far, make_token())
+        wait_until(lambda: all(mpirun.identity(member) is not None for member in far), "identities")
+        assert {identity.relay_port > 0 for member in far if (identity := mpirun.identity(member))} == {True}
+        holders = [json.loads((tmp_path / "mpi" / "held" / "far" / str(pid)).read_text())["pid"] for pid in (1, 2)]
+        assert all(command_of(psutil.Process(pid)) for pid in holders)
+        mpirun.ended("far", 1)
+        wait_until(lambda: not psutil.pid_exists(holders[0]), "end of the first holder")
+        assert mpirun.identity(far[0]) is None
+        assert command_of(psutil.Process(holders[1]))
+        mpirun.lost("far")
+        wait_until(lambda: not psutil.pid_exists(holders[1]), "end of the second holder")
     finally:
         mpirun.stop()
 
@@ -110,6 +135,36 @@ def test_a_worker_that_stands_still_is_killed_and_the_others_go_on(tmp_path: Pat
         os.kill(job.pid_of(1), signal.SIGSTOP)
         job.wait_for_event("worker_unresponsive")
         survived(job, deaths=1)
+
+
+def test_a_worker_that_is_late_is_replaced_and_the_others_go_on(tmp_path: Path) -> None:
+    """It stands in code of the user's, and lives: the others could not shrink their communicator."""
+    options = ("-np", "4", "--min-np", "2", "--max-np", "4", *MPI, "--regroup-timeout", "3")
+    with Job(tmp_path, *options, steps=60, fault=["spin@10:rank=1", "kill@10:rank=3"]) as job:
+        job.wait_for_event("worker_exited", rank=1)
+        resumed = job.wait_for_event("training_resumed")
+        assert resumed["generation"] == 2
+        survived(job, deaths=2)
+        assert job.fired() == 2
+
+
+def test_mpirun_is_killed_and_all_resume_from_their_commits(tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "3", "--min-np", "2", *MPI, steps=40) as job:
+        job.wait_for_step(10)
+        name = job.events("job_started")[0]["job"]
+        broker = f"{sys.executable} -m elasticstate.mpi.broker "
+        started = [process for process in psutil.process_iter() if command_of(process).startswith(broker)]
+        (mpirun,) = (process.parent() for process in started if f"-{name}/mpi" in command_of(process))
+        assert mpirun is not None
+        mpirun.kill()
+        resumed = job.wait_for_event("training_resumed")
+        assert resumed["ticks_lost"] <= 1
+        (warning,) = job.events("warning")
+        assert warning["text"].startswith("mpirun has ended: all workers resume from their commits")
+        job.finish(0)
+        job.check_survival()
+        assert len({event["worker"] for event in job.events("worker_started")}) == 6
+        nothing_is_left(job)
 
 
 def test_a_host_comes_and_goes(tmp_path: Path) -> None:

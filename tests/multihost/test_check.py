@@ -28,7 +28,7 @@ def check(network: Network, *options: str) -> tuple[int, str]:
 
 
 def test_hosts_are_reached(network: Network) -> None:
-    status, said = check(network, "-H", "a:1,b:1")
+    status, said = check(network, "-H", "a:1,b:1", "--backend", "mpi")
     assert status == 0, said
     for line, host in zip(said.splitlines(), "ab", strict=True):
         assert line.startswith(f"    [X] {host}: elasticstate 0.")

@@ -245,13 +245,17 @@ def test_an_agent_that_is_killed_or_stopped_is_replaced(
         ends_well(job)
 
 
-def test_while_all_of_the_world_is_out_of_reach_no_other_world_is_made(network: Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_while_all_of_the_world_is_out_of_reach_no_other_world_is_made(
+    backend: str, network: Network, tmp_path: Path
+) -> None:
     """Workers on a and b train; c comes when the driver's host is cut off from both."""
     hosts = tmp_path / "hosts"
     hosts.write_text("a:1\nb:1\n")
     within = network["d"].space.enter()
     options = ("-np", "2", "--min-np", "1", "--max-np", "3", "--hostfile", str(hosts), "--discovery-interval", "0.1")
-    with Job(tmp_path, *options, *QUICK, within=within, until=tmp_path / "stop", steps=10) as job:
+    options += (*QUICK, "--backend", backend, "--orphan-timeout", "60")
+    with Job(tmp_path, *options, within=within, until=tmp_path / "stop", steps=10) as job:
         trains_with(job, 2)
         for name in ("a", "b"):
             network["d"].deafen_to(network[name])

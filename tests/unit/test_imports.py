@@ -44,7 +44,7 @@ ALLOWED = {
     "errors": set[str](),
     "failures": {"processes"},
     "machine": set[str](),
-    "mpi": set[str](),
+    "mpi": {"config", "net"},
     "mpi_build": {"config", "errors", "processes"},
     "processes": set[str](),
     "net": {"core", "errors"},

@@ -166,6 +166,27 @@ def test_an_agent_that_is_stopped_is_killed_by_the_next_one_with_its_workers(tmp
     play(tmp_path, scenario)
 
 
+def test_an_order_that_comes_while_an_agent_takes_its_host_is_carried_out(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        await scene.serve("sleep", "100")
+        await scene.hear(messages.Started)
+        os.kill(scene.agent.pid, signal.SIGSTOP)
+        scene.heard.clear()
+        await scene.start()
+        second = W._replace(incarnation=2)
+        await scene.until(lambda: bool(scene._streams), "another agent")
+        scene.send(scene.spec("sleep", "100", heartbeat_timeout_s=0.5, stop_timeout_s=0.2))
+        scene.send(messages.Spawn(second))
+        beating = asyncio.ensure_future(scene.beat())
+        assert (await scene.hear(messages.Started)).worker == second
+        beating.cancel()
+        scene.send(messages.Shutdown("done"))
+        assert (await scene.end())[0] == 0
+
+    play(tmp_path, scenario)
+
+
 def test_an_agent_that_is_not_needed_leaves_the_one_before_it_alone(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.start()

@@ -156,14 +156,28 @@ def test_the_first_that_is_missing_of_mpi_says_why() -> None:
 
 
 def host(answer: Answer) -> str:
-    return str(judge("h1", "/p/python", answer, "0.1.0", lambda code: f"exited with {code}"))
+    return str(
+        judge(
+            "h1",
+            "/p/python",
+            answer,
+            "0.1.0",
+            {"torch": "torch", "mpi4py": "'e[mpi]'"},
+            lambda code: f"exited with {code}",
+        )
+    )
 
 
 def test_a_host_that_is_well() -> None:
-    told = {"version": "0.1.0", "python": "3.12.1", "slots": 8, "has_torch": True, "has_directory": True}
+    told = {"version": "0.1.0", "python": "3.12.1", "slots": 8, "has_directory": True}
+    told["has"] = {"torch": True, "mpi4py": True}
     assert host(Answer(0, "welcome\n" + said(told), "")) == "    [X] h1: elasticstate 0.1.0, Python 3.12.1, 8 slots"
     assert "it is 0.1.0 here: install the same there" in host(Answer(0, said({**told, "version": "0.0.9"}), ""))
-    assert "no torch: pip install it there" in host(Answer(0, said({**told, "has_torch": False}), ""))
+    assert "no torch: pip install torch there" in host(
+        Answer(0, said({**told, "has": {"torch": False, "mpi4py": True}}), "")
+    )
+    absent = {**told, "has": {"torch": True, "mpi4py": False}}
+    assert "no mpi4py: pip install 'e[mpi]' there" in host(Answer(0, said(absent), ""))
     assert "the same working directory" in host(Answer(0, said({**told, "has_directory": False}), ""))
 
 

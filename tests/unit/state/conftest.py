@@ -3,7 +3,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from scripts.slow_device import SlowDevice
 
 from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CommitSpaceError, HostsUpdatedInterrupt
+from elasticstate.state.overlap import Copy
+from tests.unit.state.overlapping import Job, Space
 
 
 @dataclass
@@ -179,3 +182,31 @@ def member() -> type[Member]:
 @pytest.fixture
 def together() -> Callable[..., None]:
     return in_threads
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDevice]:
+    """Moves only where somebody waits for it."""
+    device = SlowDevice()
+    wait = Copy.wait
+
+    def wait_for_device(copy: Copy) -> Any:
+        if device.error is None:
+            device.finish()
+        return wait(copy)
+
+    monkeypatch.setattr(Copy, "wait", wait_for_device)
+    yield device
+    device.stop()
+
+
+@pytest.fixture
+def job(device: SlowDevice, file_space: Space, member: Any, world: Any) -> Job:
+    """It has trained, and made commit (1, 1)."""
+    job = Job(device, file_space(), member(world(1)))
+    job.train()
+    job.commit()
+    job.train()
+    job.state._settle()
+    assert job.state.commits == (CommitId(1, 1), None)
+    return job

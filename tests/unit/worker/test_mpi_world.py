@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 from torch.distributed import HashStore, ReduceOp
 
 from elasticstate.errors import CollectiveError
+from elasticstate.net.names import own_addresses
 from elasticstate.worker.contexts.context import Rendezvous
 from elasticstate.worker.contexts.mpi import group
-from elasticstate.worker.contexts.mpi.identity import take_identity
+from elasticstate.worker.contexts.mpi.identity import settings, take_identity
 from elasticstate.worker.contexts.mpi.world import Base, Member, base_that_counts, exchanged, pieces
 
 SHORT = timedelta(seconds=10)
@@ -83,3 +85,23 @@ def test_whoever_waits_for_an_identity_looks_whether_the_generation_has_ended(tm
 def test_a_reduction_that_mpi_does_not_have_is_named() -> None:
     with pytest.raises(CollectiveError, match="PREMUL_SUM"):
         group._mpi_op(ReduceOp.PREMUL_SUM, group.torch.float32)
+
+
+def test_open_mpi_speaks_by_the_interface_at_which_others_reach_this_host() -> None:
+    assert settings("127.0.0.3", {}) == {
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "^ofi,uct",
+        "OMPI_MCA_btl_tcp_if_include": "lo",
+    }
+    for address in own_addresses():
+        found = settings(address, {})
+        assert found["OMPI_MCA_btl"] == "self,tcp", (
+            "of processes on several hosts Open MPI does not know where they are"
+        )
+        assert found["OMPI_MCA_btl_tcp_if_include"] in {name for _, name in socket.if_nameindex()} - {"lo"}
+    assert "OMPI_MCA_btl_tcp_if_include" not in settings("192.0.2.1", {}), "the address of no interface (RFC 5737)"
+
+
+def test_what_the_user_says_of_open_mpi_stands() -> None:
+    given = {"OMPI_MCA_btl": "self,sm", "OMPI_MCA_btl_tcp_if_exclude": "lo,docker0"}
+    assert settings("127.0.0.1", given) == {"OMPI_MCA_pml": "ob1"}

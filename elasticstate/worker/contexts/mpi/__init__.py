@@ -37,7 +37,7 @@ class Mpi:
             )
         path = Path(f"{environment.commits}.identity")
         forget_identity(path)
-        self._builder = WorldBuilder(environment.worker.host, os.getpid(), path, say)
+        self._builder = WorldBuilder(environment.worker.host, environment.local_address, os.getpid(), path, say)
         if environment.reserve_bytes:  # others have committed
             self._builder.start_early()
 

@@ -96,9 +96,8 @@ class MpiContext:
             self._progress.stop()
         self._groups.destroy()
         self._place.clear()
-        for comm in self._subgroups:
-            if comm not in self._revoked:
-                comm.Free()
+        if self._builder is not None:
+            self._builder.put_away(self._subgroups)
         self._subgroups.clear()
         self._world = None
         self.sockets.forget()

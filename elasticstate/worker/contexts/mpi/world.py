@@ -17,19 +17,21 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from elasticstate.errors import CollectiveError
-from elasticstate.net.messages import AskIdentities, Holder
+from elasticstate.net.messages import Applicant, AskIdentities
 from elasticstate.worker.contexts.context import Rendezvous
 from elasticstate.worker.contexts.mpi.identity import forget_identity, start_mpi, take_identity
 from elasticstate.worker.contexts.mpi.library import MPI
 
 _LOOK_INTERVAL_S = 0.0005
 _EARLY_TIMEOUT_S = 5.0
+_LATEST_MESSAGE_S = 1000.0  # Linux gives a connection up that is out of reach after 924 s (tcp_retries2, ip-sysctl)
 _TAG = 32767  # the highest that every MPI has
 
 
@@ -90,26 +92,30 @@ def pieces(members: list[Member], base: str | None) -> list[list[int]]:
 class WorldBuilder:
     """Builds the communicators of one process, one world after the other."""
 
-    def __init__(self, host: str, pid: int, path: Path, ask: Callable[[AskIdentities], None]) -> None:
+    def __init__(
+        self, host: str, local_address: str, pid: int, path: Path, ask: Callable[[AskIdentities], None]
+    ) -> None:
         """``path``: where this process waits for its identity. ``ask`` has holders of identities started."""
         self._host = host
+        self._local_address = local_address
         self._pid = pid
         self._path = path
         self._ask = ask
         self.base: Base | None = None
+        self._passed: deque[tuple[float, MPI.Comm]] = deque()  # until when they are kept
         self.underway: list[MPI.Comm] = []  # what is to be revoked when the generation ends meanwhile
 
     def start_early(self) -> None:
         """Start MPI before there is a world, alone. Without an identity in time, that is left to the first world."""
         path = self._path.with_suffix(".early")
         forget_identity(path)
-        self._ask(AskIdentities((Holder(self._host, self._pid, str(path)),)))
+        self._ask(AskIdentities((Applicant(self._host, self._pid, str(path)),)))
         try:
             take_identity(path, time.monotonic() + _EARLY_TIMEOUT_S, lambda: None)
         except CollectiveError as error:
             sys.stderr.write(f"elasticstate: MPI starts with the next world: {error}\n")
         else:
-            start_mpi()
+            start_mpi(self._local_address)
 
     def build(self, at: Rendezvous) -> MPI.Intracomm:
         """The communicator of the world of ``at``, with its ranks; it is the base from now on.
@@ -135,20 +141,30 @@ class WorldBuilder:
             raise CollectiveError("not all members have agreed on the communicator")
         workers = tuple(member.worker for member in members)
         before, self.base = self.base, Base(world, at.name, workers)
-        passed = [*self.underway[:-1], *([before.comm] if before is not None else [])]
+        self.put_away([*self.underway[:-1], *([before.comm] if before is not None else [])])
         self.underway = []
-        for left in passed:
-            left.Free()
         return world
+
+    def put_away(self, comms: Iterable[MPI.Comm]) -> None:
+        """These are used no more, and freed when nothing of them can be on its way to this process any more.
+
+        Open MPI gives the number of a communicator that is freed to the next one. What a member that is out of reach
+        has sent in the old one would, when it can be reached again, count as sent in the new one: whose own messages
+        are lost for it.
+        """
+        now = time.monotonic()
+        self._passed += [(now + _LATEST_MESSAGE_S, comm) for comm in comms]
+        while self._passed and self._passed[0][0] < now:
+            self._passed.popleft()[1].Free()
 
     def _become_known(self, at: Rendezvous, members: list[Member]) -> None:
         fresh = [member for member in members if not member.is_known]
         if fresh[0].worker == at.worker:
-            self._ask(AskIdentities(tuple(Holder(member.host, member.pid, member.path) for member in fresh)))
+            self._ask(AskIdentities(tuple(Applicant(member.host, member.pid, member.path) for member in fresh)))
         take_identity(self._path, time.monotonic() + at.init_timeout.total_seconds(), at.check)
 
     def _own_piece(self, parts: list[list[int]], rank: int, is_known: bool) -> MPI.Intracomm:
-        world_of_start = start_mpi()
+        world_of_start = start_mpi(self._local_address)
         if self.base is not None:
             self.base.comm.Revoke()
             comm = cast(MPI.Intracomm, self.base.comm.Shrink())

@@ -1,0 +1,76 @@
+"""A worker alone in a world, whose tensors are on a device that is a thread (scripts/slow_device.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from scripts.slow_device import SlowDevice
+
+from elasticstate.core.types import CommitId
+from elasticstate.state import TorchState
+from elasticstate.state.snapshot import Snapshot
+
+Space = Callable[..., Any]
+
+
+def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def contents(state: TorchState) -> str:
+    """All tensors to the last digit, by name, and the note."""
+    values = {k: v.tolist() for k, v in state.capture().items() if isinstance(v, torch.Tensor | np.ndarray)}
+    return repr([sorted(values.items()), state.note])
+
+
+class Job:
+    """A worker alone in a world, whose tensors are on a device."""
+
+    def __init__(self, device: SlowDevice, space: Any, session: Any, **more: Any) -> None:
+        torch.manual_seed(0)
+        model, optimizer = parts()
+        self.state = TorchState(model=model, optimizer=optimizer, **more, note=[0])
+        self.device, self.session = device, session
+        self.state._snapshot = Snapshot(space, lambda _: device)
+        self.state._bind(session)
+        self.was: dict[CommitId, str] = {}  # the content at each commit
+
+    def train(self) -> None:
+        self.forward().backward()
+        self.state.optimizer.step()
+        self.state.note = [self.state.note[0] + 1]
+
+    def forward(self) -> torch.Tensor:
+        self.state.optimizer.zero_grad()
+        inputs = torch.linspace(-1, 1, 32).view(8, 4) * (self.state.note[0] + 1)
+        loss: torch.Tensor = self.state.model(inputs).square().mean()
+        return loss
+
+    def commit(self) -> CommitId:
+        commit = CommitId(self.session.generation, self.session.ticks + 1)
+        self.was[commit] = contents(self.state)
+        self.state.commit()
+        return commit
+
+    def restored(self) -> CommitId:
+        """Go back; returns to which commit, whose content it is."""
+        self.state.restore()
+        newest = self.state.commits[0]
+        assert newest is not None
+        assert contents(self.state) == self.was[newest]
+        return newest
+
+
+def note_of(content: str) -> list[int]:
+    """``note`` is the last value."""
+    return [int(content[content.rindex("[") + 1 : content.index("]", content.rindex("["))])]
+
+
+def found(file_space: Space) -> tuple[CommitId | None, CommitId | None]:
+    """What a new worker would hold, if this one died now."""
+    snapshot = Snapshot(file_space())
+    return snapshot.newest, snapshot.previous
