@@ -66,7 +66,7 @@ def train(state: elastic.TorchState) -> float:
             state.step += 1
             dist.all_reduce(loss.detach_())
             loss /= elastic.size()
-            if elastic.rank() == 0 and args.losses:
+            if args.losses:  # all do, for any of them may die before it has
                 args.losses.write(f"{state.step} {loss.item()!r}\n")
             state.commit()
             if state.step >= args.steps:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,10 +175,11 @@ class Strikes:
         """Its memory is lost: so there must be as new a commit on another host, and within reach."""
         host = self._host(fault.targets[0])
         others = [self._network[name] for name in self._slots if name not in {host.name, *self._afflicted}]
-        if _newest_commit(host) > max(map(_newest_commit, others), default=NOTHING):
-            raise NobodyThere
-        lost = [psutil.Process(pid) for pid in host.space.pids()]
-        host.power_off()
+        with _standing_still(self._processes(str(SCRIPT), host)):  # else it might commit between the look and the end
+            if _newest_commit(host) > max(map(_newest_commit, others), default=NOTHING):
+                raise NobodyThere
+            lost = list(_found(host.space.pids()))
+            host.power_off()
         return lambda: not any(map(_lives, lost)), host.power_on
 
     def _cut(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
@@ -253,6 +254,43 @@ def _stop(process: psutil.Process) -> tuple[Callable[[], bool], Callable[[], Non
 
     process.suspend()
     return lambda: _status(process) == psutil.STATUS_STOPPED, go_on
+
+
+@contextmanager
+def _standing_still(processes: Iterable[psutil.Process]) -> Iterator[None]:
+    """No thread of theirs runs meanwhile. Who stood still before does so afterwards."""
+    stopped = []
+    try:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                if _status(process) != psutil.STATUS_STOPPED:
+                    process.suspend()
+                    stopped.append(process)
+        deadline = time.monotonic() + 5
+        while running := [process.pid for process in stopped if not _stands(process)]:
+            assert time.monotonic() < deadline, f"processes {running} run on in spite of SIGSTOP"
+            time.sleep(0.001)
+        yield
+    finally:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def _stands(process: psutil.Process) -> bool:
+    """All threads of it do; so does what is gone."""
+    states = []
+    for path in Path("/proc", str(process.pid), "task").glob("*/stat"):
+        with suppress(OSError):
+            states.append(path.read_text().rpartition(") ")[2][0])
+    return all(state in "TtZX" for state in states)
+
+
+def _found(pids: Iterable[int]) -> Iterator[psutil.Process]:
+    """Those that are still there."""
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            yield psutil.Process(pid)
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,11 @@ class Job:
     def kill(self, *slots: int) -> None:
         """SIGKILL for the workers in these slots of localhost."""
         seats = tuple(f"localhost:{slot}:" for slot in slots)
-        processes = psutil.Process(self.process.pid).children(recursive=True)
-        workers = [p for p in processes if p.environ().get("ELASTICSTATE_WORKER", "").startswith(seats)]
+        workers = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # a discovery script comes and goes
+                if process.environ().get("ELASTICSTATE_WORKER", "").startswith(seats):
+                    workers.append(process)
         assert len(workers) == len(slots)
         for process in workers:
             process.kill()

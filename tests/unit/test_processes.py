@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -43,7 +44,8 @@ def test_all_of_a_session_ends_with_a_command_that_takes_too_long(tmp_path: Path
             await ask(f"sh {script}", 2, whole_session=True)
         assert caught.value.answer.stdout == "begun\n"
         child = int(told.read_text())
-        while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-            await asyncio.sleep(0.005)
+        with suppress(psutil.NoSuchProcess):
+            while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.005)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
