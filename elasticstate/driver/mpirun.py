@@ -69,9 +69,9 @@ class Mpirun:
         """What the worker is to be told, as soon as its identity is held."""
         try:
             held = json.loads(self._held(member.host, member.pid).read_text())
-        except FileNotFoundError:
+            relay_port = 0 if is_this_machine(member.host) else int((self._directory / RELAY_PORT).read_text())
+        except FileNotFoundError:  # the second: it has been started anew, and that one is not as far
             return None
-        relay_port = 0 if is_this_machine(member.host) else int((self._directory / RELAY_PORT).read_text())
         return Identity(member.path, tuple(held["environment"].items()), relay_port)
 
     def last_words(self) -> str:

@@ -116,14 +116,16 @@ import elasticstate as elastic
 @elastic.run
 def train(state):
     import os, time, torch, torch.distributed as dist
-    while not os.path.exists(STOP):
-        dist.all_reduce(torch.ones(1))
+    while True:
+        is_over = torch.tensor([int(os.path.exists(STOP))])
+        dist.broadcast(is_over, 0)  # all stop at the same step
+        if is_over:
+            return state.step >= 5
         state.step += 1
         state.commit()
         if state.step == 5:
             open(STARTED, "a").write(f"{os.getpid()}\\n")
         time.sleep(0.01)
-    return state.step >= 5
 
 print(elastic.launch(lambda: train(elastic.ObjectState(step=0)), np=2))
 """
