@@ -20,17 +20,18 @@ hosts:  ## Debian packages for the tests on several hosts, which are skipped wit
 	else apt-get update -qq && apt-get install -y -qq --no-install-recommends openssh-server iptables iproute2 util-linux \
 	  || echo "cannot be installed: the tests on several hosts are skipped"; fi
 
-# Simulations and unit tests mostly compute; chaos, the hundred regroups and jobs on several hosts mostly wait: so they go
-# side by side.
+# Jobs mostly wait, for each other and for faults to be noticed; unit tests mostly compute, and simulations do nothing
+# else: these go beside the jobs, and take what is left.
 WAITING := tests/chaos tests/integration/test_steady.py tests/multihost
-COMPUTING := tests/simulation tests/unit
+COMPUTING := tests/unit tests/simulation
 test: lint  ## lint, then all tests
-	@nice $(BIN)/python -m pytest $(COMPUTING) > .computing.log 2>&1 & computing=$$!; \
-	trap 'kill $$computing 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
-	$(BIN)/python -m pytest $(WAITING); first=$$?; \
-	wait $$computing; second=$$?; cat .computing.log; \
-	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(WAITING) $(COMPUTING)); third=$$?; \
-	test $$first$$second$$third = 000
+	@nice -n 10 $(BIN)/python -m pytest tests/unit > .unit.log 2>&1 & unit=$$!; \
+	nice -n 19 $(BIN)/python -m pytest tests/simulation > .simulation.log 2>&1 & simulation=$$!; \
+	trap 'kill $$unit $$simulation 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
+	$(BIN)/python -m pytest $(WAITING); status=$$?; \
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(WAITING) $(COMPUTING)); status=$$status$$?; \
+	wait $$unit; status=$$status$$?; wait $$simulation; status=$$status$$?; cat .unit.log .simulation.log; \
+	test $$status = 0000
 
 chaos: setup  ## all faults at a job on three hosts: make chaos MINUTES=30 SEED=7
 	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(or $(SEED),$(shell date +%s))
