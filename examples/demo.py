@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -39,8 +40,9 @@ def sizes_of_worlds(events_file: Path) -> list[int]:
 def worker_process(job: subprocess.Popen[bytes], seat: str) -> psutil.Process:
     """The process of the worker in a seat (host:slot)."""
     for process in psutil.Process(job.pid).children(recursive=True):
-        if process.environ().get("ELASTICSTATE_WORKER", "").startswith(f"{seat}:"):
-            return process
+        with suppress(psutil.NoSuchProcess):  # a discovery script comes and goes
+            if process.environ().get("ELASTICSTATE_WORKER", "").startswith(f"{seat}:"):
+                return process
     sys.exit(f"demo: no worker runs in {seat}")
 
 
@@ -50,7 +52,7 @@ def run(folder: Path) -> str:
     hosts.write_text("localhost:2\n127.0.0.2:2\n")
     options = ["-np", "4", "--min-np", "2", "--max-np", "4", "--min-interrupt-distance", "1", "--log-dir", logs]
     options += ["--events-file", events, "--host-discovery-script", EXAMPLES / "discover.sh"]
-    command = [ELASTICRUN, *options, sys.executable, "-u", EXAMPLES / "digits.py", "--epochs", "40", "--pace", "0.02"]
+    command = [ELASTICRUN, *options, sys.executable, "-u", EXAMPLES / "digits.py", "--epochs", "40", "--pace", "0.03"]
     with subprocess.Popen(command, env=os.environ | {"HOSTS_FILE": str(hosts)}) as job:
         try:
             wait_until(job, "the first epochs", lambda: any("epoch 5" in log.read_text() for log in logs.glob("*.out")))

@@ -116,7 +116,7 @@ class Chaos:
             assert status is None or not strikes.has_driver, (
                 f"the job has ended with status {status} in the middle of the chaos"
             )
-            if not self._pending and self._elapsed_s() > 60 * self._minutes:
+            if not self._pending and strikes.has_driver and self._elapsed_s() > 60 * self._minutes:
                 return  # what is mended at the end was so
             time.sleep(0.02)
 

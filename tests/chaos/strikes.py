@@ -94,7 +94,7 @@ class Strikes:
         return max(((generation, pid) for generation, rank, pid in found if rank == 0), default=(0, 0))[1]
 
     def _one(self, fault: Fault, processes: Iterable[psutil.Process]) -> psutil.Process:
-        awake = [p for p in processes if _status(p) != psutil.STATUS_STOPPED]
+        awake = [p for p in processes if _status(p) not in ("", psutil.STATUS_STOPPED)]
         if not awake:
             raise NobodyThere
         return awake[fault.targets[0] % len(awake)]
@@ -252,7 +252,10 @@ def _stop(process: psutil.Process) -> tuple[Callable[[], bool], Callable[[], Non
         with suppress(psutil.NoSuchProcess):
             process.resume()
 
-    process.suspend()
+    try:
+        process.suspend()
+    except psutil.NoSuchProcess:
+        raise NobodyThere from None
     return lambda: _status(process) == psutil.STATUS_STOPPED, go_on
 
 

@@ -179,9 +179,9 @@ def test_a_torch_that_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_torch_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_torch(tmp_path, monkeypatch, "import threading\nthreading.Event().wait()\n")
-    status, stdout, _ = check("--start-timeout", "5")
+    status, stdout, _ = check("--start-timeout", "10")
     assert status == 0
-    assert "[ ] torch (import torch takes longer than --start-timeout of 5 s: File " in stdout
+    assert "[ ] torch (import torch takes longer than --start-timeout of 10 s: File " in stdout
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

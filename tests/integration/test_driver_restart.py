@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -100,13 +101,20 @@ def test_an_agent_and_its_workers_that_die_with_the_driver_are_replaced(tmp_path
 
 
 def test_when_all_processes_of_a_job_are_killed_it_goes_on_from_memory(tmp_path: Path, name: str) -> None:
-    """What a supervisor does that kills the whole group of what it restarts."""
-    with Job(tmp_path, "-np", "2", *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
+    """What a supervisor does that kills the whole group of what it restarts.
+
+    Its memory is where no agent of another job looks for what dead jobs have left.
+    """
+    commits = tmp_path / "commits"
+    commits.mkdir()
+    options = ("--job-name", name, "--commit-dir", str(commits))
+    with Job(tmp_path, "-np", "2", *FAST, *options, steps=20, until=tmp_path / "stop") as job:
         job.wait_for_step(20)
         children = psutil.Process(job.process.pid).children(recursive=True)
         job.process.send_signal(signal.SIGSTOP)
         for child in children:
-            child.kill()
+            with suppress(psutil.NoSuchProcess):  # a worker may have ended with its agent
+                child.kill()
         job.kill_driver()
         psutil.wait_procs(children, timeout=10)
         assert not [child for child in children if child.is_running()]
@@ -117,6 +125,7 @@ def test_when_all_processes_of_a_job_are_killed_it_goes_on_from_memory(tmp_path:
         job.stop_file.touch()
         job.finish(0)
         job.check_survival()
+        assert not list(commits.iterdir())
 
 
 def test_a_job_that_finishes_without_its_driver_is_finished_by_the_next_one(tmp_path: Path, name: str) -> None:

@@ -198,7 +198,7 @@ def test_a_commit_directory_that_is_too_small_is_a_clear_error(small: Path, tmp_
 
 def test_commits_that_fit_are_kept_there_and_removed_at_the_end(small: Path, tmp_path: Path) -> None:
     with Job(tmp_path, "-np", "2", "--commit-dir", str(small), steps=60, ballast=4, fault=["kill@30:rank=0"]) as job:
-        job.wait_for_step(10)
+        job.wait_for_step(1)
         assert memory_of(job).parent == small
         job.finish()
     assert "commits take 17.8 MB on this host (2 workers x 2 x 4.5 MB), 25.2 MB are free" in job.output

@@ -13,7 +13,7 @@ from job import SCRIPTS, Job
 
 GENERATIONS = 101
 WINDOW = 20
-FAST = ("--failure-grace", "0.5", "--join-window", "0.2", "--min-interrupt-distance", "0")
+FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0")
 
 
 def test_a_hundred_commits_cost_no_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def refusals(job: Job, words: str) -> list[str]:
 def test_random_bytes_and_half_open_tls(tmp_path: Path) -> None:
     with job_that_trains(tmp_path) as (job, door), ExitStack() as stack:
         rubbish = stack.enter_context(door.connect())
-        rubbish.sendall(os.urandom(4096))
+        rubbish.sendall(b"rubbish " + os.urandom(4096))  # never the beginning of a ClientHello
         half = stack.enter_context(door.connect())
         half.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a ClientHello
         job.wait_for("the refusal of random bytes", lambda: refusals(job, "speaks no TLS"))

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from job import SCRIPTS, Hosts, Job
 
-OPTIONS = ("--failure-grace", "0.5", "--min-interrupt-distance", "0.2", "--min-np", "2")
+OPTIONS = ("--failure-grace", "0.5", "--min-interrupt-distance", "0.2", "--min-np", "2", "--join-window", "30")
 
 
-def start(folder: Path, hosts: Hosts, *batches: int, throw: bool = False) -> Job:
+def start(folder: Path, hosts: Hosts, *batches: int, throw: bool = False, step_s: float = 0.02) -> Job:
     script = [sys.executable, str(SCRIPTS / "uneven.py"), "--log", str(folder / "logs")]
+    script += ["--step-seconds", str(step_s)]
     script += ["--batches", *map(str, batches), *["--throw"][: int(throw)]]
     return Job(folder, "-np", "3", *OPTIONS, *hosts.options, command=script)
 
@@ -60,7 +61,7 @@ def test_a_worker_dies_while_another_is_out_of_inputs(tmp_path: Path, victim: in
 
 def test_a_newcomer_joins_while_a_rank_is_out_of_inputs(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("localhost:3")
-    with start(tmp_path, hosts, 5, 400, 400) as job:
+    with start(tmp_path, hosts, 5, 400, 400, step_s=0.06) as job:
         job.wait_for("rank 0 without inputs", lambda: out(job, 0))
         hosts.set("localhost:4")
         job.wait_for_event("world_formed", size=4)

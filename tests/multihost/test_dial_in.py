@@ -94,7 +94,7 @@ def test_an_agent_with_another_token_is_refused_and_the_job_goes_on(network: Net
         job = stack.enter_context(listening_job(network, tmp_path, token))
         job.wait_for("token file", token.exists)
         stack.enter_context(agent(network, "a", token, "--slots", "1"))
-        stranger = stack.enter_context(agent(network, "b", other, "--slots", "1", "--wait", "0.5"))
+        stranger = stack.enter_context(agent(network, "b", other, "--slots", "1", "--wait", "5"))
         assert stranger.wait(30) == 1
         assert stranger.stderr is not None
         assert "it has another token" in stranger.stderr.read()

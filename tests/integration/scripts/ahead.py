@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,9 +34,17 @@ def note(what: str, **values: object) -> None:
         log.write(json.dumps(line) + "\n")
 
 
-def die() -> None:
+def die(once: Callable[[], bool] = lambda: True) -> None:
     note("dies")
+    while not once():
+        time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def all_have(what: str) -> bool:
+    """Noted this, both slots, in their first incarnation."""
+    logs = [args.log / f"{slot}-1.jsonl" for slot in (0, 1)]
+    return all(f'"what": "{what}"' in log.read_text() for log in logs)
 
 
 def spoil() -> None:
@@ -54,7 +63,7 @@ note("top", rank=elastic.rank(), size=elastic.size(), generation=elastic.generat
 if args.collective:
     dist.all_reduce(torch.ones(1))
 if args.dies == "at the top" and slot == 1 and incarnation == 1:
-    die()
+    die(lambda: all_have("top"))
 state = elastic.TorchState(weights=torch.zeros(100), step=0)
 
 
@@ -68,7 +77,9 @@ def train(state: elastic.TorchState) -> None:
         state.step += 1
         state.commit()
         first = incarnation == 1 and state.step == 10
-        if first and (args.dies == "with all" or (args.dies == "in training" and slot == 1)):
+        if first and args.dies == "with all":
+            die(lambda: all_have("dies"))
+        if first and args.dies == "in training" and slot == 1:
             die()
 
 

@@ -3,6 +3,8 @@
 import os
 import signal
 
+import torch.distributed as dist
+
 import elasticstate as elastic
 
 state = elastic.ObjectState(step=0, offset=0)
@@ -18,10 +20,13 @@ state.register_reset_callbacks([differently_on_each_rank])
 @elastic.run
 def train(state: elastic.ObjectState) -> None:
     while state.step < 5:
-        if state.step == 3 and elastic.generation() == 1 and elastic.rank() == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
         state.step += 1
         state.commit()
+    if elastic.generation() == 1:
+        dist.barrier()  # all have committed the same
+        if elastic.rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
 
 
 train(state)

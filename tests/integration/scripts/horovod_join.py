@@ -74,8 +74,8 @@ def train(state: hvd.elastic.TorchState) -> None:
         last = hvd.join()
         assert last == hvd.size() - 1
         state.epoch += 1
+        note("joined", epoch=state.epoch)  # before the commit, which may end the generation
         state.commit()
-        note("joined", epoch=state.epoch)
         time.sleep(0.02)  # epochs are short, and the newcomer takes seconds: fewer lines to read
 
 

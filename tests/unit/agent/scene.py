@@ -172,7 +172,7 @@ class Scene:
                 await asyncio.sleep(0.005)
 
         try:
-            await asyncio.wait_for(look(), 15)
+            await asyncio.wait_for(look(), 60)
         except asyncio.TimeoutError:
             said = b""
             if self.agent.returncode is not None and self.agent.stderr is not None:
@@ -201,11 +201,11 @@ class Scene:
     async def line(self) -> str:
         """The next line that a worker prints."""
         assert self.agent.stdout is not None
-        return (await asyncio.wait_for(self.agent.stdout.readline(), 15)).decode().strip()
+        return (await asyncio.wait_for(self.agent.stdout.readline(), 60)).decode().strip()
 
     async def end(self) -> tuple[int, str]:
         """Exit status of the agent, and the rest of what it and its workers have printed."""
-        stdout, stderr = await asyncio.wait_for(self.agent.communicate(), 15)
+        stdout, stderr = await asyncio.wait_for(self.agent.communicate(), 60)
         assert self.agent.returncode is not None
         return self.agent.returncode, (stdout + stderr).decode()
 

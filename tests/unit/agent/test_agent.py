@@ -11,6 +11,11 @@ from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.net import messages
 from tests.unit.agent.scene import SEAL, SPEAK, Scene, W, play
 
+LEAVE = """
+    if isinstance(order, messages.LeaveOrder):
+        os._exit(0)
+"""
+
 
 def test_orders_reach_the_worker_and_its_words_the_driver(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
@@ -35,7 +40,7 @@ def test_orders_reach_the_worker_and_its_words_the_driver(tmp_path: Path) -> Non
 def test_a_worker_that_does_not_leave_is_killed_after_the_stop_timeout(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.start()
-        await scene.serve(sys.executable, "-c", SPEAK, stop_timeout_s=0.3)
+        await scene.serve(sys.executable, "-c", SPEAK, stop_timeout_s=2)
         await scene.hear(messages.FromWorker)
         scene.send(messages.ToWorkers((W,), messages.LeaveOrder()))
         assert await scene.line() == "LeaveOrder"
@@ -62,7 +67,7 @@ def test_a_plain_command_gets_sigterm(tmp_path: Path) -> None:
 def test_without_a_driver_a_hold_is_released_and_training_goes_on_for_a_while(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.start()
-        await scene.serve(sys.executable, "-c", SPEAK, driver_timeout_s=1.0, stop_timeout_s=0.1)
+        await scene.serve(sys.executable, "-c", SPEAK + LEAVE, driver_timeout_s=1.0)
         await scene.hear(messages.FromWorker)
         scene.send(messages.ToWorkers(None, messages.HoldOrder(1)))
         assert await scene.line() == "HoldOrder"

@@ -13,6 +13,17 @@ from elasticstate.net import codec, messages
 from tests.unit.agent.scene import SEAL, SPEAK, Scene, W, play
 
 
+def tells_of_a_commit(message: object) -> bool:
+    return isinstance(message, messages.Stamps) and any(stamp.commit is not None for _, stamp in message.stamps)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return " Z " in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def test_an_agent_in_touch_again_tells_all_of_its_workers_and_goes_on(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.start()
@@ -148,7 +159,7 @@ def test_an_agent_that_is_stopped_is_killed_by_the_next_one_with_its_workers(tmp
     async def scenario(scene: Scene) -> None:
         await scene.start()
         await scene.serve(sys.executable, "-c", SEAL.replace("os._exit(7)", "os.kill(os.getpid(), 19)"))
-        await scene.until(lambda: any(isinstance(m, messages.Stamps) and m.stamps for m in scene.heard), "a commit")
+        await scene.until(lambda: any(map(tells_of_a_commit, scene.heard)), "a commit")
         pid = (await scene.hear(messages.Started)).pid
         before = scene.agent
         os.kill(before.pid, signal.SIGSTOP)
@@ -157,8 +168,8 @@ def test_an_agent_that_is_stopped_is_killed_by_the_next_one_with_its_workers(tmp
         scene.send(scene.spec("sleep", "100", heartbeat_timeout_s=0.5))
         beating = asyncio.ensure_future(scene.beat())
         await scene.until(lambda: messages.Serving(((0, CommitId(4, 1)),), ()) in scene.heard, "what was left")
-        assert await asyncio.wait_for(before.wait(), 15) == -signal.SIGKILL
-        assert not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
+        assert await asyncio.wait_for(before.wait(), 60) == -signal.SIGKILL
+        await scene.until(lambda: is_gone(pid), "the end of its worker")
         beating.cancel()
         scene.send(messages.Shutdown("done"))
         assert (await scene.end())[0] == 0
@@ -211,7 +222,7 @@ def test_an_agent_that_is_not_needed_leaves_the_one_before_it_alone(tmp_path: Pa
 
 def test_a_wrong_token_is_said(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
-        await scene.start(token="w" * 32, wait_s=0.3)
+        await scene.start(token="w" * 32, wait_s=2.5)
         status, said = await scene.end()
         assert status == 1
         assert "cannot serve: 127.0.0.1" in said

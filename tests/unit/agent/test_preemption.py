@@ -130,7 +130,7 @@ def test_a_slow_command_holds_nothing_up_and_ends_with_the_agent(tmp_path: Path)
         await scene.hear(messages.Stamps)  # the agent's own sign of life
         assert os.getsid(asked) == asked, "in a session of its own"
         scene.send(messages.Shutdown("done"))
-        assert (await asyncio.wait_for(scene.end(), 10))[0] == 0
+        assert (await asyncio.wait_for(scene.end(), 60))[0] == 0
         assert not psutil.pid_exists(asked)
 
     play(tmp_path, scenario)

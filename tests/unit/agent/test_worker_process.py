@@ -30,7 +30,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
             await asyncio.sleep(0.002)
 
     try:
-        await asyncio.wait_for(look(), 10)
+        await asyncio.wait_for(look(), 60)
     except asyncio.TimeoutError:
         pytest.fail(f"has not come: {what}")
 

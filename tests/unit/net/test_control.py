@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import pytest
 
@@ -321,7 +322,8 @@ def test_who_proves_nothing_in_time_is_turned_away() -> None:
         half.sendall(hello[: len(hello) // 2])
         proven, _ = await dial(f"{LOCALHOST}:{port}", TRUST.client, NAME, 5.0)
         for i in range(len(hello)):
-            slow.sendall(hello[i : i + 1])
+            with suppress(ConnectionError):  # it may be turned away before another one
+                slow.sendall(hello[i : i + 1])
             await asyncio.sleep(0.02)
             if len(driver.turned_away) == 4:
                 break
@@ -334,7 +336,7 @@ def test_who_proves_nothing_in_time_is_turned_away() -> None:
         await driver.until(lambda: len(driver.streams) == 1)
         await agent.close()
 
-    with_driver(scenario, proof_timeout_s=0.5)
+    with_driver(scenario, proof_timeout_s=2)
 
 
 def test_a_crowd_of_silent_strangers_keeps_nobody_out(door: None) -> None:

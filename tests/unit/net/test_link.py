@@ -40,7 +40,7 @@ class Agent:
                 await asyncio.sleep(0.001)
 
         try:
-            await asyncio.wait_for(look(), 5)
+            await asyncio.wait_for(look(), 60)
         except asyncio.TimeoutError:
             pytest.fail(f"received {self.received}, complained {self.complaints}")
 

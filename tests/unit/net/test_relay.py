@@ -36,12 +36,12 @@ class Service:
 
 
 @asynccontextmanager
-async def service() -> AsyncIterator[tuple[Service, Relay, int]]:
+async def service(proof_timeout_s: float) -> AsyncIterator[tuple[Service, Relay, int]]:
     """A service, a relay to it, and the port of that."""
     asked, before = Service(), asyncio.all_tasks()
     server = await asyncio.start_server(asked.meet, LOCALHOST, 0)
     relay = Relay(port_of(server))
-    yield asked, relay, await relay.open(TRUST, 0.5)
+    yield asked, relay, await relay.open(TRUST, proof_timeout_s)
     relay.close()
     server.close()
     for writer in asked.writers:
@@ -56,9 +56,9 @@ async def end(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-def run(what: Callable[[Service, Relay, int], Awaitable[None]]) -> None:
+def run(what: Callable[[Service, Relay, int], Awaitable[None]], proof_timeout_s: float = SOON_S) -> None:
     async def main() -> None:
-        async with service() as given:
+        async with service(proof_timeout_s) as given:
             await what(*given)
 
     asyncio.run(asyncio.wait_for(main(), SOON_S))
@@ -139,7 +139,7 @@ def test_no_stranger_gets_through() -> None:
             await open_tunnel(Trust("u" * 32), "here", (LOCALHOST, port), SOON_S, pytest.fail)
         assert asked.visitors == 0
 
-    run(main)
+    run(main, proof_timeout_s=2)
 
 
 def test_without_a_relay_there_is_no_tunnel() -> None:

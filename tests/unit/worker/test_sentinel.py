@@ -386,9 +386,13 @@ def test_ctrl_c_ends_every_wait(worker: Worker, wait: str) -> None:
         "ask": lambda: worker.sentinel.ask(messages.NeedSpace(0, 1), messages.Space),
     }
     interrupt = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def wait_until_interrupted() -> None:
+        interrupt.start()  # it may come before this has returned
         waits[wait]()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait_until_interrupted()
     interrupt.join()
     worker.hear(messages.HoldOrder(GENERATION))  # and it goes on as before
     worker.answer()
@@ -412,7 +416,12 @@ def test_told_to_leave_in_the_middle_of_a_generation(worker: Worker) -> None:
 
 
 def test_told_to_leave_while_waiting_for_a_world(worker: Worker) -> None:
-    told = threading.Timer(0.05, worker.hear, (messages.LeaveOrder(),))
+    def tell() -> None:
+        while worker.page.stamp()[2] != messages.Place.REGROUP:
+            time.sleep(0.001)
+        worker.hear(messages.LeaveOrder())
+
+    told = threading.Thread(target=tell)
     told.start()
     with pytest.raises(SystemExit) as caught:
         worker.sentinel.ready("h:1")
