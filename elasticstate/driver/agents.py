@@ -153,8 +153,9 @@ class Agents:
 
     def start(self, host: str) -> None:
         """Start the agent of a host; Serving or AgentLost follows."""
-        if self._options.listen is not None:
-            return  # it is here already
+        agent = self._agents.get(host)
+        if self._options.listen is not None or (agent is not None and agent.stream is not None):
+            return  # it is here already, or again
         self._started += 1
         launch = self._launch(host)
         try:

@@ -124,8 +124,10 @@ class Identities:
         self._lost.discard(host)
         if self._lost and world is not None and any(member.worker.host == host for member in world.members):
             self._give_up_the_lost()
-        if isinstance(message, Serving) and self._begin_return(host, message):
-            return []
+        if isinstance(message, Serving):
+            self._coming.pop(host, None)  # of another agent there, or of the same before it dialled again
+            if self._begin_return(host, message):
+                return []
         if host not in self._coming:
             return [message]
         coming = self._coming[host]

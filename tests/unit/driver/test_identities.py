@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elasticstate.core.types import Placement, WorkerId, World
+from elasticstate.core.types import CommitId, Placement, WorkerId, World
 from elasticstate.driver.identities import Identities
 from elasticstate.driver.mpirun import Mpirun
 from elasticstate.net import messages
@@ -86,5 +86,18 @@ def test_a_host_that_is_lost_while_it_comes_back_is_lost(tmp_path: Path) -> None
         assert identities.heard("b", SERVING, None) == []
         identities.host_lost("b")
         assert identities.heard("b", messages.Serving((), ()), None) == [messages.Serving((), ())]
+
+    play(tmp_path, scenario)
+
+
+def test_another_agent_that_has_taken_the_host_meanwhile_is_heard(tmp_path: Path) -> None:
+    """It has ended those that were to end first: nobody says so any more."""
+
+    def scenario(identities: Identities, _: Sent) -> None:
+        identities.host_lost("b")
+        identities.dismiss(())
+        assert identities.heard("b", SERVING, None) == []
+        anew = messages.Serving(((0, CommitId(1, 1)),), ())
+        assert identities.heard("b", anew, None) == [anew]
 
     play(tmp_path, scenario)

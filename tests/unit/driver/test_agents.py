@@ -1,0 +1,66 @@
+"""The driver's side of agents, with real connections."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from elasticstate.config import read_options
+from elasticstate.core import types as t
+from elasticstate.driver.agents import Agents
+from elasticstate.net import messages
+from elasticstate.net.control import DriverStream
+from elasticstate.net.trust import Trust
+
+TOKEN = "t" * 32
+SPEC = messages.JobSpec(
+    job="j",
+    job_id="c0ffee",
+    epoch=2,
+    command=("true",),
+    commit_dir="/dev/shm",
+    heartbeat_timeout_s=60.0,
+    hang_timeout_s=None,
+    failure_grace_s=2.0,
+    start_timeout_s=60.0,
+    stop_timeout_s=60.0,
+    driver_timeout_s=60.0,
+    lease_s=None,
+    output=messages.Output(tagged=False),
+    environment=(),
+    preemption=messages.Preemption((), None, 1.0, 5.0),
+)
+
+
+def test_where_an_agent_has_dialled_in_again_no_other_one_is_started(tmp_path: Path) -> None:
+    """What it has to say may not have come, or may have to wait: the core does not know of it yet."""
+    events: list[t.Event] = []
+    said: list[tuple[str, messages.FromAgent]] = []
+
+    def fail(text: str) -> None:
+        raise AssertionError(text)
+
+    async def scenario() -> None:
+        options = read_options({"np": "1"}, ["true"], {})
+        agents = Agents(
+            SPEC, options, TOKEN, tmp_path, events.append, lambda *each: said.append(each), str, fail, lambda _: None
+        )
+        agents.listen()
+        driver = await DriverStream.dial((f"127.0.0.1:{agents.ports[0]}",), Trust(TOKEN), 60)
+        driver.send(messages.AgentHello("far", "id", 0, 1, 77, messages.PROTOCOL_VERSION, "1"))
+        assert await driver.receive() == SPEC
+        agents.start("far")
+        assert agents.pid_of("far") == 77
+        driver.send(messages.Serving((), ()))
+        while not said:
+            await asyncio.sleep(0.001)
+        assert said == [("far", messages.Serving((), ()))]
+        await driver.close()
+        while not events:
+            await asyncio.sleep(0.001)
+        hurry = asyncio.Event()
+        hurry.set()
+        await agents.stop("the end", hurry)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert [type(event) for event in events] == [t.AgentLost]
