@@ -390,7 +390,7 @@ def test_worlds_and_the_gate_reach_the_workers_and_their_words_the_core(tmp_path
         "print(world.placement.rank, world.size, world.store, world.job == told.job, flush=True)\n"
         "link.send(messages.First(world.generation))\n"
         "link.send(messages.Synced(world.generation, 10, 0.5))\n"
-        "time.sleep(0.1)\n"
+        "time.sleep(0.1)\n"  # of training: goodput is rounded
         "link.send(messages.Gate(world.generation))\n"
         "assert receive() == messages.GateOpen(world.generation)\n"
     )
