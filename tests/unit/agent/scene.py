@@ -22,6 +22,23 @@ W = WorkerId("h", 0, 1)
 JOB_ID = "c0ffee"
 TOKEN = "t" * 32
 M = TypeVar("M")
+SPEC = messages.JobSpec(
+    job="j",
+    job_id=JOB_ID,
+    epoch=1,
+    command=("true",),
+    commit_dir="",
+    heartbeat_timeout_s=60.0,
+    hang_timeout_s=None,
+    failure_grace_s=2.0,
+    start_timeout_s=60.0,
+    stop_timeout_s=60.0,
+    driver_timeout_s=60.0,
+    lease_s=None,
+    output=messages.Output(tagged=False),
+    environment=(("GIVEN", "1"),),
+    preemption=messages.Preemption((signal.SIGTERM,), None, 0.05, 5.0),
+)
 
 # A worker that says hello and prints each order that it gets.
 SPEAK = """
@@ -144,24 +161,7 @@ class Scene:
         self.send(messages.Spawn(W))
 
     def spec(self, *command: str, **changes: Any) -> messages.JobSpec:
-        spec = messages.JobSpec(
-            job="j",
-            job_id=JOB_ID,
-            epoch=1,
-            command=command,
-            commit_dir=str(self.directory),
-            heartbeat_timeout_s=60.0,
-            hang_timeout_s=None,
-            failure_grace_s=2.0,
-            start_timeout_s=60.0,
-            stop_timeout_s=60.0,
-            driver_timeout_s=60.0,
-            lease_s=None,
-            output=messages.Output(tagged=False),
-            environment=(("GIVEN", "1"),),
-            preemption=messages.Preemption((signal.SIGTERM,), None, 0.05, 5.0),
-        )
-        return msgspec.structs.replace(spec, **changes)
+        return msgspec.structs.replace(SPEC, **{"command": command, "commit_dir": str(self.directory), **changes})
 
     def send(self, order: messages.ToAgent) -> None:
         self._streams[0].send(codec.encode(order))

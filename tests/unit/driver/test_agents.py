@@ -5,31 +5,17 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from msgspec import structs
+
 from elasticstate.config import read_options
 from elasticstate.core import types as t
 from elasticstate.driver.agents import Agents
 from elasticstate.net import messages
 from elasticstate.net.control import DriverStream
 from elasticstate.net.trust import Trust
+from tests.unit.agent.scene import SPEC as FIRST_SPEC, TOKEN
 
-TOKEN = "t" * 32
-SPEC = messages.JobSpec(
-    job="j",
-    job_id="c0ffee",
-    epoch=2,
-    command=("true",),
-    commit_dir="/dev/shm",
-    heartbeat_timeout_s=60.0,
-    hang_timeout_s=None,
-    failure_grace_s=2.0,
-    start_timeout_s=60.0,
-    stop_timeout_s=60.0,
-    driver_timeout_s=60.0,
-    lease_s=None,
-    output=messages.Output(tagged=False),
-    environment=(),
-    preemption=messages.Preemption((), None, 1.0, 5.0),
-)
+SPEC = structs.replace(FIRST_SPEC, epoch=2)
 
 
 def test_where_an_agent_has_dialled_in_again_no_other_one_is_started(tmp_path: Path) -> None:

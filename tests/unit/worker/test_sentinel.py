@@ -417,7 +417,9 @@ def test_told_to_leave_in_the_middle_of_a_generation(worker: Worker) -> None:
 
 def test_told_to_leave_while_waiting_for_a_world(worker: Worker) -> None:
     def tell() -> None:
+        deadline = time.monotonic() + LONG_S
         while worker.page.stamp()[2] != messages.Place.REGROUP:
+            assert time.monotonic() < deadline, "it does not wait for a world"
             time.sleep(0.001)
         worker.hear(messages.LeaveOrder())
 
