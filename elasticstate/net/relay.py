@@ -86,11 +86,16 @@ async def _dial(
     trust: Trust, address: tuple[str, int], timeout_s: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Raises ConnectionError with the reason."""
-    dialling = asyncio.open_connection(*address, ssl=trust.client, server_hostname=NAME)
-    try:
-        return await asyncio.wait_for(dialling, timeout_s)
+    dialling = asyncio.ensure_future(asyncio.open_connection(*address, ssl=trust.client, server_hostname=NAME))
+    try:  # not asyncio.wait_for: see net/stream.py
+        await asyncio.wait({dialling}, timeout=timeout_s)
+        if not dialling.done():
+            raise asyncio.TimeoutError
+        return dialling.result()
     except (OSError, ssl.SSLError, asyncio.TimeoutError) as error:
         raise ConnectionError(f"{address[0]}:{address[1]}: {reason_of(error)}") from None
+    finally:
+        dialling.cancel()
 
 
 async def _join(
