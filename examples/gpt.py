@@ -22,9 +22,7 @@ GLOBAL_BATCH, LENGTH, WIDTH, LAYERS, HEADS = 24, 64, 64, 2, 4
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=200)
-parser.add_argument(
-    "--losses", type=argparse.FileType("a", bufsize=1), help="each rank adds step and loss of each step"
-)
+parser.add_argument("--losses", type=argparse.FileType("a", bufsize=1), help="each rank adds the loss of each step")
 parser.add_argument("--pace", type=float, default=0.0, help="seconds to wait in each step, as for a larger model")
 args = parser.parse_args()
 
