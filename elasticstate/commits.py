@@ -4,7 +4,8 @@
 
     /dev/shm/elasticstate-<uid>-<job id>-<host>/    made, and locked for as long as it lives, by the agent of the host
         job                    names the directory of the job, which its driver and its agents lock (driver/record.py);
-                               then process id and socket of the agent, by which its workers are known
+                               then process id and socket of the agent, by which its workers are known;
+                               its time of modification lies ahead: until then all of this is kept
         0.control              slot 0: the page that worker and agent share
         0.0.safetensors        its two buffers, written in turn
         0.1.safetensors
@@ -13,7 +14,7 @@
         0.result               what it has returned
 
 Whose agent has died may be given another one, so an unlocked directory is left behind only if its job is over, too:
-nobody locks the job's directory, or that is another job's by now.
+nobody locks the job's directory, and that for ``--driver-timeout``; or that is another job's by now.
 """
 
 from __future__ import annotations
@@ -87,18 +88,28 @@ class CommitDirectory:
         job_directory: str,
         socket: str,
         patience_s: float,
+        keep_s: float,
         pause: Callable[[], bool] = lambda: _pause(),
     ) -> None:
         """An agent of this job that still has the host is given ``patience_s`` to end; then it is killed, with all its
-        workers, and has as long again to be gone. ``socket``: by which those of this agent will be known. ``pause()``
-        waits a moment; true: give up.
+        workers, and has as long again to be gone. ``socket``: by which those of this agent will be known. ``keep_s``:
+        how long all is kept after the last ``keep()``, should all of the job die. ``pause()`` waits a moment; true:
+        give up.
 
         Raises OSError when the directory cannot be made, or is another's.
         """
         self.base = Path(base).absolute()
         self.path = self.base / f"{_beginning_of(job_id)}{host}"
         self._lock = _claim(self.path, pause, patience_s)
+        self._keep_s = keep_s
         (self.path / _JOB_FILE).write_text(f"{job_id} {Path(job_directory).absolute()}\n{os.getpid()} {socket}")
+        self.keep()
+
+    def keep(self) -> None:
+        """For ``keep_s`` from now on nobody takes this for a leftover, whoever of the job may die."""
+        now = time.time()
+        with suppress(OSError):  # removed by hand
+            os.utime(self.path / _JOB_FILE, (now, now + self._keep_s))
 
     def prefix(self, slot: int) -> str:
         """What the names of a slot's files begin with."""
@@ -186,12 +197,6 @@ def remove_job_directory(path: str, lock: int) -> None:
     """By the last who has locked a job's directory, shared, through ``lock``: no other agent, and no driver."""
     if _try_lock(lock):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_leftovers(commit_directory: str, runtime_directory: str) -> None:
-    """Of dead jobs, and of agents that were killed."""
-    remove_dead(commit_directory)
-    remove_agent_directories(runtime_directory)
 
 
 def _beginning_of(job_id: str) -> str:
@@ -298,15 +303,29 @@ def _is_still(path: Path, fd: int) -> bool:
 
 
 def _bury_job(path: Path) -> bool:
-    """Whether nobody of the job that made this commit directory lives; then its own directory is removed."""
+    """Whether the job that made this commit directory is over; then its own directory is removed."""
+    file = path / _JOB_FILE
     try:
-        job_id, _, name = (path / _JOB_FILE).read_text().splitlines()[0].partition(" ")
-        directory = Path(name)
-        if not _is_ours(directory) or (directory / ID_FILE).read_text() != job_id:
-            return True
+        kept_until = file.stat().st_mtime
+        job_id, _, name = file.read_text().splitlines()[0].partition(" ")
     except (OSError, IndexError):
         return True
+    directory = Path(name)
+    if not _is_ours(directory):
+        return time.time() > kept_until
+    if _id_in(directory) not in ("", job_id):
+        return True
+    if time.time() <= kept_until:
+        return False
     with _locked(directory) as locked:
         if locked:
             shutil.rmtree(directory, ignore_errors=True)
         return locked
+
+
+def _id_in(directory: Path) -> str:
+    """Of the job whose directory it is; "" if that is not written there yet."""
+    try:
+        return (directory / ID_FILE).read_text()
+    except OSError:
+        return ""

@@ -27,6 +27,7 @@ from elasticstate.agent.claim import claim
 from elasticstate.agent.contact import Contact
 from elasticstate.agent.identities import Identities
 from elasticstate.agent.lease import Lease
+from elasticstate.agent.leftovers import tend
 from elasticstate.agent.output import Audience, Terminal
 from elasticstate.agent.post_mortem import cause_of_death, count_oom_kills
 from elasticstate.agent.preemption import Preemption
@@ -40,7 +41,6 @@ from elasticstate.commits import (
     make_agent_directory,
     owner_of,
     remove_job_directory,
-    remove_leftovers,
     result_file,
 )
 from elasticstate.config import WorkerEnvironment, runtime_directory
@@ -113,10 +113,9 @@ class Agent:
         """Serve until the end, and clear up; returns the exit status."""
         self._driver.send(self._account.serving({}, self._loop.time()))
         self._preemption.begin(self._spec.preemption, self._launch, self._socket_path)
-        self._loop.run_in_executor(
-            None, remove_leftovers, self._spec.commit_dir, str(runtime_directory())
-        )  # takes a while
+        tending = asyncio.ensure_future(tend(self._commits, self._spec.driver_timeout_s))
         status = await self._serve()
+        tending.cancel()
         await self._preemption.close()
         self._socket.close()
         self._room.close()

@@ -33,6 +33,7 @@ async def claim(
             job_directory,
             socket_path,
             spec.heartbeat_timeout_s,
+            spec.driver_timeout_s,
             lambda: refused.wait(_LOOK_INTERVAL_S),
         ),
     )

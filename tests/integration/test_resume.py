@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,10 +206,11 @@ def test_commits_that_fit_are_kept_there_and_removed_at_the_end(small: Path, tmp
     assert not list(small.iterdir())
 
 
-def test_what_a_dead_job_has_left_is_removed_by_a_later_one_and_nothing_of_a_living_one(tmp_path: Path) -> None:
+def test_what_a_dead_job_has_left_is_kept_for_a_while_and_then_removed_by_another_one(tmp_path: Path) -> None:
     for name in ("living", "dead", "later"):
         (tmp_path / name).mkdir()
     stop = tmp_path / "stop"
+    decoy = Path(f"/dev/shm/elasticstate-{os.getuid()}-zzz-{uuid.uuid4().hex}")  # the last that is looked at
     with (
         Job(tmp_path / "living", "-np", "1", until=stop, steps=10) as living,
         Job(tmp_path / "dead", "-np", "1", steps=10_000) as dead,
@@ -219,12 +221,15 @@ def test_what_a_dead_job_has_left_is_removed_by_a_later_one_and_nothing_of_a_liv
         dead.process.kill()
         dead.process.wait()
         os.kill(agent, signal.SIGKILL)
-        assert left.exists()
-        with Job(tmp_path / "later", "-np", "1", steps=10) as later:
+        decoy.mkdir(mode=0o700)
+        with Job(tmp_path / "later", "-np", "1", "--driver-timeout", "10", until=stop, steps=10) as later:
+            later.wait_for("a look for leftovers", lambda: not decoy.exists())
+            assert left.exists()
+            os.utime(left / "job", (0, 0))  # its --driver-timeout is over
+            later.wait_for("the removal", lambda: not left.exists())
+            assert kept.exists()
+            stop.touch()
             later.finish()
-        assert not left.exists()
-        assert kept.exists()
-        stop.touch()
         living.finish()
     assert not kept.exists()
 

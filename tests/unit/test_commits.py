@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from elasticstate.driver.record import JobDirectory
 
 JOB = "c0ffee"
 PATIENCE_S = 5.0
+KEEP_S = 300.0
 
 
 @pytest.fixture
@@ -34,6 +36,14 @@ def die(directory: CommitDirectory) -> None:
     os.close(directory._lock)
 
 
+def outdate(directory: CommitDirectory) -> None:
+    """What time does to it."""
+    path = directory.path / "job"
+    kept_until = path.stat().st_mtime
+    assert time.time() + KEEP_S - 60 < kept_until <= time.time() + KEEP_S
+    os.utime(path, (kept_until, kept_until - KEEP_S - 1))
+
+
 def end(job: JobDirectory) -> None:
     """The death of the driver and of all agents."""
     os.close(job._lock)
@@ -48,7 +58,7 @@ def test_each_job_host_and_slot_has_an_owner_of_its_own() -> None:
 
 
 def test_only_this_user_may_look_into_it(base: str, job: JobDirectory) -> None:
-    directory = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
+    directory = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
     assert directory.path.parent == Path(base)
     assert directory.path.name == f"elasticstate-{os.getuid()}-{JOB}-h"
     assert directory.path.stat().st_mode & 0o777 == 0o700
@@ -61,18 +71,18 @@ def test_only_this_user_may_look_into_it(base: str, job: JobDirectory) -> None:
 
 
 def test_an_agent_after_another_finds_what_was_there(base: str, job: JobDirectory) -> None:
-    first = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
+    first = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
     Path(first.make_page(0)).write_bytes(b"x" * 4096)
     die(first)
-    second = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
+    second = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
     assert Path(second.make_page(0)).read_bytes() == b"x" * 4096
     second.remove()
 
 
 def test_two_agents_never_have_it(base: str, job: JobDirectory) -> None:
-    first = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
+    first = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
     with pytest.raises(TimeoutError, match="another agent has"):
-        CommitDirectory(base, JOB, "h", str(job.path), "/socket", 0.05)
+        CommitDirectory(base, JOB, "h", str(job.path), "/socket", 0.05, KEEP_S)
     first.remove()
 
 
@@ -81,21 +91,23 @@ def test_a_directory_that_others_may_read_is_refused(base: str, job: JobDirector
     planted.mkdir()
     planted.chmod(0o755)
     with pytest.raises(PermissionError, match="this user alone"):
-        CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
+        CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
     assert remove_dead(base) == []
 
 
 def test_what_dead_jobs_have_left_is_removed_and_nothing_of_living_ones(base: str, job: JobDirectory) -> None:
     other = JobDirectory("b")
     other.write_id("beef")
-    dead = CommitDirectory(base, "beef", "h", str(other.path), "/socket", PATIENCE_S)
-    living = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
-    replaced = CommitDirectory(base, JOB, "i", str(job.path), "/socket", PATIENCE_S)
+    dead = CommitDirectory(base, "beef", "h", str(other.path), "/socket", PATIENCE_S, KEEP_S)
+    living = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
+    replaced = CommitDirectory(base, JOB, "i", str(job.path), "/socket", PATIENCE_S, KEEP_S)
     Path(base, "elasticstate-of-somebody").mkdir(mode=0o700)
     Path(base, "file").touch()
     assert remove_dead(base) == []
     die(dead)
     die(replaced)
+    outdate(dead)
+    outdate(replaced)
     assert remove_dead(base) == [], "the job of an agent that died lives on"
     end(other)
     assert other.path.exists()
@@ -113,8 +125,35 @@ def test_what_dead_jobs_have_left_is_removed_and_nothing_of_living_ones(base: st
     living.remove()
 
 
+def test_what_has_just_died_is_kept_for_who_starts_it_again(base: str, job: JobDirectory) -> None:
+    page = Path(base, f"elasticstate-{os.getuid()}-{JOB}-h", "0.control")
+    directory = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
+    directory.make_page(0)
+    outdate(directory)
+    directory.keep()
+    die(directory)
+    end(job)
+    assert remove_dead(base) == []
+    assert page.exists()
+    assert (job.path / "id").read_text() == JOB, "and what the next driver goes by is there, too"
+    again = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
+    assert page.exists()
+    die(again)
+    outdate(again)
+    assert remove_dead(base) == [str(page.parent)]
+    assert not job.path.exists()
+
+
+def test_what_has_just_died_is_kept_where_its_agent_had_a_directory_of_its_own(base: str, tmp_path: Path) -> None:
+    directory = CommitDirectory(base, JOB, "h", str(tmp_path / "gone"), "/socket", PATIENCE_S, KEEP_S)
+    die(directory)
+    assert remove_dead(base) == []
+    outdate(directory)
+    assert remove_dead(base) == [str(directory.path)]
+
+
 def test_a_job_of_the_same_name_does_not_keep_a_dead_one(base: str, job: JobDirectory) -> None:
-    left = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
+    left = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
     die(left)
     end(job)
     again = JobDirectory("a")
@@ -126,8 +165,8 @@ def test_a_job_of_the_same_name_does_not_keep_a_dead_one(base: str, job: JobDire
 
 
 def test_the_driver_removes_what_killed_agents_of_its_job_have_left(base: str, job: JobDirectory) -> None:
-    killed, living = (CommitDirectory(base, JOB, host, str(job.path), "/socket", PATIENCE_S) for host in "hi")
-    other = CommitDirectory(base, JOB + "0", "h", str(job.path), "/socket", PATIENCE_S)
+    killed, living = (CommitDirectory(base, JOB, host, str(job.path), "/socket", PATIENCE_S, KEEP_S) for host in "hi")
+    other = CommitDirectory(base, JOB + "0", "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
     die(killed)
     die(other)
     remove_job(base, JOB)
@@ -146,7 +185,7 @@ def test_whoever_loses_the_race_against_a_removal_makes_it_anew(base: str, job: 
     thread.start()
     try:
         for _ in range(200):
-            directory = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S)
+            directory = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
             directory.make_page(0)
             assert Path(directory.path, "0.control").exists()
             directory.remove()

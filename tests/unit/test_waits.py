@@ -25,6 +25,7 @@ OPTIONS = {"config.options", "core.policy"}  # the one has them, the other repea
 ALLOWED = {
     # how often one looks; nothing ends by it
     "agent.claim: _LOOK_INTERVAL_S": "between two looks; --heartbeat-timeout decides",
+    "agent.leftovers: _LEAST_INTERVAL_S": "between two looks for leftovers",
     "agent.agent: LOOK_INTERVAL_S": "between two looks at the stamps; --heartbeat-timeout and --hang-timeout decide",
     "agent.pulse: _STAMPS_INTERVAL_S": "between two messages with them, at most",
     "agent.contact: _FIRST_PAUSE_S": "between two attempts to dial; --orphan-timeout decides",

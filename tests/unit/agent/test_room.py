@@ -71,7 +71,7 @@ class Host:
     """A host's room for two workers, and what it says."""
 
     def __init__(self, base: Path) -> None:
-        self.directory = CommitDirectory(str(base), "c0ffee", "h", str(base), "/socket", 5.0)
+        self.directory = CommitDirectory(str(base), "c0ffee", "h", str(base), "/socket", 5.0, 300.0)
         self.said: list[str] = []
         self.room = Room(self.directory, "h", lambda: 2, self.said.append)
 
