@@ -68,7 +68,7 @@ class Chaos:
                     self.job.stop_file.touch()
                     self.job.finish(timeout=END_TIMEOUT_S)
                     self._check()
-                except BaseException as error:
+                except Exception as error:
                     raise AssertionError(f"{error}\n{self._what_was()}") from error
 
     # ---------------------------------------------------------------------------------------------------- the faults

@@ -77,12 +77,15 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             self.process.send_signal(signal.SIGINT)
             try:
                 self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                if error is None:  # else that is what is told
+                    raise
             finally:
                 self.process.kill()
                 self.process.wait()
