@@ -20,21 +20,23 @@ hosts:  ## Debian packages for the tests on several hosts, which are skipped wit
 	else apt-get update -qq && apt-get install -y -qq --no-install-recommends openssh-server iptables iproute2 util-linux \
 	  || echo "cannot be installed: the tests on several hosts are skipped"; fi
 
-# Four at a time: jobs wait for each other and for faults to be noticed, and jobs on other hosts most of all; unit tests
-# mostly compute, and simulations do nothing else: these take what the jobs leave. SIGINT, by which pytest ends what it
-# has started, comes to each once, from the shell; which starts what it does not wait for with SIGINT ignored.
-HOSTS := tests/chaos tests/integration/test_steady.py tests/multihost
+# Four at a time: jobs wait for each other and for faults to be noticed, so two take turns well, and these two take about
+# as long; unit tests mostly compute, and simulations do nothing else: they take what the jobs leave. SIGINT, by which
+# pytest ends what it has started, comes to each once, from the shell; which starts what it does not wait for with SIGINT
+# ignored. What Python has compiled is kept, for each job starts many.
+HALF := tests/chaos tests/multihost $(addprefix tests/integration/test_,contexts.py driver_restart.py mpi.py steady.py)
 COMPUTING := tests/unit tests/simulation
 BESIDE := setsid env --default-signal=INT
 PYTEST := $(BIN)/python -m pytest
+unexport PYTHONDONTWRITEBYTECODE
 test: lint  ## lint, then all tests
-	@$(BESIDE) $(PYTEST) tests $(addprefix --ignore=,$(HOSTS) $(COMPUTING)) & jobs=$$!; \
-	$(BESIDE) $(PYTEST) $(HOSTS) > .hosts.log 2>&1 & hosts=$$!; \
+	@$(BESIDE) $(PYTEST) tests $(addprefix --ignore=,$(HALF) $(COMPUTING)) & rest=$$!; \
+	$(BESIDE) $(PYTEST) $(HALF) > .half.log 2>&1 & half=$$!; \
 	$(BESIDE) nice -n 10 $(PYTEST) tests/unit > .unit.log 2>&1 & unit=$$!; \
 	$(BESIDE) nice -n 19 $(PYTEST) tests/simulation > .simulation.log 2>&1 & simulation=$$!; \
-	trap 'kill -INT $$jobs $$hosts $$unit $$simulation; wait; exit 130' INT TERM; \
-	for each in $$jobs $$hosts $$unit $$simulation; do wait $$each; status=$$status$$?; done; \
-	cat .hosts.log .unit.log .simulation.log; test $$status = 0000
+	trap 'kill -INT $$rest $$half $$unit $$simulation; wait; exit 130' INT TERM; \
+	for each in $$rest $$half $$unit $$simulation; do wait $$each; status=$$status$$?; done; \
+	cat .half.log .unit.log .simulation.log; test $$status = 0000
 
 chaos: setup  ## all faults at a job on three hosts: make chaos MINUTES=30 SEED=7
 	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(or $(SEED),$(shell date +%s))

@@ -35,6 +35,7 @@ backend_name, store_port, directory = sys.argv[1], int(sys.argv[2]), Path(sys.ar
 severed = threading.Event()
 commands: queue.Queue[list[str]] = queue.Queue()
 lock = threading.Lock()
+leaving = threading.Lock()
 
 
 def say(**facts: Any) -> None:
@@ -53,7 +54,9 @@ def listen() -> None:
 def sweep() -> None:
     while True:
         severed.wait()
-        context.sever()
+        with leaving:
+            if severed.is_set():  # still, or it would be the next world's context
+                context.sever()
         time.sleep(0.003)
 
 
@@ -117,8 +120,9 @@ def held() -> dict[str, int]:
 def leave() -> None:
     global context
     context.destroy()
-    severed.clear()
-    context = backend.context()
+    with leaving:
+        severed.clear()
+        context = backend.context()
     assert not dist.is_initialized()
 
 
