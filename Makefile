@@ -20,11 +20,12 @@ hosts:  ## Debian packages for the tests on several hosts, which are skipped wit
 	else apt-get update -qq && apt-get install -y -qq --no-install-recommends openssh-server iptables iproute2 util-linux \
 	  || echo "cannot be installed: the tests on several hosts are skipped"; fi
 
-# Four at a time: jobs wait for each other and for faults to be noticed, so two take turns well, and these two take about
-# as long; unit tests mostly compute, and simulations do nothing else: they take what the jobs leave. SIGINT, by which
-# pytest ends what it has started, comes to each once, from the shell; which starts what it does not wait for with SIGINT
-# ignored. What Python has compiled is kept, for each job starts many.
-HALF := tests/chaos tests/multihost $(addprefix tests/integration/test_,contexts.py driver_restart.py mpi.py steady.py)
+# Four at a time: jobs wait for each other and for faults to be noticed, so two take turns well, and the halves take about
+# as long (MPI is in one: a test there looks at all of the machine's shared memory); unit tests mostly compute, and
+# simulations do nothing else: they take what the jobs leave. SIGINT, by which pytest ends what it has started, comes to
+# each once, from the shell; which starts what it does not wait for with SIGINT ignored. What Python has compiled is
+# kept, for each job starts many processes.
+HALF := tests/chaos tests/multihost $(addprefix tests/integration/test_,check.py contexts.py mpi.py steady.py)
 COMPUTING := tests/unit tests/simulation
 BESIDE := setsid env --default-signal=INT
 PYTEST := $(BIN)/python -m pytest

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 _NEEDED = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "iptables")
+_SHELL_FILE = Path.home() / ".bashrc"  # bash reads it for commands over ssh, too
 _NET = "10.91.7"
 
 
@@ -137,6 +138,8 @@ class Host:
         space.run("mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", "/dev/shm")
         space.run("mount", "--bind", str(self._network.etc / "hosts"), "/etc/hosts")
         space.run("mount", "--bind", str(self._network.etc / "ssh"), "/etc/ssh")
+        if _SHELL_FILE.exists():  # what it runs may hang for a minute when one like it was killed, as pyenv's does
+            space.run("mount", "--bind", "/dev/null", str(_SHELL_FILE))
         if ssh:
             Path("/run/sshd").mkdir(exist_ok=True)
             log = self._network.directory / f"sshd-{self.name}"
