@@ -20,24 +20,24 @@ hosts:  ## Debian packages for the tests on several hosts, which are skipped wit
 	else apt-get update -qq && apt-get install -y -qq --no-install-recommends openssh-server iptables iproute2 util-linux \
 	  || echo "cannot be installed: the tests on several hosts are skipped"; fi
 
-# Four at a time: jobs wait for each other and for faults to be noticed, so two take turns well, and the halves take about
-# as long (MPI is in one: a test there looks at all of the machine's shared memory); unit tests mostly compute, and
-# simulations do nothing else: they take what the jobs leave. SIGINT, by which pytest ends what it has started, comes to
-# each once, from the shell; which starts what it does not wait for with SIGINT ignored. What Python has compiled is
-# kept, for each job starts many processes.
-HALF := tests/chaos tests/multihost $(addprefix tests/integration/test_,check.py contexts.py mpi.py steady.py)
+# Jobs mostly wait, for each other and for faults to be noticed, and those on several hosts most of all: they come first.
+# Unit tests mostly compute, and simulations do nothing else: these go beside the jobs, and take what is left. SIGINT, by
+# which pytest ends what it has started, comes to each once, from the shell; which starts what it does not wait for with
+# SIGINT ignored. What Python has compiled is kept, for each job starts many processes.
+FIRST := tests/chaos tests/integration/test_steady.py tests/multihost
 COMPUTING := tests/unit tests/simulation
 BESIDE := setsid env --default-signal=INT
 PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 test: lint  ## lint, then all tests
-	@$(BESIDE) $(PYTEST) tests $(addprefix --ignore=,$(HALF) $(COMPUTING)) & rest=$$!; \
-	$(BESIDE) $(PYTEST) $(HALF) > .half.log 2>&1 & half=$$!; \
+	@$(BESIDE) $(PYTEST) $(FIRST) & jobs=$$!; \
 	$(BESIDE) nice -n 10 $(PYTEST) tests/unit > .unit.log 2>&1 & unit=$$!; \
 	$(BESIDE) nice -n 19 $(PYTEST) tests/simulation > .simulation.log 2>&1 & simulation=$$!; \
-	trap 'kill -INT $$rest $$half $$unit $$simulation; wait; exit 130' INT TERM; \
-	for each in $$rest $$half $$unit $$simulation; do wait $$each; status=$$status$$?; done; \
-	cat .half.log .unit.log .simulation.log; test $$status = 0000
+	trap 'kill -INT $$jobs $$unit $$simulation; wait; exit 130' INT TERM; \
+	wait $$jobs; status=$$?; \
+	$(BESIDE) $(PYTEST) tests $(addprefix --ignore=,$(FIRST) $(COMPUTING)) & jobs=$$!; \
+	for each in $$jobs $$unit $$simulation; do wait $$each; status=$$status$$?; done; \
+	cat .unit.log .simulation.log; test $$status = 0000
 
 chaos: setup  ## all faults at a job on three hosts: make chaos MINUTES=30 SEED=7
 	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(or $(SEED),$(shell date +%s))

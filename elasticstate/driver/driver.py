@@ -57,6 +57,7 @@ class Driver:
         self._report = Report(self._job, options.events_file, options.verbose)
         self._m = new_membership(options.policy())
         self._reason = ""
+        self._stepped_at = 0.0
         self._queue: list[t.Event] = []
         self._wake = asyncio.Event()
         self._soon: asyncio.TimerHandle | None = None  # when the events that can wait are looked at
@@ -182,7 +183,8 @@ class Driver:
         timer.cancel()
         for host in set(takeover.lost()).difference(lost_hosts(self._queue)):
             self._agents.give_up(host, "was out of touch when the driver was restarted")
-        self._m, effects, self._reason = take_over(self._options.policy(), takeover.remains(), self._loop.time())
+        self._stepped_at = self._loop.time()
+        self._m, effects, self._reason = take_over(self._options.policy(), takeover.remains(), self._stepped_at)
         self._event("driver_restarted", epoch=record.epoch, back=takeover.back(), lost=lost_hosts(self._queue))
         takeover.is_over = True
         for effect in effects:
@@ -217,7 +219,8 @@ class Driver:
             self._soon = None
         events, self._queue = [*self._agents.news(), *self._queue], []
         event = t.Several(tuple(events)) if events else t.TimePassed()
-        self._m, effects, self._reason = step(self._m, event, self._loop.time())
+        self._stepped_at = self._loop.time()
+        self._m, effects, self._reason = step(self._m, event, self._stepped_at)
         self._carry_out_all(effects)
         self._report.reason(self._reason)
 
@@ -346,7 +349,7 @@ class Driver:
             end = self._ends.pop(fields["worker"], None)
             fields["pid"] = self._pids.pop(fields["worker"], None)
             fields["error"], fields["time_ns"] = (end.error, end.time_ns) if end is not None else ("", 0)
-        self._report.event(name, fields)
+        self._report.event(name, fields, self._stepped_at)
 
     def _event(self, name: str, **fields: object) -> None:
         self._report.event(name, {"generation": self._m.generation, **fields})

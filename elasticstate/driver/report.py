@@ -87,9 +87,13 @@ class Report:
             text = f"host {host}: {text} (if it is the same on other hosts, that is not said again)"
             self.event("warning", {"generation": generation, "text": text})
 
-    def event(self, name: str, fields: Fields) -> None:
-        """Write the event to the file, and say it if a person wants to know."""
-        self._write({"time": round(time.time(), 6), "event": name, "job": self._job, **fields})
+    def event(self, name: str, fields: Fields, at: float | None = None) -> None:
+        """Write the event to the file, and say it if a person wants to know.
+
+        ``at``: when it was, by the monotonic clock; None: now.
+        """
+        ago_s = 0.0 if at is None else time.monotonic() - at
+        self._write({"time": round(time.time() - ago_s, 6), "event": name, "job": self._job, **fields})
         if name in self._lines:
             text = self._lines[name](fields)
             if text:

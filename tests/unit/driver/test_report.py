@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,18 @@ def test_a_recovery_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         "b:1 (rank 3) ended: SIGKILL",
         "generation 4: 3 workers on 2 hosts; lost b:1 (SIGKILL); back in 0.09 s, 0 commits lost",
     ]
+
+
+def test_an_event_has_the_time_at_which_it_was(tmp_path: Path) -> None:
+    report = Report("j", str(tmp_path / "events"), verbose=False)
+    began = time.time()
+    report.event("warning", {"generation": 1, "text": "now"})
+    ended = time.time()
+    report.event("world_formed", formed(1, 4, 2, [], []), time.monotonic() - 100)
+    report.close()
+    now, earlier = (json.loads(line)["time"] for line in (tmp_path / "events").read_text().splitlines())
+    assert began - 1e-6 <= now <= ended + 1e-6
+    assert now - 100 - 1e-6 <= earlier <= time.time() - 100 + 1e-6
 
 
 def test_planned_changes_and_ticks_to_do_again(capsys: pytest.CaptureFixture[str]) -> None:
