@@ -143,7 +143,7 @@ class ControlPage:
     def stamp(self) -> tuple[int, int, int, int, int]:
         """(alive, progress, place, generation, ticks), all of one moment.
 
-        (Unless the writer was stopped or killed in the very middle of a change.)
+        No ticks while the writer is stopped, or was killed, in the very middle of a change of generations.
         """
 
     def seal(

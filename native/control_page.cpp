@@ -135,10 +135,11 @@ Stamp ControlPage::stamp() const noexcept {
         stamp = {page_->alive.load(), page_->progress.load(), page_->place.load(), page_->generation.load(),
                  page_->word.load() & ~HoldWord::HOLD};
         if (before % 2 == 0 && page_->version.load() == before) {
-            break;
+            return stamp;
         }
         sched_yield();  // the writer may be waiting for this core
     }
+    stamp.ticks = 0;  // they may be those of another generation
     return stamp;
 }
 

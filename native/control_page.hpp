@@ -80,7 +80,7 @@ public:
     void enter(std::uint64_t generation) noexcept;
     /// A new process: it has no past but the seals.
     void reset() noexcept;
-    /// Of one moment, unless the writer was stopped in the middle of a change.
+    /// All of one moment; without ticks while the writer is stopped in the middle of a change.
     Stamp stamp() const noexcept;
     /// In a process that was forked: go on with a copy of one's own, so that the worker's page is not written.
     /// False: there was no memory for it.

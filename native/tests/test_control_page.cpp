@@ -5,8 +5,10 @@
 
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <fstream>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -143,6 +145,24 @@ void a_reset_forgets_all_but_seals_even_in_the_middle_of_a_change() {
     CHECK(page.sealed(0, ME)->generation == 7);
 }
 
+void who_is_stopped_in_the_middle_of_a_change_has_no_ticks() {
+    const File file(ControlPage::SIZE);
+    ControlPage page(file.path());
+    page.enter(3);
+    page.word().add_tick();
+    CHECK(page.stamp().ticks == 1);
+    constexpr std::uint64_t ODD = 3;  // the version after one change, and one more that has begun
+    std::fstream raw(file.path(), std::ios::in | std::ios::out | std::ios::binary);
+    raw.seekp(offsetof(ControlLayout, version));
+    raw.write(reinterpret_cast<const char *>(&ODD), sizeof ODD).flush();
+    CHECK(raw.good());
+    CHECK(page.stamp().generation == 3 && page.stamp().ticks == 0);
+    page.enter(4);
+    page.reset();
+    page.word().add_tick();
+    CHECK(page.stamp().generation == 0 && page.stamp().ticks == 1);
+}
+
 void what_is_no_page_is_refused() {
     bool refused = false;
     try {
@@ -169,5 +189,6 @@ int main() {
     one_maps_what_another_writes();
     the_last_seal_counts_whoever_it_belongs_to();
     a_reset_forgets_all_but_seals_even_in_the_middle_of_a_change();
+    who_is_stopped_in_the_middle_of_a_change_has_no_ticks();
     what_is_no_page_is_refused();
 }
