@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from elasticstate.agent.contact import Contact
+from elasticstate.agent.leftovers import keep_s
 from elasticstate.commits import CommitDirectory
 from elasticstate.net import messages
 
@@ -33,7 +34,7 @@ async def claim(
             job_directory,
             socket_path,
             spec.heartbeat_timeout_s,
-            spec.driver_timeout_s,
+            keep_s(spec.driver_timeout_s),
             lambda: refused.wait(_LOOK_INTERVAL_S),
         ),
     )

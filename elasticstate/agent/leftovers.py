@@ -10,12 +10,21 @@ from elasticstate.config import runtime_directory
 _LEAST_INTERVAL_S = 1.0
 
 
-async def tend(commits: CommitDirectory, keep_s: float) -> None:
-    """Keep what is this agent's, remove what is nobody's: now and every tenth of ``keep_s``, until cancelled."""
+def keep_s(driver_timeout_s: float) -> float:
+    """How far ahead to keep what is this agent's: ``--driver-timeout`` from any death on, and until the next look."""
+    return driver_timeout_s + _interval_s(driver_timeout_s)
+
+
+def _interval_s(driver_timeout_s: float) -> float:
+    return max(_LEAST_INTERVAL_S, driver_timeout_s / 10)
+
+
+async def tend(commits: CommitDirectory, driver_timeout_s: float) -> None:
+    """Keep what is this agent's, remove what is nobody's: now and again, until cancelled."""
     while True:
         commits.keep()
         await asyncio.to_thread(_remove, str(commits.base))
-        await asyncio.sleep(max(_LEAST_INTERVAL_S, keep_s / 10))
+        await asyncio.sleep(_interval_s(driver_timeout_s))
 
 
 def _remove(commit_directory: str) -> None:
