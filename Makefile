@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup demo test chaos bench bench-gpu lint hosts
+.PHONY: help setup demo docs test chaos bench bench-gpu lint hosts
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -12,6 +12,9 @@ setup: $(INSTALLED)  ## make .venv: the package (editable, its native module com
 
 demo: setup  ## four workers on two local hosts; one is killed, a host leaves and comes back
 	$(BIN)/python examples/demo.py
+
+docs: setup  ## build the documentation into site/; fails on a warning or a broken link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 hosts:  ## Debian packages for the tests on several hosts, which are skipped without; as root
 	@missing=; for program in sshd iptables ip unshare; do command -v $$program >/dev/null || missing=yes; done; \
@@ -64,5 +67,5 @@ lint: setup  ## ruff and mypy --strict
 $(INSTALLED): pyproject.toml setup.py constraints.txt CMakeLists.txt $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt setuptools cmake nanobind
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,mpi]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,docs,mpi]'
 	touch $@

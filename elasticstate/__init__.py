@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from elasticstate.errors import (
         CollectiveError,
-        CommitSpaceError,
+        CommitStorageError,
         DiscoveryError,
         ElasticError,
         HostsUpdatedInterrupt,
@@ -36,14 +36,7 @@ if TYPE_CHECKING:
         WorkerFailedError,
     )
     from elasticstate.launching import launch
-    from elasticstate.state.base import State
-    from elasticstate.state.loader import ElasticDataLoader
-    from elasticstate.state.objects import ObjectState
-    from elasticstate.state.sampler import ElasticSampler
-    from elasticstate.state.torch import TorchState
-    from elasticstate.worker.record import ErrorHandler, record
-    from elasticstate.worker.run import run
-    from elasticstate.worker.world import (
+    from elasticstate.present_world import (
         cross_rank,
         cross_size,
         device,
@@ -55,11 +48,18 @@ if TYPE_CHECKING:
         size,
         world,
     )
+    from elasticstate.state.base import State
+    from elasticstate.state.loader import ElasticDataLoader
+    from elasticstate.state.objects import ObjectState
+    from elasticstate.state.sampler import ElasticSampler
+    from elasticstate.state.torch import TorchState
+    from elasticstate.worker.record import ErrorHandler, record
+    from elasticstate.worker.run import run
 
 _HOMES = {
     "elasticstate.errors": (
         "CollectiveError",
-        "CommitSpaceError",
+        "CommitStorageError",
         "DiscoveryError",
         "ElasticError",
         "HostsUpdatedInterrupt",
@@ -79,7 +79,7 @@ _HOMES = {
     "elasticstate.state.torch": ("TorchState",),
     "elasticstate.worker.record": ("ErrorHandler", "record"),
     "elasticstate.worker.run": ("run",),
-    "elasticstate.worker.world": (
+    "elasticstate.present_world": (
         "cross_rank",
         "cross_size",
         "device",
@@ -96,7 +96,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "CollectiveError",
-    "CommitSpaceError",
+    "CommitStorageError",
     "DiscoveryError",
     "ElasticDataLoader",
     "ElasticError",

@@ -1,34 +1,35 @@
-"""The compiled part (native/, C++20, nanobind): what needs to be atomic, or fast without the GIL."""
+"""Native module (native/, C++20, nanobind): code that must be atomic, or fast without the GIL."""
 
 from collections.abc import Sequence
 from enum import Enum
 from typing import ClassVar, Protocol
 
 class _Array(Protocol):
-    """What exports one-dimensional, contiguous ``uint8`` memory of the CPU by DLPack or the buffer protocol."""
+    """Object that exports one-dimensional, contiguous ``uint8`` CPU memory by DLPack or the buffer protocol."""
 
     def __dlpack__(self) -> object: ...
 
 class Pieces:
-    """Where the bytes of a flat buffer lie elsewhere in the memory of the CPU: made once, used for many commits.
+    """Addresses in CPU memory of parts of a flat buffer. Made once, used for many commits.
 
-    Piece ``i`` is ``sizes[i]`` contiguous bytes at ``addresses[i]``, and has its place at ``offsets[i]`` of the buffer.
-    Address 0: these bytes are in the buffer already. Pieces may be empty.
+    Piece ``i`` is ``sizes[i]`` contiguous bytes at ``addresses[i]``. Its place in the buffer is ``offsets[i]``. Address
+    0: these bytes are in the buffer already. Pieces may be empty.
 
-    **Addresses are taken as they are**: the caller guarantees that the memory is there whenever the pieces are used.
+    **Addresses are not checked**: the caller guarantees that the memory exists whenever the pieces are used.
     """
 
     def __init__(self, addresses: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]) -> None:
-        """Raises ValueError unless the three are equally long, and offsets ascend without overlap (the message names
-        the piece).
+        """Raise ValueError unless the three have equal lengths, and offsets ascend without overlap.
+
+        The message names the piece.
         """
 
 def gather(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int = 0) -> int:
     """Copy the pieces into bytes [begin, end) of the buffer, in one pass with their checksum, without the GIL.
 
-    What no piece covers stays as it is, and is in the checksum too. A piece that lies only partly in the range is
-    copied in part. Large ranges are spread evenly over up to four threads, whatever the sizes of the pieces. All of it
-    is written, for other processes too, when the call returns.
+    Bytes that no piece covers stay unchanged and are part of the checksum. A piece that lies only partly in the range
+    is copied in part. Large ranges are divided evenly among up to four threads, whatever the sizes of the pieces. When
+    the call returns, all bytes are written, for other processes too.
 
     Args:
         buffer: ``uint8[n]``, contiguous, on the CPU, writable.
@@ -39,37 +40,38 @@ def gather(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int =
 
     Raises:
         ValueError: not 0 <= begin <= end <= n; nothing has been copied.
-        TypeError: the buffer has another type, number of dimensions, device, or is not contiguous, or not writable.
+        TypeError: the buffer has another type, number of dimensions or device, or is not contiguous, or not writable.
     """
 
 def fill(buffer: _Array, pieces: Pieces, begin: int, end: int) -> None:
-    """``gather`` without a checksum: what no piece covers is neither read nor written."""
+    """Copy like ``gather``, without a checksum. Bytes that no piece covers are neither read nor written."""
 
 def scatter(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int = 0) -> int:
-    """The reverse of ``gather``: copy bytes [begin, end) of the buffer to the pieces' addresses, with their checksum.
+    """Copy bytes [begin, end) of the buffer to the pieces' addresses, with their checksum: the reverse of ``gather``.
 
-    The bytes are at their addresses whatever the checksum turns out to be.
+    The bytes are copied even if the checksum turns out to be wrong.
     """
 
 def checksum(buffer: _Array, begin: int, end: int, checksum: int = 0) -> int:
-    """CRC-32C (RFC 3720) of bytes [begin, end) of the buffer, after bytes with that ``checksum``. See ``gather``."""
+    """Return the CRC-32C (RFC 3720) of bytes [begin, end), continued from ``checksum``. Errors as in ``gather``."""
 
 def checksums(buffer: _Array, offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """CRC-32C of ``sizes[i]`` bytes at ``offsets[i]`` of the buffer, for each i. Ranges may overlap.
+    """Return the CRC-32C of ``sizes[i]`` bytes at ``offsets[i]`` of the buffer, for each i. Ranges may overlap.
 
-    Raises ValueError when there are not as many sizes as offsets, or a range (the message says which) does not fit.
+    Raises ValueError when the numbers of sizes and offsets differ, or a range does not fit (the message names the
+    range).
     """
 
 class _Indices(Protocol):
-    """What exports one-dimensional, contiguous ``int64`` memory of the CPU by DLPack or the buffer protocol."""
+    """Object that exports one-dimensional, contiguous ``int64`` CPU memory by DLPack or the buffer protocol."""
 
     def __dlpack__(self) -> object: ...
 
 def permute(out: _Indices, n: int, seed: int, epoch: int, start: int, step: int) -> None:
     """Fill ``out`` with the indices at positions ``start``, ``start + step``, ... of a random order of range(n).
 
-    The order is a function of n, seed and epoch. It takes no memory: a keyed bijection (native/permutation.hpp gives
-    the sources). Without the GIL.
+    The order is a function of n, seed and epoch. It needs no memory: a keyed bijection (native/permutation.hpp names
+    the sources). Runs without the GIL.
 
     Args:
         out: ``int64[count]``, contiguous, on the CPU, writable.
@@ -78,153 +80,171 @@ def permute(out: _Indices, n: int, seed: int, epoch: int, start: int, step: int)
 
     Raises:
         ValueError: a position is not below n.
-        TypeError: a number is out of range, or ``out`` is something else.
+        TypeError: a number is out of range, or ``out`` is not such an array.
     """
 
 class HoldWord:
-    """The ticks that a generation has completed, and the hold bit, in one atomic 64-bit word. Starts at 0.
+    """Number of completed ticks of a generation and the hold bit, in one atomic 64-bit word. Starts at 0.
 
-    ``word & ~HOLD`` is the number of ticks, ``word & HOLD`` the hold. Whoever acts on the value that its own call
-    returned cannot miss the other side: of the end of a tick and a hold, one comes first, and both know which.
+    ``word & ~HOLD`` is the number of ticks, ``word & HOLD`` the hold. Each call returns the value before the change. So
+    of the end of a tick and a hold, one comes first, and both callers see which.
     """
 
     HOLD: ClassVar[int]
 
     def __init__(self) -> None: ...
     def add_tick(self) -> int:
-        """Count one tick; returns the word as it was before."""
+        """Count one tick. Return the word before the change."""
 
     def hold(self) -> int:
-        """Set the hold bit; returns the word as it was before."""
+        """Set the hold bit. Return the word before the change."""
 
     def clear(self) -> None:
-        """Take the hold bit away; the ticks stay."""
+        """Clear the hold bit, and keep the ticks."""
 
     def reset(self) -> None:
-        """No ticks, no hold: a generation begins."""
+        """Clear ticks and hold, at the start of a generation."""
 
     def load(self) -> int:
-        """The word as it is."""
+        """Return the word."""
 
 class ControlPage:
-    """One page of shared memory for each slot: written by the worker, read by its agent; outlives the worker.
+    """Shared memory page of one slot. The worker writes it, and its agent reads it. It outlives the worker.
 
-    It holds the worker's two stamps, where it is, its hold word, and the seals of its two commit buffers.
+    It contains the worker's two stamps and its place, the hold word, and the seals of its two commit buffers.
     """
 
-    def __init__(self, path: str | None) -> None:
-        """Map the file at ``path`` (4096 bytes or more), shared; None: memory of this process alone.
+    def __init__(self, fd: int | None) -> None:
+        """Map an open file (4096 bytes or more), shared; None: private memory. ``fd`` may be closed afterwards.
 
-        Raises OSError when it cannot be mapped, ValueError when it is shorter than a page.
+        Raises OSError when the file cannot be mapped, ValueError when it is shorter than a page.
         """
 
     def reset(self) -> None:
-        """A new process begins: all is forgotten but the seals."""
+        """Clear everything except the seals, for a new process."""
 
     @property
     def word(self) -> HoldWord:
-        """The hold word that lies on the page."""
+        """The hold word on the page."""
 
     def enter(self, generation: int) -> None:
-        """A generation begins: no ticks, no hold."""
+        """Begin a generation: no ticks, no hold."""
 
     def set_place(self, place: int) -> None:
-        """Where the worker is from now on (net.messages.Place)."""
+        """Set the worker's place (net.messages.Place)."""
 
     def set_lease(self, until_ns: int) -> None:
-        """Ticks may be made until this instant of CLOCK_BOOTTIME, in nanoseconds; 0: no limit. For the agent."""
+        """Permit ticks until this instant of CLOCK_BOOTTIME, in nanoseconds; 0: no limit. The agent calls it."""
 
-    def beat(self) -> None:
-        """Add one to *alive*."""
+    def set_stale(self, stale: bool) -> None:
+        """Mark the page as stale: the files of the slot have lost their names. The agent calls it."""
+
+    @property
+    def is_stale(self) -> bool:
+        """True if the files of the slot have lost their names. The worker must request new files from its agent."""
+
+    def heartbeat(self) -> None:
+        """Add 1 to the *heartbeat* stamp."""
 
     def progress(self) -> None:
-        """Add one to *progress*."""
+        """Add 1 to the *progress* stamp."""
 
     def stamp(self) -> tuple[int, int, int, int, int]:
-        """(alive, progress, place, generation, ticks), all of one moment.
+        """Return (heartbeat, progress, place, generation, ticks), all read at one moment.
 
-        No ticks while the writer is stopped, or was killed, in the very middle of a change of generations.
+        Ticks are 0 while the writer is stopped, or was killed, in the middle of a change of generations.
         """
 
     def seal(
-        self, index: int, owner: bytes, generation: int, tick: int, layout: int, length: int, checksum: int
+        self,
+        index: int,
+        owner: bytes,
+        generation: int,
+        tick: int,
+        layout: int,
+        length: int,
+        checksum: int,
+        tag: bytes = ...,
     ) -> None:
-        """Make buffer ``index`` (0 or 1) hold the commit (generation, tick) of ``owner`` (16 bytes).
+        """Seal buffer ``index`` (0 or 1) as the commit (generation, tick) of ``owner`` (16 bytes).
 
-        ``layout`` is a digest of the buffer's header; ``checksum`` the CRC-32C of its first ``length`` bytes, written
-        before. The last seal stays whole until the new one is: whoever dies in between has lost nothing.
+        ``layout`` is a digest of the buffer's header. ``checksum`` is the CRC-32C of its first ``length`` bytes, which
+        are written before. ``tag`` (16 bytes) authenticates the commit for its job. The old seal stays valid until the
+        new one is complete, so a death in between loses nothing.
         """
 
     def unseal(self, index: int) -> None:
-        """Buffer ``index`` holds no commit any more: call it before its bytes are changed."""
+        """Remove the seal of buffer ``index``. Call it before its bytes change."""
 
-    def sealed(self, index: int, owner: bytes) -> tuple[int, int, int, int, int] | None:
-        """(generation, tick, layout, length, checksum) of buffer ``index``; None: no whole seal, or not ``owner``'s."""
+    def sealed(self, index: int, owner: bytes) -> tuple[int, int, int, int, int, bytes] | None:
+        """Return (generation, tick, layout, length, checksum, tag) of a buffer; None: no valid seal of ``owner``."""
 
 class GlooSockets:
-    """The sockets of all Gloo groups of one generation, and how to cut them. From any thread, without the GIL."""
+    """Sockets of all Gloo groups of one generation, and functions to cut them. Thread-safe, without the GIL."""
 
     def __init__(self) -> None: ...
     def watch_store(self, host: str, port: int) -> None:
-        """From now on ``sever`` also cuts this process's connections to the store. A name is looked up here, once."""
+        """Make ``sever`` also cut this process's connections to the store. A host name is resolved here, once."""
 
     def begin_group(self, size: int) -> bool:
-        """A group of ``size`` ranks is about to be made. False: cut already, so do not make it."""
+        """Announce the creation of a group of ``size`` ranks. False: the sockets are cut, so do not create it."""
 
     def end_group(self) -> None:
-        """It has been made, or has failed to be."""
+        """Announce that the group has been created, or that its creation failed."""
 
     def forget(self) -> None:
-        """All groups have been taken down."""
+        """Announce that all groups have been destroyed."""
 
     def sever(self) -> None:
-        """Cut everything there is. Level, not edge: sockets may appear meanwhile, so call it again and again."""
+        """Cut all sockets. New sockets may appear during the call, so call it repeatedly."""
 
     @staticmethod
     def busy() -> bool:
-        """Whether any operation of any Gloo group of this process is under way, or being cleared away."""
+        """Return True if an operation of any Gloo group of this process is running or being cleaned up."""
 
     def broken(self) -> bool:
-        """Whether a pair of one of the groups has lost its connection, or all were cut here."""
+        """Return True if a pair in one of the groups has lost its connection, or this process has cut all of them."""
 
 class TickEnd(Enum):
-    """How a tick ended at which a worker stops."""
+    """Reason why a worker stops at the end of a tick."""
 
     ENDED = 1
     """The generation is over."""
     INTERRUPTED = 2
-    """This is the tick that all leave at."""
+    """All members leave at this tick."""
     BEYOND = 3
-    """It lies behind."""
+    """The tick is after the one at which all members leave."""
 
 class Sentinel:
-    """Speaks with the agent for its worker, on a thread that never needs the GIL; see native/sentinel.hpp.
+    """Link of the worker to its agent, on a thread that never needs the GIL. See native/sentinel.hpp.
 
-    The ``wait_...`` functions and ``tick`` block without the GIL, and run Python's signal handlers meanwhile, whose
-    exceptions they raise. In a process that was forked all but the plain facts raises RuntimeError.
+    The ``wait_...`` functions and ``tick`` block without the GIL. Python's signal handlers run during the wait, and
+    their exceptions are raised. In a forked process, every method except the plain properties raises RuntimeError.
     """
 
-    ORDERS: ClassVar[dict[str, int]]
-    """The numbers of net.orders.OrderKind, as the thread knows them."""
+    MESSAGE_KINDS: ClassVar[dict[str, int]]
+    """Numbers of net.worker_codec.MessageKind in the thread."""
     PLACES: ClassVar[dict[str, int]]
-    """The numbers of net.messages.Place."""
+    """Numbers of net.messages.Place in the thread."""
 
     def __init__(self, page: ControlPage, fd: int) -> None:
-        """Takes over ``fd``, a connected socket of SOCK_SEQPACKET. Raises OSError: out of descriptors."""
+        """Take over ``fd``, a connected SOCK_SEQPACKET socket. Raises OSError if no descriptors are available."""
 
     def start(self) -> None:
-        """The thread begins. Once."""
+        """Start the thread. Call it once."""
 
     def forked(self) -> None:
-        """To be called in a process that this one has forked: nothing that happens there reaches agent or page."""
+        """Detach a forked process, so that nothing it does reaches the agent or the page. Call it in that process."""
 
     @property
     def signal_fd(self) -> int:
-        """For signal.set_wakeup_fd."""
+        """Descriptor for signal.set_wakeup_fd."""
 
     def notice(self, number: int) -> None:
-        """A signal of this number, 1 to 31, becomes a notice to the agent. Told to leave, the worker sends itself one,
-        whose handler has to end it."""
+        """Send a preemption notice to the agent for each signal with this number, 1 to 31.
+
+        On the LEAVE message, the worker sends one of these signals to itself. The signal's handler must end the worker.
+        """
 
     @property
     def generation(self) -> int: ...
@@ -238,43 +258,43 @@ class Sentinel:
     def in_generation(self) -> bool: ...
     @property
     def cause(self) -> bytes:
-        """The END message of the generation that ended last, with its head; b"": none has."""
+        """END message of the generation that ended last, with its head; b"": none has ended."""
 
     @property
     def paused_s(self) -> float:
-        """Since the tick at which this worker was interrupted ended; 0: it was not."""
+        """Seconds since the tick at which this worker was interrupted; 0: it was not interrupted."""
 
     def ended(self, generation: int) -> bool: ...
     def in_lease(self) -> bool:
-        """Whether ticks may be made. If not, the present generation ends."""
+        """Return True if ticks are permitted. If not, the present generation ends."""
 
     def send(self, message: bytes) -> None:
-        """Send a message, or keep it until the agent reads. Raises OSError if it is longer than a socket takes."""
+        """Send a message, or keep it until the agent reads. Raises OSError if it is too long for the socket."""
 
     def set_place(self, place: int) -> None: ...
     def enter(self, generation: int, sockets: GlooSockets) -> None:
-        """A generation begins: ticks count from 0, and ``sockets`` are cut when it ends."""
+        """Begin a generation: ticks count from 0, and ``sockets`` are cut when it ends."""
 
     def left(self) -> None:
-        """Nothing of the generation is left in this process: the cutting ends."""
+        """Stop the cutting: nothing of the generation remains in this process."""
 
     def end(self, generation: int, message: bytes) -> bool:
-        """The generation is over, for the cause in ``message``, an END with its head. False: that was known."""
+        """End the generation, with the cause in ``message``, an END with its head. False: it had ended already."""
 
     def tick(self) -> TickEnd | None:
-        """End a tick, and wait if the agent wants it. None: go on."""
+        """End a tick, and wait if the agent requests a hold. None: continue."""
 
     def wait_world(self, joined: int) -> bytes | None:
-        """The message of a world newer than ``joined``, with its head; None: told to leave."""
+        """Return the message of a world newer than ``joined``, with its head; None: the agent sent LEAVE."""
 
     def wait_other(self) -> bytes:
-        """The next message that only Python understands, with its head; oldest first."""
+        """Return the oldest message that the thread does not handle itself, with its head."""
 
     def wait_verdict(self, generation: int) -> bool:
-        """True if the suspect's exception is its own, False if the generation is over."""
+        """Return True if the exception is the worker's own error, False if the generation is over."""
 
     def wait_end(self, generation: int) -> bool:
-        """True when the generation has ended and is not left yet, False when it is left. For a thread of Python's."""
+        """Return True once the generation has ended, False once it has been left. For a Python thread."""
 
     def wait_gate(self, generation: int) -> bool:
-        """True when the gate opens, False if the generation ends before that."""
+        """Return True when the gate opens, False if the generation ends before that."""

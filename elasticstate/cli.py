@@ -1,4 +1,4 @@
-"""``elasticrun``: the command line. Imports what is heavy only when a job runs: ``--help`` answers at once."""
+"""``elasticrun``: the command line. Heavy modules are imported only when a job runs, so ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any
 
-from elasticstate.config import Options, option_names, read_options, read_options_to_check
+from elasticstate import other_launchers
+from elasticstate.config import Options, option_names, read_options, read_options_to_check, slow_callbacks_file
 from elasticstate.errors import OptionError
-from elasticstate.kinds import FLAG, Kind, split_address
+from elasticstate.kinds import FLAG, SECONDS, SLOTS, Kind, is_host_name, split_address
 from elasticstate.machine import host_name, version
+from elasticstate.terminal import complain, hold_standard_descriptors, printable
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Options)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run a command line of ``elasticrun``; return the exit status."""
+    hold_standard_descriptors()
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] == ["status"]:
@@ -29,38 +32,49 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _launched(*argv[1:])
         if "--reattach" in argv[:3]:
             return _reattach(argv)
-        given = vars(_parser().parse_args(argv))
+        given = _given(argv)
         return _check(given) if given["check"] else _run(_options(given))
     except OptionError as error:
-        print(f"elasticrun: {error}", file=sys.stderr)
+        complain("elasticrun", str(error))
         return 2
 
 
-def _run(options: Options, must_take_over: bool = False) -> int:
+def _run(options: Options, must_reattach: bool = False) -> int:
     import asyncio
+    import gc
 
     from elasticstate.driver.driver import Driver
+    from elasticstate.loop_watch import watch_loops
+    from elasticstate.processes import keep_owner_access
 
-    if options.backend == "mpi" and not must_take_over:
+    keep_owner_access()
+    if options.backend == "mpi" and not must_reattach:
         from elasticstate.mpi_build import find_mpi
 
-        find_mpi(options.start_timeout_s)  # or say now what is missing
+        find_mpi(options.start_timeout_s)  # raises now if MPI cannot be used
 
     async def run() -> int:
-        return await Driver(options, must_take_over).run()
+        return await Driver(options, must_reattach).run()
 
-    return asyncio.run(run())
+    gc.freeze()  # modules stay for ever: no collection examines them again, so none takes long
+    try:
+        with watch_loops(slow_callbacks_file()):
+            return asyncio.run(run())
+    finally:
+        gc.unfreeze()
 
 
 def _check(given: dict[str, Any]) -> int:
-    """``elasticrun --check``: what there is, instead of a job."""
+    """Print what is available instead of running a job (``elasticrun --check``)."""
     from elasticstate.check.run import check
+    from elasticstate.processes import keep_owner_access
 
+    keep_owner_access()
     return check(*read_options_to_check(_texts(given)))
 
 
 def _launched(directory: str) -> int:
-    """The driver of a job that ``launch()`` has started, and whose caller holds the other end of stdin."""
+    """Run the driver of a job of ``launch()``, whose caller holds the other end of stdin."""
     import os
     import shutil
     import signal
@@ -68,6 +82,8 @@ def _launched(directory: str) -> int:
     from pathlib import Path
 
     import msgspec
+
+    from elasticstate.private import open_directory, write_file
 
     is_deserted = threading.Event()
 
@@ -81,16 +97,18 @@ def _launched(directory: str) -> int:
     try:
         return _run(options)
     except OptionError as error:
-        Path(directory, "refused").write_text(str(error))
+        opened = open_directory(directory)
+        write_file(opened, "refused", str(error).encode())
+        os.close(opened)
         return 2
     finally:
-        if is_deserted.is_set():  # nobody else removes it
+        if is_deserted.is_set():  # no other process removes it
             shutil.rmtree(directory, ignore_errors=True)
 
 
 def _status(argv: Sequence[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
-        raise OptionError("status takes the name of one job: elasticrun status JOB")
+        raise OptionError(f"status: {' '.join(argv)!r}: must be the name of one job. Use elasticrun status JOB.")
     import asyncio
 
     from elasticstate.driver.record import find_job
@@ -98,18 +116,19 @@ def _status(argv: Sequence[str]) -> int:
 
     record = find_job(argv[0])
     if record is None:
-        print(f"elasticrun: no job {argv[0]!r} of yours runs on this machine", file=sys.stderr)
+        complain("elasticrun", f"no job {argv[0]!r} of this user runs on this machine")
         return 1
     try:
-        sys.stdout.write(asyncio.run(ask_status(record.address, record.token, _DEFAULTS["connect_timeout_s"])))
+        text = asyncio.run(ask_status(record.address, record.token, _DEFAULTS["connect_timeout_s"]))
+        sys.stdout.write(printable(text))
     except ConnectionError as error:
-        print(f"elasticrun: the driver of job {argv[0]!r} does not answer: {error}", file=sys.stderr)
+        complain("elasticrun", f"the driver of job {argv[0]!r} does not answer: {error}")
         return 1
     return 0
 
 
 def _reattach(argv: Sequence[str]) -> int:
-    """``elasticrun --reattach JOB``: the driver of a job that has lost its own, with the options of that one."""
+    """Run a new driver for a job whose driver is dead, with the options of that driver (``elasticrun --reattach``)."""
     timeout = option_names()["reattach_timeout_s"]
     parser = _Parser(prog="elasticrun --reattach", add_help=False, allow_abbrev=False)
     parser.add_argument("--reattach", required=True, metavar="JOB")
@@ -117,8 +136,8 @@ def _reattach(argv: Sequence[str]) -> int:
     given, rest = parser.parse_known_args(argv)
     if rest:
         raise OptionError(
-            f"--reattach: {' '.join(rest)}: takes the name of a job, and no option but --reattach-timeout: "
-            "all others, and the command, are those that the job was started with"
+            f"--reattach: {' '.join(rest)!r}: must not be given. A job keeps the command and the options that it was "
+            "started with, except --reattach-timeout."
         )
     import os
     from dataclasses import replace
@@ -127,55 +146,89 @@ def _reattach(argv: Sequence[str]) -> int:
 
     record = find_job(given.reattach)
     if record is None:
-        raise OptionError(f"--reattach: {given.reattach!r}: takes a job of yours that has lost its driver")
+        raise OptionError(
+            f"--reattach: {given.reattach!r}: this user has no such job on this machine. Name a job without a driver."
+        )
     options = replace(record.options, job_name=given.reattach)
     if given.timeout is not None:
-        try:
-            changes: dict[str, Any] = {"reattach_timeout_s": timeout.kind.parse(given.timeout)}
-            options = replace(options, **changes)
-        except ValueError:
-            raise OptionError(f"--reattach-timeout: {given.timeout!r}: takes {timeout.kind.takes}") from None
+        changes: dict[str, Any] = {"reattach_timeout_s": _value("--reattach-timeout", given.timeout, timeout.kind)}
+        options = replace(options, **changes)
     os.chdir(record.directory)
-    return _run(options, must_take_over=True)
+    return _run(options, must_reattach=True)
 
 
 def _agent(argv: Sequence[str]) -> int:
-    """``elasticrun agent``: serve a driver that listens, until the end of its job."""
+    """Serve a driver that listens, until the end of its job (``elasticrun agent``)."""
     parser = _Parser(
         prog="elasticrun agent",
         usage="elasticrun agent --join HOST:PORT --token-file F [options]",
         description="Serve the job of an elasticrun --listen as one of its hosts. Run the same command on each "
-        "machine, in any order, at any time; it ends with the job.",
+        "machine, in any order, at any time.\nIt ends with the job.",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--join", required=True, metavar="HOST:PORT", help="where the driver listens")
-    add("--token-file", required=True, metavar="F", help="the same as the driver's, or a copy of it")
-    add("--slots", default="auto", metavar="N|auto", help="workers that may run here (auto: its GPUs, else its cores)")
-    add("--name", default=host_name(), metavar="NAME", help="unlike that of any other host (default: its name)")
-    add("--wait", default="600", metavar="S", help="seconds to wait for a driver (default: 600)")
+    add("--join", required=True, metavar="HOST:PORT", help="Host name and port where the driver listens.")
+    add("--token-file", required=True, metavar="F", help="Token file of the driver, or a copy of it.")
+    add(
+        "--slots",
+        default="auto",
+        metavar="N|auto",
+        help="Number of workers that may run here. auto: one for each GPU, or for each CPU core if there is no GPU.",
+    )
+    add(
+        "--name",
+        default=host_name(),
+        metavar="NAME",
+        help="Name of this host in the job, unique among its hosts (default: the name of this machine).",
+    )
+    add(
+        "--wait",
+        default="600",
+        metavar="S",
+        help="Seconds to wait for a driver. After that the agent gives up (default: 600).",
+    )
     add(
         "--connect-timeout",
-        default=_DEFAULTS["connect_timeout_s"],
+        default=f"{_DEFAULTS['connect_timeout_s']:g}",
         metavar="S",
-        help="seconds for one attempt to reach it (default: %(default)g)",
+        help="Seconds one attempt to connect to the driver may take (default: %(default)s).",
     )
     given = parser.parse_args(argv)
-    try:
-        host, port = split_address(given.join)
-        slots, wait_s = 0 if given.slots == "auto" else int(given.slots), float(given.wait)
-        connect_timeout_s = float(given.connect_timeout)
-        if not port or slots < 0 or wait_s < 0 or connect_timeout_s <= 0:
-            raise ValueError("a port is missing, or a number is negative")
-    except ValueError as error:
-        takes = "--join HOST:PORT, --slots N, --wait S, --connect-timeout S"
-        raise OptionError(f"elasticrun agent: {error}: takes {takes}") from None
-
+    host, port = _value("--join", given.join, _JOIN)
+    slots = _value("--slots", given.slots, SLOTS) or 0
+    wait_s = _value("--wait", given.wait, SECONDS)
+    connect_timeout_s = _value("--connect-timeout", given.connect_timeout, option_names()["connect_timeout_s"].kind)
+    if not is_host_name(given.name):
+        raise OptionError(
+            f"--name: {given.name!r}: must be letters, digits, dots, dashes and underscores, and not begin with a dot. "
+            "Choose another name for this host."
+        )
     from elasticstate.agent.join import join
+    from elasticstate.processes import allow_many_descriptors, keep_owner_access
 
+    allow_many_descriptors()
+    keep_owner_access()
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return join(address, given.token_file, given.name, slots, wait_s=wait_s, connect_timeout_s=connect_timeout_s)
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, port = split_address(text)
+    if not 0 < port < 1 << 16:
+        raise ValueError(text)
+    return host, port
+
+
+_JOIN = Kind("HOST:PORT", "HOST:PORT, with a port number from 1 to 65535", _host_and_port)
+
+
+def _value(name: str, text: str, kind: Kind) -> Any:
+    """Return the value of an option that is not an option of a job. Raises OptionError."""
+    try:
+        return kind.parse(text)
+    except ValueError:
+        raise OptionError(f"{name}: {text!r}: must be {kind.valid}") from None
 
 
 # ----------------------------------------------------------------------------------------------------- the options
@@ -188,31 +241,45 @@ examples:
   elasticrun -np 8 --min-np 4 --listen 0.0.0.0:7000 --token-file F train.py
   elasticrun agent --join HOST:7000 --token-file F
   elasticrun status JOB
-  elasticrun --check -H h1:4,h2:4       (what is available here and there?)
-  elasticrun --reattach JOB             (its driver has died, its workers train on: be its driver)
+  elasticrun --check -H h1:4,h2:4       (print what is available here and on these hosts)
+  elasticrun --reattach JOB             (start a new driver for a job whose driver is dead)
 
-Options stand before COMMAND; what follows COMMAND belongs to it. A COMMAND that ends in .py runs with this Python.
-Each --option-name may also be given as ELASTICSTATE_OPTION_NAME in the environment; the command line has precedence.
+Write options before COMMAND: everything after it belongs to COMMAND. A COMMAND that ends in .py runs with this Python.
+torchrun's --nproc-per-node, --max-restarts and horovodrun's --gloo, --mpi, --output-filename are accepted, too.
+The environment variable ELASTICSTATE_OPTION_NAME also sets --option-name; the command line has precedence.
 Exit status: 0 the workers finished; 1 failed, the root cause is printed last; 2 usage; 130 Ctrl-C; 143 SIGTERM.
 """
 
 _DESCRIPTION = """\
-Run COMMAND in N workers that survive each other: the world shrinks when a worker or a host is lost, grows when one
-comes, and training goes on in the processes that are there."""
+Run COMMAND in N workers. The world shrinks when a worker or a host is lost and grows when one joins, and the other
+workers continue training in their processes."""
 
 
 def parse_options(argv: Sequence[str]) -> Options:
     """Read the command line. Raises OptionError (one line); SystemExit(0) after ``--help`` and ``--version``."""
-    return _options(vars(_parser().parse_args(argv)))
+    return _options(_given(argv))
+
+
+def _given(argv: Sequence[str]) -> dict[str, Any]:
+    parser = _parser()
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        names = [name for option in option_names().values() for name in option.names]
+        raise other_launchers.unknown(unknown[0], [*names, "--check", "--version", "--reattach", "--help"])
+    return vars(given)
 
 
 def _options(given: dict[str, Any]) -> Options:
     command = [given["program"], *given["arguments"]] if given["program"] else given["arguments"]
-    return read_options(_texts(given), command[1:] if command[:1] == ["--"] else command)
+    options = read_options(_texts(given), command[1:] if command[:1] == ["--"] else command)
+    other_launchers.check(given, options)
+    return options
 
 
 def _texts(given: dict[str, Any]) -> dict[str, str | None]:
-    return {name: _text(given[name]) for name in option_names()}
+    texts = {name: _text(given[name]) for name in option_names()}
+    other_launchers.translate(given, texts)
+    return texts
 
 
 def _text(value: object) -> str | None:
@@ -225,7 +292,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         name, _, problem = message.removeprefix("argument ").partition(": ")
         option = next((option for option in option_names().values() if "/".join(option.names) == name), None)
-        raise OptionError(f"{name}: {problem}: takes {option.kind.takes}" if option else message)
+        if option is None:
+            raise OptionError(f"{message.removeprefix('argument ')}. elasticrun --help lists all options.")
+        raise OptionError(f"{name}: {problem}: must be {option.kind.valid}")
 
 
 class _Version(argparse.Action):
@@ -261,10 +330,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="print what is available here, and on the hosts that are named, and exit: 1 if what is asked for "
-        "(--backend, hosts, --commit-dir, --listen) is not there; needs no COMMAND",
+        help="Print what is available on this machine and on the named hosts, and exit. Exit status 1: what another "
+        "option asks for (--backend, hosts, --commit-dir, --listen) is not available. COMMAND is not required.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    other_launchers.add_options(parser)
+    parser.add_argument("--version", action=_Version, nargs=0, help="Print the version and exit.")
     parser.add_argument("program", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -272,7 +342,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _shown(default: object, kind: Kind) -> str:
     if default is None:
-        return "off" if "off" in kind.takes else ""
+        return "off" if "off" in kind.valid else ""
     if isinstance(default, tuple):
         return " ".join(part.name if isinstance(part, Enum) else f"{part:g}" for part in default)
     return f"{default:g}" if isinstance(default, float) else str(default or "")

@@ -1,20 +1,23 @@
-"""The commit directory of a job on one host: where commits live, so that they outlive workers and agents.
+"""Commit storage of a job on one host: a directory for commits, which outlive workers and agents.
 
 ::
 
-    /dev/shm/elasticstate-<uid>-<job id>-<host>/    made, and locked for as long as it lives, by the agent of the host
-        job                    names the directory of the job, which its driver and its agents lock (driver/record.py);
-                               then process id and socket of the agent, by which its workers are known;
-                               its time of modification lies ahead: until then all of this is kept
-        0.control              slot 0: the page that worker and agent share
+    /dev/shm/elasticstate-<uid>-<job id>-<host>/    the agent of the host makes and locks it, until the agent ends
+        job                    line 1: directory of the job, which its driver and its agents lock (driver/record.py);
+                               line 2: process id of the agent, and the mark of the agent's workers;
+                               time of modification: a time to come, until which the directory is kept
+        0.control              slot 0: the control page that worker and agent share
         0.0.safetensors        its two buffers, written in turn
         0.1.safetensors
-        0.error                by which exception its worker has ended (error_file.py)
-        call                   of launch(): the function and its arguments (worker/call.py)
-        0.result               what it has returned
+        0.error                exception that ended its worker (error_file.py)
+        0.result               for launch(): result of its function (agent/result.py)
 
-Whose agent has died may be given another one, so an unlocked directory is left behind only if its job is over, too:
-nobody locks the job's directory, and that for ``--driver-timeout``; or that is another job's by now.
+The agent opens each of these files once and passes descriptors to its workers: no process looks up a name that another
+user may have taken since (private.py). If another user has taken the name of the directory, the agent appends ``~1``,
+``~2`` and so on.
+
+A host whose agent has died may get another agent. So an unlocked directory is stale only if its job is over: no process
+has locked the directory of the job for ``--driver-timeout``, or another job has that directory now.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ import hashlib
 import os
 import shutil
 import signal
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,53 +34,53 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elasticstate import processes
-from elasticstate.config import socket_variable
-from elasticstate.errors import CommitSpaceError
+from elasticstate.config import agent_variable
+from elasticstate.private import is_private, is_still, open_directory, open_file, read_file, write_file
 
 ID_FILE = "id"
-"""In the job's directory: the unique id of the job that has it now."""
+"""Name of a file in the job's directory, with the unique id of the job that has the directory now."""
 
-PAGE_BYTES = 4096
 _JOB_FILE = "job"
+_MOST_NAMES = 100  # names to try for one directory, if other users have taken the first ones
 _PREFIX = "elasticstate-"
 
 
 def owner_of(job_id: str, host: str, slot: int) -> bytes:
-    """Whose commits those of a slot are: 16 bytes, in each of its seals."""
+    """Return the owner of a slot's commits: 16 bytes, which each seal of the slot contains."""
     return hashlib.sha256(f"{job_id}/{host}/{slot}".encode()).digest()[:16]
 
 
-def control_file(prefix: str) -> str:
-    """The page of the slot whose files begin with ``prefix``."""
-    return f"{prefix}.control"
+def control_file(slot: int) -> str:
+    """Return the name of the control page of a slot."""
+    return f"{slot}.control"
 
 
-def buffer_file(prefix: str, index: int) -> str:
-    """Buffer 0 or 1 of that slot."""
-    return f"{prefix}.{index}.safetensors"
+def buffer_file(slot: int, index: int) -> str:
+    """Return the name of buffer 0 or 1 of a slot."""
+    return f"{slot}.{index}.safetensors"
 
 
-def result_file(prefix: str) -> str:
-    """Where a worker of ``launch()`` puts what its function has returned."""
-    return f"{prefix}.result"
+def error_file(slot: int) -> str:
+    """Return the name of the error file of a slot's worker."""
+    return f"{slot}.error"
 
 
-def call_file(prefix: str) -> str:
-    """What it is to call: the same for all slots of a host."""
-    return str(Path(prefix).with_name("call"))
+def result_file(slot: int) -> str:
+    """Return the name of the file for the result of ``launch()``'s function in a slot."""
+    return f"{slot}.result"
 
 
 def refuse(base: str) -> str:
-    """Why ``base`` cannot be a commit directory; "" when it can."""
+    """Return the reason why ``base`` cannot hold commits; "" if it can."""
     try:
         os.rmdir(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     except OSError as error:
-        return f"nothing can be made in it ({error.strerror})"
+        return f"cannot create a directory in it ({error.strerror})"
     return ""
 
 
 class CommitDirectory:
-    """The agent's side: made, or adopted from an agent before it, and locked until the end of this process."""
+    """Commit directory of an agent: new, or adopted from a former agent, and locked until this process ends."""
 
     def __init__(
         self,
@@ -86,79 +88,81 @@ class CommitDirectory:
         job_id: str,
         host: str,
         job_directory: str,
-        socket: str,
+        mark: str,
         patience_s: float,
         keep_s: float,
         pause: Callable[[], bool] = lambda: _pause(),
     ) -> None:
-        """An agent of this job that still has the host is given ``patience_s`` to end; then it is killed, with all its
-        workers, and has as long again to be gone. ``socket``: by which those of this agent will be known. ``keep_s``:
-        how long all is kept after the last ``keep()``, should all of the job die. ``pause()`` waits a moment; true:
-        give up.
+        """Lock the directory; wait for another agent of this job that still holds it.
 
-        Raises OSError when the directory cannot be made, or is another's.
+        That agent has ``patience_s`` to end. Then it is killed with all its workers, and has ``patience_s`` once more.
+        ``mark``: identifies the workers of this agent. ``keep_s``: time that the directory is kept after the last
+        ``keep()`` if all processes of the job die. ``pause()`` waits a moment; if it returns True, give up.
+
+        Raises OSError if the directory cannot be made or locked.
         """
         self.base = Path(base).absolute()
-        self.path = self.base / f"{_beginning_of(job_id)}{host}"
-        self._lock = _claim(self.path, pause, patience_s)
+        self._job_id, self._host = job_id, host
+        self._content = f"{job_id} {Path(job_directory).absolute()}\n{os.getpid()} {mark}".encode()
         self._keep_s = keep_s
-        (self.path / _JOB_FILE).write_text(f"{job_id} {Path(job_directory).absolute()}\n{os.getpid()} {socket}")
+        self.path, self.fd = _take_lock(self._find, pause, patience_s)
+        write_file(self.fd, _JOB_FILE, self._content)
+        self.keep()
+
+    def _find(self) -> Path:
+        return _find(self.base, self._job_id, self._host)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the directory was deleted or lost its name: a directory with that name is not this job's."""
+        return not is_still(self.path, self.fd)
+
+    def make_anew(self) -> None:
+        """Make and lock a new directory in place of a lost one. Raises OSError, and changes nothing then."""
+        path, fd = _take_lock(self._find, lambda: True, 0.0)
+        write_file(fd, _JOB_FILE, self._content)
+        os.close(self.fd)
+        self.path, self.fd = path, fd
         self.keep()
 
     def keep(self) -> None:
-        """For ``keep_s`` from now on nobody takes this for a leftover, whoever of the job may die."""
+        """Keep this directory from counting as stale for the next ``keep_s``, whichever processes of the job die."""
         now = time.time()
         with suppress(OSError):  # removed by hand
-            os.utime(self.path / _JOB_FILE, (now, now + self._keep_s))
+            os.utime(_JOB_FILE, (now, now + self._keep_s), dir_fd=self.fd, follow_symlinks=False)
 
-    def prefix(self, slot: int) -> str:
-        """What the names of a slot's files begin with."""
-        return str(self.path / str(slot))
+    def open_file(self, name: str, flags: int) -> int:
+        """Open a private file of this user; with O_CREAT make it if it does not exist. Raises OSError."""
+        return open_file(self.fd, name, flags)
 
     def slots(self) -> list[int]:
-        """Those that have pages, made by this agent or by one before it."""
-        return sorted(int(path.stem) for path in self.path.glob("*.control") if path.stem.isdecimal())
-
-    def make_page(self, slot: int) -> str:
-        """The path of a slot's page, made if it is not there yet. Raises CommitSpaceError when there is no room."""
-        path = control_file(self.prefix(slot))
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, PAGE_BYTES)  # or a write to it would be SIGBUS when the file system is full
-        except OSError as error:
-            raise CommitSpaceError(f"no room for {path}: {error.strerror}") from None
-        finally:
-            os.close(fd)
-        return path
-
-    def keep_call(self, data: bytes) -> None:
-        """For the workers of ``launch()``. Raises OSError."""
-        path = call_file(self.prefix(0))
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(data)
+        """Return the slots with control pages, of this agent or of a former one."""
+        stems = (name.removesuffix(".control") for name in os.listdir(self.fd) if name.endswith(".control"))
+        return sorted(int(stem) for stem in stems if stem.isdecimal())
 
     def remove(self) -> None:
-        """At the end of the job: all commits of this host are gone."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        """Remove the directory with all commits of this host, at the end of the job."""
+        if not self.is_lost:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.fd)
 
 
 def make_agent_directory(base: str) -> str:
-    """A directory for the socket of an agent that has none of its driver's, locked until the end of this process.
+    """Make a directory for the socket of an agent without a job directory, locked until this process ends.
 
     Raises OSError.
     """
     while True:
         path = Path(tempfile.mkdtemp(prefix=_beginning_of("agent"), dir=base))
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = open_directory(path)
         fcntl.flock(fd, fcntl.LOCK_SH)
-        if _is_still(path, fd):  # nobody took it for a leftover in between
+        if is_still(path, fd):  # no other process removed it as stale in between
             return str(path)
         os.close(fd)
 
 
 def remove_agent_directories(base: str) -> None:
-    """What agents that were killed have left of this kind."""
+    """Remove the socket directories of agents that were killed."""
     for path in _directories(base, _beginning_of("agent")):
         with _locked(path) as locked:
             if locked:
@@ -166,16 +170,20 @@ def remove_agent_directories(base: str) -> None:
 
 
 def agent_on(base: str, job_id: str, host: str) -> tuple[int, str]:
-    """The agent that this machine has, or had, for a host of a job: its process id (0 if it has ended), and the socket
-    by which its workers are known ("" if there never was one)."""
-    path = Path(base).absolute() / f"{_beginning_of(job_id)}{host}"
+    """Return the process id (0: it has ended) and the mark ("": there was none) of a host's agent on this machine."""
+    path = _find(Path(base).absolute(), job_id, host)
     with _locked(path) as has_ended:
-        pid, socket = _agent_of(path)
-        return 0 if has_ended else pid, socket
+        try:
+            fd = open_directory(path)
+        except OSError:
+            return 0, ""
+        pid, mark = _agent_of(fd)
+        os.close(fd)
+        return 0 if has_ended else pid, mark
 
 
 def remove_job(base: str, job_id: str) -> None:
-    """What agents that were killed have left of a job that is over. Those that live remove theirs themselves."""
+    """Remove the commits that killed agents of a finished job have left. Living agents remove their own."""
     for path in _directories(base, _beginning_of(job_id)):
         with _locked(path) as locked:
             if locked:
@@ -183,7 +191,7 @@ def remove_job(base: str, job_id: str) -> None:
 
 
 def remove_dead(base: str) -> list[str]:
-    """Remove what dead jobs of this user have left in ``base``, and nothing of living ones; returns their paths."""
+    """Remove the directories of dead jobs of this user from ``base``, and none of living jobs; return their paths."""
     removed = []
     for path in _directories(base, f"{_PREFIX}{os.getuid()}-"):
         with _locked(path) as locked:
@@ -194,7 +202,7 @@ def remove_dead(base: str) -> list[str]:
 
 
 def remove_job_directory(path: str, lock: int) -> None:
-    """By the last who has locked a job's directory, shared, through ``lock``: no other agent, and no driver."""
+    """Remove a job's directory unless another process has locked it; ``lock``: descriptor of this process's lock."""
     if _try_lock(lock):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -204,7 +212,7 @@ def _beginning_of(job_id: str) -> str:
 
 
 def _directories(base: str, beginning: str) -> list[Path]:
-    """Directories of this user whose names begin so."""
+    """Return the directories of this user whose names begin with ``beginning``."""
     try:
         entries = sorted(Path(base).absolute().iterdir())
     except OSError:
@@ -213,15 +221,29 @@ def _directories(base: str, beginning: str) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """A directory of this user that nobody else can read or write."""
+    """Return True for a directory that only this user can read and write."""
     try:
-        return _is_private(path.lstat())
+        return is_private(path.lstat())
     except OSError:
         return False
 
 
-def _is_private(found: os.stat_result) -> bool:
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+def _find(base: Path, job_id: str, host: str) -> Path:
+    """Return the directory of a host; if there is none, the first free name for a new one.
+
+    Raises FileExistsError if other users have taken all names.
+    """
+    name = f"{_beginning_of(job_id)}{host}"
+    paths = [base / name, *(base / f"{name}~{n}" for n in range(1, _MOST_NAMES))]
+    free = None
+    for path in paths:
+        if _is_ours(path):
+            return path
+        if free is None and not os.path.lexists(path):
+            free = path
+    if free is None:
+        raise FileExistsError(f"{paths[0]}: other users have taken this name and {_MOST_NAMES - 1} similar names")
+    return free
 
 
 def _pause() -> bool:
@@ -229,40 +251,39 @@ def _pause() -> bool:
     return False
 
 
-def _claim(path: Path, pause: Callable[[], bool], patience_s: float) -> int:
-    """Make or adopt a directory; returns the descriptor that locks it."""
+def _take_lock(find: Callable[[], Path], pause: Callable[[], bool], patience_s: float) -> tuple[Path, int]:
+    """Make or adopt the directory that ``find`` names; return its path and the descriptor that locks it."""
     deadline = time.monotonic() + patience_s
     evicted = False
     while True:
+        path = find()
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        with suppress(FileNotFoundError):  # somebody who looks for leftovers was quicker
-            if not _is_private(path.lstat()):
-                raise PermissionError(f"{path} is no directory of this user alone")
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            if _try_lock(fd) and _is_still(path, fd):
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # removed, or taken by another user
+            fd = open_directory(path)
+            if _try_lock(fd) and is_still(path, fd):
                 if evicted:
-                    processes.kill_marked(*socket_variable(_agent_of(path)[1]))
-                return fd
+                    processes.kill_marked(*agent_variable(_agent_of(fd)[1]))
+                return path, fd
             if time.monotonic() > deadline and not evicted:
-                _kill_holder(fd, _agent_of(path)[0])
+                _kill_holder(fd, _agent_of(fd)[0])
                 evicted, deadline = True, time.monotonic() + patience_s
             os.close(fd)
         if pause() or (evicted and time.monotonic() > deadline):
-            raise TimeoutError(f"another agent has {path}")
+            raise TimeoutError(f"another agent has locked {path}")
 
 
-def _agent_of(path: Path) -> tuple[int, str]:
-    """The agent that has, or had, this directory: its process id, and the socket by which its workers are known."""
+def _agent_of(directory: int) -> tuple[int, str]:
+    """Return process id and mark of the agent that has, or had, this directory; 0 and "" if there was none."""
     try:
-        pid, _, socket = (path / _JOB_FILE).read_text().splitlines()[1].partition(" ")
-        return int(pid), socket
+        pid, _, mark = read_file(directory, _JOB_FILE).decode().splitlines()[1].partition(" ")
+        return int(pid), mark
     except (OSError, ValueError, IndexError):
         return 0, ""
 
 
 def _kill_holder(fd: int, agent: int) -> None:
-    """SIGKILL to this process, if it has the lock on this directory (proc_locks(5)), and is not this very one."""
+    """Kill the agent if it has locked this directory (proc_locks(5)) and is not this process."""
     found = os.fstat(fd)
     inode = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     for line in Path("/proc/locks").read_text().splitlines():
@@ -274,14 +295,14 @@ def _kill_holder(fd: int, agent: int) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Lock a directory for a moment; False: somebody else has it, or it is gone."""
+    """Lock a directory for a moment; False: another process has locked it, or it does not exist."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd = open_directory(path)
     except OSError:
         yield False
         return
     try:
-        yield _try_lock(fd) and _is_still(path, fd)
+        yield _try_lock(fd) and is_still(path, fd)
     finally:
         os.close(fd)
 
@@ -294,16 +315,8 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _is_still(path: Path, fd: int) -> bool:
-    """Whether the path still means what was opened: somebody may have removed it, and another may have made it anew."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except OSError:
-        return False
-
-
 def _bury_job(path: Path) -> bool:
-    """Whether the job that made this commit directory is over; then its own directory is removed."""
+    """Return True if the job that made this commit directory is over; then remove the job's directory, too."""
     file = path / _JOB_FILE
     try:
         kept_until = file.stat().st_mtime
@@ -324,7 +337,7 @@ def _bury_job(path: Path) -> bool:
 
 
 def _id_in(directory: Path) -> str:
-    """Of the job whose directory it is; "" if that is not written there yet."""
+    """Return the id of the job that has this directory; "" if the id is not written yet."""
     try:
         return (directory / ID_FILE).read_text()
     except OSError:

@@ -1,39 +1,40 @@
-"""The file in which a worker says by which exception it ends, for its agent and for whoever reads torch's files.
+"""The error file: a worker writes the exception that ends it, for its agent and for tools that read torch's files.
 
 The format is that of ``torch.distributed.elastic`` (``message.message``, ``message.extraInfo.py_callstack`` and
-``.timestamp``), with one key more, ``worker``::
+``.timestamp``), with one more key, ``worker``::
 
     {"message": {"message": "ValueError: no",
                  "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "1790000000"}},
      "worker": {"chain": ["ValueError: no", "KeyError: 'x'"], "time_ns": 1790000000123456789, "host": "a", "slot": 0,
                 "incarnation": 1, "pid": 4711, "rank": 0, "generation": 3, "tick": 40}}
 
-Its path stands in the environment variable TORCHELASTIC_ERROR_FILE, so torch's own ``record`` works in a script.
+The environment variable TORCHELASTIC_ERROR_FILE has its path, so torch's own ``record`` works in a script.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 _MOST_BYTES = 4 * 1024 * 1024
-_LONGEST_TEXT = 32 * 1024  # characters of a call stack that go on to the driver
-_CUT = "\n... (cut: it is too long) ...\n"
+_LONGEST_TEXT = 32 * 1024  # characters of a call stack that the agent sends to the driver
+_CUT = "\n... (cut: too long) ...\n"
 
 
 class WorkerError(NamedTuple):
-    """What a worker has said of its end."""
+    """Error by which a worker ended, from its error file."""
 
     text: str  # the call stack, with its last line: type and message
-    time_ns: int  # when the exception reached its end, by the clock of the worker's host
+    time_ns: int  # when the exception ended the worker, by the clock of its host
 
 
 def describe(error: BaseException, time_ns: int, **worker: Any) -> dict[str, Any]:
-    """The content of the file. ``worker``: what else is known, to be found under that key."""
+    """Return the content of the error file. ``worker``: further facts, stored under that key."""
     return {
         "message": {
             "message": _line(error),
@@ -47,16 +48,18 @@ def describe(error: BaseException, time_ns: int, **worker: Any) -> dict[str, Any
 
 
 def write(path: str, content: dict[str, Any]) -> bool:
-    """Whole or not at all, and only once: the first exception is the one that counts. False: there was one before.
+    """Write the file atomically unless it exists: the first exception counts. Return False if the file existed.
 
-    Raises OSError, or TypeError for a content that is no JSON.
+    Raises OSError, or TypeError if the content cannot be written as JSON.
     """
     text = json.dumps(content)
     fresh = f"{path}.{os.getpid()}"
     try:
-        with open(fresh, "w", encoding="utf-8") as file:
+        # Never open an existing file or follow a link: another user may have taken the directory's name.
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(fd, "w", encoding="utf-8") as file:
             file.write(text)
-        os.link(fresh, path)  # unlike a rename it fails when there is one
+        os.link(fresh, path)  # unlike a rename, a link fails if the file exists
     except FileExistsError:
         return False
     finally:
@@ -65,10 +68,17 @@ def write(path: str, content: dict[str, Any]) -> bool:
     return True
 
 
-def read(path: str) -> WorkerError | None:
-    """What is there, ours or torch's; None if there is nothing of use. Never raises."""
+def read(path: str, directory: int | None = None) -> WorkerError | None:
+    """Return the error in the file, ours or torch's; None if this user has no usable file there. Never raises.
+
+    ``directory``: descriptor of the directory that the path is relative to.
+    """
     try:
-        with open(path, "rb") as file:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(path, flags, dir_fd=directory), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+                return None
             content = json.loads(file.read(_MOST_BYTES))
             written_ns = os.fstat(file.fileno()).st_mtime_ns
         message = content["message"]
@@ -80,25 +90,25 @@ def read(path: str) -> WorkerError | None:
         return None
 
 
-def forget(path: str) -> None:
-    """Before another process gets the file. Raises OSError if it cannot be removed."""
+def forget(path: str, directory: int | None = None) -> None:
+    """Remove the file, before another process may write it. Raises OSError if it cannot be removed."""
     with suppress(FileNotFoundError):
-        os.unlink(path)
+        os.unlink(path, dir_fd=directory)
 
 
 def shortened(text: str) -> str:
-    """Beginning and end of a text that is too long."""
+    """Return the text; only its beginning and its end if it is too long."""
     half = (_LONGEST_TEXT - len(_CUT)) // 2
     return text if len(text) <= _LONGEST_TEXT else text[:half] + _CUT + text[-half:]
 
 
 def _line(error: BaseException) -> str:
-    """Type and message. An exception that cannot say what it is has its type."""
+    """Return type and message of an exception; only its type if its ``__str__`` fails."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception, what it was raised from or in the handling of, and so on."""
+    """Yield the exception, then its cause or context, and so on."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:

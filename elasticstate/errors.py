@@ -3,19 +3,19 @@
 ::
 
     BaseException
-     └── HostsUpdatedInterrupt      a planned change of the world; caught by ``run``, not by ``except Exception``
+     └── HostsUpdatedInterrupt      a planned change of the world; ``run`` catches it, ``except Exception`` does not
     Exception
      └── ElasticError
-          ├── CollectiveError       the generation has failed: back to the last commit; caught by ``run``
-          ├── NotInWorldError       ``rank()`` and its like were asked outside a world
-          ├── StateError            a state cannot be captured, applied or restored as asked
-          │    ├── StateLostError       the job has committed, and nobody holds a commit any more
+          ├── CollectiveError       the generation has failed; ``run`` catches it and restores the last commit
+          ├── NotInWorldError       ``rank()`` or a similar function was called outside a world
+          ├── StateError            a state cannot be captured, applied or restored
+          │    ├── StateLostError       the job has committed, and no worker or host holds a commit any more
           │    ├── StateDivergedError   the members of a world hold different states; names the tensors that differ
-          │    └── CommitSpaceError     commits do not fit into --commit-dir; names what they need and what is free
+          │    └── CommitStorageError   commits do not fit into --commit-dir; names the bytes needed and the bytes free
           ├── UsageError            the API was used in a way that cannot work; the message says what to do
-          ├── OptionError           an option has a bad value; names the option, the value and what it takes
+          ├── OptionError           an option has an invalid value; names the option, the value and the valid values
           ├── DiscoveryError        the first call of host discovery failed
-          └── WorkerFailedError     the job of ``launch()`` has failed; carries the root cause and all failures
+          └── WorkerFailedError     the job of ``launch()`` has failed; has the root cause and all failures
 """
 
 from __future__ import annotations
@@ -29,47 +29,46 @@ if TYPE_CHECKING:
 
 
 class HostsUpdatedInterrupt(BaseException):
-    """All members have completed the same tick and leave the world together; nothing is lost.
+    """All members have completed the same tick and leave the world together; no training step is lost.
 
-    Derives from ``BaseException`` so that a user's ``except Exception`` cannot eat it (the idea of trio's
-    ``Cancelled``).
+    It derives from ``BaseException`` so that a user's ``except Exception`` does not catch it (as ``trio.Cancelled``).
     """
 
 
 class ElasticError(Exception):
-    """Root of the errors of elasticstate."""
+    """Base class of the errors of elasticstate."""
 
 
 class CollectiveError(ElasticError):
-    """The present generation is over: a member died, hung or left it. ``run`` restores and regroups."""
+    """The current generation has ended: a member died, hung or left. ``run`` restores and regroups."""
 
 
 class NotInWorldError(ElasticError):
-    """A world was asked for before the first one was formed."""
+    """A property of the world was requested before the first world was formed."""
 
 
 class StateError(ElasticError):
-    """A state cannot be captured, applied or restored as asked."""
+    """A state cannot be captured, applied or restored."""
 
 
 class StateLostError(StateError):
-    """The job has committed, and no memory holds a commit any more. Never silently from scratch."""
+    """The job has committed, and no worker or host holds a commit any more. It never silently starts from scratch."""
 
 
 class StateDivergedError(StateError):
     """The members of a world hold different states; the message names the tensors that differ."""
 
 
-class CommitSpaceError(StateError):
+class CommitStorageError(StateError):
     """Commits do not fit into ``--commit-dir``; the message names the bytes needed, those free, and what to do."""
 
 
 class UsageError(ElasticError):
-    """The API was used in a way that cannot work; the message names the remedy."""
+    """The API was used in a way that cannot work; the message says what to do."""
 
 
 class OptionError(ElasticError):
-    """An option has a bad value; the message names the option, the value and what it takes."""
+    """An option has an invalid value; the message names the option, the value and the valid values."""
 
 
 class DiscoveryError(ElasticError):
@@ -79,8 +78,8 @@ class DiscoveryError(ElasticError):
 class WorkerFailedError(ElasticError):
     """A job that ``launch()`` has started has failed.
 
-    ``root_cause`` is the first failure over all hosts, by time; ``failures`` are those of all workers, as they were
-    heard of: also those that the job has survived.
+    ``root_cause`` is the earliest failure on all hosts. ``failures`` are the failures of all workers in the order in
+    which the driver received them, including those that the job has survived.
     """
 
     def __init__(self, root_cause: WorkerFailure, failures: Sequence[WorkerFailure] = ()) -> None:

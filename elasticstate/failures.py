@@ -1,43 +1,37 @@
-"""How a worker failed, as ``launch()`` and the end of ``elasticrun`` tell it."""
+"""Failures of workers, for the errors of ``launch()`` and the last lines of ``elasticrun``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elasticstate.processes import signal_name
+from elasticstate.exit_status import status_of
+from elasticstate.terminal import printable
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """A failure of a job: of one worker, or, with no worker, of the job as a whole (too few workers for too long)."""
+    """Failure of one worker; or, without a worker, of the job as a whole (too few workers for too long)."""
 
     reason: str  # one line
     host: str | None = None
     slot: int | None = None
-    rank: int | None = None  # None: it had none yet
+    rank: int | None = None  # None: the worker had no rank yet
     generation: int = 0
     exit_code: int | None = None
-    signal: int | None = None  # neither: its host was lost
+    signal: int | None = None  # neither exit code nor signal: its host was lost
     error: str = ""  # traceback, or the end of stderr
-    time_ns: int = 0  # unix, by the clock of its host; 0: not known
+    time_ns: int = 0  # Unix time by the clock of its host; 0: unknown
 
     def __str__(self) -> str:
-        return "\n".join([self.reason, *(f"  {line}" for line in self.details())])
+        return printable("\n".join([self.reason, *(f"  {line}" for line in self.details())]))
 
     def details(self) -> list[str]:
-        """Line by line, what there is to say besides the reason."""
+        """Return the details besides the reason, one per line."""
         about = []
         if self.host is not None:
             about.append(f"worker {self.host}:{self.slot} on host {self.host}")
             about.append(f"rank {self.rank}" if self.rank is not None else "without a rank")
             about.append(f"generation {self.generation}")
         if self.exit_code is not None or self.signal is not None:
-            about.append(how_it_ended(self.exit_code, self.signal))
+            about.append(status_of(self.exit_code, self.signal))
         return [*([", ".join(about)] if about else []), *self.error.rstrip().splitlines()]
-
-
-def how_it_ended(exit_code: int | None, signal: int | None) -> str:
-    """``SIGKILL``, ``exit code 3``."""
-    if signal is not None:
-        return signal_name(signal)
-    return f"exit code {exit_code}" if exit_code is not None else "its host was lost"

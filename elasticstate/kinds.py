@@ -1,4 +1,4 @@
-"""What the values of options look like: how each kind is read, and the words that say what it takes."""
+"""Kinds of option values: a parser for each kind, and the text that describes its valid values."""
 
 from __future__ import annotations
 
@@ -12,24 +12,31 @@ from dataclasses import dataclass
 
 from elasticstate.core.ids import HostSlots
 
-_HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?::(?P<a>\d+)|\s+slots\s*=\s*(?P<b>\d+))?")
+_HOST_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}"
+_HOST = re.compile(rf"(?P<name>{_HOST_NAME})(?::(?P<a>\d{{1,18}})|\s+slots\s*=\s*(?P<b>\d{{1,18}}))?")
+_LONGEST_QUOTE = 100  # characters of a line that cannot be read
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,39}")
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the values of an option look like: how one is read, and the words that say what it takes."""
+    """One kind of option values: its parser, and the text that describes the valid values."""
 
     metavar: str
-    takes: str
+    valid: str  # completes "must be ..."
     parse: Callable[[str], object]  # raises ValueError
+
+
+def is_host_name(text: str) -> bool:
+    """Return True if a host of a job may have this name, which appears in paths, messages and command lines."""
+    return re.fullmatch(_HOST_NAME, text) is not None
 
 
 def parse_host(text: str, default_slots: int) -> HostSlots:
     """Read ``host``, ``host:slots`` or ``host slots=N``. Raises ValueError."""
     match = _HOST.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text.strip()!r} is no host: takes host or host:slots")
+        raise ValueError(f"{text.strip()[:_LONGEST_QUOTE]!r} is not a host: must be host or host:slots")
     slots = match["a"] or match["b"]
     return HostSlots(match["name"], default_slots if slots is None else int(slots))
 
@@ -80,7 +87,7 @@ def _hosts(text: str) -> tuple[str, ...]:
 
 
 def _ranks(text: str) -> tuple[tuple[int, int], ...]:
-    """``0,4-7`` as ranges, both ends included."""
+    """Read ``0,4-7`` as ranges with both ends included. Raises ValueError."""
     ranges = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
@@ -103,10 +110,10 @@ def _address(text: str) -> str:
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """``host``, ``host:port``, ``[v6]`` or ``[v6]:port``; port 0 if there is none. Raises ValueError."""
+    """Read ``host``, ``host:port``, ``[v6]`` or ``[v6]:port``; the port is 0 if none is given. Raises ValueError."""
     match = re.fullmatch(r"(?:\[(?P<six>[^]]+)]|(?P<host>[^:\[\]]+))(?::(?P<port>\d{1,5}))?", text)
     if match is None:
-        raise ValueError(f"{text!r} is no address")
+        raise ValueError(f"{text!r} is not an address")
     return match["six"] or match["host"], int(match["port"] or 0)
 
 
@@ -170,31 +177,34 @@ def _matching(pattern: re.Pattern[str]) -> Callable[[str], str]:
 
 
 def at_least_s(minimum: float) -> Kind:
-    return Kind("S", f"seconds, at least {minimum:g}", lambda text: _seconds(text, minimum))
+    """Return the kind for a number of seconds from ``minimum`` on."""
+    return Kind("S", f"a number of seconds, at least {minimum:g}", lambda text: _seconds(text, minimum))
 
 
 COUNT = Kind("N", "a whole number, at least 1", lambda text: _whole(text, 1))
-BYTES = Kind("BYTES", "a number of bytes, also as 512M or 2G", parse_bytes)
+BYTES = Kind("BYTES", "a number of bytes, for example 4096, 512M or 2G", parse_bytes)
 SECONDS = at_least_s(0.0)
-SECONDS_OR_OFF = Kind("S|off", "seconds, at least 1, or off", _or_off(lambda text: _seconds(text, 1.0)))
-LEASE = Kind("S|off", "seconds, at least 3, or off", _or_off(lambda text: _seconds(text, 3.0)))
+SECONDS_OR_OFF = Kind("S|off", "a number of seconds, at least 1, or off", _or_off(lambda text: _seconds(text, 1.0)))
+LEASE = Kind("S|off", "a number of seconds, at least 3, or off", _or_off(lambda text: _seconds(text, 3.0)))
 LIMIT_OR_OFF = Kind("N|off", "a whole number, at least 0, or off", _or_off(lambda text: _whole(text, 0)))
-HOSTS = Kind("H1:4,H2:4", "host or host:slots, with commas between", _hosts)
+HOSTS = Kind("H1:4,H2:4", "host or host:slots, separated by commas", _hosts)
 SLOTS = Kind("N|auto", "a whole number, at least 1, or auto", lambda t: None if t == "auto" else _whole(t, 1))
 PATH = Kind("PATH", "a path", _matching(re.compile(r".+")))
 BACKEND = Kind("auto|nccl|gloo|mpi", "auto, nccl, gloo or mpi", _matching(re.compile("auto|nccl|gloo|mpi")))
 RANGE = Kind("MIN MAX", "two times in seconds, the smaller one first", _range)
 SIGNALS = Kind(
     "SIGNALS",
-    "names or numbers of signals, with commas between; none that elasticstate or the system needs itself: "
-    f"SIG{', SIG'.join(_OWN_SIGNALS)}, and the real-time ones",
+    "names or numbers of signals, separated by commas, but none that elasticstate or the system uses: "
+    f"SIG{', SIG'.join(_OWN_SIGNALS)} and the real-time signals",
     _signals,
 )
 COMMAND = Kind("COMMAND", "a command with its arguments, quoted as for a shell", _command)
 FLAG = Kind("", "1 or 0", _yes_or_no)
-PORT = Kind("PORT", "a port, 1 to 65535", _port)
-NAMES = Kind("NAMES", "names of environment variables, with commas between; * stands for anything", _patterns)
-ADDRESS = Kind("ADDR[:PORT]", "an address of this machine (0.0.0.0: all), with or without a port", _address)
+PORT = Kind("PORT", "a port number from 1 to 65535", _port)
+NAMES = Kind("NAMES", "names of environment variables, separated by commas; * matches any characters", _patterns)
+ADDRESS = Kind("ADDR[:PORT]", "an IP address of this machine (0.0.0.0: all), with or without a port", _address)
 STREAMS = Kind("0|1|2|3", "0, 1 (stdout), 2 (stderr) or 3 (both)", _streams)
-RANKS = Kind("RANKS", "ranks and ranges of them with commas between, for example 0,4-7", _ranks)
-NAME = Kind("NAME", "up to 40 letters, digits, dots, dashes and underscores", _matching(_JOB))
+RANKS = Kind("RANKS", "ranks and ranges of ranks, separated by commas, for example 0,4-7", _ranks)
+NAME = Kind(
+    "NAME", "up to 40 letters, digits, dots, dashes and underscores, beginning with no dot or dash", _matching(_JOB)
+)

@@ -1,4 +1,4 @@
-"""``launch()``: a job of ``elasticrun``, started from Python."""
+"""``launch()``: run a job of ``elasticrun`` from Python."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from typing import Any
 import msgspec
 
 from elasticstate.config import option_names, read_options
-from elasticstate.driver.returns import OUTCOME_FILE, Told, result_file
+from elasticstate.driver.launch_results import OUTCOME_FILE, LaunchOutcome, result_name
 from elasticstate.driver.spec import CALL_FILE
 from elasticstate.errors import ElasticError, OptionError, UsageError, WorkerFailedError
-from elasticstate.failures import WorkerFailure, how_it_ended
+from elasticstate.exit_status import status_of
+from elasticstate.failures import WorkerFailure
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
+from elasticstate.private import open_directory, read_file
 from elasticstate.worker.call import pack
 
 _MOST_DRIVERS = 5
-_MOST_BYTES = MAX_MESSAGE_BYTES - (64 << 10)  # of function and arguments; the rest of the message is options
+_MOST_BYTES = MAX_MESSAGE_BYTES - (64 << 10)  # for function and arguments; the rest of the message is for options
 
 
 def launch(
@@ -43,70 +45,81 @@ def launch(
     hosts: str | Iterable[str] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Run ``fn(*args, **kwargs)`` in ``np`` workers that survive each other, as ``elasticrun`` does; wait for the end.
+    """Run ``fn(*args, **kwargs)`` in ``np`` elastic workers, as ``elasticrun`` does; wait for the end of the job.
 
-    Returns what ``fn`` has returned, one result for each rank of the last world. ``fn`` usually calls a function that
-    is decorated with ``run``. It travels by cloudpickle, and so do its arguments and results: functions of scripts,
-    notebooks and closures will do. A worker that comes later, or is restarted, calls it anew.
+    Returns the results of ``fn``, one for each rank of the last world. ``fn`` usually calls a function that is
+    decorated with ``run``. cloudpickle serializes ``fn``, its arguments and its results, so functions of scripts and
+    notebooks and closures work. A worker that joins later, or is restarted, calls ``fn`` anew.
 
     ::
 
         losses = elastic.launch(train, args=(0.1,), np=4, min_np=2, hosts="a:2,b:2", elastic_timeout=60)
 
     Args:
-        fn: a function; or a command as a list, to which ``args`` are added: its results are None.
-        args, kwargs: for ``fn``. Pickled, they and ``fn`` take 4 MB at most: give paths of what is larger.
-        np, min_np, max_np: workers to start with, to go on with, and to grow up to.
-        hosts: ``"a:4,b:4"``, or a list of such.
-        options: any other option of ``elasticrun``, by its name there: ``log_dir="logs"``, ``cooldown_range=(1, 60)``.
+        fn: a function; or a command as a list, to which ``args`` are added and whose results are None.
+        args, kwargs: arguments of ``fn``. At most 4 MB when pickled together with ``fn``: pass larger data by path.
+        np, min_np, max_np: number of workers to start with, smallest number, largest number.
+        hosts: ``"a:4,b:4"``, or a list of such texts.
+        options: any other option of ``elasticrun`` by its name: ``log_dir="logs"``, ``cooldown_range=(1, 60)``.
 
     Raises:
-        WorkerFailedError: the job has failed; it has the root cause, and the failures of all workers.
-        OptionError: an option has a bad value, or there is none of that name.
-        UsageError: ``fn`` is neither, or cannot be pickled, or is too large.
-        KeyboardInterrupt: Ctrl-C; the workers have been stopped.
-        ElasticError: ``elasticrun`` was stopped by someone else.
+        WorkerFailedError: the job has failed; the error has the root cause and the failures of all workers.
+        OptionError: an option has an invalid value, or does not exist.
+        UsageError: ``fn`` is neither function nor command, or cannot be pickled, or is too large.
+        KeyboardInterrupt: the user pressed Ctrl-C; the workers have been stopped.
+        ElasticError: ``elasticrun`` was stopped from outside, by a signal.
     """
     packed, command = _what_to_run(fn, tuple(args), dict(kwargs or {}))
     given = {"np": np, "min_np": min_np, "max_np": max_np, "hosts": hosts, **options}
     chosen = read_options(dict(_texts(given)), command)
     directory = tempfile.mkdtemp(prefix="elasticstate-launch-")
+    os.chmod(directory, 0o700)  # the caller's umask may take the owner's access away
+    opened = open_directory(directory)  # all data to unpickle is read through this descriptor
     try:
         if packed:
-            Path(directory, CALL_FILE).write_bytes(packed)
+            _write(Path(directory, CALL_FILE), packed)
         job = chosen.job_name or f"job-{secrets.token_hex(3)}"
         chosen = dataclasses.replace(chosen, job_name=job, call_directory=directory)
-        Path(directory, "options").write_bytes(msgspec.json.encode(chosen))
+        _write(Path(directory, "options"), msgspec.json.encode(chosen))
         with _Output(chosen.stop_timeout_s) as output:
             status = _supervise([sys.executable, "-m", "elasticstate", "--launched", directory], job, output)
-        return _results(directory, status)
+        return _results(opened, status)
     finally:
+        os.close(opened)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.touch()
+    path.chmod(0o600)
+    path.write_bytes(data)
 
 
 def _what_to_run(
     fn: Callable[..., Any] | Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bytes, list[str]]:
-    """The function, packed (nothing for a command), and the command of each worker."""
+    """Return the pickled function (empty for a command), and the command of each worker. Raises UsageError."""
     if not callable(fn):
         if isinstance(fn, (str, bytes)) or not isinstance(fn, Sequence) or not fn or kwargs:
-            raise UsageError(f"launch({fn!r}): takes a function, or a command as a list of words, without kwargs")
+            raise UsageError(f"launch({fn!r}): must be a function, or a command as a list of words, without kwargs")
         return b"", [str(word) for word in (*fn, *args)]
     name = getattr(fn, "__qualname__", type(fn).__name__)
     try:
         packed = pack(fn, args, kwargs)
     except Exception as error:
-        raise UsageError(f"launch(): {name} or its arguments cannot be pickled: {error}") from error
+        raise UsageError(
+            f"launch(): {name} or its arguments cannot be pickled: {error}. Create such objects in the function."
+        ) from error
     if len(packed) > _MOST_BYTES:
         raise UsageError(
-            f"launch(): {name} and its arguments take {len(packed) / 1e6:.1f} MB pickled, and {_MOST_BYTES / 1e6:.1f} "
-            f"MB is the most: give it the path of a file that it reads itself"
+            f"launch(): {name} and its arguments have {len(packed) / 1e6:.1f} MB pickled, more than the limit of "
+            f"{_MOST_BYTES / 1e6:.1f} MB. Pass the path of a file that the function reads."
         )
     return packed, [sys.executable, "-m", "elasticstate.worker.call", name]
 
 
 def _texts(given: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """By field of the options: what would stand on the command line. Raises OptionError."""
+    """Yield the field of each given option and its text on the command line. Raises OptionError."""
     fields = {
         name.lstrip("-").replace("-", "_"): (field, option.kind)
         for field, option in option_names().items()
@@ -115,7 +128,8 @@ def _texts(given: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for name, value in given.items():
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1)
-            raise OptionError(f"launch(): there is no option {name!r}" + (f": is it {near[0]!r}?" if near else ""))
+            remedy = f"Did you mean {near[0]!r}?" if near else "elasticrun --help lists all options."
+            raise OptionError(f"launch(): unknown option {name!r}. {remedy}")
         field, kind = fields[name]
         if isinstance(value, bool):
             value = "on" if value else "off"
@@ -126,12 +140,12 @@ def _texts(given: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _supervise(command: list[str], job: str, output: _Output) -> int:
-    """Its exit status. An elasticrun that is killed is replaced: its workers train on, and the next one takes over.
+    """Run elasticrun; return its exit status. If it is killed, start another one, which reattaches to the workers.
 
-    Raises KeyboardInterrupt, when all has ended.
+    Raises KeyboardInterrupt after Ctrl-C, when all processes have ended.
     """
     for _ in range(_MOST_DRIVERS):
-        # The other end of stdin is ours: it closes with this process, however that ends.
+        # This process holds the other end of stdin: the kernel closes it when this process ends, even by SIGKILL.
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output.stdout, stderr=output.stderr, start_new_session=True
         )
@@ -142,13 +156,15 @@ def _supervise(command: list[str], job: str, output: _Output) -> int:
             raise KeyboardInterrupt
         if process.returncode >= 0:
             break
-        killed = how_it_ended(None, -process.returncode)
-        sys.stderr.write(f"elasticstate: the elasticrun of {job} has ended by {killed}: another one takes over\n")
+        killed = status_of(None, -process.returncode)
+        sys.stderr.write(
+            f"elasticstate: the elasticrun of {job} ended: {killed}; starting another one, which reattaches\n"
+        )
     return process.returncode
 
 
 def _wait(process: subprocess.Popen[bytes]) -> bool:
-    """Whether there was a Ctrl-C, or more: each is passed on."""
+    """Wait for the end of the process, and forward each Ctrl-C to it. Return True if there was any."""
     interrupted = False
     while process.returncode is None:
         try:
@@ -160,11 +176,14 @@ def _wait(process: subprocess.Popen[bytes]) -> bool:
 
 
 class _Output:
-    """Where elasticrun and its agents write: this process's own stdout and stderr; or, where Python's are others (those
-    of a notebook), pipes that are emptied into them. For all drivers of a job the same, as agents outlive one."""
+    """Stdout and stderr of elasticrun and its agents: those of this process, or pipes to Python's own streams.
+
+    Pipes are needed if ``sys.stdout`` or ``sys.stderr`` is another stream, for example that of a notebook. All drivers
+    of a job get the same descriptors, because agents outlive a driver.
+    """
 
     def __init__(self, patience_s: float) -> None:
-        """``patience_s``: for a process that an agent has left, and that holds its output."""
+        """``patience_s``: seconds to wait at the end for processes that an agent has left and that hold the output."""
         self._patience_s = patience_s
 
     def __enter__(self) -> _Output:
@@ -181,10 +200,10 @@ class _Output:
             pump.join(self._patience_s)
 
     def _end_of(self, stream: Any, fd: int) -> int | None:
-        """A descriptor to write to; None: the inherited one."""
+        """Return a descriptor to write to; None for the inherited one."""
         if _is_descriptor(stream, fd):
             return None
-        if stream is None:  # of a program without a terminal
+        if stream is None:  # a program without a terminal
             return subprocess.DEVNULL
         source, sink = os.pipe()
         self._ends.append(sink)
@@ -203,28 +222,32 @@ def _is_descriptor(stream: Any, fd: int) -> bool:
 def _pump(source: int, stream: Any) -> None:
     with open(source, "rb") as pipe:
         for line in pipe:
-            with suppress(OSError, ValueError):  # it is closed: the job goes on
+            with suppress(OSError, ValueError):  # the stream is closed: the job goes on
                 stream.write(line.decode(errors="replace"))
                 stream.flush()
 
 
-def _results(directory: str, status: int) -> list[Any]:
+def _results(directory: int, status: int) -> list[Any]:
     with suppress(FileNotFoundError):
-        raise OptionError(Path(directory, "refused").read_text())
+        raise OptionError(read_file(directory, "refused").decode())
     try:
-        told = msgspec.json.decode(Path(directory, OUTCOME_FILE).read_bytes(), type=Told)
+        launch_outcome = msgspec.json.decode(read_file(directory, OUTCOME_FILE), type=LaunchOutcome)
     except FileNotFoundError:
         code, number = (None, -status) if status < 0 else (status, None)
-        raise ElasticError(f"launch(): elasticrun has ended before its job: {how_it_ended(code, number)}") from None
-    if told.status == 1:
-        raise WorkerFailedError(told.root_cause or WorkerFailure(f"the job {told.word}"), told.failures)
-    if told.status != 0:
-        raise ElasticError(f"launch(): the job {told.word}")
-    return [_result(result_file(directory, rank)) for rank in range(told.ranks)]
+        raise ElasticError(
+            f"launch(): elasticrun ended before its job: {status_of(code, number)}. See its output for the cause."
+        ) from None
+    if launch_outcome.status == 1:
+        raise WorkerFailedError(
+            launch_outcome.root_cause or WorkerFailure(f"the job {launch_outcome.word}"), launch_outcome.failures
+        )
+    if launch_outcome.status != 0:
+        raise ElasticError(f"launch(): the job {launch_outcome.word}")
+    return [_result(directory, rank) for rank in range(launch_outcome.ranks)]
 
 
-def _result(path: Path) -> Any:
+def _result(directory: int, rank: int) -> Any:
     try:
-        return pickle.loads(path.read_bytes())
+        return pickle.loads(read_file(directory, result_name(rank)))
     except FileNotFoundError:
         return None

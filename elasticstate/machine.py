@@ -1,4 +1,4 @@
-"""This machine: its slots, its name, and the version that is installed on it; sizes in words."""
+"""Facts about this machine (slots, name, installed version), and sizes as text."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ from glob import glob
 
 
 def slots_of_this_machine() -> int:
-    """Its NVIDIA GPUs; without any, the cores that this process may use."""
-    return len(glob("/dev/nvidia[0-9]*")) or len(os.sched_getaffinity(0))
+    """Return the number of its NVIDIA GPUs; without any GPU, of the cores that this process may use."""
+    return gpus_of_this_machine() or cores_of_this_machine()
+
+
+def gpus_of_this_machine() -> int:
+    """Return the number of its NVIDIA GPUs."""
+    return len(glob("/dev/nvidia[0-9]*"))
+
+
+def cores_of_this_machine() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def host_name() -> str:
-    """What this machine calls itself."""
+    """Return the name of this machine."""
     return os.uname().nodename
 
 
 def version() -> str:
-    """The version of the installed package."""
+    """Return the version of the installed package."""
     from importlib.metadata import PackageNotFoundError, version as installed
 
     try:
@@ -26,8 +36,8 @@ def version() -> str:
         return "0+source"
 
 
-def in_words(size_bytes: int) -> str:
-    """``3.2 GB``."""
+def format_bytes(size_bytes: int) -> str:
+    """Return a size as text, for example ``3.2 GB``."""
     for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
         if size_bytes >= 10**power:
             return f"{size_bytes / 10**power:.1f} {unit}"

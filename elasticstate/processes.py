@@ -1,9 +1,11 @@
-"""Processes of this machine: waiting for the end of one, and ending a whole session."""
+"""Processes of this machine: run a command, wait for the end of a process, kill a session."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import re
 import resource
 import shlex
 import signal
@@ -13,11 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+_SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[#~={}!\n]")
 _MOST_OUTPUT_BYTES = 4 * 1024 * 1024
 
 
 class Answer(NamedTuple):
-    """How a command ended, and what it has said."""
+    """Exit code and output of a command."""
 
     exit_code: int  # -N: killed by signal N
     stdout: str
@@ -25,11 +28,21 @@ class Answer(NamedTuple):
 
 
 class TookTooLong(TimeoutError):
-    """A command was killed for the time that it took; ``answer``: what it had said by then."""
+    """A command was killed after its timeout; ``answer`` has its output until then."""
 
     def __init__(self, timeout_s: float, answer: Answer) -> None:
         super().__init__(f"it took longer than {timeout_s:g} s")
         self.answer = answer
+
+
+def as_command(text: str, directory: str | None = None) -> str:
+    """Return the command for :func:`ask` that runs the text of an option.
+
+    The text is the name of a file, a program with arguments, or a shell command, for example a pipeline.
+    """
+    if os.path.isfile(path := Path(directory or ".", text).absolute()):
+        return shlex.quote(str(path))
+    return shlex.join(["/bin/sh", "-c", text]) if _SHELL_SYNTAX.search(text) else text
 
 
 async def ask(
@@ -39,34 +52,35 @@ async def ask(
     directory: str | None = None,
     whole_session: bool = False,
 ) -> Answer:
-    """Run a command in a session of its own, and kill at its end what it has started.
+    """Run a command in a session of its own; at its end, kill the processes that it has started.
 
-    ``whole_session``: also what has a process group of its own there, as the ranks of mpirun have.
-    Raises OSError or ValueError (it cannot be run), TookTooLong.
+    ``whole_session``: also kill processes in other process groups of the session, for example the ranks of mpirun.
+    Raises OSError or ValueError (the command cannot be run), TookTooLong.
     """
     words = shlex.split(command)
     if not words:
-        raise ValueError("there is no command")
+        raise ValueError("the command is empty")
     program = Path(directory or ".", words[0]).absolute()
     if program.is_file():
         words[0] = str(program)
     process = await _start(words, environment, directory)
+    give_back_descriptors(process.pid)
     assert process.stdout is not None
     assert process.stderr is not None
-    said, complained = bytearray(), bytearray()
+    output, errors = bytearray(), bytearray()
 
     def answer(exit_code: int) -> Answer:
-        return Answer(exit_code, said.decode(errors="replace"), complained.decode(errors="replace"))
+        return Answer(exit_code, output.decode(errors="replace"), errors.decode(errors="replace"))
 
-    stdout = asyncio.ensure_future(_read(process.stdout, said))
-    stderr = asyncio.ensure_future(_read(process.stderr, complained))
+    stdout = asyncio.ensure_future(_read(process.stdout, output))
+    stderr = asyncio.ensure_future(_read(process.stderr, errors))
     ending = asyncio.ensure_future(process.wait())
     # Not asyncio.wait_for: until Python 3.12 it loses a cancellation that comes as the command ends.
     try:
         _, late = await asyncio.wait({stdout, stderr, ending}, timeout=timeout_s)
         if late:
             raise TookTooLong(timeout_s, answer(-signal.SIGKILL))
-        stdout.result()  # raises what has kept it from being read
+        stdout.result()  # raises the error of reading, if any
         stderr.result()
         return answer(ending.result())
     finally:
@@ -78,7 +92,7 @@ async def ask(
 
 
 async def _start(words: list[str], environment: Mapping[str, str] | None, directory: str | None) -> Process:
-    """Not cancelled half-way: what has been started by then would be left behind."""
+    """Start a process. A cancellation waits until the start is complete, or it would leave a process behind."""
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
             *words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True, env=environment, cwd=directory
@@ -86,6 +100,8 @@ async def _start(words: list[str], environment: Mapping[str, str] | None, direct
     )
     try:
         await _insist(lambda: asyncio.wait({starting}), starting.done)
+        if isinstance(error := starting.exception(), OSError) and error.errno == errno.ENOEXEC:
+            return await _start(["/bin/sh", *words], environment, directory)  # as execvp(3): no interpreter line
     except asyncio.CancelledError:
         if not starting.cancelled() and starting.exception() is None:
             await _end(starting.result())
@@ -100,7 +116,7 @@ async def _end(process: Process) -> None:
 
 
 async def _insist(wait: Callable[[], Awaitable[object]], done: Callable[[], bool]) -> None:
-    """Wait in spite of cancellations, which are obeyed afterwards: at the end of an event loop there may be two."""
+    """Wait in spite of cancellations; then raise the last one. At the end of an event loop there may be two."""
     cancellation = None
     while not done():
         try:
@@ -112,14 +128,14 @@ async def _insist(wait: Callable[[], Awaitable[object]], done: Callable[[], bool
 
 
 async def _read(stream: asyncio.StreamReader, kept: bytearray) -> None:
-    """All that comes; what is far too much is not kept."""
+    """Read a stream to its end; keep at most a fixed number of bytes."""
     while data := await stream.read(1 << 16):
         if len(kept) < _MOST_OUTPUT_BYTES:
             kept += data
 
 
 async def ended_child(pid: int) -> None:
-    """Wait until a child of this process has ended; it stays a zombie until its owner asks for the status."""
+    """Wait until a child of this process has ended. The child stays a zombie until its owner reads the status."""
     pidfd = os.pidfd_open(pid)
     try:
         await ended(pidfd)
@@ -128,7 +144,7 @@ async def ended_child(pid: int) -> None:
 
 
 async def ended(pidfd: int) -> None:
-    """Wait until the process of a descriptor has ended (pidfd_open(2))."""
+    """Wait until the process of a pidfd has ended (pidfd_open(2))."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
 
@@ -143,14 +159,45 @@ async def ended(pidfd: int) -> None:
         loop.remove_reader(pidfd)
 
 
+def keep_owner_access() -> None:
+    """Clear the owner's bits in the umask of this process and its children: a job must be able to use its own files.
+
+    Private files have mode 0700 or 0600, or are in such a directory, so a umask of 000 makes none of them readable.
+    """
+    os.umask(os.umask(0o077) & 0o077)
+
+
+_descriptors_given: int | None = None  # the limit before it was raised
+
+
 def allow_many_descriptors() -> None:
-    """As many as this process may have; its children inherit that."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Raise this process's limit on open descriptors to the hard limit. Its children get the old limit back."""
+    global _descriptors_given
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _descriptors_given = limit if _descriptors_given is None else _descriptors_given
+    with suppress(OSError, ValueError):  # the limit is higher than the system allows by now
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def descriptors_given() -> int:
+    """Return the limit on open descriptors that this process was started with."""
+    if _descriptors_given is not None:
+        return _descriptors_given
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def give_back_descriptors(pid: int) -> None:
+    """Give a new child the limit that this process was started with. No effect after the child's end.
+
+    The child may have run for a moment with the raised limit, unless it waits for its first message.
+    """
+    with suppress(OSError, ValueError):
+        _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors_given(), most))
 
 
 def session_members(session: int) -> set[int]:
-    """The living processes of a session."""
+    """Return the living processes of a session."""
 
     def belongs(process: Path) -> bool:
         fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
@@ -160,12 +207,12 @@ def session_members(session: int) -> set[int]:
 
 
 def kill_session(session: int) -> None:
-    """SIGKILL to every process of a session, its other process groups and new children included."""
+    """Kill every process of a session, including its other process groups and new children."""
     _kill_all(lambda: session_members(session))
 
 
 def kill_marked(name: str, value: str) -> None:
-    """SIGKILL to every process of this user that was started with this environment variable, in whatever session."""
+    """Kill every process of this user that was started with this environment variable, in any session."""
     mark = f"\0{name}={value}\0".encode()
     _kill_all(lambda: _processes(lambda process: mark in b"\0" + (process / "environ").read_bytes()))
 
@@ -174,14 +221,14 @@ def _processes(belongs: Callable[[Path], bool]) -> set[int]:
     found = set()
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            with suppress(OSError, IndexError):  # it has ended meanwhile, or is another user's
+            with suppress(OSError, IndexError):  # the process has ended, or belongs to another user
                 if belongs(Path("/proc", entry)):
                     found.add(int(entry))
     return found
 
 
 def _kill_all(find: Callable[[], set[int]]) -> None:
-    """Until there are no others: who is killed cannot have more children."""
+    """Kill the processes that ``find`` returns until it finds no new ones: a killed process starts no more children."""
     killed: set[int] = set()
     while more := find() - killed:
         for pid in more:
@@ -191,17 +238,9 @@ def _kill_all(find: Callable[[], set[int]]) -> None:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal: it may be sent without harm."""
+    """Return True if a process has a handler for a signal, so that the signal does not kill it."""
     with suppress(OSError):
         for line in Path("/proc", str(pid), "status").read_text().splitlines():
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
-
-
-def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -1,8 +1,8 @@
-"""One's own kind of state: k-means, without a module or an optimizer.
+"""A state class for other training than torch modules and optimizers: k-means clustering.
 
     elasticrun -np 2 --min-np 1 python examples/custom_state.py
 
-``capture`` and ``apply`` are all that a state has to say: commit, restore and sync follow from the two.
+A state class defines ``capture`` and ``apply``. Commit, restore and sync need no more than these two.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ BATCHES, CLUSTERS = 200, 4
 
 
 class KMeans(elastic.State):
-    """Centres, the number of points that each has drawn so far, and how many batches have been seen."""
+    """State of a k-means training: the centres, the number of points of each, and the number of batches so far."""
 
     def __init__(self, centres: torch.Tensor) -> None:
         super().__init__(centres=centres, counts=torch.zeros(len(centres)), batch=0)
@@ -26,7 +26,7 @@ class KMeans(elastic.State):
         return {"centres": self.centres, "counts": self.counts, "batch": self.batch}
 
     def apply(self, values: Mapping[str, Any]) -> None:
-        # Tensors are the commit's own: copy them, or the next step would write into the commit.
+        # The tensors belong to the commit. Copy them, or the next step would write into the commit.
         self.centres.copy_(values["centres"])
         self.counts.copy_(values["counts"])
         self.batch = values["batch"]
@@ -40,10 +40,10 @@ state = KMeans(centres=corners * 0.1)
 @elastic.run
 def train(state: KMeans) -> None:
     while state.batch < BATCHES:
-        # Each rank draws points of its own: a newcomer's random state is derived, not copied.
+        # Each rank draws different points: elasticstate derives the random state of a newcomer, it does not copy one.
         points = corners[torch.randint(CLUSTERS, (64,))] + torch.randn(64, 2)
         nearest = torch.nn.functional.one_hot(torch.cdist(points, state.centres).argmin(1), CLUSTERS).float()
-        # Sums and counts of all ranks' points in one message.
+        # One all-reduce for the sums and the counts of all ranks.
         totals = torch.cat([nearest.T @ points, nearest.sum(0)[:, None]], dim=1)
         dist.all_reduce(totals)
         sums, counts = totals[:, :2], totals[:, 2]

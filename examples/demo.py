@@ -1,7 +1,7 @@
-"""A job in trouble: digits.py with four workers on two local host names, while things happen to it.
+"""A demonstration of failures: runs digits.py with four workers on two local host names, and disturbs the job.
 
-A worker is killed with SIGKILL; a host is taken away, and comes back. The training goes on all the time, and reaches
-its accuracy. Exit status 0 if all of that happened. ``make demo`` runs this.
+The demo kills a worker with SIGKILL, removes a host and adds the host again. The training continues all the time and
+reaches its accuracy. The exit status is 0 if all of that happened. ``make demo`` runs this script.
 """
 
 import json
@@ -32,22 +32,22 @@ def wait_until(job: subprocess.Popen[bytes], what: str, happened: Callable[[], b
 
 
 def sizes_of_worlds(events_file: Path) -> list[int]:
-    """The sizes of the worlds so far, from the event file: one JSON object per line."""
-    events = map(json.loads, events_file.read_text().split("\n")[:-1])  # whole lines only
+    """Return the sizes of all worlds so far, read from the event file (one JSON object per line)."""
+    events = map(json.loads, events_file.read_text().split("\n")[:-1])  # the last line may be incomplete
     return [event["size"] for event in events if event["event"] == "world_formed"]
 
 
-def worker_process(job: subprocess.Popen[bytes], seat: str) -> psutil.Process:
-    """The process of the worker in a seat (host:slot)."""
+def worker_process(job: subprocess.Popen[bytes], slot_id: str) -> psutil.Process:
+    """Return the process of the worker in a slot (host:slot)."""
     for process in psutil.Process(job.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # a discovery script comes and goes
-            if process.environ().get("ELASTICSTATE_WORKER", "").startswith(f"{seat}:"):
+        with suppress(psutil.NoSuchProcess):  # discovery scripts among the children end at any time
+            if process.environ().get("ELASTICSTATE_WORKER", "").startswith(f"{slot_id}:"):
                 return process
-    sys.exit(f"demo: no worker runs in {seat}")
+    sys.exit(f"demo: no worker runs in {slot_id}")
 
 
 def run(folder: Path) -> str:
-    """Run the job, and let things happen to it; returns what the workers printed."""
+    """Run the job, disturb it, and return the output of the workers."""
     hosts, events, logs = folder / "hosts", folder / "events", folder / "logs"
     hosts.write_text("localhost:2\n127.0.0.2:2\n")
     options = ["-np", "4", "--min-np", "2", "--max-np", "4", "--min-interrupt-distance", "1", "--log-dir", logs]
@@ -69,7 +69,7 @@ def run(folder: Path) -> str:
             if status := job.wait(TIMEOUT_S):
                 sys.exit(f"demo: the job ended with status {status}")
         finally:
-            job.terminate()  # nothing happens if it has ended
+            job.terminate()  # no effect if the job has ended
     return "".join(log.read_text() for log in logs.glob("*.out"))
 
 

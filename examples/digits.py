@@ -1,9 +1,9 @@
-"""Handwritten digits: a small convolutional network on the data that ships inside scikit-learn.
+"""Handwritten digits: a small convolutional network, trained on the data set that scikit-learn includes.
 
     elasticrun -np 4 --min-np 2 python examples/digits.py --epochs 20
 
-The global batch stays the same whatever the world's size, and each epoch takes each sample once, also when the world
-changes in the middle of it. ``make demo`` runs this and lets things go wrong.
+The global batch has the same size in every world, and each epoch uses each sample once, even if the world changes in
+the middle of the epoch. ``make demo`` runs this script and disturbs the job.
 """
 
 import argparse

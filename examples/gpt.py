@@ -1,9 +1,9 @@
-"""A small GPT learns the Python language reference, on a loss curve that does not depend on the number of workers.
+"""A small GPT that learns the Python language reference. Its loss curve does not depend on the number of workers.
 
     elasticrun -np 4 --min-np 1 python examples/gpt.py --steps 200
 
-The text ships with Python: ``pydoc_data.topics``, what ``help("for")`` prints. The loader holds the global batch fixed:
-step i trains the same 24 pieces of it on 1, 3 or 5 workers, and ``loader.weight`` keeps the gradient their mean.
+The text comes with Python (``pydoc_data.topics``). The loader keeps the global batch fixed: step i trains on the same
+24 pieces with 1, 3 or 5 workers. The factor ``loader.weight`` makes the averaged gradient the mean over the pieces.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def train(state: elastic.TorchState) -> float:
             state.step += 1
             dist.all_reduce(loss.detach_())
             loss /= elastic.size()
-            if args.losses:  # all do, for any of them may die before it has
+            if args.losses:  # every rank writes the loss, because any rank may die before it writes
                 args.losses.write(f"{state.step} {loss.item()!r}\n")
             state.commit()
             if state.step >= args.steps:

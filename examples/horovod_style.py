@@ -1,4 +1,4 @@
-"""The digits of digits.py in the style of Horovod's elastic scripts: only the import is another one.
+"""The training of digits.py, written like an elastic Horovod script. Only the import differs from Horovod.
 
 elasticrun -np 4 --min-np 2 python examples/horovod_style.py
 """

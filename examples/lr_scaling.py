@@ -1,8 +1,8 @@
-"""The learning rate follows the size of the world.
+"""A learning rate that follows the size of the world.
 
     elasticrun -np 4 --min-np 1 python examples/lr_scaling.py
 
-Each worker takes a batch of its own, so the global batch grows with the world, and the learning rate with it: the
+Each worker takes a batch of its own, so the global batch grows with the world. The learning rate grows with it: the
 linear scaling rule, after a warm-up, of Goyal et al., 2017 (https://arxiv.org/abs/1706.02677).
 """
 
@@ -21,7 +21,7 @@ state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
 
 
 def scale_learning_rate() -> None:
-    """Set the rate for this step and this world, from scratch: multiplying what is there would add up over worlds."""
+    """Set the rate for this step and this world from the base rate. Factors on the old rate would add up."""
     warmup = min(1.0, (state.step + 1) / WARMUP_STEPS)
     for group in state.optimizer.param_groups:
         group["lr"] = BASE_LR * elastic.size() * warmup
@@ -33,7 +33,7 @@ def report() -> None:
         print(f"step {state.step}: {elastic.size()} workers, learning rate {rate:.3f}", flush=True)
 
 
-# Called in each new world, before newcomers get the state of the others: what is set here reaches them, too.
+# elasticstate calls this in each new world, before newcomers receive the state. So newcomers get this rate as well.
 state.register_reset_callbacks([scale_learning_rate, report])
 
 

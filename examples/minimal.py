@@ -2,7 +2,7 @@
 
     elasticrun -np 2 --min-np 1 python examples/minimal.py
 
-Kill a worker while it runs: the others go on where they were, and a new one joins. Plain ``python`` works too.
+Kill a worker while the job runs: the others continue, and a new worker joins. Plain ``python`` works too.
 """
 
 import torch
@@ -16,15 +16,15 @@ STEPS = 500
 torch.manual_seed(0)
 model = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-weights = torch.arange(8.0)  # what the model has to find
+weights = torch.arange(8.0)  # the weights that the model has to find
 
 state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
 
 
 @elastic.run
 def train(state: elastic.TorchState) -> float:
-    # What belongs to a world is made inside: this function begins again, from the last commit, in each new one.
-    model = DistributedDataParallel(state.model, init_sync=False)  # all members start equal: nothing to broadcast
+    # Create objects that belong to a world in here: each new world calls this function again, from the last commit.
+    model = DistributedDataParallel(state.model, init_sync=False)  # all members start equal: no broadcast needed
     loss = torch.zeros(())
     while state.step < STEPS:
         inputs = torch.randn(32, 8)

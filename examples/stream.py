@@ -1,10 +1,11 @@
-"""A data set that can only be iterated over: torchdata's StatefulDataLoader is a value of the state.
+"""An iterable-style data set: torchdata's StatefulDataLoader as a value of the state.
 
     pip install torchdata
     elasticrun -np 2 --min-np 1 python examples/stream.py
 
-The position of the data set is that of the whole world: each rank takes one line of the next ``size()`` ones. So it is
-the same on all ranks, goes into each commit, and is right in another world. The text ships with Python.
+The position of the data set is that of the whole world: of the next ``size()`` lines, each rank takes one. So the
+position is the same on all ranks, is part of each commit, and is correct in a world of another size. The text comes
+with Python.
 """
 
 import argparse
@@ -28,7 +29,7 @@ args = parser.parse_args()
 
 
 class Lines(IterableDataset):
-    """The lines of a text, once; those at the end that are not enough for all ranks are left out."""
+    """All lines of a text, each once. Leaves out the last lines if they are not enough for all ranks."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
@@ -50,7 +51,7 @@ class Lines(IterableDataset):
 torch.manual_seed(0)
 torch.set_num_threads(1)
 dataset = Lines([line.strip() for text in topics.values() for line in text.splitlines() if line.strip()])
-model = nn.Sequential(nn.Embedding(128, 16), nn.Linear(16, 128))  # the next character, from the one before it
+model = nn.Sequential(nn.Embedding(128, 16), nn.Linear(16, 128))  # predicts the next character from the current one
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 loader = StatefulDataLoader(dataset, batch_size=BATCH)
 state = elastic.TorchState(model=model, optimizer=optimizer, loader=loader, lines=0)

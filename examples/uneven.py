@@ -1,10 +1,11 @@
-"""Ranks with different numbers of batches: each has documents of its own, and torch's join context keeps them together.
+"""Ranks with different numbers of batches, in torch's join context. Each rank has documents of its own.
 
     elasticrun -np 3 --min-np 2 python examples/uneven.py
 
-Who has no batch left shadows the others' collectives and ticks; when all are through, everybody has the state of the
-last one. Each batch ends one tick. In another world the documents are dealt out anew, and the epoch begins again; for
-samples that count exactly once whatever happens there is ElasticDataLoader. The text ships with Python.
+A rank without batches shadows the collectives and ticks of the others. At the end of the join context all ranks have
+the state of the rank that finished last. Each batch ends one tick. A new world distributes the documents again and
+restarts the epoch. Use ElasticDataLoader if each sample must count exactly once in an epoch. The text comes with
+Python.
 """
 
 import argparse
@@ -26,7 +27,7 @@ args = parser.parse_args()
 torch.manual_seed(0)
 torch.set_num_threads(1)
 documents = [torch.tensor(list(text.encode("ascii", "replace"))) for _, text in sorted(topics.items())]
-model = nn.Sequential(nn.Embedding(128, 16), nn.Linear(16, 128))  # the next character, from the one before it
+model = nn.Sequential(nn.Embedding(128, 16), nn.Linear(16, 128))  # predicts the next character from the current one
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 state = elastic.TorchState(model=model, optimizer=optimizer, epoch=0, batch=0)
 

@@ -71,18 +71,18 @@ nb::bytes wait_other(Sentinel &sentinel) {
     return bytes_of(message);
 }
 
-nb::dict orders() {
+nb::dict message_kinds() {
     nb::dict numbers;
-    const auto add = [&numbers](const char *name, Order kind) { numbers[name] = static_cast<std::uint64_t>(kind); };
-    add("OTHER", Order::other);
-    add("WORLD", Order::world);
-    add("HOLD", Order::hold);
-    add("RELEASE", Order::release);
-    add("END_NOW", Order::end_now);
-    add("END_AT", Order::end_at);
-    add("OWN_ERROR", Order::own_error);
-    add("GATE_OPEN", Order::gate_open);
-    add("LEAVE", Order::leave);
+    const auto add = [&numbers](const char *name, MessageKind kind) { numbers[name] = static_cast<std::uint64_t>(kind); };
+    add("OTHER", MessageKind::other);
+    add("WORLD", MessageKind::world);
+    add("HOLD", MessageKind::hold);
+    add("RELEASE", MessageKind::release);
+    add("END_NOW", MessageKind::end_now);
+    add("END_AT", MessageKind::end_at);
+    add("CONFIRM_OWN_ERROR", MessageKind::confirm_own_error);
+    add("OPEN_GATE", MessageKind::open_gate);
+    add("LEAVE", MessageKind::leave);
     return numbers;
 }
 
@@ -167,7 +167,7 @@ void bind_sentinel(nb::module_ &m) {
         .def("wait_verdict", &Sentinel::wait_verdict, "generation"_a, NoGil())
         .def("wait_end", &Sentinel::wait_end, "generation"_a, NoGil())
         .def("wait_gate", &Sentinel::wait_gate, "generation"_a, NoGil());
-    sentinel.attr("ORDERS") = orders();
+    sentinel.attr("MESSAGE_KINDS") = message_kinds();
     sentinel.attr("PLACES") = places();
 }
 

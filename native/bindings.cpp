@@ -134,31 +134,33 @@ std::size_t checked_index(std::size_t index) {
     return index;
 }
 
-std::array<std::uint8_t, 16> owner_of(const nb::bytes &owner) {
+std::array<std::uint8_t, 16> sixteen(const nb::bytes &bytes) {
     std::array<std::uint8_t, 16> result{};
-    if (owner.size() != result.size()) {
-        throw nb::value_error("an owner is 16 bytes");
+    if (bytes.size() != result.size()) {
+        throw nb::value_error("an owner, and a tag, is 16 bytes");
     }
-    std::memcpy(result.data(), owner.c_str(), result.size());
+    std::memcpy(result.data(), bytes.c_str(), result.size());
     return result;
 }
 
 void seal(ControlPage &page, std::size_t index, const nb::bytes &owner, std::uint64_t generation, std::uint64_t tick,
-          std::uint64_t layout, std::uint64_t length, std::uint32_t checksum) {
-    page.seal(checked_index(index), Seal{owner_of(owner), 0, generation, tick, layout, length, checksum, 0});
+          std::uint64_t layout, std::uint64_t length, std::uint32_t checksum, const nb::bytes &tag) {
+    page.seal(checked_index(index),
+              Seal{sixteen(owner), 0, generation, tick, layout, length, sixteen(tag), checksum, 0});
 }
 
 nb::object sealed(const ControlPage &page, std::size_t index, const nb::bytes &owner) {
-    const std::optional<Seal> found = page.sealed(checked_index(index), owner_of(owner));
+    const std::optional<Seal> found = page.sealed(checked_index(index), sixteen(owner));
     if (!found) {
         return nb::none();
     }
-    return nb::make_tuple(found->generation, found->tick, found->layout, found->length, found->checksum);
+    const nb::bytes tag(found->tag.data(), found->tag.size());
+    return nb::make_tuple(found->generation, found->tick, found->layout, found->length, found->checksum, tag);
 }
 
 nb::tuple stamp(const ControlPage &page) {
     const elasticstate::Stamp found = page.stamp();
-    return nb::make_tuple(found.alive, found.progress, found.place, found.generation, found.ticks);
+    return nb::make_tuple(found.heartbeat, found.progress, found.place, found.generation, found.ticks);
 }
 
 void bind_control_page(nb::module_ &m) {
@@ -170,16 +172,19 @@ void bind_control_page(nb::module_ &m) {
         }
     });
     nb::class_<ControlPage>(m, "ControlPage")
-        .def(nb::init<const std::optional<std::string> &>(), "path"_a.none())
+        .def(nb::init<std::optional<int>>(), "fd"_a.none())
         .def("reset", &ControlPage::reset)
         .def_prop_ro("word", &ControlPage::word, nb::rv_policy::reference_internal)
         .def("enter", &ControlPage::enter, "generation"_a)
         .def("set_place", &ControlPage::set_place, "place"_a)
         .def("set_lease", &ControlPage::set_lease, "until_ns"_a)
-        .def("beat", &ControlPage::beat)
+        .def("set_stale", &ControlPage::set_stale, "stale"_a)
+        .def_prop_ro("is_stale", &ControlPage::is_stale)
+        .def("heartbeat", &ControlPage::beat)
         .def("progress", &ControlPage::progress)
         .def("stamp", &stamp)
-        .def("seal", &seal, "index"_a, "owner"_a, "generation"_a, "tick"_a, "layout"_a, "length"_a, "checksum"_a)
+        .def("seal", &seal, "index"_a, "owner"_a, "generation"_a, "tick"_a, "layout"_a, "length"_a, "checksum"_a,
+             "tag"_a = nb::bytes("\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 16))
         .def("unseal", [](ControlPage &page, std::size_t index) { page.unseal(checked_index(index)); }, "index"_a)
         .def("sealed", &sealed, "index"_a, "owner"_a);
 }

@@ -1,6 +1,5 @@
 #include "control_page.hpp"
 
-#include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -25,7 +24,7 @@ using Words = std::array<std::uint64_t, std::tuple_size_v<SealWords>>;
 
 std::uint32_t checksum_of(const Seal &seal) noexcept { return crc32c(0, &seal, offsetof(Seal, own_checksum)); }
 
-/// Who reads words of a change of this kind sees all that was written before it.
+/// A reader that sees a change of this kind also sees all that was written before it.
 void write(SealWords &place, const Seal &seal) noexcept {
     const auto words = std::bit_cast<Words>(seal);
     for (std::size_t i = 0; i < words.size(); ++i) {
@@ -65,30 +64,21 @@ void *map(int fd) {
     return memory;
 }
 
-void *map_file(const std::string &path) {
-    const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
-    if (fd < 0) {
-        throw std::system_error(errno, std::generic_category(), path);
-    }
+void *map_file(int fd) {
     struct stat found {};
-    void *memory = nullptr;
-    try {
-        if (fstat(fd, &found) != 0 || found.st_size < static_cast<off_t>(ControlPage::SIZE)) {
-            throw std::invalid_argument(path + ": is no control page: it is shorter than one");
-        }
-        memory = map(fd);
-    } catch (...) {
-        close(fd);
-        throw;
+    if (fstat(fd, &found) != 0) {
+        throw std::system_error(errno, std::generic_category(), "cannot look at a control page");
     }
-    close(fd);
-    return memory;
+    if (found.st_size < static_cast<off_t>(ControlPage::SIZE)) {
+        throw std::invalid_argument("this is no control page: it is shorter than one");
+    }
+    return map(fd);
 }
 
 }  // namespace
 
-ControlPage::ControlPage(const std::optional<std::string> &path)
-    : page_(static_cast<ControlLayout *>(path ? map_file(*path) : map(-1))) {}
+ControlPage::ControlPage(std::optional<int> fd)
+    : page_(static_cast<ControlLayout *>(fd ? map_file(*fd) : map(-1))) {}
 
 ControlPage::~ControlPage() { munmap(page_, SIZE); }
 
@@ -132,7 +122,7 @@ Stamp ControlPage::stamp() const noexcept {
     Stamp stamp{};
     for (int attempt = 0; attempt < 1000; ++attempt) {
         const std::uint64_t before = page_->version.load();
-        stamp = {page_->alive.load(), page_->progress.load(), page_->place.load(), page_->generation.load(),
+        stamp = {page_->heartbeat.load(), page_->progress.load(), page_->place.load(), page_->generation.load(),
                  page_->word.load() & ~HoldWord::HOLD};
         if (before % 2 == 0 && page_->version.load() == before) {
             return stamp;

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <string>
 
 #include "hold_word.hpp"
 
@@ -19,50 +18,54 @@ struct Seal {
     std::uint64_t tick;
     std::uint64_t layout;    // a digest of the buffer's header
     std::uint64_t length;    // bytes that the checksum is over, from the start of the buffer
-    std::uint32_t checksum;  // CRC-32C of these bytes
+    std::array<std::uint8_t, 16> tag;  // by which its job knows it again: only who has the job's key can make one
+    std::uint32_t checksum;            // CRC-32C of these bytes
     std::uint32_t own_checksum;
 };
-static_assert(sizeof(Seal) == 64);
+static_assert(sizeof(Seal) == 80);
 
 /// Where a seal lies: words that one process writes while another may read them.
 using SealWords = std::array<std::atomic<std::uint64_t>, sizeof(Seal) / sizeof(std::uint64_t)>;
 
 /// One page of shared memory for each slot. The worker writes it, its agent reads it, and it outlives the worker.
 ///
-///     alive       +1 by the sentinel at each beat
+///     heartbeat       +1 by the sentinel at each interval
 ///     progress    +1 by state.progress()
 ///     version     odd while place, generation and the hold word are being changed together
 ///     word        ticks and hold bit
 ///     lease       until when ticks may be made, on CLOCK_BOOTTIME in nanoseconds; 0: no limit. The agent writes it
+///     is_stale    the files of the slot have lost their names: the worker asks its agent for others. The agent writes it
 ///     seals       of both buffers, two places each: a new seal never overwrites the one that counts
 struct ControlLayout {
-    std::atomic<std::uint64_t> alive;
+    std::atomic<std::uint64_t> heartbeat;
     std::atomic<std::uint64_t> progress;
     std::atomic<std::uint64_t> version;
     std::atomic<std::uint64_t> place;
     std::atomic<std::uint64_t> generation;
     HoldWord word;
     std::atomic<std::uint64_t> lease;
+    std::atomic<std::uint64_t> is_stale;
     alignas(64) SealWords seals[2][2];
 };
 static_assert(sizeof(ControlLayout) <= 4096);
 
 /// Liveness and whereabouts, all of one moment.
 struct Stamp {
-    std::uint64_t alive;
+    std::uint64_t heartbeat;
     std::uint64_t progress;
     std::uint64_t place;
     std::uint64_t generation;
     std::uint64_t ticks;
 };
 
-/// A mapping of a control page. Memory of its own if there is no path.
+/// A mapping of a control page. Memory of its own if there is no file.
 class ControlPage {
 public:
     static constexpr std::size_t SIZE = 4096;
 
-    /// Throws std::system_error if the file cannot be mapped, std::invalid_argument if it is shorter than a page.
-    explicit ControlPage(const std::optional<std::string> &path);
+    /// `fd` stays the caller's. Throws std::system_error if it cannot be mapped, std::invalid_argument if the file is
+    /// shorter than a page.
+    explicit ControlPage(std::optional<int> fd);
     ~ControlPage();
     ControlPage(const ControlPage &) = delete;
     ControlPage &operator=(const ControlPage &) = delete;
@@ -73,7 +76,9 @@ public:
 
     void set_lease(std::uint64_t until_ns) noexcept { page_->lease.store(until_ns); }
     bool lease_is_over() const noexcept;
-    void beat() noexcept { page_->alive.fetch_add(1); }
+    void set_stale(bool stale) noexcept { page_->is_stale.store(stale ? 1 : 0); }
+    bool is_stale() const noexcept { return page_->is_stale.load() != 0; }
+    void beat() noexcept { page_->heartbeat.fetch_add(1); }
     void progress() noexcept { page_->progress.fetch_add(1); }
     void set_place(std::uint64_t place) noexcept { page_->place.store(place); }
     /// A generation begins: no ticks, no hold.

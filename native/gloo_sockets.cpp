@@ -102,7 +102,7 @@ bool normalize(const sockaddr_storage &address, in6_addr &host, std::uint16_t &p
     return false;
 }
 
-/// Connects to `address`, says `sequence` and hangs up. False: not within the time that is left.
+/// Connects to `address`, sends `sequence` and closes the connection. False: not within the time that is left.
 bool introduce(const sockaddr_storage &address, socklen_t size, std::int64_t sequence, Clock::time_point deadline) {
     const Descriptor caller(socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (!caller) {

@@ -22,12 +22,12 @@
 #include <system_error>
 #include <utility>
 
-#include "agent_words.hpp"
+#include "agent_messages.hpp"
 
 namespace elasticstate {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "an OrderHead is read as it comes");
+static_assert(std::endian::native == std::endian::little, "an MessageHead is read as it comes");
 static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t));
 
 constexpr std::size_t MAX_MESSAGE = 128 * 1024;        // net/link.py: MAX_DATAGRAM_BYTES
@@ -44,7 +44,7 @@ bool futex_wait(std::atomic<std::uint32_t> &word, std::uint32_t seen, std::chron
     return syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, &limit, nullptr, 0) == 0 || errno == EAGAIN;
 }
 
-/// A line for the worker's log, if it can be written at once: the reader of a full pipe must not stop the beat.
+/// A line for the worker's log, if it can be written at once: a full pipe must not stop the heartbeat.
 void complain(const std::string &line) noexcept {
     pollfd log{STDERR_FILENO, POLLOUT, 0};
     if (poll(&log, 1, 100) == 1 && (log.revents & POLLOUT) != 0) {
@@ -187,7 +187,7 @@ TickEnd Sentinel::end_of_tick(std::uint64_t ticks) {
     const std::uint64_t generation = page_.generation();
     look_at_lease_locked();
     if (ticks == 1) {
-        send_locked(words::first(generation));
+        send_locked(agent_messages::first(generation));
     }
     wait_until(lock, [&] {
         if (ended_ >= generation) {
@@ -360,13 +360,13 @@ void Sentinel::receive() {
 }
 
 void Sentinel::obey(std::string_view message) {
-    OrderHead head{};
+    MessageHead head{};
     if (message.size() < sizeof head) {
         complain("ignored a message of the agent that has no head: " + std::to_string(message.size()) + " bytes");
         return;
     }
     std::memcpy(&head, message.data(), sizeof head);
-    if (head.kind > Order::leave) {
+    if (head.kind > MessageKind::leave) {
         complain("ignored a message of the agent of unknown kind " +
                  std::to_string(static_cast<std::uint64_t>(head.kind)));
         return;
@@ -377,22 +377,22 @@ void Sentinel::obey(std::string_view message) {
 }
 
 /// What speaks of a generation that is over here, or not yet begun, has no effect; but END is for good.
-void Sentinel::obey_locked(const OrderHead &head, std::string_view message) {
+void Sentinel::obey_locked(const MessageHead &head, std::string_view message) {
     const bool present = head.generation == page_.generation();
     switch (head.kind) {
-        case Order::other:
+        case MessageKind::other:
             others_.emplace_back(message);
             break;
-        case Order::world:
+        case MessageKind::world:
             world_ = message;
             world_generation_ = head.generation;
             break;
-        case Order::hold:
+        case MessageKind::hold:
             if (present) {
                 answer_hold(head.generation, head.tick);
             }
             break;
-        case Order::release:
+        case MessageKind::release:
             if (present) {
                 held_ = false;
                 if (!end_tick_ && ended_ < head.generation) {
@@ -400,23 +400,23 @@ void Sentinel::obey_locked(const OrderHead &head, std::string_view message) {
                 }
             }
             break;
-        case Order::end_now:
+        case MessageKind::end_now:
             end_locked(head.generation, std::string(message));
             break;
-        case Order::end_at:
+        case MessageKind::end_at:
             if (present) {
                 cause_ = message;
                 end_tick_ = head.tick;
                 page_.word().hold();
             }
             break;
-        case Order::own_error:
+        case MessageKind::confirm_own_error:
             own_error_ = std::max(own_error_, head.generation);
             break;
-        case Order::gate_open:
+        case MessageKind::open_gate:
             open_gate_ = std::max(open_gate_, head.generation);
             break;
-        case Order::leave:
+        case MessageKind::leave:
             leave_locked();
             break;
     }
@@ -425,7 +425,7 @@ void Sentinel::obey_locked(const OrderHead &head, std::string_view message) {
 void Sentinel::answer_hold(std::uint64_t generation, std::uint64_t number) {
     held_ = true;
     const std::uint64_t ticks = page_.word().hold() & ~HoldWord::HOLD;
-    send_locked(words::hold_answer(generation, ticks, place() == Place::gate, number));
+    send_locked(agent_messages::hold_answer(generation, ticks, place() == Place::gate, number));
 }
 
 void Sentinel::end_locked(std::uint64_t generation, std::string message) {
@@ -448,9 +448,9 @@ void Sentinel::look_at_lease_locked() {
 /// What the agent would say, of the present generation.
 void Sentinel::end_here_locked(std::string_view cause) {
     const std::uint64_t generation = page_.generation();
-    const OrderHead head{Order::end_now, generation, 0};
+    const MessageHead head{MessageKind::end_now, generation, 0};
     std::string message(reinterpret_cast<const char *>(&head), sizeof head);
-    end_locked(generation, message + words::end_order(generation, cause));
+    end_locked(generation, message + agent_messages::end(generation, cause));
 }
 
 void Sentinel::leave_locked() {
@@ -481,7 +481,7 @@ void Sentinel::read_signals() {
     for (ssize_t i = 0; i < size; ++i) {
         if (numbers[i] < 32 && (notices_ >> numbers[i] & 1) != 0 && !leaving_) {
             const Lock lock(mutex_);
-            send_locked(words::notice(numbers[i]));
+            send_locked(agent_messages::notice(numbers[i]));
             return;
         }
     }
@@ -490,7 +490,7 @@ void Sentinel::read_signals() {
 void Sentinel::send_locked(std::string message) {
     if (!outgoing_.empty() || !try_send(message)) {
         outgoing_.push_back(std::move(message));
-        wake();  // to wait for room
+        wake();  // to wait until the socket can take more
     }
 }
 
@@ -506,7 +506,7 @@ void Sentinel::flush() {
     }
 }
 
-/// True: it is on its way, or nobody is there to hear it. False: the agent has to read first.
+/// True: it is on its way, or no agent is left to receive it. False: the agent has to read first.
 bool Sentinel::try_send(const std::string &message) {
     if (::send(socket_.get(), message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) {
         return true;

@@ -1,4 +1,4 @@
-"""What every test leaves behind is looked at: processes, threads, shared memory, temporary directories of jobs."""
+"""Checks after every test for leftovers: processes, threads, shared memory, temporary directories of jobs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import hypothesis
 import psutil
 import pytest
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # "make test &" in a script: jobs under test would inherit it
+# "make test &" in a script ignores SIGINT, and jobs under test would inherit that
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The same tests on the same code: examples follow from the code alone.
+# The same code gets the same tests: the examples depend on the code alone.
 hypothesis.settings.register_profile("elasticstate", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("elasticstate")
 
@@ -30,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def leftover_processes() -> list[str]:
-    """Our descendants, and whoever carries the mark of a job that this test process has started."""
+    """Return the descendants of this process, and all processes that carry the mark of its jobs."""
     me = psutil.Process()
     found = {p.pid: p for p in me.children(recursive=True)}
     for process in psutil.process_iter():
@@ -46,7 +47,7 @@ def leftover_processes() -> list[str]:
 
 
 def leftover_commits(runtime_directory: Path) -> list[str]:
-    """What jobs of this test run have left in shared memory: theirs name a directory of this run."""
+    """Return the commit directories that jobs of this test run left. Each of them names a directory of this run."""
     found = []
     for path in Path("/dev/shm").glob("elasticstate-*"):
         with contextlib.suppress(OSError):
@@ -57,10 +58,29 @@ def leftover_commits(runtime_directory: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def runtime_directory() -> Iterator[Path]:
-    """Where the jobs of this test run keep their records and sockets: short, for the kernel takes 107 bytes."""
+    """Directory for records and sockets of the jobs of this test run. The kernel limits its path to 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="es-") as name:
         os.environ["XDG_RUNTIME_DIR"] = name
         yield Path(name)
+
+
+@pytest.fixture(scope="session")
+def slow_callbacks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """File in which drivers and agents of this test run record the callbacks that blocked their event loops."""
+    path = tmp_path_factory.mktemp("loops") / "slow-callbacks"
+    path.touch()
+    os.environ["ELASTICSTATE_SLOW_CALLBACKS"] = str(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _no_event_loop_is_held_up(slow_callbacks_file: Path) -> Iterator[None]:
+    """Fail if a callback computed or blocked for 100 ms. Delays by other load do not count (loop_watch.py)."""
+    size = slow_callbacks_file.stat().st_size
+    yield
+    found = slow_callbacks_file.read_bytes()[size:].decode()
+    if found:
+        pytest.fail(f"an event loop was held up:\n{found}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,1 @@
-"""The agent: one process per host. It starts workers, watches them, and carries words between them and the driver."""
+"""The agent: one process per host. It starts and watches workers, and relays messages between them and the driver."""

@@ -1,30 +1,34 @@
-"""``python -m elasticstate.agent``: started by the driver, told what to do on its stdin."""
+"""``python -m elasticstate.agent``: started by the driver, which writes the launch parameters to its stdin."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
-from contextlib import suppress
+from typing import NoReturn
 
 import msgspec
 
-from elasticstate.agent.agent import Agent
+from elasticstate.agent.serve import serve
 from elasticstate.config import ssh_client
 from elasticstate.net.launch import Launch
+from elasticstate.processes import allow_many_descriptors, keep_owner_access
+from elasticstate.terminal import complain, hold_standard_descriptors
 
 
-def main() -> int:
+def main() -> NoReturn:
+    hold_standard_descriptors()
     try:
         launch = msgspec.json.decode(_first_line(), type=Launch)
     except msgspec.DecodeError as error:
-        print(f"elasticstate: an agent is started by elasticrun: {error}", file=sys.stderr)
-        return 2
-    return asyncio.run(Agent(with_the_way_back(launch)).run())
+        complain("elasticstate", f"an agent is started by elasticrun: {error}")
+        sys.exit(2)
+    allow_many_descriptors()
+    keep_owner_access()
+    serve(with_the_way_back(launch))
 
 
 def with_the_way_back(launch: Launch) -> Launch:
-    """If ssh has started this agent, the driver is most likely found where ssh came from."""
+    """Put the address that ssh connected from first: the driver most likely listens there."""
     came_from = ssh_client()
     if not came_from:
         return launch
@@ -34,7 +38,7 @@ def with_the_way_back(launch: Launch) -> Launch:
 
 
 def _first_line() -> bytes:
-    """Not through a buffer: the end of the pipe is watched later."""
+    """Read unbuffered: the end of the pipe is watched later."""
     line = b""
     while not line.endswith(b"\n"):
         data = os.read(0, 65536)
@@ -45,7 +49,4 @@ def _first_line() -> bytes:
 
 
 if __name__ == "__main__":
-    status = main()
-    with suppress(OSError):
-        sys.stderr.flush()
-    os._exit(status)  # a thread may be stuck in a write to a terminal that nobody reads
+    main()

@@ -1,9 +1,9 @@
-"""The agent of one host: does what the driver says, tells what it sees, judges whether its workers are alive.
+"""The agent of one host: carries out the driver's messages, reports events, and judges whether its workers are alive.
 
-In and out of its phases::
+The phases of an agent::
 
     attach ──JobSpec──► serve ──Shutdown──► stop the workers, exit
-                          │ ▲ the driver is gone; it is there again
+                          │ ▲ driver lost; driver reconnected
                           ▼ │
                         orphan ──driver_timeout──► stop the workers, exit
 """
@@ -11,121 +11,117 @@ In and out of its phases::
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
-import shutil
 import signal
-import sys
 from collections.abc import Coroutine
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from elasticstate import error_file
-from elasticstate.agent.account import Account
-from elasticstate.agent.claim import claim
-from elasticstate.agent.contact import Contact
-from elasticstate.agent.identities import Identities
-from elasticstate.agent.lease import Lease
-from elasticstate.agent.leftovers import tend
-from elasticstate.agent.output import Audience, Terminal
+from elasticstate import commits, error_file
+from elasticstate.agent.deleted_files import watch_files
+from elasticstate.agent.driver_connection import DriverConnection
+from elasticstate.agent.host_lock import lock_host
+from elasticstate.agent.host_report import HostReporter
+from elasticstate.agent.host_storage import HostStorage
+from elasticstate.agent.identities import IdentityFiles
+from elasticstate.agent.job_place import JobPlace
+from elasticstate.agent.liveness import Liveness
+from elasticstate.agent.output import Audience, Outputs
 from elasticstate.agent.post_mortem import cause_of_death, count_oom_kills
-from elasticstate.agent.preemption import Preemption
-from elasticstate.agent.pulse import Pulse, stamps_interval_s
-from elasticstate.agent.result import part_of_result
-from elasticstate.agent.room import Room
-from elasticstate.agent.seat import Seat
-from elasticstate.agent.worker_process import WorkerProcess, environment_of_worker, make_pumps
-from elasticstate.commits import (
-    ID_FILE,
-    make_agent_directory,
-    owner_of,
-    remove_job_directory,
-    result_file,
-)
-from elasticstate.config import WorkerEnvironment, runtime_directory
+from elasticstate.agent.preemption import PreemptionWatch
+from elasticstate.agent.search import Stopped, find_driver
+from elasticstate.agent.stale_files import clean_regularly
+from elasticstate.agent.storage_allocator import StorageAllocator
+from elasticstate.agent.supervisor import Supervisor
+from elasticstate.agent.supply import Supply
+from elasticstate.agent.worker_handle import WorkerHandle
+from elasticstate.agent.worker_process import WorkerProcess, environment_of_worker
+from elasticstate.config import WorkerEnvironment
 from elasticstate.core.types import WorkerId
-from elasticstate.errors import CommitSpaceError
-from elasticstate.net import messages, orders
-from elasticstate.net.control import SILENT_SHARE
+from elasticstate.errors import CommitStorageError, OptionError
+from elasticstate.net import messages, worker_codec
 from elasticstate.net.launch import Launch
 from elasticstate.net.link import AgentSocket
+from elasticstate.net.trust import storage_key
+from elasticstate.threads import in_thread
 
-LOOK_INTERVAL_S = 0.25  # between two looks at the workers' stamps
-_STACKS_TIMEOUT_S = 0.5  # for the stacks of a worker that is to be killed
 _GONE = "the driver is gone"
 
 
 class Agent:
-    """``await Agent(launch).run()`` returns the exit status."""
+    """The agent of one host. ``await Agent(launch).run()`` returns the exit status."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._seats: dict[WorkerId, Seat] = {}
-        self._terminals = (Terminal(1), Terminal(2))
-        self._empty = asyncio.Event()  # no worker is left
+        self._handles: dict[WorkerId, WorkerHandle] = {}
+        self.outputs = Outputs(launch.host)
+        self._complain = self.outputs.complain
+        self._empty = asyncio.Event()  # set while there are no workers
         self._empty.set()
-        self._world_size = 0  # of the newest world
-        self._lease = Lease()
         self._tasks: set[asyncio.Task[object]] = set()
 
     async def run(self) -> int:
         self._loop, launch = asyncio.get_running_loop(), self._launch
-        self._listen_to_signals()
-        self._preemption = Preemption(lambda message: self._driver.send(message))
+        self._loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the driver decides what a closed terminal means
         try:
-            job_directory = launch.job_directory or make_agent_directory(str(runtime_directory()))
-            self._lock = os.open(job_directory, os.O_RDONLY)  # until the end of this process
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
-        except OSError as error:
+            place = self._place = JobPlace(launch)
+        except (OSError, OptionError) as error:
             self._complain(f"cannot serve: {error}")
             return 1
-        self._socket_path = launch.socket or f"{job_directory}/agent"
-        self._socket = AgentSocket(self._socket_path, self._admit, self._from_worker, self._complain)
+        self._socket = AgentSocket(
+            place.socket, self._admit, self._from_worker, lambda *asks: self._supply.give(*asks), self._complain
+        )
         status, looking = 1, None
         try:
-            self._driver = Contact(launch)
-            self._identities = Identities(launch.host, launch.connect_timeout_s, self._driver, self._complain)
-            spec = self._spec = await self._driver.establish(launch.wait_s)
-            if not launch.job_directory:
-                Path(job_directory, ID_FILE).write_text(spec.job_id)
-            if not Path(launch.directory).is_dir():
+            self._driver = DriverConnection(launch)
+            self._identities = IdentityFiles(launch.host, launch.connect_timeout_s, self._driver, self._complain)
+            spec, has_notice = await find_driver(self._driver, launch.wait_s)
+            # The driver handles Ctrl-C. A handler and not SIG_IGN, because workers would inherit SIG_IGN.
+            self._loop.add_signal_handler(signal.SIGINT, lambda: None)
+            self._spec, self._preemption = spec, PreemptionWatch(lambda message: self._driver.send(message), has_notice)
+            await in_thread(place.serves, spec.job_id)
+            if not await in_thread(Path(launch.directory).is_dir):
                 raise NotADirectoryError(f"{launch.directory}, in which the job was started, is not there")
             self._local_address = launch.local_address or self._driver.local_address
-            looking = asyncio.ensure_future(self._look_regularly())
-            self._commits = await claim(spec, launch.host, job_directory, self._socket_path, self._driver)
-            if spec.call:
-                self._commits.keep_call(spec.call)
-            self._account = Account(self._commits, spec.job_id, launch.host)
-            self._room = Room(self._commits, launch.host, lambda: len(self._seats), self._complain)
+            self._supervisor = Supervisor(self._handles, spec, self._driver, self.outputs, bool(launch.job_directory))
+            looking = asyncio.ensure_future(self._supervisor.run())
+            directory = self._commits = await lock_host(spec, launch.host, place.path, place.mark, self._driver)
+            storage = self._storage = HostStorage(directory, spec.job_id, launch.host, self._complain)
+            key = storage_key(launch.token, spec.job_id)
+            self._supply = Supply(storage, self._handles, key, spec.call, self._begin, self._warn)
+            self._reporter = HostReporter(storage)
+            self._allocator = StorageAllocator(storage, launch.host, lambda: len(self._handles), self._complain)
             self._socket.open()
+        except Stopped as signalled:
+            status = signalled.status
         except (ConnectionError, OSError, ValueError) as error:
             self._complain(f"cannot serve: {error}")
         else:
             status = await self._live()
         if looking is not None:
             looking.cancel()
-        if not launch.job_directory:
-            shutil.rmtree(job_directory, ignore_errors=True)
+        await in_thread(place.leave)
         return status
 
     async def _live(self) -> int:
-        """Serve until the end, and clear up; returns the exit status."""
-        self._driver.send(self._account.serving({}, self._loop.time()))
-        self._preemption.begin(self._spec.preemption, self._launch, self._socket_path)
-        tending = asyncio.ensure_future(tend(self._commits, self._spec.driver_timeout_s))
+        """Serve until the job ends, then clean up. Return the exit status."""
+        self._driver.send(self._reporter.host_report({}, self._loop.time()))
+        self._preemption.begin(self._spec.preemption, self._launch, self._place.mark)
+        tending = asyncio.ensure_future(clean_regularly(self._commits, self._spec.driver_timeout_s))
+        watching = asyncio.ensure_future(watch_files(self._supply, self._place, self._socket, self._warn))
         status = await self._serve()
         tending.cancel()
+        watching.cancel()
         await self._preemption.close()
         self._socket.close()
-        self._room.close()
+        self._allocator.close()
         self._identities.close()
-        self._commits.remove()
+        self._storage.close()
+        await in_thread(self._commits.remove)
         await self._driver.close()
         return status
 
     async def _serve(self) -> int:
-        """Until the driver says that it is enough, or is gone for too long."""
+        """Serve until the driver sends Shutdown, or is unreachable for too long. Return the exit status."""
         reason = ""
         while not reason:
             try:
@@ -137,12 +133,15 @@ class Agent:
             else:
                 return 0
         await self._stop_all(reason)
-        if reason == _GONE and self._launch.job_directory:
-            remove_job_directory(self._launch.job_directory, self._lock)
+        if reason == _GONE:
+            await in_thread(self._place.remove_job)
         return 1
 
     async def _obey(self) -> str:
-        """Carry out orders until the one to shut down; returns its reason. Raises ConnectionError without a driver."""
+        """Carry out the driver's messages until Shutdown. Return its reason.
+
+        Raises ConnectionError when the driver is lost.
+        """
         while True:
             order = await self._driver.receive()
             if isinstance(order, messages.Shutdown):
@@ -150,8 +149,10 @@ class Agent:
             self._carry_out(order)
 
     async def _orphaned(self) -> str:
-        """Training goes on without a driver until there is one (""), or there is a reason to stop. Who has no workers
-        waits as well: what is in memory here, or how they ended, may be what the next driver has to know."""
+        """Let training continue while the agent reconnects to a driver. Return "" when connected, or a reason to stop.
+
+        An agent without workers waits as well: the next driver may need its retained commits and exit reports.
+        """
         limit_s = self._spec.driver_timeout_s
         try:
             await self._driver.establish(limit_s)
@@ -161,147 +162,157 @@ class Agent:
         except ConnectionError as error:
             self._complain(f"no driver for --driver-timeout of {limit_s:g} s: stops its workers ({error})")
             return _GONE
-        self._driver.send(self._account.serving(self._seats, self._loop.time()))
+        self._driver.send(self._reporter.host_report(self._handles, self._loop.time()))
         self._preemption.tell()
-        self._send_stamps()  # before there is a new world the lease is renewed
+        self.outputs.tell_again()
+        self._supervisor.send_stamps()  # the lease is renewed before the driver publishes a new world
         return ""
 
     def _carry_out(self, order: messages.ToAgent) -> None:
         match order:
-            case messages.Spawn(worker, reserve_bytes):
+            case messages.StartWorker(worker, reserve_bytes):
                 self._spawn(worker, reserve_bytes)
-            case messages.Stop(worker, _, kill):
+            case messages.StopWorker(worker, _, kill):
                 self._stop(worker, kill)
             case messages.ToWorkers(workers, body):
-                self._account.told(body)
-                data = orders.encode_to_worker(body)
-                for worker in list(self._seats) if workers is None else workers:
+                self._reporter.sent(body)
+                data = worker_codec.encode_to_worker(body)
+                for worker in list(self._handles) if workers is None else workers:
                     self._socket.send(worker, data)
-                    if isinstance(body, messages.LeaveOrder):
+                    if isinstance(body, messages.Leave):
                         self._kill_later(worker)
             case messages.WorldsOnHost(worlds):
-                self._account.has_a_world()
+                self._reporter.has_a_world()
                 for worker, world in worlds:
-                    self._world_size = world.size
-                    if worker in self._seats:
-                        self._seats[worker].joined = world.generation
-                        self._seats[worker].audience.rank = world.placement.rank
-                        self._seats[worker].words.clear()
-                    self._socket.send(worker, orders.encode_to_worker(world))
+                    self._supervisor.world_size = world.size
+                    if worker in self._handles:
+                        self._handles[worker].joined = world.generation
+                        self._handles[worker].audience.rank = world.placement.rank
+                        self._handles[worker].lasting.clear()
+                    self._socket.send(worker, worker_codec.encode_to_worker(world))
             case messages.Identity():
                 self._begin(self._identities.hand_on(order))
             case messages.Heard(number):
-                self._renew_lease(number)
+                self._supervisor.renew_lease(number)
             case messages.Fetch(slot, offset):
-                self._driver.send(part_of_result(result_file(self._commits.prefix(slot)), slot, offset))
+                self._begin(self._supply.send_result(slot, offset, self._driver))
             case _:
                 self._complain(f"did not expect {type(order).__name__}")
 
     def _release_hold(self) -> None:
-        """A hold must end without the driver; not after END, which the workers may be on their way to."""
-        if self._account.held is not None:
-            data = orders.encode_to_worker(messages.ReleaseOrder(self._account.held))
-            for worker in self._seats:
+        """End a hold without the driver. Not after END: the workers may be on their way to its tick."""
+        if self._reporter.held is not None:
+            data = worker_codec.encode_to_worker(messages.Release(self._reporter.held))
+            for worker in self._handles:
                 self._socket.send(worker, data)
 
     # ------------------------------------------------------------------------------------------------- the processes
 
     def _spawn(self, worker: WorkerId, reserve_bytes: int) -> None:
         spec, launch = self._spec, self._launch
-        self._account.started(worker)
+        self._reporter.started(worker)
         try:
-            pulse = Pulse(self._commits.make_page(worker.slot), owner_of(spec.job_id, worker.host, worker.slot))
+            liveness = Liveness(self._storage.files(worker.slot).page, self._storage.owner(worker.slot))
+            self._storage.make_result(worker.slot)
+            error_name = commits.error_file(worker.slot)
+            error_file.forget(error_name, self._commits.fd)
             audience = Audience(spec.output.only_ranks)
-            pumps = make_pumps(worker, self._terminals, spec.output, audience)
-            told = WorkerEnvironment(
-                socket=self._socket_path,
+            pumps = self.outputs.pumps(worker, spec.output, audience)
+            worker_environment = WorkerEnvironment(
+                socket=self._place.socket,
+                agent=self._place.mark,
                 worker=worker,
                 job=spec.job,
                 job_id=spec.job_id,
                 local_address=self._local_address,
-                commits=self._commits.prefix(worker.slot),
+                commits=str(self._commits.path / str(worker.slot)),
                 reserve_bytes=reserve_bytes,
                 notice_signals=spec.preemption.signals,
                 backend=spec.backend,
             )
-            for path in (told.error_file, result_file(told.commits)):
-                error_file.forget(path)
-            environment = environment_of_worker(launch.environment, spec.environment, told)
+            environment = environment_of_worker(launch.environment, spec.environment, worker_environment)
             process = WorkerProcess(worker, spec.command, environment, launch.directory, *pumps)
-        except (OSError, CommitSpaceError) as error:
+        except (OSError, ValueError, CommitStorageError) as error:
+            self.outputs.ended(worker)
             self._complain(f"cannot start {worker}: {error}")
             self._has_ended(messages.Exited(worker, 0, 127, None, f"cannot be started: {error}"))
             return
-        pulse.set_lease(self._lease.until_ns)
-        seat = self._seats[worker] = Seat(process, pulse, audience, told.error_file, count_oom_kills())
+        liveness.set_lease(self._supervisor.lease.until_ns)
+        handle = self._handles[worker] = WorkerHandle(process, liveness, audience, error_name, count_oom_kills())
         self._empty.clear()
         self._driver.send(messages.Started(worker, process.pid))
-        seat.watcher = asyncio.ensure_future(self._watch(seat))
-        for index in (0, 1):
-            if reserve_bytes:  # while it boots
-                self._begin(self._room.make(worker.slot, index, reserve_bytes))
+        handle.watcher = asyncio.ensure_future(self._watch(handle))
+        if reserve_bytes:  # allocate while the worker boots
+            self._begin(self._allocator.reserve(worker.slot, reserve_bytes, liveness.holds_commit))
 
-    async def _watch(self, seat: Seat) -> None:
-        process = seat.process
+    async def _watch(self, handle: WorkerHandle) -> None:
+        process = handle.process
         ending = await process.ended()
         self._socket.drain(process.worker)
-        seat.pulse.look(self._loop.time())
-        self._send_stamps()  # its last words on its commits come before its end
-        for timer in seat.stopping:
+        handle.liveness.look(self._loop.time())
+        self._supervisor.send_stamps()  # report its last commits before its exit
+        for trouble in self.outputs.news():  # likewise the output that was dropped
+            self._driver.send(trouble)
+        for timer in handle.stopping:
             timer.cancel()
-        del self._seats[process.worker]
+        del self._handles[process.worker]
+        self.outputs.ended(process.worker)
         self._socket.disconnect(process.worker)
-        error, time_ns = cause_of_death(ending, seat.error_file, count_oom_kills(), seat.oom_kills)
+        written = error_file.read(handle.error_file, self._commits.fd)
+        error, time_ns = cause_of_death(ending, written, count_oom_kills(), handle.oom_kills)
         exited = messages.Exited(process.worker, process.pid, ending.exit_code, ending.signal, error, time_ns)
         self._has_ended(exited)
-        if not self._seats:
+        if not self._handles:
             self._empty.set()
 
     def _has_ended(self, exited: messages.Exited) -> None:
-        self._account.ended(exited)
+        self._reporter.ended(exited)
         self._driver.send(exited)
 
     def _stop(self, worker: WorkerId, kill: bool) -> None:
-        """Ask a worker that has said hello, SIGTERM to any other; SIGKILL to the session when the time is up."""
-        seat = self._seats.get(worker)
-        if seat is None:
+        """Stop a worker; after ``stop_timeout_s`` kill it.
+
+        A connected worker receives Leave. Any other worker receives SIGTERM.
+        """
+        handle = self._handles.get(worker)
+        if handle is None:
             return
         if kill:
-            seat.process.kill()
+            handle.process.kill()
         elif self._socket.is_connected(worker):
-            self._socket.send(worker, orders.encode_to_worker(messages.LeaveOrder()))
+            self._socket.send(worker, worker_codec.encode_to_worker(messages.Leave(worker)))
         else:
-            seat.process.terminate()
+            handle.process.terminate()
         self._kill_later(worker)
 
     def _kill_later(self, worker: WorkerId) -> None:
-        seat = self._seats.get(worker)
-        if seat is not None:
-            seat.stopping.append(self._loop.call_later(self._spec.stop_timeout_s, seat.process.kill))
+        handle = self._handles.get(worker)
+        if handle is not None:
+            handle.stopping.append(self._loop.call_later(self._spec.stop_timeout_s, handle.process.kill))
 
     async def _stop_all(self, reason: str) -> None:
-        for worker in list(self._seats):
+        for worker in list(self._handles):
             self._stop(worker, kill=False)
-        while self._seats:
+        while self._handles:
             await self._empty.wait()
 
     # --------------------------------------------------------------------------------------------------- the workers
 
     def _admit(self, worker: WorkerId) -> str:
-        return "" if worker in self._seats else "is no worker of this agent"
+        return "" if worker in self._handles else "is no worker of this agent"
 
     def _from_worker(self, worker: WorkerId, message: messages.FromWorkerBody) -> None:
-        seat, now = self._seats[worker], self._loop.time()
+        handle, now = self._handles[worker], self._loop.time()
         match message:
             case messages.Hello():
-                seat.pulse.begin(now)
-            case messages.NeedSpace(index, size):
-                self._begin(self._make_room(seat, index, size))
+                handle.liveness.begin(now)
+            case messages.GrowBuffer(index, size):
+                self._begin(self._grow_buffer(handle, index, size))
             case _:
-                if isinstance(message, messages.Notice):
-                    seat.notice = message
+                if isinstance(message, messages.WorkerPreemptionNotice):
+                    handle.notice = message
                 elif isinstance(message, messages.LASTING):
-                    seat.words.append(message)
+                    handle.lasting.append(message)
                 self._driver.send(messages.FromWorker(worker, message))
 
     def _begin(self, what: Coroutine[Any, Any, object]) -> None:
@@ -309,90 +320,17 @@ class Agent:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _make_room(self, seat: Seat, index: int, size_bytes: int) -> None:
-        seat.waits += 1
-        worker = seat.process.worker
+    async def _grow_buffer(self, handle: WorkerHandle, index: int, size_bytes: int) -> None:
+        handle.waits += 1
+        worker = handle.process.worker
         try:
-            length, error = await self._room.make(worker.slot, min(index, 1), size_bytes)
+            length, error = await self._allocator.make(
+                worker.slot, min(index, 1), size_bytes, handle.liveness.holds_commit
+            )
         finally:
-            seat.waits -= 1
-        self._socket.send(worker, orders.encode_to_worker(messages.Space(index, length, error)))
+            handle.waits -= 1
+        self._socket.send(worker, worker_codec.encode_to_worker(messages.BufferGrown(index, length, error)))
 
-    async def _look_regularly(self) -> None:
-        looked_at = stamped_at = self._loop.time()
-        timeout_s = self._spec.heartbeat_timeout_s
-        look_interval_s = min(LOOK_INTERVAL_S, stamps_interval_s(timeout_s, 0))
-        while True:
-            await asyncio.sleep(look_interval_s)
-            now = self._loop.time()
-            stalled_s = now - looked_at - look_interval_s
-            if stalled_s > self._spec.heartbeat_timeout_s / 2:
-                self._forgive(stalled_s)
-            elif not self._launch.job_directory:  # on one machine silence only says that the driver is stopped
-                self._driver.judge(now, SILENT_SHARE * self._spec.heartbeat_timeout_s)
-            looked_at = now
-            self._judge(now)
-            if now - stamped_at >= stamps_interval_s(timeout_s, self._world_size):
-                stamped_at = now
-                self._send_stamps()
-
-    def _forgive(self, stalled_s: float) -> None:
-        """This agent itself was stopped, and its workers may have been, too: that time does not count."""
-        for seat in self._seats.values():
-            seat.pulse.forgive(stalled_s)
-
-    def _judge(self, now: float) -> None:
-        for seat in self._seats.values():
-            seat.pulse.look(now)
-            if seat.waits:
-                seat.pulse.move(now)
-            reason = seat.pulse.verdict(now, self._spec.heartbeat_timeout_s) or self._hangs(seat, now)
-            if reason:
-                seat.pulse.end()  # once
-                self._driver.send(messages.Unresponsive(seat.process.worker, reason))
-                self._begin(self._kill_with_stacks(seat))
-
-    def _hangs(self, seat: Seat, now: float) -> str:
-        """Why a worker is taken to hang, or "".
-
-        Whoever waits for it in a collective stands as still as the one that hangs. So the generation is ended first,
-        which gets all others out of there: who does not move then, for --failure-grace, is the one.
-        """
-        doubt = seat.pulse.doubt(now, self._spec.hang_timeout_s)
-        if not doubt:
-            seat.doubted_at = None
-        elif seat.doubted_at is None:
-            seat.doubted_at = now
-            failure = messages.Failure(seat.pulse.generation, True, doubt)
-            self._driver.send(messages.FromWorker(seat.process.worker, failure))
-        elif now - seat.doubted_at > self._spec.failure_grace_s:
-            return doubt
-        return ""
-
-    async def _kill_with_stacks(self, seat: Seat) -> None:
-        """First its stacks into its log: the handler needs no GIL, but the process must not be stopped."""
-        seat.process.ask_for_stacks()
-        await asyncio.sleep(_STACKS_TIMEOUT_S)
-        seat.process.kill()
-
-    def _send_stamps(self) -> None:
-        news = [(worker, seat.pulse.news()) for worker, seat in self._seats.items()]
-        stamps = tuple((worker, stamp) for worker, stamp in news if stamp is not None)
-        number = self._lease.ask() if self._spec.lease_s is not None else 0
-        self._driver.send(messages.Stamps(stamps, number))
-
-    def _renew_lease(self, number: int) -> None:
-        self._lease.granted(number, self._spec.lease_s or 0.0)
-        for seat in self._seats.values():
-            seat.pulse.set_lease(self._lease.until_ns)
-
-    # ------------------------------------------------------------------------------------------------- the outer world
-
-    def _listen_to_signals(self) -> None:
-        """Ctrl-C and a closed terminal are the driver's to judge. No SIG_IGN: the workers would inherit it."""
-        for number in (signal.SIGINT, signal.SIGHUP):
-            self._loop.add_signal_handler(number, lambda: None)
-
-    def _complain(self, text: str) -> None:
-        with suppress(OSError):  # whoever has started it may be gone
-            print(f"elasticstate: agent of {self._launch.host}: {text}", file=sys.stderr, flush=True)
+    def _warn(self, text: str) -> None:
+        """Show a warning to the user, at the driver."""
+        self._driver.send(messages.AgentWarning(text))

@@ -1,11 +1,14 @@
-"""Becomes a worker: ``python -I -S exec_shim.py AGENT_PID COMMAND...``.
+"""Program that becomes a worker: ``python -I -S exec_shim.py AGENT_PID DESCRIPTORS COMMAND...``.
 
-From here on the kernel kills this process when its agent dies. That cannot be done by the agent itself between fork
-and exec: it has threads. Imports nothing of ours, and little else, for it runs at each start of a worker.
+It asks the kernel to kill this process when its agent dies. The agent cannot do so between fork and exec, because the
+agent has threads. It also restores the user's own limit on open descriptors, which the agent has raised for itself.
+
+It imports no module of elasticstate, and few others, because it runs at each start of a worker.
 """
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 
@@ -13,10 +16,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    agent, command = int(sys.argv[1]), sys.argv[2:]
+    agent, descriptors, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != agent:
-        os._exit(1)  # it died before we asked
+        os._exit(1)  # the agent died before prctl() took effect
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     try:
         os.execvp(command[0], command)
     except OSError as error:

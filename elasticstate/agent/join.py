@@ -1,15 +1,12 @@
-"""``elasticrun agent --join``: an agent that nobody has started for the driver."""
+"""``elasticrun agent --join``: an agent that the driver did not start."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
-import sys
-from contextlib import suppress
 from typing import NoReturn
 
-from elasticstate.agent.agent import Agent
+from elasticstate.agent.serve import serve
 from elasticstate.errors import OptionError
 from elasticstate.machine import slots_of_this_machine
 from elasticstate.net.launch import Launch
@@ -17,7 +14,7 @@ from elasticstate.net.trust import read_token
 
 
 def join(address: str, token_file: str, name: str, slots: int, *, wait_s: float, connect_timeout_s: float) -> NoReturn:
-    """Serve until the end of the job, and exit. ``slots`` 0: as many as this machine has. Raises OptionError."""
+    """Serve until the job ends, then exit. ``slots`` 0: as many as this machine has. Raises OptionError."""
     try:
         token = read_token(token_file)
     except (OSError, ValueError) as error:
@@ -36,7 +33,4 @@ def join(address: str, token_file: str, name: str, slots: int, *, wait_s: float,
         job_directory="",
         environment=(),
     )
-    status = asyncio.run(Agent(launch).run())
-    with suppress(OSError):
-        sys.stderr.flush()
-    os._exit(status)  # a thread may be stuck in a write to a terminal that nobody reads
+    serve(launch)

@@ -1,52 +1,39 @@
-"""What workers print: tagged line by line, passed on to the terminal, and kept in files."""
+"""Output of workers: tagged line by line, passed on to the terminal, and kept in files."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import IO, BinaryIO
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from elasticstate.core.types import WorkerId
+from elasticstate.net.messages import Output, OutputTrouble
+from elasticstate.net.output_watch import Watch
+from elasticstate.terminal import message
+from elasticstate.writing import BLOCKED_S, Writer
 
 _LONGEST_LINE_BYTES = 64 * 1024
 _CHUNK_BYTES = 64 * 1024
 _TAIL_LINES = 20
-
-
-class Terminal:
-    """Writes to a descriptor from a thread of its own: a terminal that nobody reads must not stop the agent."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"elasticstate-output-{fd}")
-
-    async def write(self, data: bytes, log: BinaryIO | None, raw: bytes) -> None:
-        """Write ``data`` here and ``raw`` to the log; returns when that is done, so that a fast worker has to wait."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._write, data, log, raw)
-
-    def close(self) -> None:
-        """The thread ends when what it writes is written."""
-        self._thread.shutdown(wait=False)
-
-    def _write(self, data: bytes, log: BinaryIO | None, raw: bytes) -> None:
-        if log is not None:
-            log.write(raw)
-        with suppress(OSError):  # the terminal is gone: the job goes on
-            while data:
-                data = data[os.write(self._fd, data) :]
+_MOMENT_S = 0.2  # a worker that waits longer for its output is reported; the end of a worker waits no longer for output
+_ENDS = ("out", "err")  # suffixes of log files
 
 
 class Tagger:
-    """Puts a tag before each line. What has no end yet is kept back."""
+    """Puts a tag before each line. An incomplete line is kept back."""
 
     def __init__(self, tag: bytes) -> None:
         self._tag = tag
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
-        """The lines that are complete by now."""
+        """Return the lines that are complete by now."""
         if not self._tag:
             return data
         lines = (self._rest + data).splitlines(keepends=True)  # a progress bar ends its lines with a carriage return
@@ -57,21 +44,21 @@ class Tagger:
         return b"".join(lines)
 
     def end(self) -> bytes:
-        """The last line, if it has no end."""
+        """Return the last line, if it is incomplete."""
         rest, self._rest = self._rest, b""
         return self._tag + rest + b"\n" if rest else b""
 
 
 class Audience:
-    """Whether the terminal shows a worker: ``--only-ranks``. What it prints before it has a rank is kept back."""
+    """Decides by ``--only-ranks`` if the terminal shows a worker. Output before it has a rank is kept back."""
 
     def __init__(self, ranks: Sequence[tuple[int, int]]) -> None:
-        """``ranks``: ranges of those shown, both ends included; none: all."""
+        """``ranks``: ranges of the ranks to show, both ends included. Empty: all ranks."""
         self._ranks = ranks
         self.rank: int | None = None
 
     def shows(self) -> bool | None:
-        """None: not known yet."""
+        """Return True if the terminal shows the worker; None while the rank is not known yet."""
         if not self._ranks:
             return True
         if self.rank is None:
@@ -80,16 +67,18 @@ class Audience:
 
 
 class Pump:
-    """Carries one stream of one worker until its end, to its file and to those who see it."""
+    """Carries one stream of one worker, until its end, to the log file and the terminal."""
 
-    def __init__(self, terminal: Terminal, tag: str, log: BinaryIO | None, audience: Audience | None) -> None:
-        """``audience`` None: nobody."""
+    def __init__(self, terminal: Writer, tag: str, log: Writer | None, audience: Audience | None) -> None:
+        """``audience`` None: the terminal shows nothing."""
         self._terminal = terminal
         self._tagger = Tagger(tag.encode())
         self._log = log
         self._audience = audience
         self._kept_back = b""
         self._tail = b""
+        self._waits_for: Writer | None = None
+        self._waits_since = 0.0
 
     @property
     def last_lines(self) -> str:
@@ -98,25 +87,107 @@ class Pump:
         return "\n".join(lines)
 
     async def run(self, pipe: IO[bytes]) -> None:
-        """Returns at the end of the pipe; when cancelled, what was kept back is not lost."""
+        """Carry data until the end of the pipe. When cancelled, output that was kept back is still written."""
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
         try:
             while data := await reader.read(_CHUNK_BYTES):
                 self._tail = (self._tail + data)[-_LONGEST_LINE_BYTES:]
-                await self._terminal.write(self._shown(self._tagger.feed(data)), self._log, data)
+                await self._carry(self._shown(self._tagger.feed(data)), data)
         finally:
             transport.close()
-            await self._terminal.write(self._shown(self._tagger.end(), is_end=True), None, b"")
+            self._terminal.put(self._shown(self._tagger.end(), is_end=True))
             if self._log is not None:
                 self._log.close()
+        await self._terminal.flushed(_MOMENT_S)
+        if self._log is not None:
+            await self._log.flushed(_MOMENT_S)
+
+    async def _carry(self, shown: bytes, data: bytes) -> None:
+        """Write data to log file and terminal. A worker waits for a slow log file.
+
+        It waits for the terminal only if it has no log file.
+        """
+        self._waits_for, self._waits_since = self._log or self._terminal, time.monotonic()
+        if self._log is None:
+            await self._terminal.write(shown)
+        else:
+            self._terminal.put(shown)
+            await self._log.write(data, BLOCKED_S)
+        self._waits_for = None
+
+    def waits_for(self, writers: Sequence[Writer]) -> bool:
+        """Return True if the worker's output has waited for one of these writers for longer than a moment."""
+        return self._waits_for in writers and time.monotonic() - self._waits_since > _MOMENT_S
 
     def _shown(self, lines: bytes, is_end: bool = False) -> bytes:
-        """What the terminal gets now. A worker that never has a rank (a command without ``run``) is shown in the end,
-        or once it has printed a lot."""
+        """Return the lines for the terminal.
+
+        A worker that never gets a rank (a command without ``run``) is shown at its end, or once it has printed a lot.
+        """
         shows = self._audience.shows() if self._audience is not None else False
         lines, self._kept_back = self._kept_back + lines, b""
         if shows is None and not is_end and len(lines) <= _LONGEST_LINE_BYTES:
             lines, self._kept_back = b"", lines
         return b"" if shows is False else lines
+
+
+class Outputs:
+    """All outputs of one agent: two terminals, and the log files of its workers."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._writers: dict[str, list[Writer]] = {"stdout": [Writer(1)], "stderr": [Writer(2)]}
+        self._pumps: dict[WorkerId, tuple[Pump, Pump]] = {}
+        self._watch = Watch()
+
+    def pumps(self, worker: WorkerId, output: Output, audience: Audience) -> tuple[Pump, Pump]:
+        """Create the pumps for stdout and stderr of a new worker."""
+        tag = f"[{worker.slot_id}] " if output.tagged else ""
+        logs = self._open_logs(worker, output.log_dir)
+        (stdout,), (stderr,) = self._writers["stdout"], self._writers["stderr"]
+        self._pumps[worker] = (
+            Pump(stdout, tag, logs[0], audience if output.tee & 1 else None),
+            Pump(stderr, tag, logs[1], audience if output.tee & 2 else None),
+        )
+        return self._pumps[worker]
+
+    def _open_logs(self, worker: WorkerId, directory: str | None) -> tuple[Writer | None, Writer | None]:
+        """Open the log files of a slot, for appending. A line in each marks where a new process begins."""
+        if directory is None:
+            return None, None
+        out, err = (Writer(partial(_open, Path(directory, f"{worker.host}-{worker.slot}.{end}"))) for end in _ENDS)
+        begin = f"--- {worker} starts at {datetime.now(timezone.utc).isoformat(timespec='milliseconds')}\n".encode()
+        out.put(begin)
+        err.put(begin)
+        self._writers.setdefault(f"--log-dir {directory}", []).extend((out, err))
+        return out, err
+
+    def ended(self, worker: WorkerId) -> None:
+        """Forget a worker whose output is complete."""
+        self._pumps.pop(worker, None)
+
+    def complain(self, text: str) -> None:
+        """Write a line of the agent itself."""
+        self._writers["stderr"][0].put(message(f"elasticstate: agent of {self._host}", text).encode(errors="replace"))
+
+    def tell_again(self) -> None:
+        """Report each trouble that still lasts again, for a driver that may not have received it."""
+        self._watch.forget()
+
+    def news(self) -> Iterator[OutputTrouble]:
+        """Yield the outputs whose state has changed since the last call."""
+        for name, writers in self._writers.items():
+            waiting = (worker for worker, pumps in self._pumps.items() if any(p.waits_for(writers) for p in pumps))
+            yield from self._watch.look(name, writers, waiting)
+
+    async def flushed(self, timeout_s: float) -> None:
+        """Wait until all data for the terminals is written, or cannot be written (see ``Writer.flushed``)."""
+        for name in ("stdout", "stderr"):
+            await self._writers[name][0].flushed(timeout_s)
+
+
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -1,32 +1,60 @@
-"""Why a worker has ended, as far as its host can tell: error file, end of stderr, OOM kills that were counted."""
+"""Cause of a worker's end, as far as its host can detect it: from error file, end of stderr, and OOM kill counter."""
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
 
 from elasticstate import error_file
 from elasticstate.agent.worker_process import Ending
+from elasticstate.error_file import WorkerError
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
+# Error texts of torch's env:// rendezvous (torch/distributed/rendezvous.py, 2.13), which init_process_group(),
+# init_device_mesh() and fully_shard() use, and of os.environ["RANK"]. Only the text can be checked: a script written
+# for torchrun need not import elasticstate before it reads these variables.
+_NO_WORLD = re.compile(
+    r"(environment variable |KeyError: ')(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)"
+    r"( expected, but not set|'$)",
+    re.MULTILINE,
+)
+_NO_WORLD_HINT = (
+    "elasticrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like for each world: they exist only inside a "
+    "function decorated with @elasticstate.run.\n"
+    "Move the training into such a function, with init_device_mesh(), fully_shard() and DistributedDataParallel, and "
+    "remove init_process_group(): the default process group exists there.\n"
+    "Before the first world, elasticstate.local_rank() and elasticstate.device() answer. See MIGRATION.md, 'From "
+    "torchrun'."
+)
 
-def cause_of_death(ending: Ending, error_path: str, oom_kills: int, oom_kills_before: int) -> tuple[str, int]:
-    """In words, and when it was, in unix nanoseconds. The exception that the worker wrote down comes first; then the
-    end of stderr, which is the stack of the fault after SIGSEGV and its like (faulthandler)."""
-    error = error_file.read(error_path) if ending.exit_code != 0 else None
-    if error is not None:
-        return error
-    text = error_file.shortened(ending.last_words) if ending.exit_code != 0 else ""
+
+def cause_of_death(
+    ending: Ending, written: WorkerError | None, oom_kills: int, oom_kills_before: int
+) -> tuple[str, int]:
+    """Return the cause as text, and its time in unix nanoseconds.
+
+    The exception that the worker wrote down comes first. Without one, the cause is the end of stderr, which after
+    SIGSEGV and similar signals is the stack of the fault (faulthandler).
+    """
+    if written is not None and ending.exit_code != 0:
+        return _with_hint(written.text), written.time_ns
+    text = error_file.shortened(ending.last_output) if ending.exit_code != 0 else ""
     if ending.signal == signal.SIGKILL and oom_kills > oom_kills_before:
         killed = f"out of memory: its memory cgroup has counted {oom_kills - oom_kills_before} OOM kill(s) meanwhile"
         text = f"{text}\n{killed}" if text else killed
-    return text, time.time_ns()
+    return _with_hint(text), time.time_ns()
+
+
+def _with_hint(text: str) -> str:
+    """Append advice to the error text if the worker expected a world where none exists."""
+    return f"{text.rstrip()}\n{_NO_WORLD_HINT}" if _NO_WORLD.search(text) else text
 
 
 def count_oom_kills(groups: Path = Path("/proc/self/cgroup"), mounted: Path = _CGROUPS) -> int:
-    """OOM kills in the memory cgroup that this process is in, with all below it; 0 where there is none to ask.
+    """Count OOM kills in the memory cgroup of this process, with all cgroups below it; 0 if there is no counter.
 
     See cgroups(7); memory.events of version 2, memory.oom_control of version 1.
     """

@@ -1,4 +1,4 @@
-"""Notice that this host is to be left: by a signal to its agent, or by a command that is asked again and again."""
+"""Preemption notices of this host: a signal to its agent, or a command that is run again and again."""
 
 from __future__ import annotations
 
@@ -6,32 +6,40 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterable, Mapping
 
-from elasticstate.config import inherited_environment, socket_variable
+from elasticstate.config import agent_variable, inherited_environment
+from elasticstate.exit_status import how_it_ended, signal_name
 from elasticstate.net import messages
 from elasticstate.net.launch import Launch
-from elasticstate.processes import Answer, ask, signal_name
+from elasticstate.processes import Answer, as_command, ask
 
 HOST_VARIABLE = "ELASTICSTATE_HOST"
-"""In which the command finds the name of the host."""
+"""Environment variable that gives the command the name of the host."""
 _LONGEST_REASON = 200
 _NOTICE, _NO_NOTICE = 0, 1  # exit codes of the command
 
 
-class Preemption:
-    """From the first notice on, nobody is asked any more. The driver is told of it, once it knows this agent."""
+class PreemptionWatch:
+    """Watches for a preemption notice. After the first notice the command is not run again.
 
-    def __init__(self, send: Callable[[messages.AgentNotice | messages.AgentWarning], None]) -> None:
-        """SIGTERM is a notice, as long as the job has not said what else is one."""
+    The driver receives the notice as soon as it has accepted this agent.
+    """
+
+    def __init__(
+        self, send: Callable[[messages.HostPreemptionNotice | messages.AgentWarning], None], has_notice: bool = False
+    ) -> None:
+        """Treat SIGTERM as a notice until the job's options arrive. ``has_notice``: SIGTERM has come already."""
         self._send = send
-        self._reason = ""  # who gave notice, and why
+        self._reason = ""  # source and reason of the notice
         self._has_begun = False
         self._warned: set[str] = set()
         self._asking: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._listen([signal.SIGTERM])
+        if has_notice:
+            self._take(_by_signal(signal.SIGTERM))
 
-    def begin(self, how: messages.Preemption, launch: Launch, socket_path: str) -> None:
-        """The agent serves, and knows the job. A signal that is none of its notices has its usual effect."""
+    def begin(self, how: messages.PreemptionOptions, launch: Launch, socket_path: str) -> None:
+        """Start to watch with the job's options. A signal that is not among them gets its usual effect back."""
         self._has_begun = True
         self.tell()
         if signal.SIGTERM not in how.signals:
@@ -39,23 +47,23 @@ class Preemption:
         self._listen(how.signals)
         if how.command is not None and not self._reason:
             environment = {**inherited_environment(), **dict(launch.environment), HOST_VARIABLE: launch.host}
-            environment |= [socket_variable(socket_path)]  # marked: it is found and ended if this agent is killed
+            environment |= [agent_variable(socket_path)]  # a mark: it is found and killed if this agent is killed
             self._asking = asyncio.ensure_future(self._ask(how.command, how, environment, launch.directory))
 
     def tell(self) -> None:
-        """Tell the driver, if there was a notice: also one that may not have heard of it."""
+        """Send the notice to the driver, if there was one; also to a driver that may not have received it."""
         if self._has_begun and self._reason:
-            self._send(messages.AgentNotice(self._reason))
+            self._send(messages.HostPreemptionNotice(self._reason))
 
     async def close(self) -> None:
-        """Nobody is asked any more, and who was being asked has ended."""
+        """Stop the command, and wait for its end."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait({self._asking})
 
     def _listen(self, signals: Iterable[int]) -> None:
         for number in signals:
-            self._loop.add_signal_handler(number, self._take, f"{signal_name(number)} to its agent")
+            self._loop.add_signal_handler(number, self._take, _by_signal(number))
 
     def _take(self, reason: str) -> None:
         if not self._reason:
@@ -65,11 +73,11 @@ class Preemption:
             self.tell()
 
     async def _ask(
-        self, command: str, how: messages.Preemption, environment: Mapping[str, str], directory: str
+        self, command: str, how: messages.PreemptionOptions, environment: Mapping[str, str], directory: str
     ) -> None:
         while True:
             try:
-                answer = await ask(command, how.timeout_s, environment, directory)
+                answer = await ask(as_command(command, directory), how.timeout_s, environment, directory)
             except TimeoutError:
                 fault = f"took longer than --preemption-timeout of {how.timeout_s:g} s"
             except (OSError, ValueError) as error:
@@ -94,13 +102,15 @@ class Preemption:
             )
 
 
+def _by_signal(number: int) -> str:
+    return f"{signal_name(number)} to its agent"
+
+
 def _first_line(text: str) -> str:
     line = text.lstrip().partition("\n")[0].strip()
     return "".join(c if c.isprintable() else "?" for c in line[:_LONGEST_REASON])
 
 
 def _how(answer: Answer) -> str:
-    code = answer.exit_code
-    how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with {code}"
     last_line = answer.stderr.rstrip().rpartition("\n")[2]
-    return f"{how}: {_first_line(last_line) or 'without a word on stderr'}"
+    return f"{how_it_ended(answer.exit_code)}: {_first_line(last_line) or 'without a word on stderr'}"

@@ -1,4 +1,4 @@
-"""``elasticrun --check``: what is available here, and on the hosts that are named.
+"""``elasticrun --check``: print what is available on this machine and on the named hosts.
 
-Nothing of torch or MPI is loaded into this process: what loads them runs in children, which may crash or hang.
+This process loads neither torch nor MPI: children load them, and may crash or hang.
 """

@@ -1,4 +1,4 @@
-"""The hosts that are named: each is really reached, by the ssh that would start its agent."""
+"""Report lines for the named hosts. The check connects to each host by the ssh command that would start its agent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elasticstate.errors import DiscoveryError
 from elasticstate.machine import version
 from elasticstate.net.names import is_this_machine
 
-_AT_ONCE = 64  # connections that are being made
+_AT_ONCE = 64  # connections at the same time
 _ASK = """\
 import importlib.util as u, json, os, sys
 from elasticstate.machine import slots_of_this_machine, version
@@ -28,20 +28,20 @@ print(json.dumps(dict(version=version(), python="%d.%d.%d" % sys.version_info[:3
 
 
 async def host_lines(options: Options, directory: str) -> list[Line]:
-    """One for each host that was named, in that order; ``directory`` is for what ssh says."""
+    """Return a line for each named host, in that order. ``directory``: for the log files of ssh."""
     try:
         hosts = await Discovery(options, refuse=lambda _: "", warn=lambda _: None).first()
     except DiscoveryError as error:
         return [Line(False, str(error))]
     if not hosts:
-        return [Line(False, "none is named", "see -H, --hostfile, --host-discovery-script")]
+        return [Line(False, "no host is named", "see -H, --hostfile, --host-discovery-script")]
     turn = asyncio.Semaphore(_AT_ONCE)
 
     async def line(number: int, host: str) -> Line:
         async with turn:
             return await _host_line(host, options, Path(directory, str(number)))
 
-    # Not gather: at a cancellation it does not wait for the others' ends.
+    # Not asyncio.gather: after a cancellation it does not wait for the end of the other tasks.
     asking = [asyncio.ensure_future(line(number, host.name)) for number, host in enumerate(hosts)]
     try:
         await asyncio.wait(asking)
@@ -60,11 +60,11 @@ async def _host_line(host: str, options: Options, log: Path) -> Line:
     python = options.remote_python or sys.executable
     needed = {"torch": "torch"} | ({"mpi4py": "'elasticstate[mpi]'"} if options.backend == "mpi" else {})
     command = ssh_command(host, python, options, log, ("-c", _ASK, str(Path.cwd()), *needed))
-    limit_s = 2 * options.connect_timeout_s  # ssh has its own for the connection; then Python has to answer
+    limit_s = 2 * options.connect_timeout_s  # ssh has a limit of its own for the connection; then Python has to answer
     try:
         answer = await processes.ask(shlex.join(command), limit_s, whole_session=True)
     except TimeoutError:
-        return Line(False, f"{host}: has not answered within {limit_s:g} s", "see --connect-timeout")
+        return Line(False, f"{host}: no answer within {limit_s:g} s", "see --connect-timeout")
     except OSError as error:
         return Line(False, f"{host}: ssh cannot be run: {error.strerror}")
     return judge(host, python, answer, version(), needed, lambda code: how_ssh_ended(code, host, python, log))
@@ -78,23 +78,27 @@ def judge(
     needed: Mapping[str, str],
     how: Callable[[int], str],
 ) -> Line:
-    """What a host has answered. ``ours``: the version here; ``needed``: modules, and what to install for them; ``how``
-    says in words how ssh has ended."""
+    """Return the line for a host's answer.
+
+    ``ours``: the version of elasticstate here. ``needed``: required modules, and what to install for them. ``how``:
+    returns the end of ssh in words.
+    """
     if "No module named 'elasticstate'" in answer.stderr:
         return Line(
             False, f"{host}: {python} there has no elasticstate", "pip install it there, or see --remote-python"
         )
     if answer.exit_code != 0:
-        said = last_line(answer.stderr) if answer.exit_code < 126 else ""  # that is the shell, or ssh: see ``how``
-        return Line(False, f"{host}: {how(answer.exit_code)}" + (f": {said}" if said else ""))
+        # Exit codes from 126 on come from the shell or ssh: ``how`` explains them.
+        error = last_line(answer.stderr) if answer.exit_code < 126 else ""
+        return Line(False, f"{host}: {how(answer.exit_code)}" + (f": {error}" if error else ""))
     try:
-        told = json.loads(last_line(answer.stdout))
-        text = f"{host}: elasticstate {told['version']}, Python {told['python']}, {told['slots']} slots"
-        has_directory, absent = bool(told["has_directory"]), [name for name in needed if not told["has"][name]]
+        facts = json.loads(last_line(answer.stdout))
+        text = f"{host}: elasticstate {facts['version']}, Python {facts['python']}, {facts['slots']} slots"
+        has_directory, absent = bool(facts["has_directory"]), [name for name in needed if not facts["has"][name]]
     except (ValueError, KeyError, TypeError):
-        return Line(False, f"{host}: {python} there has not answered as Python does", "see --remote-python")
-    if told["version"] != ours:
-        return Line(False, text, f"it is {ours} here: install the same there")
+        return Line(False, f"{host}: {python} there did not answer as Python does", "see --remote-python")
+    if facts["version"] != ours:
+        return Line(False, text, f"the version here is {ours}: install the same version there")
     if absent:
         remedy = f"pip install {needed[absent[0]]} there, or see --remote-python"
         return Line(False, f"{text}: no {absent[0]}", remedy)

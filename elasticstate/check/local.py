@@ -1,7 +1,8 @@
-"""This machine: ssh, room for commits, ports, open files."""
+"""Report lines for this machine: ssh, commit storage, ports, open files."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import shlex
@@ -9,9 +10,10 @@ import shutil
 from pathlib import Path
 
 from elasticstate import commits, processes
+from elasticstate.check.logind import deletion_note, name_of
 from elasticstate.check.report import Line, last_line
 from elasticstate.kinds import split_address
-from elasticstate.machine import in_words
+from elasticstate.machine import format_bytes
 from elasticstate.net.names import LOCALHOST, own_addresses, why_nobody_can_listen
 
 _SMALL_BYTES = 1 << 30
@@ -20,7 +22,7 @@ _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 
 
 async def ssh_line(timeout_s: float) -> Line:
-    """The client that other hosts are reached by."""
+    """Return the line for the ssh client that connects to other hosts."""
     path = shutil.which("ssh")
     if path is None:
         return Line(False, "ssh", "install OpenSSH's client, to start agents on other hosts")
@@ -28,34 +30,37 @@ async def ssh_line(timeout_s: float) -> Line:
         answer = await processes.ask(shlex.join([path, "-V"]), timeout_s)
     except (OSError, TimeoutError) as error:
         return Line(False, f"ssh ({path}): {error}")
-    said = last_line(answer.stderr) or last_line(answer.stdout)
-    return Line(answer.exit_code == 0, f"ssh: {said} ({path})" if said else f"ssh ({path})")
+    version = last_line(answer.stderr) or last_line(answer.stdout)
+    return Line(answer.exit_code == 0, f"ssh: {version} ({path})" if version else f"ssh ({path})")
 
 
 def commit_line(base: str) -> Line:
-    """Where commits live: what there is, and how much of it."""
+    """Return the line for the commit directory: its file system, size and free space."""
     if reason := commits.refuse(base):
         return Line(False, f"--commit-dir {base}: {reason}", "choose another --commit-dir")
     found = os.statvfs(base)
     kind = file_system(base, Path("/proc/self/mountinfo").read_text())
-    return room_line(base, kind, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+    line = shared_memory_line(base, kind, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+    note = deletion_note(base, os.getuid(), name_of(os.getuid()))
+    return dataclasses.replace(line, notes=(*line.notes, note)) if note else line
 
 
-def room_line(base: str, kind: str, size_bytes: int, free_bytes: int) -> Line:
+def shared_memory_line(base: str, kind: str, size_bytes: int, free_bytes: int) -> Line:
+    """Return the line for a commit directory on a file system of type ``kind``."""
     notes = []
     if free_bytes < _SMALL_BYTES:
         notes.append(
-            "little: twice the size of the state goes there for each worker: docker run --shm-size=16g, or "
+            "little space: each worker needs twice the size of its state: docker run --shm-size=16g, or "
             f"mount -o remount,size=16g {base}, or another --commit-dir"
         )
     if kind not in _IN_MEMORY:
-        notes.append("not in memory: a commit waits for the file system; /dev/shm does not make it wait")
-    text = f"--commit-dir {base}: {kind}, {in_words(free_bytes)} of {in_words(size_bytes)} free"
+        notes.append("not in memory: a commit waits for the file system; with /dev/shm it does not wait")
+    text = f"--commit-dir {base}: {kind}, {format_bytes(free_bytes)} of {format_bytes(size_bytes)} free"
     return Line(True, text, notes=tuple(notes))
 
 
 def file_system(path: str, mounts: str) -> str:
-    """The type of the one that a directory is in, from proc_pid_mountinfo(5): the deepest, and of those the last."""
+    """Return the type of a directory's file system: that of the last deepest mount in proc_pid_mountinfo(5)."""
     place = os.path.realpath(path)
     best, kind = -1, "unknown"
     for line in mounts.splitlines():
@@ -67,7 +72,7 @@ def file_system(path: str, mounts: str) -> str:
 
 
 def port_lines(listen: str | None) -> list[Line]:
-    """Where this process may listen: for agents here and elsewhere, and for ``--listen``."""
+    """Return the lines for the addresses on which this process can listen: for agents, and for ``--listen``."""
     places = [(address, 0) for address in (LOCALHOST, *own_addresses())]
     lines = [_port_line("", *place) for place in places]
     if listen is not None:
@@ -82,9 +87,9 @@ def _port_line(name: str, address: str, port: int) -> Line:
 
 
 def files_line() -> Line:
-    """What may be open at once, in agents and workers, which take all that they may."""
+    """Return the line for the limit on open files. Agents and workers raise it as far as they may."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_few = most != resource.RLIM_INFINITY and most < _FEW_FILES
-    notes = ("few: a worker takes one for each other worker in each process group: ulimit -Hn",) if is_few else ()
+    notes = ("few: a worker opens one for each other worker in each process group: raise ulimit -Hn",) if is_few else ()
     shown = "unlimited" if most == resource.RLIM_INFINITY else str(most)
     return Line(True, f"open files: {shown} for each process", notes=notes)

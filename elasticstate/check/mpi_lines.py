@@ -1,33 +1,36 @@
-"""MPI, line by line, from what mpi_build.py has found."""
+"""Report lines for MPI, from the search in mpi_build.py."""
 
 from __future__ import annotations
 
 from elasticstate.check.report import Line
-from elasticstate.mpi_build import INSTALL, Mpi
+from elasticstate.mpi_build import INSTALL, MpiInstallation
 
 
-def mpi_lines(found: Mpi) -> list[Line]:
-    """mpi4py, its library, mpirun, ULFM, threads. The first that is missing says why; later ones were not tried."""
+def mpi_lines(found: MpiInstallation) -> list[Line]:
+    """Return the lines for mpi4py, its library, mpirun, ULFM and threads.
+
+    The first missing part has the reason; parts after it were not tried.
+    """
     lines = [
         Line(bool(found.mpi4py), f"mpi4py {found.mpi4py}".rstrip(), INSTALL),
         Line(bool(found.library), f"{found.version} ({found.library})" if found.library else "MPI library", INSTALL),
         _mpirun(found),
         Line(
             found.has_ulfm,
-            "ULFM: of two processes one was killed, and the other one went on" if found.has_ulfm else "ULFM",
+            "ULFM: one of two processes was killed, and the other one continued" if found.has_ulfm else "ULFM",
         ),
         Line(found.has_thread_multiple, "MPI_THREAD_MULTIPLE"),
     ]
     if found.problem:
-        first = next((i for i, line in enumerate(lines) if not line.is_there), len(lines) - 1)
-        lines[first] = Line(False, lines[first].text, f"needs {found.problem}")
+        first = next((i for i, line in enumerate(lines) if not line.is_available), len(lines) - 1)
+        lines[first] = Line(False, lines[first].text, found.problem)
         lines[first + 1 :] = [
-            Line(line.is_there, line.text, "" if line.is_there else "not tried") for line in lines[first + 1 :]
+            Line(line.is_available, line.text, "" if line.is_available else "not tried") for line in lines[first + 1 :]
         ]
     return lines
 
 
-def _mpirun(found: Mpi) -> Line:
+def _mpirun(found: MpiInstallation) -> Line:
     if not found.mpirun:
         return Line(False, "mpirun", INSTALL)
     if found.version and found.mpirun_version and found.mpirun_version != found.version:

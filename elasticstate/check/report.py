@@ -1,4 +1,4 @@
-"""How it is told: groups of lines with a mark each, and what to do about what is missing."""
+"""Report lines: groups of lines, each with a mark, and a remedy for each missing part."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One thing that is there, or is not."""
+    """One part that is available, or is not."""
 
-    is_there: bool
+    is_available: bool
     text: str
-    remedy: str = ""  # where it is not there
+    remedy: str = ""  # shown if the part is not available
     notes: tuple[str, ...] = ()
-    """What else there is to know about it."""
+    """Further facts about the part."""
 
     def __str__(self) -> str:
-        remedy = f": {self.remedy}" if self.remedy and not self.is_there else ""
-        first = f"    [{'X' if self.is_there else ' '}] {self.text}{remedy}"
+        remedy = f": {self.remedy}" if self.remedy and not self.is_available else ""
+        first = f"    [{'X' if self.is_available else ' '}] {self.text}{remedy}"
         return "\n".join([first, *(f"        {note}" for note in self.notes)])
 
 
 def last_line(text: str) -> str:
-    """The last one that says something; "" if none does."""
+    """Return the last line that is not blank; "" if there is none."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
 
 def render(lines: Iterable[Line]) -> str:
-    """The lines of a group, below its title."""
+    """Return the text of a group's lines, without its title."""
     return "".join(f"{line}\n" for line in lines)

@@ -1,4 +1,4 @@
-"""The whole of ``elasticrun --check``: what is asked, the order in which it is told, and the exit status."""
+"""``elasticrun --check`` as a whole: the searches, the order of the output, and the exit status."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from elasticstate.check.report import Line, render
 from elasticstate.check.torch_build import Torch, machine_type, needed_torch, nvidia_driver, probe, torch_lines
 from elasticstate.config import Options
 from elasticstate.machine import slots_of_this_machine, version
-from elasticstate.mpi_build import Mpi, look_for_mpi
+from elasticstate.mpi_build import MpiInstallation, look_for_mpi
+from elasticstate.terminal import message, printable
 
 T = TypeVar("T")
 
@@ -27,15 +28,16 @@ _ENDS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 def check(options: Options, given: frozenset[str]) -> int:
-    """Print what is available. ``given``: the options that were given: what they ask for has to be there.
+    """Print what is available on this machine and on the named hosts. ``given``: names of the given options.
 
-    Returns the exit status: 0; 1 if something that was asked for is missing; 130 after Ctrl-C, 143 after SIGTERM.
+    Returns the exit status: 0; 1 if something is missing that a given option asks for; 130 after Ctrl-C, 143 after
+    SIGTERM.
     """
     return asyncio.run(_until_a_signal(_Check(options, given).run()))
 
 
 async def _until_a_signal(checking: Coroutine[Any, Any, int]) -> int:
-    """Cancelled by a signal, it still waits for the ends of all children."""
+    """Run the check; return its exit status. After a signal, cancel it and wait for the end of all children."""
     received: list[signal.Signals] = []
     task = asyncio.ensure_future(checking)
     loop = asyncio.get_running_loop()
@@ -56,10 +58,10 @@ class _Check:
     def __init__(self, options: Options, given: frozenset[str]) -> None:
         self._options = options
         self._given = given
-        self._missing: list[str] = []  # of what was asked for
+        self._errors: list[str] = []  # one error for each missing part that a given option asks for
 
     async def run(self) -> int:
-        """What takes long is asked at the same time, and told in order as it comes."""
+        """Run slow searches at the same time; print the results in a fixed order, each as soon as possible."""
         options = self._options
         with tempfile.TemporaryDirectory(prefix="elasticstate-check-") as directory:
             torch = asyncio.ensure_future(probe(options.start_timeout_s))
@@ -68,54 +70,56 @@ class _Check:
             tasks: list[asyncio.Future[Any]] = [torch, mpi, *([hosts] if hosts else [])]
             try:
                 print(f"elasticstate {version()}, Python {platform.python_version()} ({sys.executable})", flush=True)
-                await self._tell("torch", torch, self._of_torch)
-                await self._tell("MPI", mpi, mpi_lines)
-                await self._tell("This machine", self._local(), list)
+                await self._print("torch", torch, self._of_torch)
+                await self._print("MPI", mpi, mpi_lines)
+                await self._print("This machine", self._local(), list)
                 if hosts:
-                    await self._tell("Hosts", hosts, self._of_hosts)
+                    await self._print("Hosts", hosts, self._of_hosts)
                 self._judge_backend(await torch, await mpi)
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
-        for line in self._missing:
-            print(f"elasticrun: {line}", file=sys.stderr)
-        return 1 if self._missing else 0
+        for line in self._errors:
+            sys.stderr.write(message("elasticrun", line))
+        return 1 if self._errors else 0
 
-    async def _tell(self, title: str, asked: Awaitable[T], lines: Callable[[T], list[Line]]) -> None:
-        print(f"\n{title}:", flush=True)  # now: who waits sees for what
-        print(render(lines(await asked)), end="", flush=True)
+    async def _print(self, title: str, answer: Awaitable[T], lines: Callable[[T], list[Line]]) -> None:
+        print(f"\n{title}:", flush=True)  # at once, so that the user sees what the check waits for
+        print(printable(render(lines(await answer))), end="", flush=True)
 
     def _of_torch(self, torch: Torch) -> list[Line]:
         lines = torch_lines(torch, needed_torch(), machine_type(), nvidia_driver())
         return [*lines, Line(torch.has_gloo or torch.has_nccl, f"--backend auto: {torch.auto} here")]
 
     def _of_hosts(self, lines: list[Line]) -> list[Line]:
-        absent = sum(not line.is_there for line in lines)
+        absent = sum(not line.is_available for line in lines)
         if absent:
             places = "/".join(f"--{name.replace('_', '-')}" for name in sorted(_PLACES & self._given))
-            self._missing.append(f"{places}: {absent} of {len(lines)} cannot be used")
+            self._errors.append(f"{places}: {absent} of {len(lines)} hosts cannot be used. See the lines above.")
         return lines
 
     async def _local(self) -> list[Line]:
         options = self._options
         commits, ports = commit_line(options.commit_dir), port_lines(options.listen)
-        if "commit_dir" in self._given and not commits.is_there:
-            self._missing.append(f"--commit-dir: {options.commit_dir!r}: takes a directory to keep commits in")
-        if "listen" in self._given and not ports[-1].is_there:
-            self._missing.append(f"--listen: {options.listen!r}: takes an address of this machine with a free port")
+        if "commit_dir" in self._given and not commits.is_available:
+            self._errors.append(f"--commit-dir: {options.commit_dir!r}: cannot hold commits. Choose another directory.")
+        if "listen" in self._given and not ports[-1].is_available:
+            self._errors.append(
+                f"--listen: {options.listen!r}: cannot listen there. Give an address of this machine and a free port."
+            )
         slots = slots_of_this_machine()
         shown = Line(True, f"--slots-per-host auto: {slots} here ({len(os.sched_getaffinity(0))} cores)")
         return [await ssh_line(options.connect_timeout_s), commits, *ports, files_line(), shown]
 
-    def _judge_backend(self, torch: Torch, mpi: Mpi) -> None:
+    def _judge_backend(self, torch: Torch, mpi: MpiInstallation) -> None:
         if "backend" not in self._given:
             return
         asked = self._options.backend
-        needs = {
+        problem = {
             "mpi": mpi.problem,
-            "nccl": "" if torch.has_nccl else "torch with NCCL, and CUDA devices that it sees",
-            "gloo": "" if torch.has_gloo else "torch with a Gloo that works",
+            "nccl": "" if torch.has_nccl else "torch has no NCCL, or sees no CUDA device. See the lines above.",
+            "gloo": "" if torch.has_gloo else "Gloo does not work here. See the lines above.",
         }.get(asked, "")
-        if needs:
-            self._missing.append(f"--backend: {asked!r}: takes {needs}")
+        if problem:
+            self._errors.append(f"--backend: {asked!r}: {problem}")

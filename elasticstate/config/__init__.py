@@ -5,18 +5,22 @@ from __future__ import annotations
 from elasticstate.config.environment import (
     COMMIT_DEVICE_MEMORY,
     WorkerEnvironment,
+    agent_variable,
     commit_device_memory,
     error_file_path,
-    foreign_world_size,
     inherited_environment,
     passed_on,
+    refusal_of_other_launchers,
     runtime_directory,
     set_unless_given,
-    socket_variable,
+    slow_callbacks_file,
     ssh_client,
+    usable_runtime_directory,
     worker_environment,
 )
-from elasticstate.config.options import PREFIX, Names, Options, option_names, read_options, read_options_to_check
+from elasticstate.config.option import PREFIX, Names
+from elasticstate.config.options import Options, option_names
+from elasticstate.config.reading import read_options, read_options_to_check
 
 __all__ = [
     "COMMIT_DEVICE_MEMORY",
@@ -24,17 +28,19 @@ __all__ = [
     "Names",
     "Options",
     "WorkerEnvironment",
+    "agent_variable",
     "commit_device_memory",
     "error_file_path",
-    "foreign_world_size",
     "inherited_environment",
     "option_names",
     "passed_on",
     "read_options",
     "read_options_to_check",
+    "refusal_of_other_launchers",
     "runtime_directory",
     "set_unless_given",
-    "socket_variable",
+    "slow_callbacks_file",
     "ssh_client",
+    "usable_runtime_directory",
     "worker_environment",
 ]

@@ -1,4 +1,4 @@
-"""What the environment tells this process, and what it tells the processes that it starts."""
+"""Environment variables: those that this process reads, and those of the processes that it starts."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from elasticstate import kinds
-from elasticstate.config.options import PREFIX
+from elasticstate.config.option import PREFIX
 from elasticstate.core.ids import WorkerId
 from elasticstate.errors import OptionError
 
 COMMIT_DEVICE_MEMORY = PREFIX + "COMMIT_DEVICE_MEMORY"
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's own name for it
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name that torch uses
 
 
-def socket_variable(path: str) -> tuple[str, str]:
-    """The environment variable, and its value, that all workers of one agent have."""
-    return PREFIX + "SOCKET", path
+def agent_variable(mark: str) -> tuple[str, str]:
+    """Return name and value of the environment variable that marks all processes started by one agent."""
+    return PREFIX + "AGENT", mark
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnvironment:
-    """What an agent tells the worker that it starts."""
+    """Environment variables that an agent sets for a worker that it starts."""
 
     socket: str  # path of the agent's Unix socket
+    agent: str  # the mark of all processes that this agent starts
     worker: WorkerId
     job: str
-    job_id: str  # unlike that of any other job
-    local_address: str  # at which other hosts reach this one
-    commits: str  # what the names of the files of its slot begin with: its page, its two buffers
-    reserve_bytes: int = 0  # what a commit of the job takes, as far as is known
+    job_id: str  # unique among all jobs
+    local_address: str  # the address at which other hosts reach this one
+    commits: str  # the beginning of the paths of its slot's files
+    reserve_bytes: int = 0  # the size of a commit of the job, as far as it is known
     notice_signals: tuple[int, ...] = (signal.SIGTERM,)
     backend: str = "auto"
 
     @property
     def error_file(self) -> str:
-        """Where it says by which exception it ends."""
+        """Path of the file to which the worker writes the exception that ends it."""
         return f"{self.commits}.error"
 
     def variables(self) -> dict[str, str]:
-        """As environment variables; :func:`worker_environment` reads them."""
+        """Return the environment variables; :func:`worker_environment` reads them."""
         host, slot, incarnation = self.worker
         return {
-            **dict([socket_variable(self.socket)]),
+            PREFIX + "SOCKET": self.socket,
+            **dict([agent_variable(self.agent)]),
             PREFIX + "WORKER": f"{host}:{slot}:{incarnation}",
             PREFIX + "JOB": self.job,
             PREFIX + "JOB_ID": self.job_id,
@@ -61,44 +63,50 @@ class WorkerEnvironment:
 
 
 def worker_environment() -> WorkerEnvironment | None:
-    """What the agent has told this process; None when it was not started by one. Raises OptionError on rubbish."""
+    """Return what the agent has set for this process; None if no agent started it.
+
+    Raises OptionError if variables are missing or invalid.
+    """
     socket = os.environ.get(PREFIX + "SOCKET")
     if not socket:
         return None
     try:
         host, slot, incarnation = os.environ[PREFIX + "WORKER"].rsplit(":", 2)
         worker = WorkerId(host, int(slot), int(incarnation))
-        names = ("JOB", "JOB_ID", "LOCAL_ADDRESS", "COMMITS")
-        told = {name.lower(): os.environ[PREFIX + name] for name in names}
+        names = ("SOCKET", "AGENT", "JOB", "JOB_ID", "LOCAL_ADDRESS", "COMMITS")
+        values = {name.lower(): os.environ[PREFIX + name] for name in names}
         reserve_bytes = int(os.environ.get(PREFIX + "RESERVE_BYTES", 0))
         signals = tuple(map(int, os.environ.get(PREFIX + "NOTICE_SIGNALS", "").split()))
         backend = os.environ.get(PREFIX + "BACKEND", "auto")
         return WorkerEnvironment(
-            socket, worker, **told, reserve_bytes=reserve_bytes, notice_signals=signals, backend=backend
+            worker=worker, **values, reserve_bytes=reserve_bytes, notice_signals=signals, backend=backend
         )
     except (KeyError, ValueError):
-        raise OptionError(f"{PREFIX}SOCKET is set, but the other variables of a worker are not") from None
+        raise OptionError(
+            f"{PREFIX}SOCKET is set, but other variables of a worker are missing or invalid. Unset {PREFIX}SOCKET, or "
+            "start the script with elasticrun."
+        ) from None
 
 
 def commit_device_memory() -> int:
-    """Bytes that a commit may take on each worker's devices, so that training waits less for it; 0: none.
+    """Return the bytes that a commit may use on each worker's devices, so that training waits less for it; 0: none.
 
-    Raises OptionError on rubbish.
+    Raises OptionError if the variable has an invalid value.
     """
     text = os.environ.get(COMMIT_DEVICE_MEMORY) or "0"
     try:
         return kinds.parse_bytes(text)
     except ValueError:
-        raise OptionError(f"{COMMIT_DEVICE_MEMORY}: {text!r}: takes {kinds.BYTES.takes}") from None
+        raise OptionError(f"{COMMIT_DEVICE_MEMORY}: {text!r}: must be {kinds.BYTES.valid}") from None
 
 
 def error_file_path() -> str:
-    """Where this process says by which exception it ends; "" if nobody has asked for it."""
+    """Return the path of the file for the exception that ends this process; "" if none is set."""
     return os.environ.get(_ERROR_FILE, "")
 
 
 def inherited_environment() -> dict[str, str]:
-    """The environment of this process, for the processes that it starts."""
+    """Return the environment of this process, for the processes that it starts."""
     return dict(os.environ)
 
 
@@ -106,26 +114,69 @@ _NEEDED_ON_OTHER_HOSTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV"
 
 
 def passed_on(asked: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """The environment that workers on other hosts get from this process: what they need to find the same programs, and
-    what ``asked`` (patterns) names."""
+    """Return the variables of this process that workers on other hosts get.
+
+    These are the variables that they need to find the same programs, and those that match the patterns in ``asked``.
+    """
     patterns = (*_NEEDED_ON_OTHER_HOSTS, *asked)
     return tuple((k, v) for k, v in os.environ.items() if any(fnmatchcase(k, pattern) for pattern in patterns))
 
 
+def slow_callbacks_file() -> str:
+    """Return the path of the file for callbacks that block this process's event loop; "" outside of tests."""
+    return os.environ.get(PREFIX + "SLOW_CALLBACKS", "")
+
+
 def ssh_client() -> str:
-    """The address that ssh was called from, as ssh(1) says it; "" when this process was not started by it."""
+    """Return the address of the ssh client, from SSH_CONNECTION (ssh(1)); "" if ssh did not start this process."""
     return os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
 
 
 def runtime_directory() -> Path:
-    """Where a running job keeps its record: XDG_RUNTIME_DIR, or the directory for temporary files."""
+    """Return the directory for the records of running jobs: XDG_RUNTIME_DIR, or that for temporary files."""
     return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
 
 
-def foreign_world_size() -> int:
-    """The world size that another launcher (torchrun, mpirun with wrappers) has set; 1 if none has."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    return int(text) if text.isdigit() else 1
+def usable_runtime_directory() -> Path:
+    """Return the runtime directory. Raises OptionError if this process cannot write to it."""
+    path = runtime_directory()
+    if path.is_dir() and os.access(path, os.W_OK | os.X_OK):
+        return path
+    problem = "this user cannot write to this directory" if path.is_dir() else "there is no such directory"
+    if not os.environ.get("XDG_RUNTIME_DIR"):
+        raise OptionError(f"the directory for temporary files, {str(path)!r}: {problem}. Set TMPDIR to another one.")
+    raise OptionError(
+        f"XDG_RUNTIME_DIR: {str(path)!r}: {problem}. Set the variable to a directory of this user, or unset "
+        f"it to use {tempfile.gettempdir()}."
+    )
+
+
+_WORLD_SIZES = (
+    "OMPI_COMM_WORLD_SIZE",  # Open MPI
+    "MV2_COMM_WORLD_SIZE",  # MVAPICH2
+    "PMI_SIZE",  # MPICH, Intel MPI
+    "JSM_NAMESPACE_SIZE",  # jsrun
+    "HOROVOD_SIZE",  # horovodrun
+    "SLURM_STEP_NUM_TASKS",  # srun; a batch script is one process and has SLURM_NTASKS only
+    "WORLD_SIZE",  # torchrun; and elasticrun, for each world
+)
+
+
+def refusal_of_other_launchers() -> str:
+    """Return the reason why this process must not train alone; "" if it may.
+
+    The reason is another launcher that has started several processes.
+    """
+    if worker_environment() is not None:
+        return ""
+    for name in _WORLD_SIZES:
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 1:
+            return (
+                f"{name}={text}: another launcher has started {text} processes, and each of them would train alone. "
+                f"Start the script with 'elasticrun -np {text} python ...', or unset {name} to train alone."
+            )
+    return ""
 
 
 _FALSE = {"n", "no", "f", "false"}  # as torch reads a flag
@@ -133,8 +184,10 @@ _TRUE = {"y", "yes", "t", "true"}
 
 
 def set_unless_given(value: str, name: str, *older_names: str) -> tuple[str, str] | None:
-    """Set the variable ``name``, unless it or one of its ``older_names`` is set already. If that says something else
-    than ``value``: its name, and what it says."""
+    """Set the variable ``name``, unless it or one of its ``older_names`` is set already.
+
+    Returns name and value of a variable that is set to something else than ``value``, or None.
+    """
     for known in (name, *older_names):
         given = os.environ.get(known)
         if given is not None:

@@ -1,294 +1,388 @@
-"""The options: one frozen dataclass, from which parser (cli.py), help, environment twins and policy are derived."""
+"""The options: one frozen dataclass. Parser, help, environment twins and policy are derived from its fields."""
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
 from elasticstate import kinds
+from elasticstate.config.option import Names, option
 from elasticstate.core.policy import Policy
-from elasticstate.errors import OptionError
-
-PREFIX = "ELASTICSTATE_"
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """How an option is called, where the help shows it, and its line there."""
-
-    names: tuple[str, ...]
-    kind: kinds.Kind
-    group: str
-    help: str
-
-    @property
-    def twins(self) -> tuple[str, ...]:
-        """The environment variables that stand for it: one for each long name."""
-        return tuple(PREFIX + name[2:].replace("-", "_").upper() for name in self.names if name.startswith("--"))
-
 
 _SIZE = "workers and hosts"
 _DISCOVERY = "host discovery"
 _REMOTE = "other hosts"
 _TIMES = "time limits, in seconds"
 _CHANGES = "changes of the world"
-_PREEMPTION = "notice before preemption"
+_PREEMPTION = "preemption"
 _COMMITS = "commits"
 _OUTPUT = "output"
 
 
-def _option(default: object, group: str, kind: kinds.Kind, names: str, help: str) -> Any:
-    return field(default=default, metadata={"names": Names(tuple(names.split()), kind, group, help)})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """All options of a job. Times in seconds; None means off, or: not given."""
+    """All options of a job. Times are in seconds. None means: off, or not given."""
 
     command: tuple[str, ...]
-    """What each worker runs."""
+    """The command that each worker runs."""
     call_directory: str | None = None
-    """Of ``launch()``: where the function to call is, and where its results go."""
+    """For ``launch()``: the directory with the function to call, which also gets the results."""
 
-    np: int = _option(0, _SIZE, kinds.COUNT, "-np --num-proc", "workers to start with")
-    min_np: int = _option(0, _SIZE, kinds.COUNT, "--min-np --min-num-proc", "go on with as few as these (default: -np)")
-    max_np: int | None = _option(
+    np: int = option(0, _SIZE, kinds.COUNT, "-np --num-proc", "Number of workers to start with.")
+    min_np: int = option(
+        0,
+        _SIZE,
+        kinds.COUNT,
+        "--min-np --min-num-proc",
+        "Smallest number of workers to train with (default: -np). With fewer, the job waits for --elastic-timeout and "
+        "then fails.",
+    )
+    max_np: int | None = option(
         None,
         _SIZE,
         kinds.COUNT,
         "--max-np --max-num-proc",
-        "grow up to these (default: -np; with a discovery script: no limit)",
+        "Largest number of workers (default: -np; with --host-discovery-script or --listen: no limit). Further slots "
+        "stay unused as spares.",
     )
-    hosts: tuple[str, ...] = _option(
-        (), _SIZE, kinds.HOSTS, "-H --hosts", "where to run (default: localhost with -np slots)"
+    hosts: tuple[str, ...] = option(
+        (), _SIZE, kinds.HOSTS, "-H --hosts", "Hosts and their numbers of slots (default: localhost with -np slots)."
     )
-    hostfile: str | None = _option(
+    hostfile: str | None = option(
         None,
         _SIZE,
         kinds.PATH,
         "--hostfile",
-        "a file with a host or host:slots on each line; may change while the job runs",
+        "File with one host or host:slots per line. The file may change while the job runs.",
     )
-    slots_per_host: int | None = _option(
+    slots_per_host: int | None = option(
         1,
         _SIZE,
         kinds.SLOTS,
         "--slots-per-host",
-        "for hosts that are named without slots; auto: a host's GPUs, or its cores if there are none",
+        "Number of slots of a host that is named without slots. auto: one for each GPU of this machine, "
+        "or for each CPU core if it has no GPU.",
     )
-    backend: str = _option("auto", _SIZE, kinds.BACKEND, "--backend", "how tensors travel between workers")
-    host_discovery_script: str | None = _option(
+    backend: str = option(
+        "auto",
+        _SIZE,
+        kinds.BACKEND,
+        "--backend",
+        "Transport of tensors between workers. auto: nccl (with gloo for CPU tensors) if torch sees GPUs, else gloo.",
+    )
+    host_discovery_script: str | None = option(
         None,
         _DISCOVERY,
         kinds.PATH,
         "--host-discovery-script",
-        "a program that prints a host or host:slots on each line",
+        "Program or shell command that prints one host or host:slots per line. It runs every --discovery-interval.",
     )
-    discovery_interval_s: float = _option(
-        1.0, _DISCOVERY, kinds.at_least_s(0.05), "--discovery-interval", "time between two looks at script or hostfile"
+    discovery_interval_s: float = option(
+        1.0,
+        _DISCOVERY,
+        kinds.at_least_s(0.05),
+        "--discovery-interval",
+        "Seconds between two runs of the discovery script, or two reads of the hostfile.",
     )
-    discovery_timeout_s: float = _option(
-        10.0, _DISCOVERY, kinds.at_least_s(0.1), "--discovery-timeout", "a script that runs longer is killed"
+    discovery_timeout_s: float = option(
+        10.0,
+        _DISCOVERY,
+        kinds.at_least_s(0.1),
+        "--discovery-timeout",
+        "Seconds the discovery script may run. After that it is killed, and its run counts as failed.",
     )
-    ssh_port: int | None = _option(
-        None, _REMOTE, kinds.PORT, "--ssh-port -p", "of the ssh servers (default: as ssh's own)"
+    ssh_port: int | None = option(
+        None, _REMOTE, kinds.PORT, "--ssh-port -p", "Port of the ssh servers (default: from ssh's configuration)."
     )
-    ssh_identity_file: str | None = _option(
-        None, _REMOTE, kinds.PATH, "--ssh-identity-file -i", "the key to log in with (default: as ssh's own)"
+    ssh_identity_file: str | None = option(
+        None,
+        _REMOTE,
+        kinds.PATH,
+        "--ssh-identity-file -i",
+        "File with the private key for ssh (default: from ssh's configuration).",
     )
-    ssh_check_host_keys: bool = _option(
-        True, _REMOTE, kinds.FLAG, "--ssh-check-host-keys", "refuse hosts whose key is not known"
+    ssh_check_host_keys: bool = option(
+        True, _REMOTE, kinds.FLAG, "--ssh-check-host-keys", "Refuse hosts whose key ssh does not know."
     )
-    remote_python: str | None = _option(
+    remote_python: str | None = option(
         None,
         _REMOTE,
         kinds.PATH,
         "--remote-python",
-        "the Python of the agents on other hosts (default: this one's path)",
+        "Path of the Python that runs agents on other hosts (default: the path of this Python).",
     )
-    listen: str | None = _option(
+    listen: str | None = option(
         None,
         _REMOTE,
         kinds.ADDRESS,
         "--listen",
-        "no ssh, no discovery: the hosts are those that run elasticrun agent --join ADDR:PORT",
+        "Address and port for agents that dial in (elasticrun agent --join ADDR:PORT). Their hosts are the hosts of "
+        "the job, without ssh and without discovery.",
     )
-    token_file: str | None = _option(
+    token_file: str | None = option(
         None,
         _REMOTE,
         kinds.PATH,
         "--token-file",
-        "what agents prove with that they belong to the job; made if not there",
+        "File with the token by which agents that dial in authenticate. elasticrun makes the file if there is none.",
     )
-    env: tuple[str, ...] = _option(
+    env: tuple[str, ...] = option(
         (),
         _REMOTE,
         kinds.NAMES,
         "--env",
-        "variables to pass on to other hosts, as HF_TOKEN,NCCL_*; never on a command line",
+        "Environment variables that workers on other hosts get, for example HF_TOKEN,NCCL_*. They never appear on a "
+        "command line.",
     )
-    start_timeout_s: float = _option(
-        600.0, _TIMES, kinds.SECONDS, "--start-timeout", "fewer than --min-np workers ready after so long: give up"
+    start_timeout_s: float = option(
+        600.0,
+        _TIMES,
+        kinds.SECONDS,
+        "--start-timeout",
+        "Seconds until --min-np workers must be ready for the first time. After that the job fails.",
     )
-    elastic_timeout_s: float = _option(
-        600.0, _TIMES, kinds.SECONDS, "--elastic-timeout", "fewer than --min-np later on, for so long: give up"
+    elastic_timeout_s: float = option(
+        600.0,
+        _TIMES,
+        kinds.SECONDS,
+        "--elastic-timeout",
+        "Seconds the job may have fewer than --min-np workers later on. After that the job fails.",
     )
-    regroup_timeout_s: float = _option(
-        60.0, _TIMES, kinds.SECONDS, "--regroup-timeout", "a survivor that takes longer to regroup joins later"
+    regroup_timeout_s: float = option(
+        60.0,
+        _TIMES,
+        kinds.SECONDS,
+        "--regroup-timeout",
+        "Seconds survivors may take to regroup. After that the world forms without the late ones, which join later.",
     )
-    failure_grace_s: float = _option(
+    failure_grace_s: float = option(
         2.0,
         _TIMES,
         kinds.SECONDS,
         "--failure-grace",
-        "all others alive for so long after an exception: it is the worker's own, not the world's",
+        "Seconds to look for the cause of a worker's exception. If all other workers stay alive for that time, the "
+        "exception is the worker's own error.",
     )
-    drain_timeout_s: float = _option(
-        30.0, _TIMES, kinds.SECONDS, "--drain-timeout", "a leaver not let go after so long counts as a failure"
+    drain_timeout_s: float = option(
+        30.0,
+        _TIMES,
+        kinds.SECONDS,
+        "--drain-timeout",
+        "Seconds a drain may take. After that the worker counts as failed.",
     )
-    heartbeat_timeout_s: float = _option(
-        10.0, _TIMES, kinds.at_least_s(0.5), "--heartbeat-timeout", "a worker or agent silent for so long is killed"
+    heartbeat_timeout_s: float = option(
+        10.0,
+        _TIMES,
+        kinds.at_least_s(0.5),
+        "--heartbeat-timeout",
+        "Seconds without a heartbeat. After that a worker is killed, and an agent and its host count as lost.",
     )
-    hold_timeout_s: float = _option(
-        2.0, _TIMES, kinds.SECONDS, "--hold-timeout", "a planned change not agreed on after so long is put off"
+    hold_timeout_s: float = option(
+        2.0,
+        _TIMES,
+        kinds.SECONDS,
+        "--hold-timeout",
+        "Seconds the workers may take to agree on a planned change. After that the change is put off.",
     )
-    driver_timeout_s: float = _option(
+    driver_timeout_s: float = option(
         300.0,
         _TIMES,
         kinds.SECONDS,
         "--driver-timeout --orphan-timeout",
-        "an agent without elasticrun for so long stops its workers",
+        "Seconds an agent waits for a lost elasticrun. After that the agent stops its workers.",
     )
-    reattach_timeout_s: float = _option(
-        60.0, _TIMES, kinds.SECONDS, "--reattach-timeout", "a restarted elasticrun waits so long for its agents"
+    reattach_timeout_s: float = option(
+        60.0,
+        _TIMES,
+        kinds.SECONDS,
+        "--reattach-timeout",
+        "Seconds a restarted elasticrun waits for its agents. After that a host without an agent counts as lost.",
     )
-    lease_s: float | None = _option(
+    lease_s: float | None = option(
         None,
         _TIMES,
         kinds.LEASE,
         "--lease",
-        "for ticks without a collective of all workers (local SGD): a host out of touch for so long stands still",
+        "For jobs whose ticks have no collective of all workers (local SGD): seconds after which an unreachable host "
+        "stops training. The others continue without it after 1.25 times as long.",
     )
-    connect_timeout_s: float = _option(
+    connect_timeout_s: float = option(
         10.0,
         _TIMES,
         kinds.at_least_s(0.1),
         "--connect-timeout",
-        "a host that does not answer or prove itself for so long",
+        "Seconds to connect to a host and to authenticate. After that the attempt fails.",
     )
-    hang_timeout_s: float | None = _option(
-        None, _TIMES, kinds.SECONDS_OR_OFF, "--hang-timeout", "a worker without a tick for so long is killed"
+    hang_timeout_s: float | None = option(
+        None,
+        _TIMES,
+        kinds.SECONDS_OR_OFF,
+        "--hang-timeout",
+        "Seconds a worker may go without a tick or a call of state.progress(). After that it is killed.",
     )
-    collective_timeout_s: float = _option(
-        1800.0, _TIMES, kinds.at_least_s(1.0), "--collective-timeout", "time-out of all process groups"
+    collective_timeout_s: float = option(
+        1800.0,
+        _TIMES,
+        kinds.at_least_s(1.0),
+        "--collective-timeout",
+        "Seconds a collective may take: the timeout of all process groups but NCCL's. After that it raises an error.",
     )
-    gate_timeout_s: float | None = _option(
-        None, _TIMES, kinds.SECONDS_OR_OFF, "--gate-timeout", "members not done so long after the first one: a failure"
+    gate_timeout_s: float | None = option(
+        None,
+        _TIMES,
+        kinds.SECONDS_OR_OFF,
+        "--gate-timeout",
+        "Seconds from the first worker to the last one in the exit gate. After that the generation fails.",
     )
-    stop_timeout_s: float = _option(
-        10.0, _TIMES, kinds.SECONDS, "--stop-timeout", "from asking a worker to stop to SIGKILL"
+    stop_timeout_s: float = option(
+        10.0,
+        _TIMES,
+        kinds.SECONDS,
+        "--stop-timeout",
+        "Seconds a worker has to end when it is stopped. After that it gets SIGKILL.",
     )
-    join_window_s: float = _option(
+    join_window_s: float = option(
         5.0,
         _CHANGES,
         kinds.SECONDS,
         "--join-window",
-        "a ready newcomer waits so long for others that are still starting",
+        "Seconds a ready newcomer waits for others that are still starting. After that it joins without them.",
     )
-    min_interrupt_distance_s: float = _option(
-        5.0, _CHANGES, kinds.SECONDS, "--min-interrupt-distance", "between two planned changes of the world, at least"
+    min_interrupt_distance_s: float = option(
+        5.0,
+        _CHANGES,
+        kinds.SECONDS,
+        "--min-interrupt-distance",
+        "Seconds between two planned changes of the world, at least. Drains do not wait for it.",
     )
-    reset_limit: int | None = _option(
-        None, _CHANGES, kinds.LIMIT_OR_OFF, "--reset-limit", "more failures than these end the job"
+    reset_limit: int | None = option(
+        None,
+        _CHANGES,
+        kinds.LIMIT_OR_OFF,
+        "--reset-limit",
+        "Number of failures that the job may survive. One failure more ends the job.",
     )
-    reset_window_s: float | None = _option(
+    reset_window_s: float | None = option(
         None,
         _CHANGES,
         kinds.SECONDS_OR_OFF,
         "--reset-window",
-        "--reset-limit counts the failures of so long only, not those of the whole job",
+        "Seconds for which a failure counts towards --reset-limit. off: it counts until the end of the job.",
     )
-    max_no_progress: int = _option(
-        3, _CHANGES, kinds.COUNT, "--max-no-progress", "failures in a row without a new commit that end the job"
+    max_no_progress: int = option(
+        3,
+        _CHANGES,
+        kinds.COUNT,
+        "--max-no-progress",
+        "Number of failures in a row without a new commit that ends the job.",
     )
-    cooldown_range_s: tuple[float, float] = _option(
+    cooldown_range_s: tuple[float, float] = option(
         (10.0, 600.0),
         _CHANGES,
         kinds.RANGE,
         "--cooldown-range --blacklist-cooldown-range",
-        "a host that fails again and again is left alone so long",
+        "Shortest and longest cooldown in seconds: a failed host stays unused for it. It doubles each time.",
     )
-    preemption_signals: tuple[int, ...] = _option(
-        (signal.SIGTERM,), _PREEMPTION, kinds.SIGNALS, "--preemption-signals", "to an agent or a worker: it is to leave"
+    preemption_signals: tuple[int, ...] = option(
+        (signal.SIGTERM,),
+        _PREEMPTION,
+        kinds.SIGNALS,
+        "--preemption-signals",
+        "Signals that are a preemption notice. An agent that gets one drains its host, a worker drains itself.",
     )
-    preemption_command: str | None = _option(
+    preemption_command: str | None = option(
         None,
         _PREEMPTION,
         kinds.COMMAND,
         "--preemption-command",
-        "asked on each host, its name in ELASTICSTATE_HOST; exits with 0 if it is to be left, with 1 if not",
+        "Command that each host runs to look for a preemption notice, with the host's name in ELASTICSTATE_HOST. Exit "
+        "code 0: the host is drained; 1: no notice.",
     )
-    preemption_interval_s: float = _option(
-        5.0, _PREEMPTION, kinds.at_least_s(0.05), "--preemption-interval", "between two calls of the command"
+    preemption_interval_s: float = option(
+        5.0,
+        _PREEMPTION,
+        kinds.at_least_s(0.05),
+        "--preemption-interval",
+        "Seconds between two runs of the preemption command.",
     )
-    preemption_timeout_s: float = _option(
-        5.0, _PREEMPTION, kinds.at_least_s(0.1), "--preemption-timeout", "a command that runs longer is killed"
+    preemption_timeout_s: float = option(
+        5.0,
+        _PREEMPTION,
+        kinds.at_least_s(0.1),
+        "--preemption-timeout",
+        "Seconds the preemption command may run. After that it is killed.",
     )
-    preemption_window_s: float = _option(
-        1.0, _PREEMPTION, kinds.SECONDS, "--preemption-window", "so long a leaver waits for others to have notice, too"
+    preemption_window_s: float = option(
+        1.0,
+        _PREEMPTION,
+        kinds.SECONDS,
+        "--preemption-window",
+        "Seconds to wait for more preemption notices, so that hosts preempted together cause one interrupt.",
     )
-    preemption_rest_s: float = _option(
-        600.0, _PREEMPTION, kinds.SECONDS, "--preemption-rest", "a host that had notice is left alone for so long"
+    preemption_cooldown_s: float = option(
+        600.0,
+        _PREEMPTION,
+        kinds.SECONDS,
+        "--preemption-cooldown",
+        "Seconds before a preempted host is used again.",
     )
-    commit_dir: str = _option(
+    commit_dir: str = option(
         "/dev/shm",
         _COMMITS,
         kinds.PATH,
         "--commit-dir",
-        "where commits are kept, two for each worker; any directory, best in memory",
+        "Directory for commits, two for each worker; best in memory. A commit that does not fit is refused.",
     )
-    commit_device_memory: int = _option(
+    commit_device_memory: int = option(
         0,
         _COMMITS,
         kinds.BYTES,
         "--commit-device-memory",
-        "so much memory of each worker's GPU a commit may take, so that training waits less for it",
+        "Bytes of each worker's GPU memory that a commit may use. More memory means that training waits less.",
     )
-    verify_sync: bool = _option(
-        False, _COMMITS, kinds.FLAG, "--verify-sync", "compare the states of all workers whenever some have been synced"
+    verify_sync: bool = option(
+        False,
+        _COMMITS,
+        kinds.FLAG,
+        "--verify-sync",
+        "Compare the states of all workers after each sync. A difference is an error.",
     )
-    log_dir: str | None = _option(
+    log_dir: str | None = option(
         None,
         _OUTPUT,
         kinds.PATH,
         "--log-dir",
-        "keep each worker's output in <host>-<slot>.out and .err here: appended, never deleted",
+        "Directory for each worker's output, in <host>-<slot>.out and .err. Files are appended to, never deleted.",
     )
-    tee: int = _option(
+    tee: int = option(
         3,
         _OUTPUT,
         kinds.STREAMS,
         "--tee",
-        "what the terminal gets of that, too: 0 nothing, 1 stdout, 2 stderr, 3 both",
+        "Streams that the terminal gets besides the files of --log-dir: 0 none, 1 stdout, 2 stderr, 3 both.",
     )
-    only_ranks: tuple[tuple[int, int], ...] = _option(
-        (), _OUTPUT, kinds.RANKS, "--only-ranks", "only their output goes to the terminal, as 0,4-7; files get all"
+    only_ranks: tuple[tuple[int, int], ...] = option(
+        (),
+        _OUTPUT,
+        kinds.RANKS,
+        "--only-ranks",
+        "Ranks whose output the terminal gets, for example 0,4-7 (default: all). Files get the output of all ranks.",
     )
-    tag_output: bool = _option(True, _OUTPUT, kinds.FLAG, "--tag-output", "put [host:slot] before each line")
-    events_file: str | None = _option(
-        None, _OUTPUT, kinds.PATH, "--events-file", "append each event here, as a JSON line"
+    tag_output: bool = option(True, _OUTPUT, kinds.FLAG, "--tag-output", "Put [host:slot] before each line.")
+    events_file: str | None = option(
+        None, _OUTPUT, kinds.PATH, "--events-file", "File to which each event is appended as a line of JSON."
     )
-    job_name: str | None = _option(
-        None, _OUTPUT, kinds.NAME, "--job-name", "the JOB of elasticrun status (default: made up)"
+    job_name: str | None = option(
+        None,
+        _OUTPUT,
+        kinds.NAME,
+        "--job-name",
+        "Name of the job for elasticrun status and elasticrun --reattach (default: a generated name).",
     )
-    verbose: bool = _option(False, _OUTPUT, kinds.FLAG, "--verbose", "say why things are done, too")
+    verbose: bool = option(False, _OUTPUT, kinds.FLAG, "--verbose", "Print the reasons for decisions, too.")
 
     def policy(self) -> Policy:
-        """What the core decides by."""
+        """Return the options that the core decides by."""
         names = {f.name for f in fields(Policy)}
         same = {f.name: getattr(self, f.name) for f in fields(self) if f.name in names}
         low, high = self.cooldown_range_s
@@ -298,75 +392,3 @@ class Options:
 def option_names() -> dict[str, Names]:
     """Field name -> names of all options."""
     return {f.name: f.metadata["names"] for f in fields(Options) if "names" in f.metadata}
-
-
-def read_options(
-    given: Mapping[str, str | None], command: Sequence[str], environ: Mapping[str, str] | None = None
-) -> Options:
-    """Make the options from texts (field name -> text); what is not given comes from the environment twins.
-
-    Raises OptionError (one line) on anything that cannot be used.
-    """
-    values = _parse(given, environ)
-    if not command:
-        raise OptionError("COMMAND is missing: what each worker runs, for example: elasticrun -np 2 python train.py")
-    if "np" not in values:
-        raise OptionError("-np/--num-proc is missing: takes the number of workers to start with")
-    return _complete(values, list(command))
-
-
-def read_options_to_check(
-    given: Mapping[str, str | None], environ: Mapping[str, str] | None = None
-) -> tuple[Options, frozenset[str]]:
-    """For ``--check``: the options, and which of them were given. There need be no job to run, so no COMMAND and no
-    ``-np``.
-
-    Raises OptionError.
-    """
-    values = _parse(given, environ)
-    options = _complete({"np": max(1, values.get("min_np", 1)), **values}, ["true"])
-    return options, frozenset(values)
-
-
-def _parse(given: Mapping[str, str | None], environ: Mapping[str, str] | None) -> dict[str, Any]:
-    """The values of what is given."""
-    environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    for name, option in option_names().items():
-        source, text = "/".join(option.names), given.get(name)
-        if text is None:
-            source = next((twin for twin in option.twins if environ.get(twin)), "")
-            text = environ.get(source)
-        if text is not None:
-            try:
-                values[name] = option.kind.parse(text)
-            except ValueError:
-                raise OptionError(f"{source}: {text!r}: takes {option.kind.takes}") from None
-    return values
-
-
-def _complete(values: dict[str, Any], command: list[str]) -> Options:
-    """Fill in the defaults that hang on other options, and refuse what contradicts itself."""
-    if command[0].endswith(".py"):
-        command = [sys.executable, "-u", *command]
-    places = [name for name in ("hosts", "hostfile", "host_discovery_script") if name in values]
-    if len(places) > 1:
-        both = " and ".join("--" + name.replace("_", "-") for name in places)
-        raise OptionError(f"{both} are given: takes one of them")
-    if "listen" in values and places:
-        raise OptionError(f"--listen and --{places[0].replace('_', '-')} are given: takes one of them")
-    if ("listen" in values) != ("token_file" in values):
-        raise OptionError("--listen and --token-file: takes both: agents that dial in prove with it who they are")
-    if values.get("tee", 3) != 3 and "log_dir" not in values:
-        raise OptionError(f"--tee: {values['tee']}: takes 3 without --log-dir: the rest would be lost")
-    np = values["np"]
-    values.setdefault("min_np", np)
-    values.setdefault("max_np", None if {"host_discovery_script", "listen"} & set(values) else np)
-    if values["min_np"] > np:
-        raise OptionError(f"--min-np: {values['min_np']}: takes a number up to -np, which is {np}")
-    if values["max_np"] is not None and values["max_np"] < np:
-        raise OptionError(f"--max-np: {values['max_np']}: takes a number from -np on, which is {np}")
-    return Options(command=tuple(command), **values)
-
-
-# ------------------------------------------------------------------------------------------------ the environment

@@ -1,1 +1,1 @@
-"""The pure part: who is in the world, decided by one function without clock, socket or thread."""
+"""The pure part: one function decides which workers form the world. It uses no clock, socket or thread."""

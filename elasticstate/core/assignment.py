@@ -1,4 +1,5 @@
-"""Ranks. Contiguous by host; hosts by their oldest worker; within a host by age, then slot; rank 0 is the oldest."""
+"""Assignment of ranks. The ranks of a host are contiguous. Hosts are ordered by their oldest worker, the workers of a
+host by age, then by slot. Rank 0 is the oldest worker."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ from collections.abc import Sequence
 from elasticstate.core.types import Placement, WorkerId
 
 NEWCOMER = 1 << 62
-"""The age of a worker that was not in the last world: younger than every survivor."""
+"""Age of a worker that was not in the last world: younger than every survivor."""
 
 
 def assign(workers: Sequence[tuple[WorkerId, int]]) -> tuple[Placement, ...]:
-    """Place ``(worker, age)`` pairs; a smaller age is older. Ties between hosts: the order in which they are given.
+    """Place ``(worker, age)`` pairs. A smaller age is older. Hosts with equal ages keep their order in ``workers``.
 
-    So survivors keep their order within a host, and hosts keep theirs as long as their oldest worker lives.
+    So survivors keep their order within a host, and hosts keep their order as long as their oldest worker lives.
     """
     hosts: dict[str, list[tuple[int, int, WorkerId]]] = {}
     for worker, age in workers:

@@ -1,19 +1,20 @@
-"""How a generation ends: the entries to Forming and Over, the verdict on suspects, and what is counted."""
+"""The ends of generations: the entries to Forming and Over, the verdict on suspects, and the counters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from elasticstate.core import types as t
-from elasticstate.core.missing import names
+from elasticstate.core.diagnostics import names
 from elasticstate.core.records import Draft, Failure, Forming, Over, Running, Worker
-from elasticstate.core.seats import stop
+from elasticstate.core.slots import stop
 
-QUIET_S = 1.0  # after a failure no worker is started for so long, or until the new world's first tick
+QUIET_S = 1.0  # seconds after a failure in which no worker starts; the new world's first tick ends this time early
 
 
 def become_over(d: Draft, succeeded: bool, cause: t.RootCause | None = None) -> None:
-    """In: from every phase. Out: never."""
+    """Enter Over, from any phase. The core never leaves it."""
     if cause is not None:
         d.note(
             "root_cause",
@@ -26,12 +27,12 @@ def become_over(d: Draft, succeeded: bool, cause: t.RootCause | None = None) -> 
             error=cause.error,
         )
     d.effects.append(t.EndJob(succeeded, cause))
-    d.become(Over(succeeded))
+    d.phase = Over(succeeded)
     d.reason = cause.reason if cause is not None else "all workers have finished"
 
 
 def fail_job(d: Draft, reason: str, first: t.RootCause | None = None) -> None:
-    """End the job. ``first``, the failure that began it, is what the root cause tells of."""
+    """End the job as failed. The root cause describes ``first``, the failure that came first, if it is given."""
     if first is None:
         become_over(d, False, t.RootCause(reason, generation=d.generation))
     else:
@@ -39,12 +40,12 @@ def fail_job(d: Draft, reason: str, first: t.RootCause | None = None) -> None:
 
 
 def earlier(known: t.RootCause | None, found: t.RootCause) -> t.RootCause:
-    """Which of two failures was the first: by the clocks of their hosts, or the one that was heard of first."""
+    """Return the earlier of two failures by the clocks of their hosts; without a clock time, the one reported first."""
     return found if known is None or 0 < found.time_ns < known.time_ns else known
 
 
 def first_cause(found: list[Failure]) -> Failure:
-    """A death explains what others report; of several deaths the first."""
+    """Return the first death: it explains what other workers report. Without a death, return the first report."""
     deaths = [failure for failure in found if failure.kind in ("own", "lost")]
     first = deaths[0] if deaths else found[0]
     for failure in deaths:
@@ -54,21 +55,22 @@ def first_cause(found: list[Failure]) -> Failure:
 
 
 def end_at(d: Draft, tick: int, cause: str) -> None:
-    """Running -> Forming, planned: at the end of ``tick`` all save and leave."""
+    """Change from Running to Forming by plan: at the end of ``tick`` all members save and leave."""
     generation = d.generation
     d.effects.append(t.End(generation, tick, cause))
     d.note("end", cause=cause, at=tick)
-    d.become(Forming(since=d.now, ended=generation, at_tick=tick, cause=cause, failure=None, clock=None))
+    d.phase = Forming(since=d.now, ended=generation, at_tick=tick, cause=cause, failure=None, clock=None)
 
 
 def end_now(d: Draft, failure: Failure) -> None:
-    """Running -> Forming by a failure; or Forming at a tick that will not be reached: all roll back."""
+    """Change to Forming by a failure: from Running, or from a Forming whose tick will not be reached. All members roll
+    back."""
     generation = d.generation
     cause = failure.cause.reason
     d.effects.append(t.End(generation, None, cause))
     d.note("end", cause=cause, at="now")
-    d.become(Forming(since=d.now, ended=generation, at_tick=None, cause=cause, failure=failure, clock=d.now))
-    d.account(
+    d.phase = Forming(since=d.now, ended=generation, at_tick=None, cause=cause, failure=failure, clock=d.now)
+    d.update_ledger(
         quiet_until=d.now + QUIET_S,
         outage=d.ledger.outage or failure.cause,
         down_since=d.now if d.ledger.down_since is None else d.ledger.down_since,
@@ -76,31 +78,31 @@ def end_now(d: Draft, failure: Failure) -> None:
 
 
 def refine(d: Draft, phase: Forming, found: list[Failure]) -> None:
-    """A death explains what others had only reported."""
+    """Replace a reported failure by the death that explains it."""
     if phase.failure is not None and phase.failure.kind == "reported":
         death = first_cause(found)
         if death.kind in ("own", "lost"):
             if d.ledger.outage == phase.failure.cause:
-                d.account(outage=death.cause)
+                d.update_ledger(outage=death.cause)
             d.phase = replace(phase, failure=death)
 
 
 def settle(d: Draft, phase: Forming) -> None:
-    """The ended generation is left by all: count it, and end the job if that was one too many."""
+    """Count the ended generation, which all members have left. End the job if a limit on failures is exceeded."""
     ledger, policy, failure = d.ledger, d.policy, phase.failure
     if d.world is not None and ledger.own_errors == d.world.size and ledger.own_error is not None:
         become_over(d, False, ledger.own_error)
         return
     if ledger.highest is not None and ledger.highest.generation >= phase.ended:
-        d.account(no_progress=0, no_progress_cause=None)
+        d.update_ledger(no_progress=0, no_progress_cause=None)
     elif failure is not None and failure.kind in ("own", "reported"):
-        d.account(no_progress=ledger.no_progress + 1, no_progress_cause=ledger.no_progress_cause or failure.cause)
+        d.update_ledger(no_progress=ledger.no_progress + 1, no_progress_cause=ledger.no_progress_cause or failure.cause)
     if failure is None:
         return
     failed_at = (*ledger.failed_at, phase.since)
     if policy.reset_window_s is not None:
         failed_at = tuple(at for at in failed_at if at > d.now - policy.reset_window_s)
-    d.account(failed_at=failed_at[-1 - (policy.reset_limit or 0) :])
+    d.update_ledger(failed_at=failed_at[-1 - (policy.reset_limit or 0) :])
     if d.ledger.no_progress >= policy.max_no_progress:
         row = d.ledger.no_progress
         fail_job(d, f"no progress: {row} generations in a row failed without a commit", d.ledger.no_progress_cause)
@@ -110,62 +112,88 @@ def settle(d: Draft, phase: Forming) -> None:
         fail_job(d, reason, d.ledger.outage)
 
 
-# ---------------------------------------------------------------------------------- facts that time makes certain
+# ------------------------------------------------------------------------------------------ decisions by time-out
 
 
-def drain_is_over(d: Draft, members: list[Worker]) -> bool:
-    """Stop the leavers whose time is up before they were READY; a generation that still runs fails by it."""
-    if not d.leaving:
-        return False
+def overdue_drains(d: Draft, members: list[Worker]) -> list[Worker]:
+    """Return the members whose drain has lasted for --drain-timeout without READY."""
     limit_s = d.policy.drain_timeout_s
-    expired = [w for w in members if w.leaving and w.ready is None and d.due(w.leaving_at + limit_s)]
-    for worker in expired:
-        stop(d, worker, f"{worker.leaving}; not drained within {limit_s:g} s")
-    if expired and is_live(d):
-        reason = f"{names(expired)} did not drain within {limit_s:g} s"
+    return [w for w in _unfinished_drains(d, members) if d.now >= w.draining_since + limit_s]
+
+
+def drain_deadlines(d: Draft, members: list[Worker]) -> Iterator[tuple[str, float]]:
+    """Yield the time at which the first drain becomes overdue."""
+    drains = _unfinished_drains(d, members)
+    if drains:
+        yield "drain", min(w.draining_since for w in drains) + d.policy.drain_timeout_s
+
+
+def _unfinished_drains(d: Draft, members: list[Worker]) -> list[Worker]:
+    return [w for w in members if w.draining and w.ready is None] if d.draining else []
+
+
+def fail_drains(d: Draft, overdue: list[Worker]) -> None:
+    """Stop workers whose drain is overdue. A generation that still runs fails."""
+    limit_s = d.policy.drain_timeout_s
+    for worker in overdue:
+        stop(d, worker, f"{worker.draining}; not drained within {limit_s:g} s")
+    if is_live(d):
+        reason = f"{names(overdue)} did not drain within {limit_s:g} s"
         end_now(d, Failure(t.RootCause(reason, generation=d.generation), "drain"))
-    return bool(expired)
 
 
 def is_live(d: Draft) -> bool:
-    """Whether the present generation may still make ticks."""
+    """Return True if the present generation may still complete ticks."""
     return isinstance(d.phase, Running) or (isinstance(d.phase, Forming) and d.phase.at_tick is not None)
 
 
-def verdict(d: Draft, members: list[Worker]) -> bool:
-    """Judge the suspects. OWN needs proof: time for evidence, and every other member heard after it. True: some."""
+def suspects_of(d: Draft, members: list[Worker]) -> list[Worker]:
+    """Return the members with an error that may be their own, in the order of the errors."""
     suspects = [w for w in members if w.suspect_at is not None] if d.suspects else []
     suspects.sort(key=lambda w: (w.suspect_at, w.rank))
-    if not suspects:
-        return False
-    first = suspects[0]
-    if any(w.confirmed_at is not None for w in suspects):
-        d.reason = f"waits for the exit of {names([w for w in suspects if w.confirmed_at is not None])}: own errors"
-        return _stop_if_stuck(d, suspects)
-    judged_at = (first.suspect_at or 0.0) + d.policy.failure_grace_s
-    d.reason = f"waits for evidence on the error of {names(suspects)}"
-    if not d.due(judged_at):
-        return True
-    silent = [w for w in members if w is not first and w.heard_at < judged_at]
-    if silent:
-        d.reason += f": not heard since is {names(silent)}"
-        return True
-    for suspect in suspects:
-        d.effects.append(t.ConfirmOwnError(suspect.id, d.generation))
-        d.put(suspect, confirmed_at=d.now)
-        d.due(d.now + d.policy.regroup_timeout_s)
-    d.reason = f"the error of {names(suspects)} is its own: all others are alive"
-    return True
+    return suspects
 
 
-def _stop_if_stuck(d: Draft, suspects: list[Worker]) -> bool:
-    """Whoever was told to raise its own error and does not exit is killed: the others cannot wait for ever."""
+def verdict_deadlines(d: Draft, suspects: list[Worker]) -> Iterator[tuple[str, float]]:
+    """Yield the time of the next decision on the suspects."""
+    confirmed = [w.confirmed_at for w in suspects if w.confirmed_at is not None]
+    if confirmed:
+        yield "exit after an own error", min(confirmed) + d.policy.regroup_timeout_s
+    elif suspects:
+        yield "verdict", _judged_at(d, suspects)
+
+
+def _judged_at(d: Draft, suspects: list[Worker]) -> float:
+    return (suspects[0].suspect_at or 0.0) + d.policy.failure_grace_s
+
+
+def judge(d: Draft, members: list[Worker], suspects: list[Worker]) -> None:
+    """Judge the suspects. The verdict OWN needs proof: time for evidence has passed, and after that time every other
+    member has sent a sign of life."""
+    confirmed = [w for w in suspects if w.confirmed_at is not None]
+    judged_at = _judged_at(d, suspects)
+    silent = [w for w in members if w is not suspects[0] and w.heard_at < judged_at]
+    if confirmed:
+        d.reason = f"waits for the exit of {names(confirmed)}: own errors"
+        _stop_stuck(d, confirmed)
+    elif d.now < judged_at or silent:
+        d.reason = f"waits for evidence on the error of {names(suspects)}"
+        if d.now >= judged_at:
+            d.reason += f": not heard since is {names(silent)}"
+    else:
+        for suspect in suspects:
+            d.effects.append(t.ConfirmOwnError(suspect.id, d.generation))
+            d.put(suspect, confirmed_at=d.now)
+        d.reason = f"the error of {names(suspects)} is its own: all others are alive"
+
+
+def _stop_stuck(d: Draft, confirmed: list[Worker]) -> None:
+    """Kill workers that have not exited after their own errors: the other members cannot wait forever."""
     limit_s = d.policy.regroup_timeout_s
-    stuck = [w for w in suspects if w.confirmed_at is not None and d.due(w.confirmed_at + limit_s)]
+    stuck = [w for w in confirmed if d.now >= (w.confirmed_at or 0.0) + limit_s]
     for worker in stuck:
         stop(d, worker, f"has not exited within {limit_s:g} s after its own error", kill=True)
     if stuck:
         cause = d.root_cause(stuck[0], f"{stuck[0].id} had an error of its own", stuck[0].suspect_error)
-        d.account(own_errors=d.ledger.own_errors + len(stuck), own_error=d.ledger.own_error or cause)
+        d.update_ledger(own_errors=d.ledger.own_errors + len(stuck), own_error=d.ledger.own_error or cause)
         end_now(d, Failure(cause, "own", own_error=True))
-    return True

@@ -1,19 +1,20 @@
-"""What an event changes in the state. No decision is taken here, but the ends of a generation's members are collected.
+"""State changes by events. This module takes no decision, but it collects the ends of a generation's members.
 
-What is unknown, stale or impossible has no effect (I1): a worker that is not alive, an older incarnation, another
-generation, an order of things that cannot be.
+An unknown, stale or impossible event has no effect (I1): about a worker that is not alive, an older incarnation,
+another generation, or in an impossible order.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from signal import Signals
 
-from elasticstate.core import memory, reach, types as t
-from elasticstate.core.budget import host_is_lost, rest, slot_failed
+from elasticstate.core import accounting, partition, retained, types as t
+from elasticstate.core.backoff import host_is_lost, rest, slot_failed
 from elasticstate.core.ending import earlier
+from elasticstate.core.limits import within_limits
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
+from elasticstate.exit_status import how_it_ended
 
 EXIT_0 = "exited with 0 without returning from train"
 
@@ -31,8 +32,8 @@ def apply(d: Draft, event: t.Event) -> None:
             _worker_exited(d, event)
         case t.WorkerUnresponsive():
             _worker_unresponsive(d, event)
-        case t.WorkerLeaving():
-            _worker_leaving(d, event)
+        case t.WorkerDraining():
+            _worker_draining(d, event)
         case t.HoldAnswered():
             _hold_answered(d, event)
         case t.FailureReported():
@@ -47,8 +48,8 @@ def apply(d: Draft, event: t.Event) -> None:
             _agent_joined(d, event)
         case t.AgentLost():
             _agent_lost(d, event)
-        case t.AgentLeaving():
-            _agent_leaving(d, event)
+        case t.HostDraining():
+            _host_draining(d, event)
         case t.Several():
             for each in event.events:
                 apply(d, each)
@@ -60,20 +61,20 @@ def apply(d: Draft, event: t.Event) -> None:
 
 
 def _hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
-    found: dict[str, t.HostSlots] = {}
-    for host in event.hosts:
-        found.setdefault(host.name, host)
+    found, warning = within_limits(event.hosts, d.policy.max_np)
+    if warning:
+        d.warn(warning)
     for name, known in list(d.hosts.items()):
-        if name not in found and known.slots:
-            d.put_host(known, slots=0)
-            d.note("host_removed", host=name)
-    for order, (name, answer) in enumerate(found.items()):
-        slots = max(0, answer.slots)
+        if name not in found and known.is_named:
+            d.put_host(known, slots=0, is_named=False)
+            if known.slots:
+                d.note("host_removed", host=name)
+    for order, (name, slots) in enumerate(found.items()):
         before = d.hosts.get(name) or Host(name)
-        if (before.order, before.slots) != (order, slots) or name not in d.hosts:
-            d.put_host(before, order=order, slots=slots, seats=max(before.seats, slots))
+        if (before.order, before.slots, before.is_named) != (order, slots, True) or name not in d.hosts:
+            d.put_host(before, order=order, slots=slots, is_named=True, slots_ever=max(before.slots_ever, slots))
         if slots and not before.slots:
-            if before.notices:  # it is another machine by now, or may be used again
+            if before.notices:  # the name belongs to another machine now, or the host may be used again
                 d.put_host(d.hosts[name], notices=0, cooldown_until=-inf, gives_way_at=-inf)
             d.note("host_added", host=name, slots=slots)
         elif before.slots and not slots:
@@ -82,19 +83,19 @@ def _hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
 
 def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     host = d.hosts.get(event.host)
-    if host is None or host.agent == "stopping":  # one that was out of reach has come back in the other's place
+    if host is None or host.agent == "stopping":  # an unreachable agent has returned in the other's place
         d.effects.append(t.StopAgent(event.host, "it is not wanted any more"))
     if host is None or host.agent not in ("asked", "none"):
         return
     d.put_host(host, agent="joined", may_live_until=-inf, heard="its agent connected", heard_at=d.now)
-    memory.found(d, host.name, dict(event.commits))
+    retained.replace_commits(d, host.name, dict(event.commits))
     d.note("agent_joined", host=host.name)
     for worker in (*(t.WorkerId(host.name, *known) for known in event.incarnations), *(w for w, _ in event.workers)):
-        reach.has_been(d, worker)
+        partition.record_incarnation(d, worker)
     if host.may_live_until > -inf and not event.workers:
-        d.account(is_broken=True)
+        d.update_ledger(is_broken=True)
     for worker, generation in event.workers:
-        reach.take_back(d, worker, generation)
+        partition.take_back(d, worker, generation)
 
 
 def _agent_lost(d: Draft, event: t.AgentLost) -> None:
@@ -103,35 +104,35 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         return
     expected = host.agent == "stopping"
     may_live = event.may_live and not expected
-    notice = host.leaving
+    notice = host.draining
     heard = notice or ("its agent was stopped" if expected else f"its agent was lost: {event.reason}")
-    host = d.put_host(host, agent="none", leaving="", heard=heard, heard_at=d.now)
+    host = d.put_host(host, agent="none", draining="", heard=heard, heard_at=d.now)
     if not expected:
         d.note("agent_lost", host=host.name, reason=event.reason)
-    seats = (d.slots.get(t.SlotId(host.name, index)) for index in range(host.seats))
-    workers = [d.workers[slot.worker] for slot in seats if slot is not None and slot.worker is not None]
+    slots = (d.slots.get(t.SlotId(host.name, index)) for index in range(host.slots_ever))
+    workers = [d.workers[slot.worker] for slot in slots if slot is not None and slot.worker is not None]
     for worker in workers:
         cause = d.root_cause(worker, f"lost {worker.id}: the agent of host {host.name} is gone ({event.reason})")
         if d.breaks(worker) and not worker.gone:
             d.broken.append(Failure(cause, "lost"))
         if d.breaks(worker) and may_live:
-            host = d.put_host(host, may_live_until=d.now + reach.lease_s(d.policy))
+            host = d.put_host(host, may_live_until=d.now + partition.lease_s(d.policy))
         elif d.breaks(worker):
-            d.account(is_broken=True)
+            d.update_ledger(is_broken=True)
         _bury(d, worker, exit_code=None, signal=None)
     if expected:
-        memory.found(d, host.name, {})  # it has removed its workers' commits
+        retained.replace_commits(d, host.name, {})  # a stopped agent has removed its workers' commits
     else:
         host_is_lost(d, host, workers, event.reason, notice)
     if notice and host.slots:
         rest(d, d.hosts[host.name], notice)
 
 
-def _agent_leaving(d: Draft, event: t.AgentLeaving) -> None:
+def _host_draining(d: Draft, event: t.HostDraining) -> None:
     host = d.hosts.get(event.host)
-    if host is not None and host.agent == "joined" and not host.leaving:
-        d.put_host(host, leaving=f"notice: {event.reason}")
-        d.note("host_leaving", host=host.name, reason=event.reason)
+    if host is not None and host.agent == "joined" and not host.draining:
+        d.put_host(host, draining=f"notice: {event.reason}")
+        d.note("host_draining", host=host.name, reason=event.reason)
 
 
 # --------------------------------------------------------------------------------------------- the ends of workers
@@ -141,25 +142,25 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
     worker = d.workers.get(event.worker)
     if worker is None:
         return
-    how = _how(event)
+    how = how_it_ended(event.exit_code or 0 if event.signal is None else -event.signal)
     error = event.error or worker.suspect_error
     cause = d.root_cause(worker, f"{worker.id} {how}", error)
     cause = replace(cause, exit_code=event.exit_code, signal=event.signal, time_ns=event.time_ns)
     is_member = d.breaks(worker) and not worker.gone
     benign = worker.gone == "stopped"
     if d.breaks(worker):
-        d.account(is_broken=True)
+        d.update_ledger(is_broken=True)
     if isinstance(d.phase, Finishing) and is_member:
         benign = event.exit_code == 0
         if not benign:
             d.broken.append(Failure(cause, "own"))
     elif worker.booting and event.exit_code == 0 and not d.ledger.ever_ready:
         benign = True
-        d.put_slot(worker.id.seat, finished=True)
+        d.put_slot(worker.id.slot_id, finished=True)
     elif not benign:
         if event.exit_code == 0:
             cause = replace(cause, reason=f"{worker.id} {EXIT_0}")
-        benign = bool(worker.leaving) and not is_member
+        benign = bool(worker.draining) and not is_member
         if is_member:
             _member_ended(d, worker, cause)
     _bury(d, worker, event.exit_code, event.signal)
@@ -167,28 +168,21 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
         slot_failed(d, worker, cause)
 
 
-def _how(event: t.WorkerExited) -> str:
-    if event.signal is None:
-        return f"exited with {event.exit_code}"
-    try:
-        return f"was killed by {Signals(event.signal).name}"
-    except ValueError:
-        return f"was killed by signal {event.signal}"
-
-
 def _member_ended(d: Draft, worker: Worker, cause: t.RootCause) -> None:
-    """A member of the newest world has ended by itself."""
+    """Record that a member of the newest world has ended by itself."""
     own_error = worker.ready is None and bool(cause.exit_code) and cause.signal is None
     if own_error:
-        d.account(own_errors=d.ledger.own_errors + 1, own_error=earlier(d.ledger.own_error, cause))
+        d.update_ledger(own_errors=d.ledger.own_errors + 1, own_error=earlier(d.ledger.own_error, cause))
     if d.ledger.outage is not None:
-        d.account(outage=earlier(d.ledger.outage, cause))
+        d.update_ledger(outage=earlier(d.ledger.outage, cause))
     d.broken.append(Failure(cause, "own", own_error))
 
 
 def _bury(d: Draft, worker: Worker, exit_code: int | None, signal: int | None) -> None:
+    if d.breaks(worker):
+        accounting.member_died(d, worker, seen=exit_code is not None or signal is not None)
     d.remove(worker)
-    d.put_slot(worker.id.seat, worker=None)
+    d.put_slot(worker.id.slot_id, worker=None)
     d.note(
         "worker_exited",
         worker=str(worker.id),
@@ -206,24 +200,24 @@ def _worker_unresponsive(d: Draft, event: t.WorkerUnresponsive) -> None:
         return
     d.note("worker_unresponsive", worker=str(worker.id), reason=event.reason)
     if isinstance(d.phase, Finishing):
-        return  # its exit decides
+        return  # the worker's exit decides
     if d.breaks(worker):
         d.broken.append(Failure(d.root_cause(worker, f"{worker.id} does not respond: {event.reason}"), "own"))
     d.put(worker, gone="failed", ready=None)
 
 
-def _worker_leaving(d: Draft, event: t.WorkerLeaving) -> None:
+def _worker_draining(d: Draft, event: t.WorkerDraining) -> None:
     worker = d.workers.get(event.worker)
-    if worker is not None and not worker.leaving and not worker.gone:
-        d.put(worker, leaving=f"notice: {event.reason}", leaving_at=d.now)
+    if worker is not None and not worker.draining and not worker.gone:
+        d.put(worker, draining=f"notice: {event.reason}", draining_since=d.now)
 
 
-# -------------------------------------------------------------------------------------------- the words of workers
+# ------------------------------------------------------------------------------------------ the messages of workers
 
 
 def _see_commit(d: Draft, commit: t.CommitId | None) -> None:
     if commit is not None and commit.tick >= 1 and (d.ledger.highest is None or commit > d.ledger.highest):
-        d.account(highest=commit)
+        d.update_ledger(highest=commit)
 
 
 def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
@@ -232,7 +226,7 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
         return
     _see_commit(d, event.commit)
     if event.commit is not None:
-        memory.remember(d, worker.id.seat, event.commit)
+        retained.remember(d, worker.id.slot_id, event.commit)
     if worker.ready is not None or event.generation != worker.joined:
         d.put(worker, heard_at=d.now, place=event.place)
         return
@@ -250,7 +244,7 @@ def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:
     worker = d.workers.get(event.worker)
     if worker is not None:
         _see_commit(d, event.commit)
-        memory.remember(d, worker.id.seat, event.commit)
+        retained.remember(d, worker.id.slot_id, event.commit)
         d.put(worker, commit=event.commit)
 
 
@@ -260,9 +254,10 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         return
     _see_commit(d, event.commit)
     _see_commit(d, event.previous)
-    memory.remember(d, worker.id.seat, event.commit)
+    retained.remember(d, worker.id.slot_id, event.commit)
+    retained.record_sealed(d, worker.id.slot_id, event.sealed)
     if not d.ledger.ever_ready:
-        d.account(ever_ready=True)
+        d.update_ledger(ever_ready=True)
         _finished_slots_have_failed(d)
     if worker.ready is not None:
         d.put(worker, ready=event, commit=event.commit, heard_at=d.now)
@@ -280,7 +275,8 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         confirmed_at=None,
     )
     if d.breaks(worker):
-        d.account(is_broken=True)
+        d.update_ledger(is_broken=True)
+        accounting.member_left(d, event.paused_s)
         match d.phase:
             case Running():
                 cause = d.root_cause(worker, f"{worker.id} has left the generation")
@@ -290,16 +286,16 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
 
 
 def _finished_slots_have_failed(d: Draft) -> None:
-    """The command uses ``run`` after all: who exited with 0 before it was READY has failed."""
-    for seat, slot in list(d.slots.items()):
+    """Count each exit with 0 before READY as a failure: the first READY has shown that the command uses ``run``."""
+    for slot_id, slot in list(d.slots.items()):
         if slot.finished:
-            worker = t.WorkerId(seat.host, seat.slot, slot.incarnation)
+            worker = t.WorkerId(slot_id.host, slot_id.slot, slot.incarnation)
             cause = t.RootCause(f"{worker} {EXIT_0}", worker, exit_code=0)
-            d.put_slot(seat, finished=False, failures=1, failure=cause, not_before=d.now)
+            d.put_slot(slot_id, finished=False, failures=1, failure=cause, not_before=d.now)
 
 
 def _member(d: Draft, worker: t.WorkerId, generation: int) -> Worker | None:
-    """The worker, if it stands in this generation, and that is the present one."""
+    """Return the worker if it is in ``generation`` and ``generation`` is the present one."""
     found = d.workers.get(worker)
     if found is None or found.gone or found.ready is not None or found.late:
         return None
@@ -309,7 +305,7 @@ def _member(d: Draft, worker: t.WorkerId, generation: int) -> Worker | None:
 def _hold_answered(d: Draft, event: t.HoldAnswered) -> None:
     worker = _member(d, event.worker, event.generation)
     is_held = isinstance(d.phase, Running) and d.phase.hold_since is not None
-    if worker is not None and is_held and event.number == d.ledger.holds:  # since another one's the worker has run on
+    if worker is not None and is_held and event.number == d.ledger.holds:  # after an older hold the worker went on
         d.put(worker, answer=(event.ticks, event.in_gate), heard_at=d.now)
 
 
@@ -317,7 +313,7 @@ def _failure_reported(d: Draft, event: t.FailureReported) -> None:
     worker = _member(d, event.worker, event.generation)
     live = isinstance(d.phase, Running) or (isinstance(d.phase, Forming) and d.phase.at_tick is not None)
     if worker is None or not live:
-        return  # in a generation that has ended now, every suspect has its answer
+        return  # END(now) was sent: every suspect has its answer
     if event.certain:
         d.broken.append(_what_was_found(d, worker, event.error))
         d.put(worker, heard_at=d.now)
@@ -326,7 +322,8 @@ def _failure_reported(d: Draft, event: t.FailureReported) -> None:
 
 
 def _what_was_found(d: Draft, worker: Worker, error: str) -> Failure:
-    """Why a member finds the generation broken: another one leaves it, with an error that is known to be its own."""
+    """Return the failure behind a member's report of a broken generation: the confirmed own error of another member
+    that leaves, or the report itself."""
     suspects = d.workers.values() if d.suspects else ()
     confirmed = (w for w in suspects if w.confirmed_at is not None and d.breaks(w))
     first = min(confirmed, key=lambda w: (w.suspect_at or 0.0, w.id), default=None)
@@ -349,9 +346,5 @@ def _first_tick(d: Draft, event: t.FirstTick) -> None:
     if worker is None or not isinstance(d.phase, Running) or d.phase.first_tick:
         return
     d.phase = replace(d.phase, first_tick=True)
-    down_since = d.ledger.down_since
-    if down_since is not None:
-        downtime_s = d.now - down_since
-        d.note("training_resumed", downtime_s=round(downtime_s, 6), ticks_lost=d.ledger.ticks_lost)
-        d.account(downtime_s=d.ledger.downtime_s + downtime_s)
-    d.account(quiet_until=-inf, outage=None, down_since=None, ticks_lost=0)
+    accounting.training_resumed(d, d.now)
+    d.update_ledger(quiet_until=-inf, outage=None, has_ticked=True)

@@ -1,123 +1,103 @@
-"""Making a world: whom it takes, who is its root, who needs the root's state."""
+"""The phase Forming: a generation has ended, and the core waits for its living members to form the next world."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 
 from elasticstate.core import types as t
-from elasticstate.core.assignment import NEWCOMER, assign
-from elasticstate.core.records import Draft, Worker
-
-NOTHING = t.CommitId(0, 0)
-"""Older than every commit."""
-
-
-def staying(d: Draft) -> list[Worker]:
-    """Who is READY, and does not leave."""
-    return [worker for worker in d.ready_workers() if not worker.leaving] if d.ready else []
-
-
-def candidates(d: Draft) -> list[Worker]:
-    """Who may be in the next world: READY and staying, oldest first."""
-    found = staying(d)
-    found.sort(key=lambda w: (w.age, w.ready_at, d.hosts[w.id.host].order, w.id))
-    return found
-
-
-def held(worker: Worker) -> t.CommitId:
-    """The commit of a READY worker, which is its live state (I10); NOTHING if it has none."""
-    return (worker.ready.commit if worker.ready is not None else None) or NOTHING
+from elasticstate.core.diagnostics import members_of, names
+from elasticstate.core.ending import (
+    drain_deadlines,
+    end_now,
+    fail_drains,
+    first_cause,
+    is_live,
+    judge,
+    overdue_drains,
+    refine,
+    settle,
+    suspects_of,
+    verdict_deadlines,
+)
+from elasticstate.core.records import Draft, Failure, Forming, Worker
+from elasticstate.core.running import become_finishing
+from elasticstate.core.waiting import become_waiting, form
+from elasticstate.core.worlds import (
+    staying,
+)
 
 
-def newest(workers: Iterable[Worker]) -> t.CommitId:
-    """The newest commit among them; NOTHING if there is none."""
-    return max(map(held, workers), default=NOTHING)
+def forming(d: Draft, phase: Forming) -> None:
+    members = members_of(d)
+    if d.broken:
+        if is_live(d) and any(member.ready is None for member in members):
+            end_now(d, first_cause(d.broken))
+        else:
+            refine(d, phase, d.broken)
+    elif is_live(d) and members and all(member.in_gate for member in members):
+        become_finishing(d)  # train has returned on all members before tick K: no member is left to interrupt
+        return
+    if overdue := overdue_drains(d, members):
+        fail_drains(d, overdue)
+        members = members_of(d)
+    if is_live(d) and (suspects := suspects_of(d, members)):
+        judge(d, members, suspects)
+        members = members_of(d)
+    phase, awaited = _forming(d), _awaited(members)
+    if d.now >= _regroup_end(d, phase, awaited):
+        _give_up(d, phase, awaited)
+        phase, awaited = _forming(d), []
+    if awaited:
+        if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
+            d.note("waiting", **{"for": f"the end of generation {phase.ended}", "who": names(awaited)})
+            d.phase = replace(phase, noticed=True)
+        d.reason = f"waits for {names(awaited)} to leave generation {phase.ended}"
+        return
+    settle(d, phase)
+    if isinstance(d.phase, Forming) and (len(staying(d)) < d.policy.min_np or not form(d)):
+        become_waiting(d)
 
 
-def postponed(d: Draft, stay: Sequence[Worker]) -> Worker | None:
-    """The leaving READY worker that must go along once more: it holds a newer commit than all who stay (I3, I15)."""
-    leavers = [worker for worker in d.ready_workers() if worker.leaving] if d.leaving else []
-    holder = max(leavers, key=lambda w: (held(w), -w.age, w.id), default=None)
-    return holder if holder is not None and held(holder) > newest(stay) else None
+def forming_deadlines(d: Draft, phase: Forming) -> Iterator[tuple[str, float]]:
+    members = members_of(d)
+    yield from drain_deadlines(d, members)
+    if is_live(d):
+        yield from verdict_deadlines(d, suspects_of(d, members))
+    awaited = _awaited(members)
+    yield "regroup", _regroup_end(d, phase, awaited)
+    if awaited and not phase.noticed:
+        yield "notice", phase.since + d.policy.waiting_notice_s
 
 
-def choose(d: Draft) -> list[Worker]:
-    """The members of the next world: at most max_np, oldest first, and in any case one that holds the newest commit."""
-    found = candidates(d)
-    holder = postponed(d, found) or max(found, key=held)
-    chosen = found[: d.policy.max_np]
-    if newest(chosen) < held(holder):
-        chosen = [*chosen[: -1 if len(chosen) == d.policy.max_np else None], holder]
-    return chosen
+def _regroup_end(d: Draft, phase: Forming, awaited: list[Worker]) -> float:
+    """Return the time at which the core gives up members that have not left the generation."""
+    return phase.clock + d.policy.regroup_timeout_s if awaited and phase.clock is not None else inf
 
 
-def may_hold_more(d: Draft, ready: Iterable[Worker]) -> list[Worker]:
-    """Living workers that are not READY, and were in a generation of which none of the ``ready`` ones holds a commit.
-
-    Whether they hold one need not have been heard; what all members have sealed must not be lost.
-    """
-    best = newest(ready).generation
-    return [w for w in d.workers.values() if w.ready is None and not w.gone and w.joined > best]
-
-
-def make_world(d: Draft, chosen: Sequence[Worker]) -> t.World:
-    """Ranks, root and lacking (I2, I3). The root is the oldest among those that hold the newest commit."""
-    in_order = sorted(chosen, key=lambda w: (d.hosts[w.id.host].order, w.id.host, w.id.slot))
-    placements = assign([(worker.id, worker.age) for worker in in_order])
-    commits = [held(d.workers[placement.worker]) for placement in placements]
-    best = newest(chosen)
-    root = commits.index(best)
-    lacking = [rank for rank, commit in enumerate(commits) if rank != root and (commit != best or commit == NOTHING)]
-    first = d.workers[placements[0].worker].ready
-    assert first is not None
-    fresh = not any(worker.joined for worker in chosen)
-    return t.World(d.generation + 1, placements, root, tuple(lacking), first.store, fresh)
+def _awaited(members: list[Worker]) -> list[Worker]:
+    """Return the members that may still become READY. A member with a confirmed own error will not. If all members
+    have one, their exits are awaited."""
+    found = [w for w in members if w.ready is None and not w.late]
+    if all(w.confirmed_at is not None for w in members):
+        return found
+    return [w for w in found if w.confirmed_at is None]
 
 
-def enter(d: Draft, world: t.World) -> None:
-    """The members are in the new world: what they said in the last one counts no more. Who is not loses its age."""
-    members = {placement.worker for placement in world.members}
-    for worker in list(d.workers.values()):
-        if worker.age != NEWCOMER and worker.id not in members:
-            d.put(worker, age=NEWCOMER)
-    age, lacking = d.ledger.next_age, set(world.lacking)
-    for placement in world.members:
-        worker = d.workers[placement.worker]
-        newcomer = worker.age == NEWCOMER
-        d.put(
-            worker,
-            joined=world.generation,
-            first_joined=worker.first_joined or world.generation,
-            rank=placement.rank,
-            age=age if newcomer else worker.age,
-            ready=None,
-            answer=None,
-            in_gate=False,
-            lacked=placement.rank in lacking,
-            leaving_at=d.now if worker.leaving else worker.leaving_at,
-            ticks=0,
-            ticks_at=d.now,
-            place="regroup",
-            suspect_at=None,
-            suspect_error="",
-            confirmed_at=None,
-        )
-        age += newcomer
-    d.account(next_age=age, own_errors=0, own_error=None, is_broken=False)
-    for host in list(d.hosts.values()):
-        if host.may_live_until > -inf:
-            d.put_host(host, may_live_until=-inf)  # their world stands still; what is found there proves nothing more
-    d.world = world
+def _give_up(d: Draft, phase: Forming, awaited: list[Worker]) -> None:
+    """Handle the regroup time-out: late members keep their slots and may join later, as newcomers."""
+    reason = f"{names(awaited)} did not leave generation {phase.ended} within {d.policy.regroup_timeout_s:g} s"
+    cause = t.RootCause(reason, generation=phase.ended)
+    if phase.at_tick is not None:
+        end_now(d, Failure(cause, "lost"))
+    elif phase.failure is not None and phase.failure.kind == "reported":
+        d.phase = replace(phase, failure=Failure(cause, "lost"))
+    d.note("warning", text=reason)
+    for worker in awaited:
+        d.put(worker, late=True)
 
 
-def survivors_of(d: Draft, chosen: Sequence[Worker]) -> list[t.WorkerReady]:
-    """The last words of those who come straight from the present generation."""
-    return [w.ready for w in chosen if w.ready is not None and w.joined == d.generation > 0]
-
-
-def ticks_lost(d: Draft, chosen: Sequence[Worker]) -> int:
-    """The most ticks of the present generation that a survivor has to do again from the root's commit."""
-    best = newest(chosen)
-    kept = best.tick if best.generation == d.generation else 0
-    return max((max(0, ready.ticks - kept) for ready in survivors_of(d, chosen)), default=0)
+def _forming(d: Draft) -> Forming:
+    assert isinstance(d.phase, Forming)
+    return d.phase

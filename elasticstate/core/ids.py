@@ -1,4 +1,4 @@
-"""What things are called: commits, slots, workers, hosts. Without any import, so that the options can name them."""
+"""Identifiers of commits, slots, workers and hosts. No imports from elasticstate, so that the options can use them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 
 class CommitId(NamedTuple):
-    """Names a commit: the generation and the tick it was made at. Compared in that order.
+    """Identifier of a commit: the generation and the tick at which the commit was made, compared in this order.
 
-    ``(g, 0)`` is what ``sync()`` seals when generation ``g`` begins; the user's commits have ``tick >= 1``.
+    ``sync()`` seals ``(g, 0)`` when generation ``g`` begins. The user's commits have ``tick >= 1``.
     """
 
     generation: int
@@ -19,7 +19,7 @@ class CommitId(NamedTuple):
 
 
 class SlotId(NamedTuple):
-    """One seat on a host: a device index."""
+    """Identifier of one slot on a host: a device index."""
 
     host: str
     slot: int
@@ -29,14 +29,14 @@ class SlotId(NamedTuple):
 
 
 class WorkerId(NamedTuple):
-    """One process in a slot. ``incarnation`` counts the processes that the slot has had, from 1."""
+    """Identifier of one process in a slot. ``incarnation`` counts the processes of the slot, from 1."""
 
     host: str
     slot: int
     incarnation: int
 
     @property
-    def seat(self) -> SlotId:
+    def slot_id(self) -> SlotId:
         return SlotId(self.host, self.slot)
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class WorkerId(NamedTuple):
 
 
 class HostSlots(NamedTuple):
-    """What discovery says of a host: its name and how many workers it takes."""
+    """Discovery's entry for a host: its name and its number of slots."""
 
     name: str
     slots: int

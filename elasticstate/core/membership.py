@@ -1,4 +1,4 @@
-"""Membership is decided here: ``step(membership, event, now)``. Pure, total, deterministic; no clock, socket or thread.
+"""The core's interface: ``step(membership, event, now)`` decides. Pure, total, deterministic; no clock, socket, thread.
 
 ::
 
@@ -7,26 +7,29 @@
     ...
     step(m, TimePassed(), next_deadline(m))                      # when nothing else has happened by then
 
-One step costs time linear in the number of slots, however many facts come in it: send what arrived together as Several.
+The time of one step is linear in the number of slots and independent of the number of events in the step: send events
+that arrived together as Several.
 """
 
 from __future__ import annotations
 
+import itertools
+from math import inf
 from typing import NamedTuple
 
+from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.facts import apply
-from elasticstate.core.missing import waiting_for
 from elasticstate.core.policy import Policy
 from elasticstate.core.records import Count, Draft, Ledger, Membership, Over, Waiting
-from elasticstate.core.rules import decide, watch_window
-from elasticstate.core.seats import bound_boots, mark_leavers, start_and_stop
+from elasticstate.core.rules import deadlines_of_phase, decide
+from elasticstate.core.slots import mark_draining, slot_deadlines, start_and_stop, stop_overdue_boots
 from elasticstate.core.types import Effect, Event
 
 __all__ = ["Membership", "Transition", "new_membership", "next_deadline", "step", "waiting_for"]
 
 
 class Transition(NamedTuple):
-    """What a step says: the state after it, what is to be done, in this order, and why in plain words."""
+    """Result of a step: the state after the step, the effects to carry out in this order, and the reason as a text."""
 
     next: Membership
     effects: tuple[Effect, ...]
@@ -34,27 +37,32 @@ class Transition(NamedTuple):
 
 
 def new_membership(policy: Policy) -> Membership:
-    """Nobody is known yet. The start time-out counts from the first step."""
-    return Membership(policy, Waiting(since=0.0), {}, {}, {}, None, Ledger(), None, Count(), {})
+    """Return a state without hosts, slots and workers. The start time-out counts from the first step."""
+    return Membership(policy, Waiting(since=0.0), {}, {}, {}, None, Ledger(), {}, Count(), {})
 
 
 def step(m: Membership, event: Event, now: float) -> Transition:
-    """Enter the event, then take one decision. ``now`` is a monotonic clock's, in seconds."""
+    """Enter the event, then take one decision. ``now`` is the time of a monotonic clock, in seconds."""
     if isinstance(m.phase, Over):
         return Transition(m, (), "the job is over")
     d = Draft(m, now)
     if d.ledger.started_at is None:
-        d.account(started_at=now)
+        d.update_ledger(started_at=now)
         d.phase = Waiting(since=now)
     apply(d, event)
-    mark_leavers(d)
-    bound_boots(d)
+    mark_draining(d)
+    stop_overdue_boots(d)
     decide(d)
     start_and_stop(d)
-    watch_window(d)
-    return Transition(d.freeze(), tuple(d.effects), d.reason)
+    return Transition(d.freeze(_deadlines(d)), tuple(d.effects), d.reason)
+
+
+def _deadlines(d: Draft) -> dict[str, float]:
+    """Return the future deadlines, by name."""
+    named = itertools.chain(deadlines_of_phase(d), slot_deadlines(d))
+    return {name: at for name, at in named if d.now < at < inf}
 
 
 def next_deadline(m: Membership) -> float | None:
-    """The earliest time at which TimePassed would change something; None: only another event will."""
-    return m.deadline
+    """Return the earliest time at which TimePassed may change the state; None: only another event can change it."""
+    return min(m.deadlines.values(), default=None)

@@ -1,71 +1,92 @@
-"""Planned changes: HOLD(g), the answers, END(g) at K = 1 + the most ticks that anybody has completed."""
+"""Planned changes: HOLD(g), the answers, END(g) at K = 1 + the highest number of ticks that a member has completed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from elasticstate.core import types as t
+from elasticstate.core.diagnostics import listed, names
 from elasticstate.core.ending import end_at
-from elasticstate.core.forming import candidates
-from elasticstate.core.missing import listed, names
 from elasticstate.core.records import Draft, Running, Worker
+from elasticstate.core.worlds import candidates
 
 FAILED_HOLDS_IN_A_ROW = 3
 
 
 def planned_change(d: Draft, phase: Running, members: list[Worker]) -> None:
-    """Begin, or go on with, an interrupt for newcomers that are READY or for leavers."""
+    """Begin or continue an interrupt for READY newcomers or for draining members."""
     if phase.hold_since is not None:
         _holding(d, phase, members)
         return
-    leavers = [member for member in members if member.leaving] if d.leaving else []
-    newcomers = _newcomers(d, len(members) - len(leavers))
-    if not leavers and not newcomers:
+    draining, newcomers = _who_changes(d, members)
+    if not draining and not newcomers:
         d.reason = d.reason or "the world trains"
     elif phase.gate_since is not None:
         d.reason += ": no interrupt while a member stands there"
     elif not phase.first_tick:
         d.reason = "an interrupt waits for the first tick of the world"
-    elif not d.due(d.ledger.hold_not_before):
+    elif d.now < d.ledger.hold_not_before:
         d.reason = "an interrupt waits: the last hold came to nothing"
-    elif (leavers and _is_time_to_leave(d, leavers)) or (newcomers and _admitted(d, newcomers)):
-        cause = listed([f"{w.id} leaves: {w.leaving}" for w in leavers] + [f"{w.id} joins" for w in newcomers])
+    elif (draining and d.now >= _drain_time(d, draining)) or (newcomers and d.now >= _join_time(d, newcomers)):
+        cause = listed([f"{w.id} leaves: {w.draining}" for w in draining] + [f"{w.id} joins" for w in newcomers])
         _hold(d, phase, members, cause)
-
-
-def _newcomers(d: Draft, staying: int) -> list[Worker]:
-    """READY workers for which the next world has room."""
-    found = candidates(d)
-    return found if d.policy.max_np is None else found[: max(0, d.policy.max_np - staying)]
-
-
-def _is_time_to_leave(d: Draft, leavers: list[Worker]) -> bool:
-    """At once, if discovery wants it so; after a notice others may have one, too, and all are to cost one interrupt."""
-    if any(worker.id.slot >= d.hosts[worker.id.host].slots for worker in leavers):
-        return True
-    window_s = min(d.policy.preemption_window_s, d.policy.drain_timeout_s / 2)
-    if d.due(min(worker.leaving_at for worker in leavers) + window_s):
-        return True
-    d.reason = f"{names(leavers)} had notice: the preemption window is open, others may have it, too"
-    return False
-
-
-def _admitted(d: Draft, newcomers: list[Worker]) -> bool:
-    """Whether it is time to stop the world for these."""
-    window_ends = min(worker.ready_at for worker in newcomers) + d.policy.join_window_s
-    if d.booting and not d.due(window_ends):
+    elif newcomers and d.now < _join_window_end(d, newcomers):
         d.reason = f"{names(newcomers)} ready: the join window is open, others boot"
-        return False
-    if not d.due(d.ledger.planned_at + d.policy.min_interrupt_distance_s):
+    elif newcomers:
         d.reason = f"{names(newcomers)} ready: the last interrupt was a short time ago"
-        return False
-    return True
+    else:
+        d.reason = f"{names(draining)} had notice: the preemption window is open, others may have it, too"
+
+
+def planned_deadlines(d: Draft, phase: Running, members: list[Worker]) -> Iterator[tuple[str, float]]:
+    """Yield the times at which a hold fails or may begin."""
+    if phase.hold_since is not None:
+        yield "hold", phase.hold_since + d.policy.hold_timeout_s
+        return
+    draining, newcomers = _who_changes(d, members)
+    if phase.gate_since is not None or not phase.first_tick or not (draining or newcomers):
+        return
+    yield "pause after a hold", d.ledger.hold_not_before
+    if draining:
+        yield "preemption window", _drain_time(d, draining)
+    if newcomers:
+        yield "join", _join_time(d, newcomers)
+
+
+def _who_changes(d: Draft, members: list[Worker]) -> tuple[list[Worker], list[Worker]]:
+    """Return the members that drain, and the READY newcomers that fit into the next world."""
+    draining = [member for member in members if member.draining] if d.draining else []
+    newcomers = candidates(d)
+    if d.policy.max_np is not None:
+        newcomers = newcomers[: max(0, d.policy.max_np - len(members) + len(draining))]
+    return draining, newcomers
+
+
+def _drain_time(d: Draft, draining: list[Worker]) -> float:
+    """Return the time of the interrupt for draining members: at once if discovery has removed their slots. After a
+    preemption notice the window delays it, so that hosts preempted together cause one interrupt."""
+    if any(worker.id.slot >= d.hosts[worker.id.host].slots for worker in draining):
+        return -inf
+    window_s = min(d.policy.preemption_window_s, d.policy.drain_timeout_s / 2)
+    return min(worker.draining_since for worker in draining) + window_s
+
+
+def _join_time(d: Draft, newcomers: list[Worker]) -> float:
+    """Return the time from which READY newcomers may interrupt the world."""
+    return max(_join_window_end(d, newcomers), d.ledger.planned_at + d.policy.min_interrupt_distance_s)
+
+
+def _join_window_end(d: Draft, newcomers: list[Worker]) -> float:
+    """Return the time until which newcomers wait for workers that still boot."""
+    return min(worker.ready_at for worker in newcomers) + d.policy.join_window_s if d.booting else -inf
 
 
 def _hold(d: Draft, phase: Running, members: list[Worker], cause: str) -> None:
     for member in members:
         d.put(member, answer=None)
-    d.account(holds=d.ledger.holds + 1)
+    d.update_ledger(holds=d.ledger.holds + 1)
     d.phase = replace(phase, hold_since=d.now, hold_cause=cause)
     d.effects.append(t.Hold(d.generation, d.ledger.holds))
     d.note("hold", cause=cause)
@@ -78,12 +99,12 @@ def _holding(d: Draft, phase: Running, members: list[Worker]) -> None:
     if in_gate:
         _release(d, phase, f"{names(in_gate)} in the exit gate")
     elif not silent:
-        d.account(holds_failed=0)
+        d.update_ledger(holds_failed=0)
         end_at(d, 1 + max(member.answer[0] for member in members if member.answer is not None), phase.hold_cause)
-    elif phase.hold_since is not None and d.due(phase.hold_since + d.policy.hold_timeout_s):
+    elif phase.hold_since is not None and d.now >= phase.hold_since + d.policy.hold_timeout_s:
         _release(d, phase, f"no answer from {names(silent)}")
         failed = d.ledger.holds_failed + 1
-        d.account(holds_failed=failed)
+        d.update_ledger(holds_failed=failed)
         d.note("warning", text=f"no answer to a hold within {d.policy.hold_timeout_s:g} s from {names(silent)}")
         if failed == FAILED_HOLDS_IN_A_ROW:
             d.note("warning", text=f"{failed} holds in a row have failed: is commit() called on some ranks only?")
@@ -93,7 +114,7 @@ def _holding(d: Draft, phase: Running, members: list[Worker]) -> None:
 
 def _release(d: Draft, phase: Running, cause: str) -> None:
     d.phase = replace(phase, hold_since=None, hold_cause="")
-    d.account(hold_not_before=d.now + d.policy.min_interrupt_distance_s)
+    d.update_ledger(hold_not_before=d.now + d.policy.min_interrupt_distance_s)
     d.effects.append(t.Release(d.generation))
     d.note("release", cause=cause)
     d.reason = f"nobody is interrupted: {cause}"

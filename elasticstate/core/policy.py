@@ -1,4 +1,4 @@
-"""The options that decide."""
+"""The options that the core's decisions depend on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The options that decide. All times in seconds; None means: no limit. See config/ for what each one does."""
+    """Options of the core. All times are in seconds; None means no limit. The modules in config/ describe each one."""
 
     np: int
     min_np: int
@@ -25,7 +25,7 @@ class Policy:
     join_window_s: float = 5.0
     min_interrupt_distance_s: float = 5.0
     preemption_window_s: float = 1.0
-    preemption_rest_s: float = 600.0
+    preemption_cooldown_s: float = 600.0
     gate_timeout_s: float | None = None
     reset_limit: int | None = None
     reset_window_s: float | None = None

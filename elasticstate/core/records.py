@@ -1,6 +1,6 @@
-"""What the core remembers: hosts, slots, workers, the phase, the account of the job. Frozen; a step works on a Draft.
+"""State of the core: hosts, slots, workers, the phase, the ledger of the job. Frozen; a step works on a Draft.
 
-The phases, and how one gets from one to the next (one ``become_`` function per entry)::
+The phases and their transitions (one ``become_`` function per entry)::
 
     Waiting ──────────► Running ◄───────┐        ┌─► Over
        ▲                 │  │           │        │
@@ -22,6 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elasticstate.core.assignment import NEWCOMER
+from elasticstate.core.losses import Losses, Origin
 from elasticstate.core.policy import Policy
 from elasticstate.core.types import CommitId, Effect, Note, RootCause, SlotId, WorkerId, WorkerReady, World
 
@@ -30,8 +31,8 @@ FailureKind = Literal["own", "lost", "reported", "drain"]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a generation ended without a plan. ``kind`` own: a worker's own end on a living host; reported: somebody
-    found it broken, and no death is known (yet)."""
+    """Unplanned end of a generation. ``kind`` own: a worker ended by itself on a living host; reported: a worker
+    reported the generation as broken, and no death is known (yet)."""
 
     cause: RootCause
     kind: FailureKind
@@ -43,52 +44,54 @@ class Host(Struct, frozen=True, gc=False):
 
     name: str
     order: int = 0  # in discovery's answer
-    slots: int = 0  # 0: not wanted
-    seats: int = 0  # slots that it has ever had
+    slots: int = 0  # 0: not to be used
+    is_named: bool = True  # in discovery's last answer
+    slots_ever: int = 0  # the most slots that the host has ever had
     agent: Literal["none", "asked", "joined", "stopping"] = "none"
-    leaving: str = ""  # why the whole host drains
+    draining: str = ""  # why the whole host drains
     deaths: int = 0  # in a row
-    dead_slots: frozenset[int] = frozenset()  # whose workers these were
+    dead_slots: frozenset[int] = frozenset()  # the slots of these deaths
     last_death: float = -inf
     cooldowns: int = 0  # in a row
     cooldown_until: float = -inf
     cooldown_reason: str = ""
-    notices: int = 0  # since discovery has last named it anew
+    notices: int = 0  # preemption notices since discovery last added the host
     gives_way_at: float = -inf  # earlier than cooldown_until: when the job would be below min_np without this host
-    may_live_until: float = -inf  # out of reach; workers of the newest world may be at it there until they give up
-    heard: str = ""  # what was last heard of it; "": nothing yet
+    may_live_until: float = -inf  # unreachable host: workers of the newest world may train there until this time
+    heard: str = ""  # the last report about the host; "": none yet
     heard_at: float = -inf
 
-    def rests(self, now: float) -> bool:
-        """Whether it is left alone because it had notice."""
+    def is_in_preemption_cooldown(self, now: float) -> bool:
+        """Return True if the host is in cooldown after a preemption notice."""
         return self.notices > 0 and self.cooldown_until > now
 
 
 class Slot(Struct, frozen=True, gc=False):
-    """One seat. It outlives its workers."""
+    """State of one slot. A slot outlives its workers."""
 
-    incarnation: int = 0  # processes that it has had
-    worker: WorkerId | None = None  # the living one
+    incarnation: int = 0  # the number of processes that the slot has had
+    worker: WorkerId | None = None  # the living worker in the slot
     failures: int = 0  # in a row
     not_before: float = -inf
     gives_way_at: float = -inf  # earlier than not_before: when the job would be below min_np without this slot
-    finished: bool = False  # its worker exited with 0 before anybody was READY: a command that does not use ``run``
+    finished: bool = False  # its worker exited with 0 before any worker was READY: the command does not use ``run``
     failure: RootCause | None = None  # the first of the row
-    memory: CommitId | None = None  # the newest commit in its memory, as was last heard; it outlives the workers, too
+    retained: CommitId | None = None  # the newest commit in its storage, as last reported; it outlives the workers
+    sealed: CommitId = CommitId(0, 0)  # the newest commit ever reported for the slot, damaged or not
 
 
 class Worker(Struct, frozen=True, gc=False):
-    """A living process.
+    """State of a living process.
 
-    Boots until its first READY; then it is READY or in a world. In a world: ``joined`` is the present generation.
-    Late: it was in an ended generation and has not been READY in time, so nobody waits for it any more.
+    A worker boots until its first READY. Then it is READY or in a world. In a world: ``joined`` is the present
+    generation. Late: the worker was in an ended generation and was not READY in time, so the core does not wait for it.
     """
 
     id: WorkerId
     started_at: float
-    joined: int = 0  # the newest generation that it was given a world of
-    first_joined: int = 0  # the oldest
-    rank: int | None = None  # in that world
+    joined: int = 0  # the newest generation whose world the worker received
+    first_joined: int = 0  # the oldest such generation
+    rank: int | None = None  # in the world of ``joined``
     age: int = NEWCOMER
     ready: WorkerReady | None = None
     ready_at: float = inf
@@ -97,12 +100,12 @@ class Worker(Struct, frozen=True, gc=False):
     place: str = "boot"
     ticks: int = 0
     ticks_at: float = -inf  # when ``ticks`` last changed
-    commit: CommitId | None = None  # the newest heard of
-    lacked: bool = False  # the state, when its newest world began
-    leaving: str = ""  # why it drains
-    leaving_at: float = inf
-    gone: str = ""  # it counts no more, its exit is awaited: "stopped" (told to) or "failed" (counts as a failure)
-    answer: tuple[int, bool] | None = None  # to the present hold: ticks, and whether it stands in the gate
+    commit: CommitId | None = None  # the newest that was reported
+    lacked: bool = False  # the worker lacked the state when its newest world began
+    draining: str = ""  # why the worker drains
+    draining_since: float = inf
+    gone: str = ""  # does not count, its exit is awaited: "stopped" (by the core) or "failed" (counts as a failure)
+    answer: tuple[int, bool] | None = None  # to the present hold: ticks, and True if the worker is in the exit gate
     in_gate: bool = False
     suspect_at: float | None = None
     suspect_error: str = ""
@@ -110,48 +113,48 @@ class Worker(Struct, frozen=True, gc=False):
 
     @property
     def booting(self) -> bool:
-        """On its way to its first READY."""
-        return not self.joined and self.ready is None and not self.gone and not self.leaving
+        """Return True if the worker is on its way to its first READY, and neither drains nor is gone."""
+        return not self.joined and self.ready is None and not self.gone and not self.draining
 
 
 class Count(NamedTuple):
-    """How many workers are of each kind: a rule for one that there is none of need not look at all workers."""
+    """Number of workers of each kind. A rule for a kind with no workers does not search all workers."""
 
     booting: int = 0
     ready: int = 0
-    leaving: int = 0
+    draining: int = 0
     suspects: int = 0
 
 
-_COUNTED = {"joined", "ready", "gone", "leaving", "suspect_at"}  # the fields that decide on the kinds
+_COUNTED = {"joined", "ready", "gone", "draining", "suspect_at"}  # the fields that decide on the kinds
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Too few are READY, or the newest commit is in the memory of a slot that is not. In: at the start, and when an
-    ended generation leaves too few. Out: a world, or the end."""
+    """Phase in which too few workers are READY, or a slot without a READY worker retains the newest commit. In: at the
+    start, and when an ended generation leaves too few workers. Out: a world, or the end."""
 
     since: float
     noticed: bool = False
-    memory_since: float | None = None  # enough are READY, but the newest commit is awaited
+    retained_since: float | None = None  # enough workers are READY, but the newest commit is awaited
 
 
 @dataclass(frozen=True, slots=True)
 class Forming:
-    """Generation ``ended`` is over, its living members are awaited. Out: all are READY, or the time-out."""
+    """Phase after the end of generation ``ended``: its living members are awaited. Out: all are READY, or time-out."""
 
     since: float
     ended: int
     at_tick: int | None  # None: now
     cause: str
     failure: Failure | None  # None: planned
-    clock: float | None  # the regroup time-out counts from here; None: nobody has reached the tick yet
+    clock: float | None  # the regroup time-out counts from here; None: no member has reached the tick yet
     noticed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A world is published. Out: END at a tick or now, or all members stand in the gate."""
+    """Phase with a published world. Out: END at a tick or now, or all members are in the exit gate."""
 
     since: float
     first_tick: bool = False
@@ -163,7 +166,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Finishing:
-    """The gate is open: the members exit in their own time. Out: all have."""
+    """Phase with an open exit gate: the members exit in their own time. Out: all have exited."""
 
     since: float
     failure: Failure | None = None
@@ -171,7 +174,7 @@ class Finishing:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """FINISHED or FAILED. Nothing has an effect any more."""
+    """Final phase, FINISHED or FAILED. No event has an effect any more."""
 
     succeeded: bool
 
@@ -180,32 +183,37 @@ Phase = Waiting | Forming | Running | Finishing | Over
 
 
 class Ledger(Struct, frozen=True, gc=False):
-    """What is counted over the whole job."""
+    """Counters and times of the whole job."""
 
     started_at: float | None = None
     ever_ready: bool = False
-    highest: CommitId | None = None  # the newest commit of a user (tick >= 1) that was ever seen
+    highest: CommitId | None = None  # the newest user's commit (tick >= 1) that was ever reported
     next_age: int = 0
     no_progress: int = 0  # failed generations in a row without a commit
-    no_progress_cause: RootCause | None = None  # the first of them
-    failed_at: tuple[float, ...] = ()  # when generations have failed, as far back as --reset-limit looks
+    no_progress_cause: RootCause | None = None  # the first failure of this row
+    failed_at: tuple[float, ...] = ()  # the times of failed generations, as many as --reset-limit needs
     own_errors: int = 0  # members of the present generation that ended by an error of their own
-    own_error: RootCause | None = None  # the first of them
+    own_error: RootCause | None = None  # the first of these errors
     outage: RootCause | None = None  # the first failure since the last completed tick
-    planned_at: float = -inf  # when the last planned change's world was formed
+    planned_at: float = -inf  # when the world of the last planned change was formed
     hold_not_before: float = -inf
-    holds: int = 0  # the number of the last one
+    holds: int = 0  # the number of the last hold
     holds_failed: int = 0  # in a row
-    quiet_until: float = -inf  # no boot competes with a recovery until then
-    is_broken: bool = False  # the newest world: a member has left it, or is dead, so no other one can make a tick
-    down_since: float | None = None  # training stands still since then
-    ticks_lost: int = 0
-    downtime_s: float = 0.0  # of the whole job
+    quiet_until: float = -inf  # until this time no boot competes with a recovery
+    is_broken: bool = False  # a member has left the newest world, or is dead, so no member can complete a tick
+    has_ticked: bool = False  # some world has completed a tick
+    stopped_at: float | None = None  # the earliest time at which a member that left the present world ended a tick
+    dead_ticks: int = 0  # the most ticks that a dead member of the present world is known to have completed
+    dead_unseen: bool = False  # a dead member may have completed more ticks
+    down_since: float | None = None  # the time since which training stands still
+    losses: Losses = Losses()  # since down_since, without the time
+    total: Losses = Losses()  # of all earlier changes
+    origins: tuple[Origin, ...] = ()  # of the last generations
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The whole state of the core. Made by ``new_membership``, changed by ``step`` alone."""
+    """The whole state of the core. ``new_membership`` makes it, and only ``step`` changes it."""
 
     policy: Policy
     phase: Phase
@@ -214,18 +222,18 @@ class Membership:
     workers: Mapping[WorkerId, Worker]
     world: World | None  # the newest one published
     ledger: Ledger
-    deadline: float | None  # when TimePassed would change something
+    deadlines: Mapping[str, float]  # by name: the times at which TimePassed may change something, all in the future
     count: Count  # of the living workers
     living: Mapping[str, int]  # how many workers live on a host
 
     @property
     def generation(self) -> int:
-        """Of the newest world; 0: none yet."""
+        """The generation of the newest world; 0: no world yet."""
         return self.world.generation if self.world else 0
 
     @property
     def phase_name(self) -> str:
-        """``WAITING``, ``FORMING(g)``, ``RUNNING(g)``, ``FINISHING(g)``, ``FINISHED`` or ``FAILED``."""
+        """The phase: ``WAITING``, ``FORMING(g)``, ``RUNNING(g)``, ``FINISHING(g)``, ``FINISHED`` or ``FAILED``."""
         match self.phase:
             case Waiting():
                 return "WAITING"
@@ -240,14 +248,10 @@ class Membership:
             case _:
                 return "FAILED"
 
-    @property
-    def downtime_s(self) -> float:
-        """Time in which no world was training, between the first world's formation and now, in all."""
-        return self.ledger.downtime_s
-
 
 class Draft:
-    """A Membership that one step may change, with what the step says. The records stay frozen: they are replaced."""
+    """Draft of a Membership that one step changes, with the step's effects and reason. Records are frozen: the draft
+    replaces them."""
 
     def __init__(self, m: Membership, now: float) -> None:
         self.policy = m.policy
@@ -261,12 +265,12 @@ class Draft:
         self.effects: list[Effect] = []
         self.reason = ""
         self.broken: list[Failure] = []  # facts against the present generation, found in this step
-        self.booting, self.ready, self.leaving, self.suspects = m.count
+        self.booting, self.ready, self.draining, self.suspects = m.count
         self.living = dict(m.living)
-        self._wake = inf
-        self._seats: dict[str, set[int]] = {}
+        self._slot_ids: dict[str, set[int]] = {}
 
-    def freeze(self) -> Membership:
+    def freeze(self, deadlines: Mapping[str, float]) -> Membership:
+        """Return the state after this step."""
         return Membership(
             self.policy,
             self.phase,
@@ -275,8 +279,8 @@ class Draft:
             self.workers,
             self.world,
             self.ledger,
-            self._wake if self._wake < inf else None,
-            Count(self.booting, self.ready, self.leaving, self.suspects),
+            deadlines,
+            Count(self.booting, self.ready, self.draining, self.suspects),
             self.living,
         )
 
@@ -284,21 +288,9 @@ class Draft:
     def generation(self) -> int:
         return self.world.generation if self.world else 0
 
-    def due(self, at: float) -> bool:
-        """Whether ``at`` has come. If not, the next deadline is not later than ``at``."""
-        if self.now >= at:
-            return True
-        self._wake = min(self._wake, at)
-        return False
-
     def time_to_give_up_s(self) -> float:
-        """For how long the job waits, at most, when too few are there."""
+        """Return the seconds that a job with too few workers waits before it ends."""
         return self.policy.elastic_timeout_s if self.generation else self.policy.start_timeout_s
-
-    def become(self, phase: Phase) -> None:
-        """Enter a phase: what the last one waited for counts no more."""
-        self.phase = phase
-        self._wake = inf
 
     def note(self, event: str, **values: object) -> None:
         self.effects.append(Note(event, (("generation", self.generation), *values.items())))
@@ -326,7 +318,7 @@ class Draft:
     def _count(self, worker: Worker, by: int) -> None:
         self.booting += by * worker.booting
         self.ready += by * (worker.ready is not None and not worker.gone)
-        self.leaving += by * (worker.leaving != "" and not worker.gone)
+        self.draining += by * (worker.draining != "" and not worker.gone)
         self.suspects += by * (worker.suspect_at is not None)
 
     def put_host(self, host: Host, **changes: Any) -> Host:
@@ -334,32 +326,32 @@ class Draft:
         self.hosts[host.name] = changed
         return changed
 
-    def put_slot(self, seat: SlotId, **changes: Any) -> Slot:
-        before = self.slots.get(seat)
-        if before is None and self._seats:
-            self._seats.setdefault(seat.host, set()).add(seat.slot)
-        changed = self.slots[seat] = replace(before or NEW_SLOT, **changes)
+    def put_slot(self, slot_id: SlotId, **changes: Any) -> Slot:
+        before = self.slots.get(slot_id)
+        if before is None and self._slot_ids:
+            self._slot_ids.setdefault(slot_id.host, set()).add(slot_id.slot)
+        changed = self.slots[slot_id] = replace(before or NEW_SLOT, **changes)
         return changed
 
-    def seats_of(self, host: str) -> set[int]:
-        """The slots of a host of which anything is known."""
-        if not self._seats:
+    def slots_of(self, host: str) -> set[int]:
+        """Return the known slots of a host."""
+        if not self._slot_ids:
             for name, index in self.slots:
-                self._seats.setdefault(name, set()).add(index)
-        return self._seats.get(host, set())
+                self._slot_ids.setdefault(name, set()).add(index)
+        return self._slot_ids.get(host, set())
 
-    def account(self, **changes: Any) -> None:
+    def update_ledger(self, **changes: Any) -> None:
         self.ledger = replace(self.ledger, **changes)
 
     def ready_workers(self) -> Iterator[Worker]:
         return (w for w in self.workers.values() if w.ready is not None and not w.gone)
 
     def root_cause(self, worker: Worker, reason: str, error: str = "") -> RootCause:
-        """``reason`` of ``worker``, with all that is known of it."""
+        """Return a root cause with ``reason`` and the known facts about ``worker``."""
         return RootCause(reason, worker.id, worker.rank, worker.joined, error=error)
 
     def breaks(self, worker: Worker) -> bool:
-        """Whether the end of this worker concerns the present generation."""
+        """Return True if the end of this worker breaks the present generation."""
         return worker.joined > 0 and worker.joined == self.generation
 
 
@@ -367,5 +359,5 @@ NEW_SLOT = Slot()
 
 
 def by_discovery(d: Draft | Membership) -> list[Host]:
-    """All hosts that are or were known, in discovery's order; those that are gone come last."""
+    """Return all hosts that are or were known, in discovery's order. Hosts without slots come last."""
     return sorted(d.hosts.values(), key=lambda host: (not host.slots, host.order, host.name))

@@ -1,4 +1,4 @@
-"""The words of the core: identities, worlds, events that go in, effects that come out. All values are frozen.
+"""Types of the core: identifiers, worlds, events (input), effects (output). All values are frozen.
 
 Every type here is plain data that msgspec can also put on the wire; nothing in this module reads a clock, a socket or
 the environment.
@@ -13,8 +13,15 @@ from msgspec import Struct
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
 
 
+class Message(Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages of the control plane: an array ``[tag, field, ...]`` in MessagePack.
+
+    An effect of the core that is sent unchanged is a message itself.
+    """
+
+
 class Placement(Struct, frozen=True, gc=False):
-    """Where one worker stands in a world. Vocabulary of Horovod and torchrun; see DESIGN.md, section 1."""
+    """Position of one worker in a world, in the terms of Horovod and torchrun; see DESIGN.md, section 1."""
 
     worker: WorkerId
     rank: int
@@ -27,14 +34,14 @@ class Placement(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The frozen set of (worker -> rank) of one generation. ``members[r].rank == r``."""
+    """The world of one generation: a frozen map from worker to rank. ``members[r].rank == r``."""
 
     generation: int
     members: tuple[Placement, ...]
     root: int  # rank of the oldest worker among those that hold the newest commit
     lacking: tuple[int, ...]  # ranks that need the root's state, ascending
     store: str  # "address:port" of the TCPStore server of rank 0
-    fresh: bool = False  # all members are new processes: none has been in a world before
+    fresh: bool = False  # all members are new processes that have not been in a world before
 
     @property
     def size(self) -> int:
@@ -53,10 +60,10 @@ class HostsDiscovered:
 
 @dataclass(frozen=True, slots=True)
 class AgentJoined:
-    """The agent of a host is connected and takes orders, and no other one lives there.
+    """The agent of a host is connected and accepts messages, and no other agent lives on the host.
 
-    ``commits``: by slot, the newest in its memory. ``workers``: those that have lived on while it was out of touch,
-    each with the newest generation that it was given a world of. ``incarnations``: by slot, as it knows.
+    ``commits``: the newest retained commit of each slot. ``workers``: workers that lived on while the agent was
+    unreachable, each with the newest generation whose world it received. ``incarnations``: the last one of each slot.
     """
 
     host: str
@@ -67,9 +74,9 @@ class AgentJoined:
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """The agent of a host is gone; its workers are counted as dead.
+    """The agent of a host is gone; its workers count as dead.
 
-    ``may_live``: it is only known to be out of reach, and its workers may go on until they miss the driver.
+    ``may_live``: the agent is only unreachable. Its workers may continue until they detect the loss of the driver.
     """
 
     host: str
@@ -78,23 +85,25 @@ class AgentLost:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentLeaving:
-    """A host has had notice, by a signal to its agent or from the notice command: all its workers drain."""
+class HostDraining:
+    """A host has a preemption notice, by a signal to its agent or from the notice command: all its workers drain."""
 
     host: str
     reason: str
 
 
 class WorkerReady(Struct, frozen=True, gc=False):
-    """READY: the worker stands in ``run``, has left its generation, and its live state equals its commit (I10)."""
+    """READY: the worker waits in ``run``, has left its generation, and its live state equals its commit (I10)."""
 
     worker: WorkerId
-    generation: int  # the generation it was in last; 0: none yet
+    generation: int  # the worker's last generation; 0: none yet
     commit: CommitId | None  # its newest sealed commit
-    previous: CommitId | None  # the other buffer's
+    previous: CommitId | None  # the commit in the other buffer
     store: str  # "address:port" of its own TCPStore server
     ticks: int = 0  # ticks completed in that generation
-    paused_s: float = 0.0  # since the end of its last completed tick
+    paused_s: float = 0.0  # seconds since the end of its last completed tick
+    behind: bool = False  # the worker ended ticks without training (torch's Join): others have sealed newer commits
+    sealed: CommitId | None = None  # the newest commit ever sealed; newer than ``commit`` if that commit is damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,41 +113,41 @@ class WorkerExited:
     worker: WorkerId
     exit_code: int | None
     signal: int | None
-    error: str = ""  # the traceback that the worker wrote down, or the end of its stderr
-    time_ns: int = 0  # unix, by its host: when its exception came out, or its end was seen; 0: not known
+    error: str = ""  # the traceback that the worker recorded, or the end of its stderr
+    time_ns: int = 0  # unix time of its host: when its exception was raised, or its end was detected; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUnresponsive:
-    """No liveness stamp for the heartbeat (or hang) time-out. The agent is killing it; WorkerExited follows."""
+    """No liveness stamp for the heartbeat (or hang) time-out. The agent kills the worker; WorkerExited follows."""
 
     worker: WorkerId
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLeaving:
-    """A worker has had notice, by a signal: it drains."""
+class WorkerDraining:
+    """A worker has received a preemption notice by a signal: the worker drains."""
 
     worker: WorkerId
     reason: str
 
 
 class HoldAnswered(Struct, frozen=True, gc=False):
-    """Answer of a worker's sentinel to HOLD(generation): ticks completed, and whether it stands in the exit gate."""
+    """Answer of a worker's sentinel to HOLD(generation): ticks completed, and True if it is in the exit gate."""
 
     worker: WorkerId
     generation: int
     ticks: int
     in_gate: bool
-    number: int = 0  # of that hold
+    number: int = 0  # the number of the hold
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReported:
     """An exception came out of ``train`` (or of regroup or sync) in ``generation``.
 
-    ``certain``: the worker has the fact of a broken generation. Otherwise it is a suspect that waits for a verdict.
+    ``certain``: the worker has proof of a broken generation. Otherwise the worker is a suspect and waits for a verdict.
     """
 
     worker: WorkerId
@@ -149,14 +158,14 @@ class FailureReported:
 
 @dataclass(frozen=True, slots=True)
 class GateEntered:
-    """``train`` has returned; the worker stands in the exit gate of ``generation``."""
+    """The worker's ``train`` has returned; the worker is in the exit gate of ``generation``."""
 
     worker: WorkerId
     generation: int
 
 
 class Heartbeat(Struct, frozen=True, gc=False):
-    """Proof that the worker lived when the agent heard it last, with where it is and what it has sealed."""
+    """Proof that the worker lived at the agent's last reading, with its place, its ticks and its newest commit."""
 
     worker: WorkerId
     place: str  # boot | regroup | train | gate | done
@@ -165,9 +174,8 @@ class Heartbeat(Struct, frozen=True, gc=False):
     commit: CommitId | None
 
 
-@dataclass(frozen=True, slots=True)
-class CommitSealed:
-    """The worker has sealed its first commit in a generation: said at once, for there is something to lose now."""
+class CommitSealed(Message, frozen=True):
+    """The worker has sealed its first commit in a generation. Sent at once, because this commit must not be lost."""
 
     worker: WorkerId
     commit: CommitId
@@ -183,12 +191,12 @@ class FirstTick:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Nothing but the clock: send it at ``next_deadline``."""
+    """Time has passed, and nothing else has happened: send this event at ``next_deadline``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Facts that arrived together: all are applied, then one decision is taken."""
+    """Events that arrived together: the core enters all of them, then takes one decision."""
 
     events: tuple[Event, ...]
 
@@ -197,11 +205,11 @@ Event = (
     HostsDiscovered
     | AgentJoined
     | AgentLost
-    | AgentLeaving
+    | HostDraining
     | WorkerReady
     | WorkerExited
     | WorkerUnresponsive
-    | WorkerLeaving
+    | WorkerDraining
     | HoldAnswered
     | FailureReported
     | GateEntered
@@ -229,37 +237,33 @@ class StopAgent:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StartWorker:
+class StartWorker(Message, frozen=True):
     worker: WorkerId
+    reserve_bytes: int = 0  # size of a commit of the job: storage to reserve while the worker boots
 
 
-@dataclass(frozen=True, slots=True)
-class StopWorker:
-    """SIGTERM, and SIGKILL after the stop time-out; ``kill``: SIGKILL at once."""
+class StopWorker(Message, frozen=True):
+    """Stop the worker: SIGTERM, and SIGKILL after the stop time-out. ``kill``: SIGKILL at once."""
 
     worker: WorkerId
     reason: str
     kill: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """HOLD(g) to all members: answer with your ticks, then wait at the end of the next one."""
+class Hold(Message, frozen=True):
+    """HOLD(g) to all members: each answers with its ticks, then waits at the end of its next tick."""
 
     generation: int
-    number: int = 0  # unlike that of any other hold of the job
+    number: int = 0  # unique in the job
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
-    """RELEASE(g): the hold is over, nobody is interrupted."""
+class Release(Message, frozen=True):
+    """RELEASE(g): the hold is over, and no member is interrupted."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Message, frozen=True):
     """END(g): at the end of tick ``at_tick`` all save and raise; None: now, all roll back to their last commit."""
 
     generation: int
@@ -269,7 +273,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Sever:
-    """The generation that this worker, back in reach, is still in has ended without it."""
+    """Sever a worker that is reachable again from its generation, which has ended without it."""
 
     worker: WorkerId
     generation: int
@@ -281,31 +285,28 @@ class PublishWorld:
     world: World
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """LEAVE: the worker exits with 0; all who stay hold its tick (I15)."""
+class Leave(Message, frozen=True):
+    """LEAVE: the worker exits with 0. The staying workers have the state of its last tick (I15)."""
 
     worker: WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class ConfirmOwnError:
-    """Verdict OWN for a suspect: its exception is its own; it is recorded and raised. (BROKEN is ``End(now)``.)"""
+class ConfirmOwnError(Message, frozen=True):
+    """Verdict OWN for a suspect: the worker records and raises its exception. (The verdict BROKEN is ``End(now)``.)"""
 
     worker: WorkerId
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class OpenGate:
-    """Every member of the world stands in the exit gate: all pass."""
+class OpenGate(Message, frozen=True):
+    """Every member of the world is in the exit gate: all members pass."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line of the event file (DESIGN.md, section 8): name and fields, in the order in which they are printed."""
+    """One line of the event file (DESIGN.md, section 8): the name and the fields in print order."""
 
     event: str
     fields: tuple[tuple[str, object], ...] = ()
@@ -325,12 +326,12 @@ class RootCause:
     exit_code: int | None = None
     signal: int | None = None
     error: str = ""  # traceback or the end of stderr
-    time_ns: int = 0  # unix, by the clock of the worker's host; 0: not known
+    time_ns: int = 0  # unix time of the worker's host; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
 class EndJob:
-    """The job is over. Workers and agents that are left are stopped by the driver."""
+    """The job is over. The driver stops the remaining workers and agents."""
 
     succeeded: bool
     root_cause: RootCause | None = None

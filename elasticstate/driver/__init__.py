@@ -1,1 +1,1 @@
-"""The driver: one per job. The shell around the core: finds hosts, starts agents, tells people what happens."""
+"""The driver: one process per job. It finds hosts, starts agents, reports events, and runs the core."""

@@ -1,6 +1,6 @@
-"""The agents of a job: started, spoken with, watched, and ended with all that is theirs.
+"""The agents of a job: starts them, exchanges messages with them, watches them, and ends them with all their processes.
 
-An agent on another host that is out of touch is not known to be dead: it may dial in again, with its workers.
+An unreachable agent on another host need not be dead: it may dial in again, with its workers.
 """
 
 from __future__ import annotations
@@ -8,47 +8,36 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
+from typing import Any
 
 from elasticstate import commits as commit_directory
-from elasticstate.config import Options, passed_on, socket_variable
+from elasticstate.config import Options, agent_variable, passed_on
 from elasticstate.core import types as t
 from elasticstate.driver import launcher
-from elasticstate.driver.launcher import AdoptedAgent, AgentProcess, DialledIn
+from elasticstate.driver.agent_handle import AgentHandle
+from elasticstate.driver.launcher import AdoptedAgent, DialledIn
 from elasticstate.errors import OptionError
-from elasticstate.kinds import split_address
+from elasticstate.kinds import is_host_name, split_address
 from elasticstate.net import codec, messages
 from elasticstate.net.control import SILENT_SHARE, AgentStream, ControlServer
 from elasticstate.net.launch import Launch
 from elasticstate.net.names import LOCALHOST, address_of, is_this_machine, own_addresses
 from elasticstate.net.trust import Trust
-from elasticstate.processes import allow_many_descriptors, kill_marked
+from elasticstate.processes import kill_marked
+from elasticstate.threads import in_thread
 
-_LOOKS_PER_TIMEOUT = 20  # at who is silent, within --heartbeat-timeout
-_LOOKS_PER_BEAT = 5  # for each agent to hear from the driver: that costs more
+_LOOKS_PER_TIMEOUT = 20  # checks for silent agents within --heartbeat-timeout
+_LOOKS_PER_HEARTBEAT = 5  # a heartbeat to each agent at every 5th check only, because it costs more
 _LONGEST_INTERVAL_S = 1.0
 _LAST_MOMENT_S = 0.1
-_REFUSALS_SAID = 5  # of one kind, each by itself
-
-
-@dataclass(slots=True, eq=False)
-class _Agent:
-    host: str
-    id: str
-    process: AgentProcess
-    since: float  # started, or lost
-    stream: AgentStream | None = None
-    pid: int | None = None
-    slots: int = 0  # of one that has dialled in
-    watcher: asyncio.Task[None] | None = None
-    is_stopping: bool = False  # was told to shut down
-    is_lost: bool = False
+_BAD_NAME = "its name is not a host name: letters, digits, dots, dashes and underscores, no dot first"
+_REFUSALS_SAID = 5  # of one kind, each with a line of its own
 
 
 class Agents:
-    """``post`` gets AgentLost, ``received(host, message)`` all that an agent says, Serving first."""
+    """The agents of a job. ``post`` gets AgentLost, ``received(host, message)`` each message, HostReport first."""
 
     def __init__(
         self,
@@ -73,18 +62,21 @@ class Agents:
         self._say = say
         self._server = ControlServer(Trust(token), options.connect_timeout_s, self)
         self._loop = asyncio.get_running_loop()
-        self._agents: dict[str, _Agent] = {}  # the present one of each host
-        self._away: dict[str, _Agent] = {}  # by id: out of touch, and perhaps alive
-        self._processes: set[_Agent] = set()  # whose process lives, or has not been cleared up
+        self._agents: dict[str, AgentHandle] = {}  # current agent of each host
+        self._away: dict[str, AgentHandle] = {}  # by id: unreachable, but perhaps alive
+        self._processes: set[AgentHandle] = set()  # agents whose process lives, or is not cleaned up yet
+        self._clearing: list[asyncio.Task[None]] = []  # cleanup after dead agents
         self._refusals: dict[str, int] = {}
         self._failure: BaseException | None = None
         self._started = 0
         self.is_open = False
-        self._has_news = False  # others have dialled in than the driver was told
+        self._has_news = False  # the agents that have dialled in have changed
         self._silence: asyncio.Task[None] | None = None
 
     def listen(self, ports: tuple[int, ...] = ()) -> None:
-        """Where the driver before this one was found (``ports``), or anywhere. Raises OptionError."""
+        """Listen on the previous driver's ``ports``, or on any. Raises OptionError."""
+        if self._options.listen is not None:
+            self._await_agents(*split_address(self._options.listen))
         try:
             self.ports: tuple[int, ...] = (self._server.listen(LOCALHOST, *ports[:1]),)
             self._addresses: tuple[str, ...] = (f"{LOCALHOST}:{self.ports[0]}",)
@@ -92,15 +84,16 @@ class Agents:
                 self.open(ports[1])
         except OSError as error:
             raise OptionError(f"--job-name: its agents dial {LOCALHOST}, ports {ports}: {error.strerror}") from None
-        self._silence = asyncio.ensure_future(self._watch_silence())
-        self._silence.add_done_callback(self._note_failure)
-        if self._options.listen is not None:
-            self._await_agents(*split_address(self._options.listen))
+        self._silence = self._start(self._watch_silence())
 
     def _await_agents(self, host: str, port: int) -> None:
-        """``--listen``: whoever dials in is a host."""
-        allow_many_descriptors()
-        port = self._server.listen(host, port)
+        """Listen for agents that dial in (``--listen``): each of them is a host. Raises OptionError."""
+        try:
+            port = self._server.listen(host, port)
+        except OSError as error:
+            raise OptionError(
+                f"--listen: {self._options.listen!r}: {error.strerror}. Give an address of this machine and a free port"
+            ) from None
         self.is_open = True
         shown = host if host not in ("0.0.0.0", "::") else next(iter(own_addresses()), LOCALHOST)
         self._say(
@@ -109,15 +102,14 @@ class Agents:
         )
 
     def open(self, port: int = 0) -> None:
-        """Listen for other hosts, too: before the first agent is started. Raises OSError."""
-        allow_many_descriptors()
+        """Listen for other hosts, too. Call this before the first agent is started. Raises OSError."""
         port = self._server.listen("0.0.0.0", port)
         self.ports = (self.ports[0], port)
         self._addresses = tuple(f"{address}:{port}" for address in (*own_addresses(), LOCALHOST))
         self.is_open = True
 
     def expect(self, hosts: Iterable[str]) -> None:
-        """The agents that a driver before this one had there dial in. AgentLost follows for those known to be gone."""
+        """Wait for the previous driver's agents to dial in. AgentLost follows for each that is known to be dead."""
         for host in hosts:
             self._started += 1
             if not is_this_machine(host) or self._options.listen is not None:
@@ -126,14 +118,19 @@ class Agents:
             try:
                 if not pid:
                     raise ProcessLookupError
-                agent = self._agents[host] = _Agent(host, "", AdoptedAgent(pid, socket), self._loop.time(), pid=pid)
+                agent = self._agents[host] = AgentHandle(
+                    host, "", AdoptedAgent(pid, socket), self._loop.time(), pid=pid
+                )
                 self._follow(agent)
             except ProcessLookupError:
-                kill_marked(*socket_variable(socket))
-                self._post(t.AgentLost(host, "has ended"))
+                self._clearing.append(self._start(self._clear(host, socket)))
+
+    async def _clear(self, host: str, socket: str) -> None:
+        await in_thread(kill_marked, *agent_variable(socket))
+        self._post(t.AgentLost(host, "has ended"))
 
     def give_up(self, host: str, reason: str) -> None:
-        """An agent that was expected and has not come."""
+        """Report an expected agent that has not dialled in as lost."""
         agent = self._agents.get(host)
         if agent is not None:
             self._lose(agent, reason)
@@ -141,7 +138,7 @@ class Agents:
             self._post(t.AgentLost(host, reason, may_live=not is_this_machine(host)))
 
     def refuse(self, host: str) -> str:
-        """Why no agent can be started on a host; "" when one can."""
+        """Return why no agent can be started on a host, or ""."""
         if reason := launcher.refuse(host):
             return reason
         if is_this_machine(host) or self.is_open or not self._started:
@@ -152,10 +149,10 @@ class Agents:
         )
 
     def start(self, host: str) -> None:
-        """Start the agent of a host; Serving or AgentLost follows."""
+        """Start the agent of a host; HostReport or AgentLost follows."""
         agent = self._agents.get(host)
         if self._options.listen is not None or (agent is not None and agent.stream is not None):
-            return  # it is here already, or again
+            return  # the host has an agent already, or again
         self._started += 1
         launch = self._launch(host)
         try:
@@ -163,7 +160,7 @@ class Agents:
         except OSError as error:
             self._post(t.AgentLost(host, f"cannot be started: {error}"))
             return
-        agent = self._agents[host] = _Agent(host, launch.agent, process, self._loop.time())
+        agent = self._agents[host] = AgentHandle(host, launch.agent, process, self._loop.time())
         self._follow(agent)
 
     def _launch(self, host: str) -> Launch:
@@ -184,12 +181,12 @@ class Agents:
         )
 
     def pid_of(self, host: str) -> int | None:
-        """The process id of a host's agent, as it is on that host."""
+        """Return the process id of a host's agent, as on that host."""
         agent = self._agents.get(host)
         return agent.pid if agent is not None else None
 
     def send(self, host: str, message: messages.ToAgent) -> None:
-        """Send to the agent of a host, after all that it was sent before; without effect when it is lost."""
+        """Send a message to the agent of a host after all earlier ones. No effect if the agent is lost."""
         agent = self._agents.get(host)
         if agent is not None and agent.stream is not None:
             agent.stream.send(codec.encode(message))
@@ -201,14 +198,14 @@ class Agents:
             self._shut_down(agent, reason)
 
     def broadcast(self, body: messages.ToWorkerBody) -> None:
-        """Send to every worker of every host."""
+        """Send a message to all workers of all hosts."""
         data = codec.encode(messages.ToWorkers(None, body))
         for agent in self._agents.values():
             if agent.stream is not None:
                 agent.stream.send(data)
 
     async def stop(self, reason: str, hurry: asyncio.Event) -> None:
-        """End all agents and all that is theirs; at once when ``hurry`` is set."""
+        """End all agents with all their processes; at once when ``hurry`` is set."""
         if self._silence is not None:
             self._silence.cancel()
         for agent in list(self._processes):
@@ -217,7 +214,7 @@ class Agents:
         if watchers:
             gone = asyncio.ensure_future(asyncio.wait(watchers))
             hurried = asyncio.ensure_future(hurry.wait())
-            timeout_s = self._spec.stop_timeout_s + self._spec.heartbeat_timeout_s  # its workers, and then itself
+            timeout_s = self._spec.stop_timeout_s + self._spec.heartbeat_timeout_s  # first its workers, then itself
             await asyncio.wait({gone, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             hurried.cancel()
             for agent in list(self._processes):
@@ -225,19 +222,23 @@ class Agents:
             await gone
         await self._server.stop()
 
-    def _shut_down(self, agent: _Agent, reason: str) -> None:
+    def _shut_down(self, agent: AgentHandle, reason: str) -> None:
         agent.is_stopping = True
         if agent.stream is not None:
             agent.stream.send(codec.encode(messages.Shutdown(reason)))
         else:
-            agent.process.kill()  # it has no workers yet, or is out of touch
+            agent.process.kill()  # it has no workers yet, or is unreachable
 
-    # ------------------------------------------------------------------------------------------------ how they fare
+    # ------------------------------------------------------------------------------------------ watching the agents
 
-    def _follow(self, agent: _Agent) -> None:
+    def _follow(self, agent: AgentHandle) -> None:
         self._processes.add(agent)
-        agent.watcher = asyncio.ensure_future(self._watch(agent))
-        agent.watcher.add_done_callback(self._note_failure)
+        agent.watcher = self._start(self._watch(agent))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(self._note_failure)
+        return task
 
     def _note_failure(self, task: asyncio.Future[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -245,22 +246,23 @@ class Agents:
             self._post(t.TimePassed())
 
     def check(self) -> None:
-        """Raise what nobody has foreseen: a driver that does not watch any more must not seem to."""
+        """Raise an unexpected error of a background task: a driver that no longer watches must not keep running."""
         if self._failure is not None:
             raise self._failure
 
-    async def _watch(self, agent: _Agent) -> None:
-        """Until the process has ended. That of another host's agent is but the connection that has started it."""
+    async def _watch(self, agent: AgentHandle) -> None:
+        """Wait until the agent's process has ended; on another host, the ssh connection that started it."""
         how = await agent.process.ended()
+        agent.has_ended = agent.process.is_local
         if not agent.process.is_local and agent.stream is not None:
             agent.process = DialledIn()
             how = await agent.process.ended()
+        await agent.process.clear()
         self._lose(agent, how)
-        agent.process.kill()  # what it left
         self._processes.discard(agent)
 
     async def _watch_silence(self) -> None:
-        """Who says nothing is as good as dead, even if its process lives. So that the agents can say as much: beats."""
+        """Count silent agents as lost, even if their process lives. Send heartbeats, so that agents can do likewise."""
         interval_s = min(_LONGEST_INTERVAL_S, self._spec.heartbeat_timeout_s / _LOOKS_PER_TIMEOUT)
         looked_at = self._loop.time()
         forgiven_until = looked_at
@@ -275,16 +277,16 @@ class Agents:
                 forgiven_until = now
             for agent in list(self._agents.values()):
                 if agent.stream is not None:
-                    if looks % _LOOKS_PER_BEAT == 0:
-                        agent.stream.beat()
+                    if looks % _LOOKS_PER_HEARTBEAT == 0:
+                        agent.stream.heartbeat()
                     limit_s = SILENT_SHARE * self._spec.heartbeat_timeout_s
                     if now - max(agent.stream.heard_at, forgiven_until) > limit_s:
                         self._lose(agent, f"was silent for {limit_s:g} s")
                 elif now - max(agent.since, forgiven_until) > self._spec.start_timeout_s:
                     self._lose(agent, f"was not connected within {self._spec.start_timeout_s:g} s")
 
-    def _lose(self, agent: _Agent, reason: str) -> None:
-        """Its workers count as lost from now on: where they can be ended, they are."""
+    def _lose(self, agent: AgentHandle, reason: str) -> None:
+        """Count the agent's workers as lost from now on, and kill them where possible."""
         if agent.is_lost:
             return
         stream, agent.stream = agent.stream, None
@@ -301,13 +303,17 @@ class Agents:
         self._say_who_has_dialled_in()
         self._post(t.AgentLost(agent.host, reason, may_live))
 
-    # ------------------------------------------------------------------------------------- what the server tells of
+    # -------------------------------------------------------------------------------------- callbacks of the server
 
     def agent_joined(self, stream: AgentStream) -> None:
         hello = stream.hello
+        if not is_host_name(hello.host):
+            self.refused(stream.peer, _BAD_NAME)
+            stream.refuse(_BAD_NAME)
+            return
         agent = self._agents.get(hello.host)
         if agent is not None and agent.id == hello.agent and agent.stream is not None:
-            self._lose(agent, "is out of touch: it has dialled again")  # before it was missed
+            self._lose(agent, "is out of touch: it has dialled again")  # before its silence was detected
             agent = None
         back = self._away.pop(hello.agent, None)
         if back is not None:
@@ -319,9 +325,9 @@ class Agents:
                 agent.process = DialledIn()
                 self._follow(agent)
         elif 0 < hello.epoch < self._spec.epoch and (agent is None or agent.stream is None):
-            agent = self._take_over(agent, hello)
+            agent = self._adopt(agent, hello)
         elif self._options.listen is not None and agent is None:
-            agent = self._agents[hello.host] = _Agent(hello.host, hello.agent, DialledIn(), self._loop.time())
+            agent = self._agents[hello.host] = AgentHandle(hello.host, hello.agent, DialledIn(), self._loop.time())
             agent.slots = hello.slots
             self._follow(agent)
         elif agent is None or agent.id != hello.agent or agent.stream is not None:
@@ -331,20 +337,20 @@ class Agents:
         stream.send(codec.encode(self._spec))
         self._say_who_has_dialled_in()
 
-    def _take_over(self, agent: _Agent | None, hello: messages.AgentHello) -> _Agent:
-        """It has served a driver before this one; ``agent`` is what is known of its host."""
+    def _adopt(self, agent: AgentHandle | None, hello: messages.AgentHello) -> AgentHandle:
+        """Return the handle of an agent that has served a previous driver. ``agent``: current record of its host."""
         if agent is not None and agent.pid == hello.pid and not agent.id:
             agent.id = hello.agent
             return agent
         if agent is not None:
             self._send_away(agent)
-        agent = self._agents[hello.host] = _Agent(hello.host, hello.agent, DialledIn(), self._loop.time())
+        agent = self._agents[hello.host] = AgentHandle(hello.host, hello.agent, DialledIn(), self._loop.time())
         agent.slots = hello.slots
         self._follow(agent)
         return agent
 
-    def _send_away(self, agent: _Agent) -> None:
-        """It is not needed: the agent that it was to replace is back."""
+    def _send_away(self, agent: AgentHandle) -> None:
+        """Dismiss the new agent of a host: the agent that it was to replace is back."""
         agent.is_lost = True
         if agent.stream is not None:
             agent.stream.refuse(f"the agent before it is back on {agent.host}")
@@ -358,7 +364,7 @@ class Agents:
             self._post(t.TimePassed())
 
     def news(self) -> list[t.Event]:
-        """Who has dialled in, if that has changed since the last call: once for all who come at the same time."""
+        """Return the agents that have dialled in, if they have changed: one event for all that arrive together."""
         if not self._has_news:
             return []
         self._has_news = False
@@ -372,15 +378,15 @@ class Agents:
 
     def agent_gone(self, stream: AgentStream, reason: str) -> None:
         agent = self._agents.get(stream.hello.host)
-        if agent is not None and agent.stream is stream:  # the sockets of a process close a moment before it has ended
+        if agent is not None and agent.stream is stream:  # a process closes its sockets a moment before its end
             self._loop.call_later(_LAST_MOMENT_S, self._lose_stream, agent, stream, reason)
 
-    def _lose_stream(self, agent: _Agent, stream: AgentStream, reason: str) -> None:
-        if agent.stream is stream:
+    def _lose_stream(self, agent: AgentHandle, stream: AgentStream, reason: str) -> None:
+        if agent.stream is stream and not agent.has_ended:
             self._lose(agent, f"is out of touch: {reason}")
 
     def refused(self, peer: str, reason: str) -> None:
-        """Say who, and why; when it is the same again and again, only now and then."""
+        """Warn of a refused connection. The same reason again and again is logged only now and then."""
         count = self._refusals[reason] = self._refusals.get(reason, 0) + 1
         if count <= _REFUSALS_SAID or count & (count - 1) == 0:
             times = f" ({count} times by now)" if count > _REFUSALS_SAID else ""

@@ -1,28 +1,32 @@
-"""Which hosts there are: a fixed list, a hostfile that is read again, or a script that is asked again.
+"""Host discovery: a fixed list, a hostfile that is read again, or a script that is run again.
 
-A bad answer changes nothing: a script that fails, takes too long or prints rubbish is believed what it said last, with
-one warning for each kind of fault. Only the very first answer has to be good. An empty answer counts when it is given
-twice in a row, for files are truncated before they are written.
+A bad answer changes nothing: if a script fails, takes too long or prints invalid lines, its last answer stays valid,
+with one warning for each kind of fault. Only the first answer must be good. An empty answer counts when it is given
+twice in a row, because files are truncated before they are written.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 from elasticstate.config import Options
 from elasticstate.core.types import HostSlots
 from elasticstate.errors import DiscoveryError
+from elasticstate.exit_status import how_it_ended
 from elasticstate.kinds import parse_host
 from elasticstate.machine import slots_of_this_machine
-from elasticstate.processes import ask
+from elasticstate.net.names import learn_full_name
+from elasticstate.processes import as_command, ask
+from elasticstate.threads import in_thread
 
 Hosts = tuple[HostSlots, ...]
 
 
-class Fault(DiscoveryError):
-    """One call of discovery gave no answer. ``kind``: what is warned about once."""
+class DiscoveryFault(DiscoveryError):
+    """A call of discovery without a valid answer. There is one warning for each ``kind``."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -30,7 +34,7 @@ class Fault(DiscoveryError):
 
 
 def parse_hosts(text: str, default_slots: int) -> Hosts:
-    """Read one host per line; ``#`` begins a comment. A host named twice has all its slots. Raises Fault."""
+    """Read one host per line; ``#`` begins a comment. The slots of repeated names are added. Raises DiscoveryFault."""
     found: dict[str, int] = {}
     for line in text.splitlines():
         line = line.partition("#")[0].strip()
@@ -38,29 +42,37 @@ def parse_hosts(text: str, default_slots: int) -> Hosts:
             try:
                 name, slots = parse_host(line, default_slots)
             except ValueError as error:
-                raise Fault("rubbish", str(error)) from None
+                raise DiscoveryFault("rubbish", str(error)) from None
             found[name] = found.get(name, 0) + slots
     return tuple(HostSlots(name, slots) for name, slots in found.items())
 
 
 async def run_script(command: str, timeout_s: float) -> str:
-    """What the script prints. Raises Fault. It runs in a session of its own, and is killed with its children."""
+    """Return the output of a shell command. It runs in a session of its own, and is killed with its children.
+
+    Raises DiscoveryFault.
+    """
     try:
-        answer = await ask(command, timeout_s)
+        answer = await ask(as_command(command), timeout_s)
     except TimeoutError:
-        raise Fault("timeout", f"{command} took longer than --discovery-timeout of {timeout_s:g} s") from None
+        raise DiscoveryFault("timeout", f"{command} took longer than --discovery-timeout of {timeout_s:g} s") from None
+    except PermissionError as error:
+        raise DiscoveryFault(
+            "failed", f"{command} cannot be run: {error}. Make it executable: chmod +x {command}"
+        ) from None
     except (OSError, ValueError) as error:
-        raise Fault("failed", f"{command} cannot be run: {error}") from None
+        raise DiscoveryFault("failed", f"{command} cannot be run: {error}") from None
     if answer.exit_code != 0:
         said = answer.stderr.strip() or "and said nothing on stderr"
-        raise Fault("failed", f"{command} exited with {answer.exit_code}: {said}")
+        raise DiscoveryFault("failed", f"{command} {how_it_ended(answer.exit_code)}: {said}")
     return answer.stdout
 
 
 class Discovery:
-    """``first()`` once, then ``changes()`` for ever.
+    """Source of the hosts. Call ``first()`` once, then iterate over ``changes()``.
 
-    ``refuse(host)`` says why a host cannot be used, or ""; ``warn`` gets one line for each kind of fault.
+    ``refuse(host)`` is called in another thread, and returns why a host cannot be used, or "". ``warn`` gets one line
+    for each kind of fault.
     """
 
     def __init__(self, options: Options, refuse: Callable[[str], str], warn: Callable[[str], None]) -> None:
@@ -73,16 +85,16 @@ class Discovery:
         self._warned: set[str] = set()
 
     def believe(self, hosts: Hosts) -> None:
-        """What another driver was told last; instead of ``first``."""
+        """Start with the last answer that the previous driver received; used instead of ``first``."""
         self._last = hosts
 
     async def first(self) -> Hosts:
-        """Raises DiscoveryError when there is no good answer."""
+        """Return the first answer. Raises DiscoveryError when it is bad."""
         self._last = await self._ask()
         return self._last
 
     async def changes(self) -> AsyncIterator[Hosts]:
-        """Each answer that differs from the last good one. Ends at once where nothing can change any more."""
+        """Yield each answer that differs from the last good one. Ends at once if the hosts are fixed."""
         can_change = bool(self._options.host_discovery_script or self._options.hostfile)
         is_first = True
         while can_change or is_first:
@@ -90,7 +102,7 @@ class Discovery:
             await asyncio.sleep(self._options.discovery_interval_s)
             try:
                 answer = await self._ask()
-            except Fault as fault:
+            except DiscoveryFault as fault:
                 self._warn_once(fault)
                 continue
             self._empty_in_a_row = 0 if answer else self._empty_in_a_row + 1
@@ -100,11 +112,15 @@ class Discovery:
 
     async def _ask(self) -> Hosts:
         hosts = parse_hosts(await self._text(), self._default_slots)
-        for host in hosts:
-            reason = self._refuse(host.name)
-            if reason:
-                raise Fault("refused", reason)
+        reason = await in_thread(self._judge, hosts)
+        if reason:
+            raise DiscoveryFault("refused", reason)
         return hosts
+
+    def _judge(self, hosts: Hosts) -> str:
+        """Return why one of the hosts cannot be used, or "". Blocks as long as resolver and file system do."""
+        learn_full_name(host.name for host in hosts)
+        return next(filter(None, (self._refuse(host.name) for host in hosts)), "")
 
     async def _text(self) -> str:
         options = self._options
@@ -114,12 +130,12 @@ class Discovery:
             return await run_script(options.host_discovery_script, options.discovery_timeout_s)
         if options.hostfile:
             try:
-                return Path(options.hostfile).read_text(errors="replace")
+                return await in_thread(partial(Path(options.hostfile).read_text, errors="replace"))
             except OSError as error:
-                raise Fault("failed", f"hostfile {options.hostfile}: {error.strerror}") from None
+                raise DiscoveryFault("failed", f"hostfile {options.hostfile}: {error.strerror}") from None
         return "\n".join(options.hosts) or f"localhost:{options.np}"
 
-    def _warn_once(self, fault: Fault) -> None:
+    def _warn_once(self, fault: DiscoveryFault) -> None:
         if fault.kind not in self._warned:
             self._warned.add(fault.kind)
             self._warn(f"host discovery: {fault}; the last good answer stands")

@@ -1,7 +1,7 @@
 """The driver: the asyncio shell around the core.
 
-All that happens becomes an event in one queue. What has queued up is entered in one step of the core, and what the core
-says is carried out, in its order. One coroutine owns the state; everything else only posts events.
+Each thing that happens becomes an event in one queue. All queued events are passed to the core in one step, and its
+effects are carried out in their order. One coroutine owns the state; everything else only posts events.
 """
 
 from __future__ import annotations
@@ -17,62 +17,72 @@ import msgspec
 from elasticstate import commits as commit_directory
 from elasticstate.config import Options
 from elasticstate.core import types as t
+from elasticstate.core.accounting import losses
+from elasticstate.core.diagnostics import listed
 from elasticstate.core.membership import new_membership, next_deadline, step
-from elasticstate.core.missing import listed
-from elasticstate.core.takeover import take_over
+from elasticstate.core.reattach import reattach
+from elasticstate.driver import spec
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.events import event_of, heartbeat
 from elasticstate.driver.goodput import Goodput
-from elasticstate.driver.identities import Identities
+from elasticstate.driver.identities import IdentityBroker
+from elasticstate.driver.launch_results import LaunchResults
 from elasticstate.driver.mpirun import Mpirun
+from elasticstate.driver.output_troubles import OutputTroubles
+from elasticstate.driver.reattach import Keeper, Reattachment, first_record, lock_job, lost_hosts, next_record
 from elasticstate.driver.record import JobDirectory
-from elasticstate.driver.report import Outcome, Report
-from elasticstate.driver.returns import Returns
-from elasticstate.driver.spec import job_spec, one_thread_each, spare_garbage_collection, world_messages
+from elasticstate.driver.report import Outcome, Report, Totals
 from elasticstate.driver.status import status_text
-from elasticstate.driver.takeover import Keeper, Takeover, first_record, lost_hosts, next_record
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.net import messages
 from elasticstate.net.names import is_this_machine
+from elasticstate.processes import allow_many_descriptors
+from elasticstate.threads import in_thread
 
-_DELAY_PER_WORKER_S = 1e-4  # of what is not urgent
+_DELAY_PER_WORKER_S = 1e-4  # delay of events that are not urgent
 _LONGEST_DELAY_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Driver:
-    """One job: ``await Driver(options).run()`` returns the exit status.
+    """The driver of one job. ``await Driver(options).run()`` returns the exit status.
 
-    Raises OptionError for what cannot be used.
+    Raises OptionError for unusable options.
     """
 
-    def __init__(self, options: Options, must_take_over: bool = False) -> None:
-        """``must_take_over``: only from a driver that has died; otherwise whether there is one decides."""
+    def __init__(self, options: Options, must_reattach: bool = False) -> None:
+        """``must_reattach``: raise OptionError if there is no dead driver; False: start a new job in that case."""
         if reason := commit_directory.refuse(options.commit_dir):
             raise OptionError(f"--commit-dir: {options.commit_dir!r}: takes a directory to keep commits in: {reason}")
         self._options = options
-        self._must_take_over = must_take_over
+        self._must_reattach = must_reattach
         self._job = options.job_name or f"job-{secrets.token_hex(3)}"
         self._report = Report(self._job, options.events_file, options.verbose)
+        self._outputs = OutputTroubles(self._report, self._event)
         self._m = new_membership(options.policy())
         self._reason = ""
         self._stepped_at = 0.0
         self._queue: list[t.Event] = []
         self._wake = asyncio.Event()
-        self._soon: asyncio.TimerHandle | None = None  # when the events that can wait are looked at
+        self._soon: asyncio.TimerHandle | None = None  # timer for events that can wait
         self._outcome: Outcome | None = None
-        self._hurry = asyncio.Event()  # Ctrl-C for the second time
-        self._commit_bytes = 0  # what a commit takes in the largest worker
+        self._hurry = asyncio.Event()  # second Ctrl-C
+        self._commit_bytes = 0  # size of a commit of the largest worker
         self._pids: dict[str, int] = {}  # of workers, by their names in the event file
-        self._ends: dict[str, messages.Exited] = {}  # of those that the core has not noted yet
-        self._returns: Returns | None = None  # of launch()
+        self._ends: dict[str, messages.Exited] = {}  # ends that the core has not noted yet
+        self._launch_results: LaunchResults | None = None  # only for launch()
 
     async def run(self) -> int:
+        async with self._outputs.watched(self._options.stop_timeout_s):
+            return await self._run()
+
+    async def _run(self) -> int:
         self._loop = asyncio.get_running_loop()
         started_at = self._loop.time()
         self._goodput = Goodput(started_at)
-        directory = JobDirectory(self._job)
+        allow_many_descriptors()
+        directory = await in_thread(lock_job, self._job)
         try:
             self._begin(directory)
         except BaseException:
@@ -87,26 +97,28 @@ class Driver:
             else:
                 await self._clear_up(directory)
             raise
-        if self._returns is not None and self._outcome is not None:
-            self._outcome = await self._returns.fetched(self._outcome, self._m, self._options.heartbeat_timeout_s)
+        if self._launch_results is not None and self._outcome is not None:
+            timeout_s = self._options.heartbeat_timeout_s
+            self._outcome = await self._launch_results.fetched(self._outcome, self._m, timeout_s)
         await self._clear_up(directory)
-        return self._close(started_at)
+        return await self._close(started_at)
 
     async def _clear_up(self, directory: JobDirectory) -> None:
+        await self._keeper.job_is_over()  # first: a driver killed on the way must not leave a record of removed commits
         await self._agents.stop(self._reason, self._hurry)
-        self._identities.stop()
-        commit_directory.remove_job(self._options.commit_dir, self._keeper.record.job_id)
-        directory.remove()
+        await self._identities.stop()
+        await in_thread(commit_directory.remove_job, self._options.commit_dir, self._keeper.record.job_id)
+        await in_thread(directory.remove)
 
     def _begin(self, directory: JobDirectory) -> None:
-        """Be found by agents; those of the driver before this one included, if there was one. Raises OptionError."""
+        """Set up the job, and listen for agents, including those of the previous driver. Raises OptionError."""
         options, last = self._options, directory.found
-        if last is None and self._must_take_over:
+        if last is None and self._must_reattach:
             raise OptionError(f"--reattach: {self._job!r}: takes a job that has lost its driver")
         record = first_record(options, self._job) if last is None else next_record(last, options, self._job)
         directory.write_id(record.job_id)
         self._agents = Agents(
-            job_spec(self._job, record.job_id, record.epoch, options),
+            spec.job_spec(self._job, record.job_id, record.epoch, options),
             options,
             record.token,
             directory.path,
@@ -117,35 +129,34 @@ class Driver:
             self._report.say,
         )
         if options.call_directory is not None:
-            self._returns = Returns(options.call_directory, self._agents.send)
-        mpirun = Mpirun(directory.path, options.connect_timeout_s)
-        timeout_s = options.start_timeout_s
-        self._identities = Identities(
-            mpirun, self._agents, record.token, timeout_s, lambda: self._m.workers, self._warn
-        )
+            self._launch_results = LaunchResults(options.call_directory, self._agents.send)
+        mpirun = Mpirun(directory.path, options.connect_timeout_s, is_new_job=last is None)
+        limit_s, workers = options.start_timeout_s, lambda: self._m.workers
+        self._identities = IdentityBroker(mpirun, self._agents, record.token, limit_s, workers, self._warn)
         self._agents.listen(record.ports)
         record = msgspec.structs.replace(record, ports=self._agents.ports)
         self._keeper = Keeper(directory, record, self._warn)
-        self._takeover = Takeover(record) if last is not None else None
+        self._keeper.watch()
+        self._reattachment = Reattachment(record) if last is not None else None
 
-    # -------------------------------------------------------------------------------------------------- the one loop
+    # ------------------------------------------------------------------------------------------------- the main loop
 
     async def _until_over(self) -> None:
         discovery = Discovery(self._options, self._agents.refuse, self._warn)
-        if self._takeover is None:
-            self._report.started(self._options, one_thread_each(self._options))
+        if self._reattachment is None:
+            self._report.started(self._options, spec.one_thread_each(self._options))
         else:
-            discovery.believe(self._takeover.record.hosts)
-            await self._take_over(self._takeover)
+            discovery.believe(self._reattachment.record.hosts)
+            await self._reattach(self._reattachment)
         following = asyncio.ensure_future(self._follow(discovery))
         following.add_done_callback(lambda _: self._wake.set())
         try:
             while self._outcome is None:
                 await self._something()
                 if following.done():
-                    following.result()  # whatever it raised
+                    following.result()  # raise its exception, if any
                 self._agents.check()
-                self._step()
+                await self._step()
         except DiscoveryError as error:
             self._outcome = Outcome(
                 1, "failed", t.RootCause("the first call of host discovery failed", error=str(error))
@@ -155,7 +166,7 @@ class Driver:
             await asyncio.gather(following, return_exceptions=True)
 
     async def _follow(self, discovery: Discovery) -> None:
-        if self._takeover is None:
+        if self._reattachment is None:
             hosts = await discovery.first()
             if not all(is_this_machine(host.name) for host in hosts):
                 self._agents.open()
@@ -163,14 +174,14 @@ class Driver:
         async for hosts in discovery.changes():
             self._post(t.HostsDiscovered(hosts))
 
-    async def _take_over(self, takeover: Takeover) -> None:
-        """Wait for the agents of the driver before this one; then the core goes on where that one has stopped."""
-        record, limit_s = takeover.record, self._options.reattach_timeout_s
+    async def _reattach(self, reattachment: Reattachment) -> None:
+        """Wait for the agents of the previous driver; then let the core continue from its state."""
+        record, limit_s = reattachment.record, self._options.reattach_timeout_s
         self._agents.expect(record.agents)
         self._report.say(f"job {self._job} has lost its driver: waits for the agents of {listed(list(record.agents))}")
         deadline = self._loop.time() + limit_s
         timer = self._loop.call_at(deadline, self._wake.set)
-        while awaited := takeover.awaited(lost_hosts(self._queue)):
+        while awaited := reattachment.awaited(lost_hosts(self._queue)):
             self._reason = f"waits for the agents of {listed(awaited)}, which the last driver had"
             self._report.reason(self._reason)
             await self._wake.wait()
@@ -178,15 +189,15 @@ class Driver:
             if self._outcome is not None:
                 return
             if self._loop.time() >= deadline:
-                for host in takeover.awaited(lost_hosts(self._queue)):
+                for host in reattachment.awaited(lost_hosts(self._queue)):
                     self._agents.give_up(host, f"was not back within --reattach-timeout of {limit_s:g} s")
         timer.cancel()
-        for host in set(takeover.lost()).difference(lost_hosts(self._queue)):
+        for host in set(reattachment.lost()).difference(lost_hosts(self._queue)):
             self._agents.give_up(host, "was out of touch when the driver was restarted")
         self._stepped_at = self._loop.time()
-        self._m, effects, self._reason = take_over(self._options.policy(), takeover.remains(), self._stepped_at)
-        self._event("driver_restarted", epoch=record.epoch, back=takeover.back(), lost=lost_hosts(self._queue))
-        takeover.is_over = True
+        self._m, effects, self._reason = reattach(self._options.policy(), reattachment.remains(), self._stepped_at)
+        self._event("driver_restarted", epoch=record.epoch, back=reattachment.back(), lost=lost_hosts(self._queue))
+        reattachment.is_over = True
         for effect in effects:
             self._carry_out(effect)
         self._wake.set()
@@ -203,17 +214,18 @@ class Driver:
     def _post(self, event: t.Event) -> None:
         if isinstance(event, t.AgentLost):
             self._identities.host_lost(event.host)
+            self._outputs.forget(event.host)
         self._queue.append(event)
         self._wake.set()
 
     def _post_soon(self, events: Iterable[t.Event]) -> None:
-        """In their turn, but with others of their kind: a step costs time for each worker there is."""
+        """Post events that can wait, to pass several at once to the core: each step costs time for each worker."""
         self._queue += events
         if self._soon is None:
             delay_s = min(_LONGEST_DELAY_S, _DELAY_PER_WORKER_S * len(self._m.workers))
             self._soon = self._loop.call_later(delay_s, self._wake.set)
 
-    def _step(self) -> None:
+    async def _step(self) -> None:
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
@@ -221,13 +233,13 @@ class Driver:
         event = t.Several(tuple(events)) if events else t.TimePassed()
         self._stepped_at = self._loop.time()
         self._m, effects, self._reason = step(self._m, event, self._stepped_at)
-        self._carry_out_all(effects)
+        await self._carry_out_all(effects)
         self._report.reason(self._reason)
 
-    def _carry_out_all(self, effects: tuple[t.Effect, ...]) -> None:
+    async def _carry_out_all(self, effects: tuple[t.Effect, ...]) -> None:
         is_first_commit = self._keeper.record.highest is None and self._m.ledger.highest is not None
-        if effects or is_first_commit:  # whoever comes after this driver must not know less than others do
-            self._keeper.keep(self._m, self._agents.ports)
+        if effects or is_first_commit:  # write first: the record must not be older than what the agents receive
+            await self._keeper.keep(self._m, self._agents.ports)
         for effect in effects:
             self._carry_out(effect)
 
@@ -241,35 +253,31 @@ class Driver:
             case t.StopAgent(host, reason):
                 agents.stop_host(host, reason)
             case t.StartWorker(worker):
-                agents.send(worker.host, messages.Spawn(worker, self._commit_bytes))
-            case t.StopWorker(worker, reason, kill):
+                agents.send(worker.host, msgspec.structs.replace(effect, reserve_bytes=self._commit_bytes))
+            case t.StopWorker(worker):
                 self._report.sent_away(worker)
-                agents.send(worker.host, messages.Stop(worker, reason, kill))
+                agents.send(worker.host, effect)
             case t.Leave(worker):
                 self._report.sent_away(worker)
-                agents.send(worker.host, messages.ToWorkers((worker,), messages.LeaveOrder()))
-            case t.ConfirmOwnError(worker, generation):
-                agents.send(worker.host, messages.ToWorkers((worker,), messages.OwnError(generation)))
-            case t.Hold(generation, number):
-                agents.broadcast(messages.HoldOrder(generation, number))
-            case t.Release(generation):
-                agents.broadcast(messages.ReleaseOrder(generation))
-            case t.End(generation, at_tick, cause):
-                agents.broadcast(messages.EndOrder(generation, at_tick, cause))
+                agents.send(worker.host, messages.ToWorkers((worker,), effect))
+            case t.Hold() | t.Release() | t.End():
+                agents.broadcast(effect)
+            case t.ConfirmOwnError(worker):
+                agents.send(worker.host, messages.ToWorkers((worker,), effect))
             case t.Sever(worker, generation, cause):
-                agents.send(worker.host, messages.ToWorkers((worker,), messages.EndOrder(generation, None, cause)))
-            case t.OpenGate(generation):
+                agents.send(worker.host, messages.ToWorkers((worker,), t.End(generation, None, cause)))
+            case t.OpenGate():
                 self._goodput.end(self._loop.time())
-                agents.broadcast(messages.GateOpen(generation))
+                agents.broadcast(effect)
             case t.PublishWorld(world):
                 self._identities.dismiss(worker.id for worker in self._m.workers.values() if worker.late)
-                spare_garbage_collection(world.size)
-                for host, worlds in world_messages(self._job, world, self._options):
+                spec.spare_garbage_collection(world.size)
+                for host, worlds in spec.world_messages(self._job, world, self._options):
                     agents.send(host, worlds)
             case t.EndJob(succeeded, cause):
                 self._outcome = Outcome(0 if succeeded else 1, "succeeded" if succeeded else "failed", cause)
 
-    # ------------------------------------------------------------------------------------------- what the agents say
+    # -------------------------------------------------------------------------------------------- messages of agents
 
     def _from_agent(self, host: str, message: messages.FromAgent) -> None:
         for each in self._identities.heard(host, message, self._m.world):
@@ -277,10 +285,11 @@ class Driver:
 
     def _said(self, host: str, message: messages.FromAgent) -> None:
         match message:
-            case messages.Serving(commits, workers, exits, incarnations):
-                if self._takeover is not None:
-                    self._takeover.joined(host, message)
-                for exited in exits:  # first: another one may live in that slot
+            case messages.HostReport(commits, workers, exits, incarnations):
+                self._outputs.forget(host)
+                if self._reattachment is not None:
+                    self._reattachment.joined(host, message)
+                for exited in exits:  # exits first: another worker may live in that slot
                     self._said(host, exited)
                 returned = tuple((report.worker, report.generation) for report in workers)
                 self._post(t.AgentJoined(host, commits, returned, incarnations))
@@ -291,8 +300,8 @@ class Driver:
             case messages.Stamps(stamps, number):
                 if number:
                     self._agents.send(host, messages.Heard(number))
-                if self._takeover is not None and not self._takeover.is_over:
-                    return  # there will be others
+                if self._reattachment is not None and not self._reattachment.is_over:
+                    return  # more of them will come
                 for _, stamp in stamps:
                     self._goodput.ticks(stamp.generation, stamp.ticks)
                 self._post_soon([heartbeat(worker, stamp) for worker, stamp in stamps])
@@ -304,26 +313,29 @@ class Driver:
                 self._post(t.WorkerExited(worker, exit_code, number, error, time_ns))
             case messages.Unresponsive(worker, reason):
                 self._post(t.WorkerUnresponsive(worker, reason))
-            case messages.AgentNotice(reason):
-                self._post(t.AgentLeaving(host, reason))
+            case messages.HostPreemptionNotice(reason):
+                self._post(t.HostDraining(host, reason))
             case messages.AgentWarning(text):
                 self._report.warn_once(host, text, self._m.generation)
+            case messages.OutputTrouble():
+                self._outputs.heard(host, message)
             case messages.Fetched():
-                if self._returns is not None:
-                    self._returns.heard(host, message)
+                if self._launch_results is not None:
+                    self._launch_results.heard(host, message)
 
     def _returned(self, report: messages.WorkerReport) -> None:
-        """A worker that lived on while its agent was out of touch: what it would have said."""
+        """Post the events of a worker that has outlived the loss of the connection to its agent."""
         worker, stamp = report.worker, report.stamp
         self._pids[str(worker)] = report.pid
         self._post(heartbeat(worker, stamp))
-        for body in report.words:
+        for body in report.lasting:
             self._from_worker(worker, body)
 
     def _from_worker(self, worker: t.WorkerId, body: messages.FromWorkerBody) -> None:
         match body:
-            case messages.Ready(generation, ticks=ticks):
+            case messages.Ready(generation, ticks=ticks, paused_s=paused_s):
                 self._goodput.ticks(generation, ticks)
+                self._goodput.left(generation, self._loop.time() - paused_s)
             case messages.First(generation):
                 self._goodput.first_tick(generation, self._loop.time())
             case messages.CommitSize(size):
@@ -336,7 +348,7 @@ class Driver:
         if event is not None:
             self._post(event)
 
-    # ----------------------------------------------------------------------------------------------- what people see
+    # --------------------------------------------------------------------------------------------- events and status
 
     def _note(self, name: str, fields: dict[str, Any]) -> None:
         if name == "world_formed" or (name == "end" and fields["at"] == "now"):
@@ -358,33 +370,23 @@ class Driver:
         self._event("warning", text=text)
 
     def _status(self) -> str:
-        return status_text(self._job, self._m, self._reason, self._loop.time())
+        return status_text(self._job, self._m, self._reason, self._loop.time(), self._outputs.lines())
 
-    def _close(self, started_at: float) -> int:
-        now = self._loop.time()
-        outcome = self._outcome
+    async def _close(self, started_at: float) -> int:
+        now, outcome = self._loop.time(), self._outcome
         assert outcome is not None
-        share = self._goodput.share(now)
-        fields = {
-            "generation": self._m.generation,
-            "status": "failed" if outcome.status else "succeeded",
-            "generations": self._m.generation,
-            "downtime_s": round(self._m.downtime_s, 6),
-            "goodput": None if share is None else round(share, 4),
-        }
-        self._report.summary(fields, outcome.word, now - started_at)
+        self._goodput.lost(self._m.ledger.losses.ticks)  # of a world that ended before these ticks were redone
+        totals = Totals(self._m.generation, losses(self._m, self._stepped_at), self._goodput.share(now))
+        self._report.summary(totals, outcome, now - started_at, self._keeper.record.epoch)
         if outcome.root_cause is not None:
             self._report.root_cause(outcome.root_cause)
-        if self._returns is not None:
-            self._returns.write(outcome, self._report.failures)
-        self._report.close()
+        if self._launch_results is not None:
+            await in_thread(self._launch_results.write, outcome, self._report.failures)
         return outcome.status
-
-    # ------------------------------------------------------------------------------------------------------- the rest
 
     def _listen_to_signals(self) -> None:
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+            if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
                 self._loop.add_signal_handler(number, self._stop_by_signal, number)
         self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.say(self._status()))
 

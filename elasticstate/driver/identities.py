@@ -1,4 +1,4 @@
-"""Who the workers are for MPI: ``mpirun`` holds their identities, and they are handed on to their agents."""
+"""MPI identities of the workers: ``mpirun`` holds them, and the driver sends them to the agents."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from msgspec import structs
 from elasticstate.core.types import WorkerId, World
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.mpirun import Mpirun
-from elasticstate.net.messages import Applicant, Exited, FromAgent, Serving, Stop
+from elasticstate.net.messages import Applicant, Exited, FromAgent, HostReport, StopWorker
 from elasticstate.processes import ended_child
+from elasticstate.threads import in_thread
 
 _LOOK_INTERVAL_S = 0.002
 
 
 @dataclass
 class _Coming:
-    """A host that is back, with workers that are dead for MPI."""
+    """A host that has reconnected, with workers that are dead for MPI."""
 
     dead: set[WorkerId]  # and have not ended yet
-    serving: Serving  # without them
+    host_report: HostReport  # without the dead workers
     ends: list[FromAgent] = field(default_factory=list)
-    later: list[FromAgent] = field(default_factory=list)  # what its agent has said since
+    later: list[FromAgent] = field(default_factory=list)  # messages of its agent since then
 
 
-class Identities:
-    """Of a job with ``--backend mpi``; in any other nobody asks for one."""
+class IdentityBroker:
+    """Broker of MPI identities, for a job with ``--backend mpi``. With other backends no worker asks for one."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Identities:
         workers: Callable[[], Iterable[WorkerId]],
         warn: Callable[[str], None],
     ) -> None:
-        """``timeout_s``: for all identities of a request to be held. ``workers``: all that the job has now."""
+        """``timeout_s``: limit until all identities of a request are held. ``workers``: returns all current workers."""
         self._mpirun = mpirun
         self._agents = agents
         self._token = token
@@ -50,11 +51,11 @@ class Identities:
         self._watcher: asyncio.Task[None] | None = None
         self._deliveries: set[asyncio.Task[None]] = set()
         self._coming: dict[str, _Coming] = {}
-        self._lost: set[str] = set()  # hosts whose identities are still held
+        self._lost: set[str] = set()  # lost hosts whose identities are still held
         self._watch()
 
     def ask(self, members: Sequence[Applicant]) -> None:
-        """For these workers, which start MPI together."""
+        """Request identities for these workers, which start MPI together."""
         try:
             self._mpirun.ask(members, self._token if self._agents.is_open else "")
         except OSError as error:
@@ -66,7 +67,7 @@ class Identities:
         delivery.add_done_callback(self._deliveries.discard)
 
     async def _deliver(self, members: Sequence[Applicant]) -> None:
-        """To each its own, as soon as it is held."""
+        """Send each worker its identity as soon as it is held."""
         loop = asyncio.get_running_loop()
         deadline, waiting = loop.time() + self._timeout_s, list(members)
         while waiting and loop.time() < deadline:
@@ -76,7 +77,7 @@ class Identities:
             names = ", ".join(f"process {pid} of {host}" for host, pid, _ in waiting)
             self._warn(
                 f"mpirun holds no identity for {names} within --start-timeout of {self._timeout_s:g} s; it has said: "
-                f"{self._mpirun.last_words()}"
+                f"{self._mpirun.last_output()}"
             )
 
     def _delivered(self, member: Applicant) -> bool:
@@ -91,41 +92,47 @@ class Identities:
             self._watcher = asyncio.ensure_future(self._until_it_ends(pid))
 
     async def _until_it_ends(self, pid: int) -> None:
-        """Without their identities the workers could go on, but not change their world."""
+        """Wait for the end of ``mpirun``, then kill all workers: without identities they cannot change their world."""
         with suppress(ProcessLookupError):
             await ended_child(pid)
-        self._warn(f"mpirun has ended: all workers resume from their commits; it has said: {self._mpirun.last_words()}")
+        self._warn(
+            f"mpirun has ended: all workers resume from their commits; it has said: {self._mpirun.last_output()}"
+        )
         for worker in list(self._workers()):
-            self._agents.send(worker.host, Stop(worker, "mpirun has ended", kill=True))
+            self._agents.send(worker.host, StopWorker(worker, "mpirun has ended", kill=True))
 
     def dismiss(self, late: Iterable[WorkerId]) -> None:
-        """There is a world without these, who have not left their last one: MPI could not make it while they live."""
+        """Kill workers that have not left their last world although a new one exists.
+
+        MPI cannot form the new world while they live.
+        """
         self._give_up_the_lost()
         if self._mpirun.is_used:
             for worker in late:
                 reason = "it was late by --regroup-timeout, and for MPI it cannot come later"
-                self._agents.send(worker.host, Stop(worker, reason, kill=True))
+                self._agents.send(worker.host, StopWorker(worker, reason, kill=True))
 
     def worker_ended(self, host: str, pid: int) -> None:
-        """Then the identity ends, too, and MPI tells the others."""
+        """End the identity of a worker that has ended; MPI then informs the others."""
         self._mpirun.ended(host, pid)
 
     def host_lost(self, host: str) -> None:
-        """Its workers may go on with others that are out of reach, too: their identities end when that is ruled out."""
+        """Mark a host as lost. Its identities end later, when its workers cannot go on with other unreachable hosts."""
         self._lost.add(host)
         self._coming.pop(host, None)
 
     def heard(self, host: str, message: FromAgent, world: World | None) -> list[FromAgent]:
-        """The messages of an agent that are to be handled now; the host is in reach.
+        """Return the messages of a reachable host's agent that must be handled now.
 
-        If it has workers of the newest ``world``, they go on without hosts that are lost. If it was lost itself, those
-        of its workers that are dead for MPI are killed, and before they have ended nothing that it says counts.
+        If the host has workers of the newest ``world``, they continue without the lost hosts. If the host itself was
+        lost, its workers that are dead for MPI are killed, and its messages are kept back until these workers have
+        ended.
         """
         self._lost.discard(host)
         if self._lost and world is not None and any(member.worker.host == host for member in world.members):
             self._give_up_the_lost()
-        if isinstance(message, Serving):
-            self._coming.pop(host, None)  # of another agent there, or of the same before it dialled again
+        if isinstance(message, HostReport):
+            self._coming.pop(host, None)  # of another agent there, or of the same one before it reconnected
             if self._begin_return(host, message):
                 return []
         if host not in self._coming:
@@ -139,16 +146,16 @@ class Identities:
         if coming.dead:
             return []
         del self._coming[host]
-        return [*coming.ends, coming.serving, *coming.later]
+        return [*coming.ends, coming.host_report, *coming.later]
 
-    def _begin_return(self, host: str, serving: Serving) -> bool:
-        """Whether there is somebody who has to end first."""
-        dead = {report.worker for report in serving.workers if self._mpirun.has_ended(host, report.pid)}
+    def _begin_return(self, host: str, host_report: HostReport) -> bool:
+        """Return True if some workers must end first, and kill them."""
+        dead = {report.worker for report in host_report.workers if self._mpirun.has_ended(host, report.pid)}
         for worker in dead:
-            self._agents.send(host, Stop(worker, "MPI has lost it while its host was out of touch", kill=True))
+            self._agents.send(host, StopWorker(worker, "MPI has lost it while its host was out of touch", kill=True))
         if dead:
-            living = tuple(report for report in serving.workers if report.worker not in dead)
-            self._coming[host] = _Coming(dead, structs.replace(serving, workers=living))
+            living = tuple(report for report in host_report.workers if report.worker not in dead)
+            self._coming[host] = _Coming(dead, structs.replace(host_report, workers=living))
         return bool(dead)
 
     def _give_up_the_lost(self) -> None:
@@ -156,8 +163,8 @@ class Identities:
             self._mpirun.lost(host)
         self._lost.clear()
 
-    def stop(self) -> None:
-        """At the end of the job."""
+    async def stop(self) -> None:
+        """Stop ``mpirun``, at the end of the job."""
         for task in (*self._deliveries, *([self._watcher] if self._watcher is not None else [])):
             task.cancel()
-        self._mpirun.stop()
+        await in_thread(self._mpirun.stop)

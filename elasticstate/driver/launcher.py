@@ -1,6 +1,6 @@
-"""Starting agents: a process on this machine for each name that means it, and one ssh connection for each other host.
+"""Start of agents: a process on this machine for each name that means it, and an ssh connection for each other host.
 
-An agent reads what it has to know from its stdin, so that nothing of it is seen in a list of processes.
+An agent reads its parameters from its stdin, so that no list of processes shows them.
 """
 
 from __future__ import annotations
@@ -20,54 +20,61 @@ from typing import Protocol
 import msgspec
 
 from elasticstate import processes
-from elasticstate.config import Options, socket_variable
+from elasticstate.config import Options, agent_variable
+from elasticstate.exit_status import how_it_ended
 from elasticstate.net.launch import Launch
 from elasticstate.net.names import is_this_machine
+from elasticstate.threads import in_thread
+from elasticstate.writing import Writer
 
 _SSH_FAILED = 255
 _AGENT = "elasticstate.agent"
 
 
 class AgentProcess(Protocol):
-    """An agent, as far as its launcher knows."""
+    """An agent, as its launcher sees it."""
 
     @property
     def is_local(self) -> bool:
-        """Whether its end, and that of all its workers, can be brought about and seen from here."""
+        """Return True if this process can end the agent with all its workers, and detect their end."""
 
     async def ended(self) -> str:
-        """Wait for the end of the process that was started; says how it ended."""
+        """Wait for the end of the process that was started. Return how it ended."""
 
     def kill(self) -> None:
-        """End it, and what it has started, as far as that can be done from here."""
+        """Send SIGKILL to the process that was started, if it lives."""
+
+    async def clear(self) -> None:
+        """Kill remaining processes of an agent that has ended, as far as possible from here."""
 
 
 def refuse(host: str) -> str:
-    """Why no agent can be started on a host; "" when one can."""
+    """Return why no agent can be started on a host, or ""."""
     if is_this_machine(host) or shutil.which("ssh"):
         return ""
     return f"host {host!r} is not this machine, and there is no ssh to reach it with: install OpenSSH's client"
 
 
 def start(launch: Launch, options: Options, log: Path) -> AgentProcess:
-    """Start the agent of ``launch.host``; ``log`` may be written to. Raises OSError when that cannot be done."""
+    """Start the agent of ``launch.host``; ssh may write to ``log``. Raises OSError if that fails."""
     return LocalAgent(launch) if is_this_machine(launch.host) else SshAgent(launch, options, log)
 
 
 class LocalAgent:
-    """An agent's process on this machine, and what must be ended with it."""
+    """An agent's process on this machine, with all processes that must end with it."""
 
     is_local = True
 
     def __init__(self, launch: Launch) -> None:
-        """Starts the process. Raises OSError when that cannot be done."""
+        """Start the process. Raises OSError if that fails."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", _AGENT],
             stdin=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],  # first in its path: it runs this very package, and nothing of the user's
+            cwd=Path(__file__).parents[2],  # first in sys.path: the agent imports this very package
             start_new_session=True,  # Ctrl-C in the terminal is for the driver
         )
-        self._mark = socket_variable(launch.socket)
+        self._mark = agent_variable(launch.socket)
+        processes.give_back_descriptors(self.pid)  # before it begins: it waits for its parameters
         _tell(self._process, launch)
 
     @property
@@ -76,47 +83,52 @@ class LocalAgent:
 
     async def ended(self) -> str:
         await processes.ended_child(self.pid)
-        return _how(self._process.wait())
+        return how_it_ended(self._process.wait())
 
     def kill(self) -> None:
-        """SIGKILL to the agent, and to all that its workers have started, wherever it has fled to."""
-        if self._process.poll() is None:
+        """Kill the agent. Its workers die with it (PR_SET_PDEATHSIG)."""
+        if self._process.returncode is None:
             self._process.kill()
-            self._process.wait()
-        processes.kill_marked(*self._mark)
+
+    async def clear(self) -> None:
+        """Send SIGKILL to all processes that its workers have started, even in other sessions."""
+        await in_thread(processes.kill_marked, *self._mark)
 
 
 class AdoptedAgent:
-    """An agent on this machine that a driver before this one has started."""
+    """An agent on this machine that the previous driver has started."""
 
     is_local = True
 
     def __init__(self, pid: int, socket: str) -> None:
-        """Raises ProcessLookupError when it has ended."""
+        """Open the process. Raises ProcessLookupError if it has ended."""
         self._pidfd = os.pidfd_open(pid)
-        self._mark = socket_variable(socket)
+        self._mark = agent_variable(socket)
 
     async def ended(self) -> str:
         await processes.ended(self._pidfd)
         return "has ended"
 
     def kill(self) -> None:
-        """SIGKILL to the agent, and to all that its workers have started, wherever it has fled to."""
+        """Kill the agent. Its workers die with it (PR_SET_PDEATHSIG)."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        processes.kill_marked(*self._mark)
+
+    async def clear(self) -> None:
+        """Send SIGKILL to all processes that its workers have started, even in other sessions."""
+        await in_thread(processes.kill_marked, *self._mark)
 
 
 class SshAgent:
-    """An agent on another host, and the connection that it was started by: its output comes through it."""
+    """An agent on another host, and the ssh connection that started it and carries its output."""
 
     is_local = False
 
     def __init__(self, launch: Launch, options: Options, log: Path) -> None:
-        """Starts ssh. Raises OSError when that cannot be done."""
+        """Start ssh. Raises OSError if that fails."""
         self._host = launch.host
         self._python = options.remote_python or sys.executable
-        self._log = log  # what ssh itself says goes here, and not between the workers' words
+        self._log = log  # ssh's own messages go here, apart from the workers' output
         log.unlink(missing_ok=True)
         self._process = subprocess.Popen(
             ssh_command(launch.host, self._python, options, log),
@@ -130,14 +142,16 @@ class SshAgent:
         return how_ssh_ended(self._process.wait(), self._host, self._python, self._log)
 
     def kill(self) -> None:
-        """Ends the connection. An agent that lives on there has been told to stop, or gives up without its driver."""
-        if self._process.poll() is None:
+        """End the connection. An agent that still lives has received Shutdown, or gives up without its driver."""
+        if self._process.returncode is None:
             self._process.kill()
-            self._process.wait()
+
+    async def clear(self) -> None:
+        """Do nothing: processes on another host cannot be killed from here."""
 
 
 class DialledIn:
-    """An agent that nobody here has started."""
+    """An agent that this driver did not start."""
 
     is_local = False
 
@@ -149,22 +163,27 @@ class DialledIn:
         return "has left"
 
     def kill(self) -> None:
-        """It is not waited for any more."""
+        """Stop waiting for it."""
         self._over.set()
+
+    async def clear(self) -> None:
+        """Do nothing: processes on another host cannot be killed from here."""
 
 
 def ssh_command(
     host: str, python: str, options: Options, log: Path, arguments: Sequence[str] = ("-m", _AGENT)
 ) -> list[str]:
-    """OpenSSH's client, with the user's own configuration; what is given here goes before it. It runs that Python there
-    with these arguments, and says to the file ``log`` what it has to say itself."""
+    """Return the command of OpenSSH's client that runs Python on a host with these arguments.
+
+    The user's own ssh configuration applies; options given here override it. ssh writes its own messages to ``log``.
+    """
     interval_s = max(1, round(options.heartbeat_timeout_s / 2))
     settings = {
-        "BatchMode": "yes",  # nobody is there to be asked
+        "BatchMode": "yes",  # no password prompt
         "ConnectTimeout": str(max(1, round(options.connect_timeout_s))),
         "ServerAliveInterval": str(interval_s),
         "ServerAliveCountMax": "3",
-        "ControlPath": "none",  # a connection of its own, whose end means something
+        "ControlPath": "none",  # a connection of its own, whose end has a meaning
     }
     if not options.ssh_check_host_keys:
         settings |= {"StrictHostKeyChecking": "no", "UserKnownHostsFile": os.devnull}
@@ -179,12 +198,12 @@ def ssh_command(
 
 
 def how_ssh_ended(code: int, host: str, python: str, log: Path) -> str:
-    """What has become of an :func:`ssh_command`, and what can be done about it."""
+    """Return how an :func:`ssh_command` ended, and what the user can do about it."""
     if code == _SSH_FAILED:
         return f"was out of reach for ssh: {_explain(host, _last_line(log))}"
     if code in (126, 127):
         return f"could not be started: there is no {python} on {host}: see --remote-python"
-    return _how(code)
+    return how_it_ended(code)
 
 
 def _last_line(log: Path) -> str:
@@ -195,13 +214,13 @@ def _last_line(log: Path) -> str:
 
 
 def _tell(process: subprocess.Popen[bytes], launch: Launch) -> None:
+    """Send an agent its parameters, in a thread: the pipe takes 64 KiB; for more, ssh must connect first."""
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(msgspec.json.encode(launch) + b"\n")
-
-
-def _how(code: int) -> str:
-    return f"was killed by {processes.signal_name(-code)}" if code < 0 else f"exited with {code}"
+    line, fd = msgspec.json.encode(launch) + b"\n", os.dup(process.stdin.fileno())
+    process.stdin.close()
+    stdin = Writer(lambda: fd, len(line))
+    stdin.put(line)
+    stdin.close()
 
 
 _REMEDIES = {
@@ -216,7 +235,7 @@ _REMEDIES = {
 
 
 def _explain(host: str, said: str) -> str:
-    """What ssh said, and what can be done about it."""
+    """Return ssh's message, and what the user can do about it."""
     remedy = next((remedy for words, remedy in _REMEDIES.items() if words in said), "")
     said = said or f"ssh {host} ended without a word"
     return f"{said} ({remedy})" if remedy else said

@@ -1,14 +1,15 @@
 """``mpirun``, for the identities that the workers of an MPI job need (see elasticstate/mpi).
 
-It runs on the driver's host only, whatever hosts the job has: it would not survive the loss of one of its own daemons.
-It outlives the driver, as the workers do. It must not die before them: Open MPI ends them then; so they are started
-again, resume from their commits, and ask another one.
+It runs on the driver's host only, because it would not survive the loss of one of its own daemons. It outlives the
+driver, as the workers do. If it dies before the workers, Open MPI ends them: then they are started again, resume from
+their commits, and get identities from a new ``mpirun``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -20,44 +21,48 @@ from elasticstate.mpi.broker import BELL, RELAY_PORT, RELEASED, REQUESTS, TOKEN
 from elasticstate.mpi_build import ULFM_OPTIONS, find_mpirun, mpirun_environment
 from elasticstate.net.messages import Applicant, Identity
 from elasticstate.net.names import is_this_machine
-from elasticstate.processes import kill_session, session_members
+from elasticstate.processes import give_back_descriptors, kill_session, session_members
 
 _DIRECTORY = "mpi"
 _HELD = "held"  # host/process id of a worker: the file of its holder
 _PID_FILE = "pid"
 _LOG = "mpirun.log"
-_END_TIMEOUT_S = 5.0  # of processes that have been killed
+_END_TIMEOUT_S = 5.0  # time for killed processes to end
 _LOOK_INTERVAL_S = 0.002
 
 
 class Mpirun:
-    """Of one job; started when the first worker asks for an identity."""
+    """``mpirun`` of one job; started when the first worker asks for an identity."""
 
-    def __init__(self, job_directory: Path, connect_timeout_s: float) -> None:
+    def __init__(self, job_directory: Path, connect_timeout_s: float, is_new_job: bool = False) -> None:
+        """Prepare; nothing is started. A new job stops the ``mpirun`` of an earlier job with the same name."""
         self._directory = job_directory / _DIRECTORY
         self._connect_timeout_s = connect_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._bell: int | None = None
+        if is_new_job:
+            self._discard()
 
     @property
     def is_used(self) -> bool:
-        """Whether any worker has asked for an identity."""
+        """Return True if any worker has asked for an identity."""
         return self._directory.exists()
 
     @property
     def pid(self) -> int | None:
-        """Its process id, while it lives."""
+        """Process id of ``mpirun`` while it lives, else None."""
         return self._pid() if self._lives() else None
 
     def ask(self, members: Sequence[Applicant], token: str = "") -> None:
-        """Have identities of one MPI job held for these workers. With the job's token those of other hosts can use it.
+        """Request identities of one MPI job for these workers. Workers on other hosts need the job's token.
 
         Raises OSError: mpirun cannot be run.
         """
         self._directory.mkdir(mode=0o700, exist_ok=True)
         if not self._lives():
             self._start(token)
-        self._release([self._held(host, pid) for host, pid, _ in members])  # identities that they did not wait for
+        # Release identities of an earlier request, for which these workers no longer wait.
+        self._release([self._held(host, pid) for host, pid, _ in members])
         wanted = []
         for host, pid, _ in members:
             path = self._held(host, pid)
@@ -66,35 +71,41 @@ class Mpirun:
         self._request({"hold": wanted})
 
     def identity(self, member: Applicant) -> Identity | None:
-        """What the worker is to be told, as soon as its identity is held."""
+        """Return the worker's identity; None while it is not held yet."""
         try:
             held = json.loads(self._held(member.host, member.pid).read_text())
             relay_port = 0 if is_this_machine(member.host) else int((self._directory / RELAY_PORT).read_text())
-        except FileNotFoundError:  # the second: it has been started anew, and that one is not as far
+        except FileNotFoundError:  # not held yet, or the relay of a restarted mpirun is not open yet
             return None
         return Identity(member.path, tuple(held["environment"].items()), relay_port)
 
-    def last_words(self) -> str:
-        """The last line that it has printed: its log does not outlive the job."""
+    def last_output(self) -> str:
+        """Return the last line of its output, for a report: its log does not outlive the job."""
         lines = (self._directory / _LOG).read_text(errors="replace").split("\n")
         return next((line for line in reversed(lines) if line.strip(" -")), "nothing")
 
     def ended(self, host: str, pid: int) -> None:
-        """A worker has: so its identity ends, which on other hosts nobody sees. MPI tells the others."""
+        """End the identity of an ended worker: on other hosts MPI cannot detect its end. MPI informs the others."""
         self._release([self._held(host, pid)])
 
     def lost(self, host: str) -> None:
-        """All workers of a host have ended, or do not take part any more."""
+        """End the identities of a host whose workers have all ended, or no longer take part."""
         paths = (self._directory / _HELD / host).glob("*")
-        self._release([path for path in paths if path.name.isdecimal()], host)  # no half-written one
+        self._release([path for path in paths if path.name.isdecimal()], host)  # no half-written file
 
     def has_ended(self, host: str, pid: int) -> bool:
-        """Whether a worker had an identity, and has it no more: MPI has told the others that it is dead."""
+        """Return True if a worker's identity has ended: MPI has informed the others that it is dead."""
         path = self._held(host, pid)
         return path.with_suffix(RELEASED).exists() and not path.exists()
 
+    def _discard(self) -> None:
+        pid = self._pid()
+        if pid is not None and any(str(self._directory) in _command(member) for member in session_members(pid)):
+            self.stop()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
     def stop(self) -> None:
-        """At the end of the job: mpirun, and all that it has started."""
+        """Stop mpirun with all processes that it has started, at the end of the job."""
         pid = self._pid()
         if pid is not None:
             kill_session(pid)
@@ -114,13 +125,13 @@ class Mpirun:
             self._request({"release": held, "host": host})
 
     def _request(self, what: dict[str, object]) -> None:
-        request = self._directory / REQUESTS / f"{time.monotonic_ns():020}"  # in their order, whichever driver's
+        request = self._directory / REQUESTS / f"{time.monotonic_ns():020}"  # in order of time, also across drivers
         unnamed = request.with_suffix(".new")
         unnamed.write_text(json.dumps(what))
         unnamed.rename(request)
-        if self._bell is None:  # for reading, too, and for good: what nobody has open is empty
+        if self._bell is None:  # open for reading, too, and kept open: a FIFO that nobody has open loses its data
             self._bell = os.open(self._directory / BELL, os.O_RDWR | os.O_NONBLOCK)
-        with suppress(BlockingIOError):  # it has been rung often enough
+        with suppress(BlockingIOError):  # the FIFO is full, so enough bytes wait
             os.write(self._bell, b"\0")
 
     def _held(self, host: str, pid: int) -> Path:
@@ -147,6 +158,7 @@ class Mpirun:
                 env=mpirun_environment(str(self._directory)),
                 start_new_session=True,
             )
+        give_back_descriptors(self._process.pid)
         (self._directory / _PID_FILE).write_text(str(self._process.pid))
 
     def _lives(self) -> bool:
@@ -160,3 +172,10 @@ class Mpirun:
             return int((self._directory / _PID_FILE).read_text())
         except (FileNotFoundError, ValueError):
             return None
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,70 +1,86 @@
-"""What a person and a program see of a job: a plain line per event, the event file, and the end."""
+"""Report of a job: log lines for people, the event file for programs, and the summary at the end."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from elasticstate.config import Options
+from elasticstate.core.losses import NAMES, Losses
 from elasticstate.core.types import RootCause, WorkerId
 from elasticstate.errors import OptionError
-from elasticstate.failures import WorkerFailure, how_it_ended
+from elasticstate.exit_status import status_of
+from elasticstate.failures import WorkerFailure
+from elasticstate.terminal import message
+from elasticstate.writing import Writer
 
 Fields = dict[str, Any]
 
-_MOST_FAILURES = 1000  # that are kept
+_MOST_FAILURES = 1000  # limit of the failures that are kept
+_MOST_EVENTS_BYTES = 16 << 20  # limit of the events that are kept while the event file cannot be written
 
 
 def number_of(count: int, what: str) -> str:
-    """``1 worker``, ``3 workers``."""
+    """Return ``1 worker``, ``3 workers``."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def _seat(worker: str) -> str:
+def _slot_name(worker: str) -> str:
     return worker.partition("#")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the job ended."""
+    """Outcome of the job."""
 
     status: int
-    word: str  # succeeded, failed, or what made it stop
+    word: str  # succeeded, failed, or what stopped the job
     root_cause: RootCause | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Totals of a job, as far as its driver has seen it."""
+
+    generations: int
+    losses: Losses
+    goodput: float | None  # None: no tick was completed
+
+
 class Report:
-    """Call ``event`` for each event, then ``summary`` once. Raises OptionError when the event file cannot be opened."""
+    """Writer of log lines and events. Call ``event`` for each event, then ``summary`` once.
+
+    Raises OptionError if the event file cannot be opened.
+    """
 
     def __init__(self, job: str, events_file: str | None, verbose: bool) -> None:
         self._job = job
         self._verbose = verbose
-        self._ends: dict[str, str] = {}  # how workers ended since the last world
+        self._ends: dict[str, str] = {}  # how workers ended, since the last world
         self._sent_away: set[str] = set()
-        self._warned: set[str] = set()  # what agents have warned of
-        self.failures: list[WorkerFailure] = []  # of workers, the first ones
-        self._world = ""  # the line of a world in which training has not resumed yet
+        self._warned: set[str] = set()  # warnings of agents that were logged
+        self.failures: list[WorkerFailure] = []  # the first failures of workers
+        self._world = ""  # log line of a world in which training has not resumed yet
         self._reason = ""
-        self._is_behind = False  # there are events that could not be written
-        try:
-            self._file: IO[str] | None = open(events_file, "a", encoding="utf-8") if events_file else None  # noqa: SIM115
-        except OSError as error:
-            raise OptionError(f"--events-file: {events_file!r}: takes a path to write to ({error.strerror})") from None
+        self._terminal = Writer(2)
+        self._events: Writer | None = None
+        self.writers = {"stderr": [self._terminal]}
+        if events_file:
+            self._events = _open_events(events_file)
+            self.writers[f"--events-file {events_file}"] = [self._events]
         self._lines: dict[str, Callable[[Fields], str]] = {
             "job_started": lambda f: f"job {self._job}: {_size(f)}",
             "host_added": lambda f: f"host {f['host']}: {number_of(f['slots'], 'slot')}",
             "host_removed": lambda f: f"host {f['host']} was taken away",
-            "host_leaving": lambda f: f"host {f['host']} is to be left: {f['reason']}",
+            "host_draining": lambda f: f"host {f['host']} is to be left: {f['reason']}",
             "host_cooldown": lambda f: f"host {f['host']} is left alone for {f['seconds']:.1f} s: {f['reason']}",
             "agent_lost": lambda f: f"lost host {f['host']}: its agent {f['reason']}",
             "worker_exited": self._worker_exited,
-            "worker_unresponsive": lambda f: f"{_seat(f['worker'])} does not respond: {f['reason']}",
+            "worker_unresponsive": lambda f: f"{_slot_name(f['worker'])} does not respond: {f['reason']}",
             "waiting": lambda f: f"waits for {f['for']}: {f['who']}",
             "driver_restarted": _driver_restarted,
             "warning": lambda f: f"warning: {f['text']}",
@@ -81,16 +97,16 @@ class Report:
             self.say("OMP_NUM_THREADS=1 for each worker, as several share this machine; set it to choose")
 
     def warn_once(self, host: str, text: str, generation: int) -> None:
-        """The same trouble on a thousand hosts is one trouble."""
+        """Log a warning of an agent. The same warning on a thousand hosts is logged once."""
         if text not in self._warned:
             self._warned.add(text)
             text = f"host {host}: {text} (if it is the same on other hosts, that is not said again)"
             self.event("warning", {"generation": generation, "text": text})
 
     def event(self, name: str, fields: Fields, at: float | None = None) -> None:
-        """Write the event to the file, and say it if a person wants to know.
+        """Write an event to the event file, and a log line if the event has one.
 
-        ``at``: when it was, by the monotonic clock; None: now.
+        ``at``: time of the event on the monotonic clock; None: now.
         """
         ago_s = 0.0 if at is None else time.monotonic() - at
         self._write({"time": round(time.time() - ago_s, 6), "event": name, "job": self._job, **fields})
@@ -102,24 +118,21 @@ class Report:
             self.say(" ".join([name, *(f"{key}={value}" for key, value in fields.items())]))
 
     def reason(self, reason: str) -> None:
-        """Why the core did what it did, or waits; said when it changes, and somebody wants to know."""
+        """Log why the core acts or waits: only with ``--verbose``, and only when the reason changes."""
         if self._verbose and reason and reason != self._reason:
             self._reason = reason
             self.say(f"because {reason}")
 
     def sent_away(self, worker: WorkerId) -> None:
-        """The worker has been told to go: its end, whatever it looks like, is no news."""
+        """Expect the end of a worker that was asked to leave: however it ends, its end is no failure."""
         self._sent_away.add(str(worker))
 
     def say(self, text: str) -> None:
-        try:
-            sys.stderr.write(f"elasticrun: {text}\n")
-            sys.stderr.flush()
-        except OSError:
-            pass  # the terminal is gone: the job goes on
+        """Write a log line, now or as soon as the terminal takes it."""
+        self._terminal.put(message("elasticrun", text).encode(errors="replace"))
 
     def _worker_exited(self, f: Fields) -> str:
-        how = self._ends[f["worker"]] = how_it_ended(f["exit_code"], f["signal"])
+        how = self._ends[f["worker"]] = status_of(f["exit_code"], f["signal"])
         expected = f["exit_code"] == 0 or f["worker"] in self._sent_away
         self._sent_away.discard(f["worker"])
         if not expected and len(self.failures) < _MOST_FAILURES:
@@ -127,17 +140,17 @@ class Report:
         if expected and not self._verbose:
             return ""
         rank = f" (rank {f['rank']})" if f["rank"] is not None else ""
-        return f"{_seat(f['worker'])}{rank} ended: {how}"
+        return f"{_slot_name(f['worker'])}{rank} ended: {how}"
 
     def _world_formed(self, f: Fields) -> str:
         unsaid, self._world = self._world, ""
         first = f["generation"] <= 1
         text = f"generation {f['generation']}: {number_of(f['size'], 'worker')} on {number_of(f['hosts'], 'host')}"
         if not first:
-            lost = [f"{_seat(w)} ({self._ends[w]})" for w in f["left"] if w in self._ends]
-            left = [_seat(w) for w in f["left"] if w not in self._ends]
-            changes = (("lost", lost), ("without", left), ("with", [_seat(w) for w in f["joined"]]))
-            text += "".join(f"; {what} {_few(who)}" for what, who in changes if who)
+            lost = [f"{_slot_name(w)} ({self._ends[w]})" for w in f["left"] if w in self._ends]
+            left = [_slot_name(w) for w in f["left"] if w not in self._ends]
+            changes = (("lost", lost), ("without", left), ("with", [_slot_name(w) for w in f["joined"]]))
+            text += "".join(f"; {what} {few(who)}" for what, who in changes if who)
         self._ends.clear()
         if first:
             return text
@@ -145,52 +158,66 @@ class Report:
         return unsaid
 
     def _training_resumed(self, f: Fields) -> str:
-        text, self._world = self._world, ""
-        again = f", {number_of(f['ticks_lost'], 'tick')} to do again" if f["ticks_lost"] else ""
-        return f"{text}; back in {f['downtime_s']:.2f} s, 0 commits lost{again}"
+        text, self._world = self._world or f"generation {f['generation']}", ""
+        return f"{text}; back in {_losses(f)}"
 
     # ------------------------------------------------------------------------------------------------------ the end
 
-    def summary(self, fields: Fields, word: str, wall_s: float) -> None:
-        """The event job_finished, and the same for a person. ``word``: how it ended."""
+    def summary(self, totals: Totals, outcome: Outcome, wall_s: float, driver: int = 1) -> None:
+        """Write the event job_finished, and the summary to the log.
+
+        ``driver``: number of this driver. The totals cover only the time of this driver.
+        """
         if self._world:
             self.say(self._world)
+        generations, goodput = totals.generations, totals.goodput
+        fields: Fields = {
+            "generation": generations,
+            "status": "failed" if outcome.status else "succeeded",
+            "generations": generations,
+            "driver": driver,
+            **totals.losses.fields(),
+            "goodput": None if goodput is None else round(goodput, 4),
+        }
         self.event("job_finished", fields)
-        text = f"job {self._job} {word} after {wall_s:.1f} s"
-        if fields["generations"]:
-            text += f": {number_of(fields['generations'], 'generation')}, downtime {fields['downtime_s']:.2f} s"
-        if fields["goodput"] is not None:
-            text += f", goodput {fields['goodput']:.1%}"
+        text = f"job {self._job} {outcome.word} after {wall_s:.1f} s"
+        if generations:
+            text += f" of driver {driver}, which has seen" if driver > 1 else ""
+            text += f": {number_of(generations, 'generation')}, downtime {_losses(fields)}"
+        if goodput is not None:
+            text += f", goodput {goodput:.1%}"
         self.say(text)
 
     def root_cause(self, cause: RootCause) -> None:
-        """The last words on a job that failed."""
+        """Log the root cause of a job that failed."""
         failure = failure_of(cause)
         self.say(f"root cause: {failure.reason}")
         for line in failure.details():
             self.say(f"  {line}")
 
-    def close(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
+    async def close(self, timeout_s: float) -> None:
+        """Wait until all is written; at most ``timeout_s`` for each output that is blocked."""
+        for writers in self.writers.values():
+            for writer in writers:
+                writer.close()
+                await writer.flushed(timeout_s)
 
     def _write(self, line: Fields) -> None:
-        """A disk that is full must not end a job: what could not be written is written when there is room."""
-        if self._file is None:
-            return
-        try:
-            self._file.write(json.dumps(line, default=str) + "\n")
-            self._file.flush()
-        except OSError as error:
-            if not self._is_behind:
-                self._is_behind = True
-                self.say(f"warning: --events-file: {self._file.name!r}: {error.strerror}: the job goes on without it")
+        if self._events is not None:
+            self._events.put(json.dumps(line, default=str).encode() + b"\n")
+
+
+def _open_events(path: str) -> Writer:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise OptionError(f"--events-file: {path!r}: takes a path to write to ({error.strerror})") from None
+    return Writer(lambda: fd, _MOST_EVENTS_BYTES)
 
 
 def failure_of(cause: RootCause) -> WorkerFailure:
-    """The same, as ``launch()`` tells it."""
-    host, slot = cause.worker.seat if cause.worker is not None else (None, None)
+    """Convert a root cause to the failure that ``launch()`` reports."""
+    host, slot = cause.worker.slot_id if cause.worker is not None else (None, None)
     return WorkerFailure(
         cause.reason,
         host,
@@ -210,18 +237,29 @@ def _size(f: Fields) -> str:
     return f"{number_of(f['np'], 'worker')}{few}"
 
 
+def _losses(f: Fields) -> str:
+    """Return ``0.09 s, 0 commits lost, 2 ticks redone``. A lower bound begins with ``at least``."""
+    seconds, commits, ticks = (f"{'at least ' if name in f['lower_bounds'] else ''}" for name in NAMES)
+    seconds += "unknown (no ticks)" if f["downtime_s"] is None else f"{f['downtime_s']:.2f} s"
+    commits += f"{number_of(f['commits_lost'], 'commit')} lost"
+    ticks += f"{number_of(f['ticks_lost'], 'tick')} redone"
+    is_redone = f["ticks_lost"] or "ticks_lost" in f["lower_bounds"]
+    return ", ".join([seconds, commits, *([ticks] if is_redone else [])])
+
+
 def _failure(f: Fields, how: str) -> WorkerFailure:
-    reason = f"{_seat(f['worker'])} ended: {how}"
+    reason = f"{_slot_name(f['worker'])} ended: {how}"
     places = (f["host"], f["slot"], f["rank"], f["generation"])
     return WorkerFailure(reason, *places, f["exit_code"], f["signal"], f["error"], f["time_ns"])
 
 
 def _driver_restarted(f: Fields) -> str:
-    lost = f"; lost: {_few(f['lost'])}" if f["lost"] else ""
-    back = _few(f["back"]) or "nobody"
+    lost = f"; lost: {few(f['lost'])}" if f["lost"] else ""
+    back = few(f["back"]) or "nobody"
     return f"driver {f['epoch']} has taken over in generation {f['generation']}: in touch with {back}{lost}"
 
 
-def _few(names: Iterable[str]) -> str:
+def few(names: Iterable[str]) -> str:
+    """Return the first eight names, and how many more there are."""
     names = list(names)
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

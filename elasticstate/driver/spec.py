@@ -1,4 +1,4 @@
-"""What agents are told to run, and what the workers of a world are told of it."""
+"""Messages made from the options: what agents run, and what the workers of a world receive."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from elasticstate.net import messages
 from elasticstate.net.runs import as_runs
 
 CALL_FILE = "call"
-"""In the directory of ``launch()``: the function with its arguments, as worker/call.py reads it."""
+"""File in the directory of ``launch()``: the function with its arguments, as worker/call.py reads it."""
 
 
 def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.JobSpec:
-    """The first message to each agent."""
+    """Return the first message to each agent."""
     return messages.JobSpec(
         job=job,
         job_id=job_id,
@@ -38,7 +38,7 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
             options.only_ranks,
         ),
         environment=tuple(environment_of_workers(options)),
-        preemption=messages.Preemption(
+        preemption=messages.PreemptionOptions(
             options.preemption_signals,
             options.preemption_command,
             options.preemption_interval_s,
@@ -50,34 +50,37 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
 
 
 def function_to_call(options: Options) -> bytes:
-    """What ``launch()`` has written down for its workers; nothing if they run a command."""
+    """Return the function that ``launch()`` has written for its workers; empty if they run a command."""
     path = Path(options.call_directory or "", CALL_FILE)
     return path.read_bytes() if options.call_directory is not None and path.exists() else b""
 
 
 def environment_of_workers(options: Options) -> Iterator[tuple[str, str]]:
-    """What all workers are given."""
+    """Yield the environment variables of all workers."""
     if one_thread_each(options):
         yield "OMP_NUM_THREADS", "1"
     yield COMMIT_DEVICE_MEMORY, str(options.commit_device_memory)
-    if options.backend == "mpi":  # a script that imports mpi4py does not start MPI by that
+    if options.backend == "mpi":  # a script that imports mpi4py must not start MPI by the import
         yield "MPI4PY_RC_INITIALIZE", "0"
         yield "MPI4PY_RC_FINALIZE", "0"
 
 
 def one_thread_each(options: Options) -> bool:
-    """Whether each worker gets one thread: several on one machine would fight over its cores (as torchrun does)."""
+    """Return True if each worker gets one thread, as with torchrun: several workers would compete for the cores."""
     return options.max_np != 1 and "OMP_NUM_THREADS" not in inherited_environment()
 
 
 def spare_garbage_collection(workers: int) -> None:
-    """The driver of a thousand hosts keeps a million objects: with Python's own thresholds (700, 10, 10) it would look
-    for cycles among all of them in each regroup, 0.1 s at a time. A small one is not to keep its garbage for long."""
+    """Raise the threshold of the garbage collector for many workers.
+
+    The driver of a thousand hosts keeps a million objects. With Python's own thresholds (700, 10, 10) it would search
+    all of them for cycles in each regroup, for 0.1 s at a time. With few workers garbage is not kept for long.
+    """
     gc.set_threshold(max(700, 10 * workers), 10, 10)
 
 
 def world_messages(job: str, world: t.World, options: Options) -> Iterator[tuple[str, messages.WorldsOnHost]]:
-    """By host: what its members are told of a new world."""
+    """Yield, by host, the message with the worlds of its members."""
     lacking = as_runs(world.lacking)
     for host, members in groupby(world.members, key=lambda placement: placement.worker.host):
         yield (

@@ -1,18 +1,28 @@
-"""The answer of ``elasticrun status``: the world, who is missing, why the job waits, since when."""
+"""The answer to ``elasticrun status``: the world, its missing workers, why the job waits, and since when."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from elasticstate.core.diagnostics import failed_times, left_alone
 from elasticstate.core.membership import Membership, waiting_for
-from elasticstate.core.missing import failed_times, left_alone
 from elasticstate.core.records import Over, Slot, Worker
 from elasticstate.driver.report import number_of
 
 
-def status_text(job: str, m: Membership, reason: str, now: float) -> str:
-    """Lines of plain text. ``now`` is of the clock that ``step`` is given."""
-    return "\n".join(_lines(job, m, reason, now)) + "\n"
+def status_text(job: str, m: Membership, reason: str, now: float, outputs: Iterable[str] = ()) -> str:
+    """Return the status as lines of plain text.
+
+    ``now`` is a time of the clock that ``step`` uses. ``outputs``: the outputs that cannot be written.
+    """
+    return "\n".join([*_lines(job, m, reason, now), *_outputs(outputs)]) + "\n"
+
+
+def _outputs(lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines):
+        if number == 0:
+            yield "output that is not written:"
+        yield f"  {line}"
 
 
 def _lines(job: str, m: Membership, reason: str, now: float) -> Iterator[str]:
@@ -27,13 +37,13 @@ def _lines(job: str, m: Membership, reason: str, now: float) -> Iterator[str]:
         yield f"  rank {worker.rank}  {worker.id}  {_doing(worker, now)}"
     seated = {worker.id for worker in members}
     others = [worker for worker in m.workers.values() if worker.id not in seated]
-    empty = [(seat, slot) for seat, slot in m.slots.items() if slot.worker is None]
+    empty = [(slot_id, slot) for slot_id, slot in m.slots.items() if slot.worker is None]
     if others or empty:
         yield "not in the world:"
     for worker in others:
         yield f"  {worker.id}  {_doing(worker, now)}"
-    for seat, slot in empty:
-        yield f"  {seat}  {_why_empty(slot, now)}"
+    for slot_id, slot in empty:
+        yield f"  {slot_id}  {_why_empty(slot, now)}"
     cooling = list(left_alone(m, now))
     if cooling:
         yield "left alone:"
@@ -47,8 +57,8 @@ def _lines(job: str, m: Membership, reason: str, now: float) -> Iterator[str]:
 
 
 def _doing(worker: Worker, now: float) -> str:
-    if worker.leaving:
-        return f"leaves: {worker.leaving}"
+    if worker.draining:
+        return f"leaves: {worker.draining}"
     if worker.ready is not None:
         return f"ready for {now - worker.ready_at:.1f} s"
     if worker.booting:

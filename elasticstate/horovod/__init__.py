@@ -1,7 +1,8 @@
-"""Horovod's API for PyTorch over elasticstate: ``import elasticstate.horovod as hvd``, and start it with elasticrun.
+"""Horovod's API for PyTorch over elasticstate: ``import elasticstate.horovod as hvd``. elasticrun starts the script.
 
-Nothing is implemented twice: worlds, states and commits are elasticstate's, collectives are torch.distributed's.
-Collectives are matched by the order of the calls, the same on all ranks, not by name. MIGRATION.md has the tables.
+The package duplicates nothing: worlds, states and commits are elasticstate's, collectives are torch.distributed's.
+Collectives are matched by the order of the calls, not by name. All ranks compare their calls, and raise the same error
+if the calls differ. MIGRATION.md has the tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Horovod has and this package has not: each says what to do instead."""
+"""Functions of Horovod that this package does not have. Their errors name the alternative."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from elasticstate.horovod.world import refuse_process_set
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
-    """Raises UsageError: torch.profiler has it all."""
+    """Raise UsageError: use torch.profiler."""
     raise UsageError("start_timeline() is not there: use torch.profiler.profile(), and export_chrome_trace() of it")
 
 
 def stop_timeline() -> NoReturn:
-    """Raises UsageError, as ``start_timeline`` does."""
+    """Raise UsageError, like ``start_timeline``."""
     raise UsageError("stop_timeline() is not there: use torch.profiler.profile()")
 
 
 class ProcessSet:
-    """Raises UsageError when it is made."""
+    """A class whose constructor raises UsageError."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_process_set(self)
 
 
 def add_process_set(process_set: object) -> NoReturn:
-    """Raises UsageError: ``torch.distributed.new_group`` does it."""
+    """Raise UsageError: use ``torch.distributed.new_group``."""
     refuse_process_set(process_set if process_set is not None else ())
     raise AssertionError("refused")

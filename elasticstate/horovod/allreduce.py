@@ -1,6 +1,6 @@
-"""allreduce: one tensor out of those of all ranks.
+"""Allreduce: reduce the tensors of all ranks to one.
 
-Tensors of several calls are matched by the order of the calls, the same on all ranks; names are for Horovod's sake.
+Calls are matched by their order, which is the same on all ranks. Names must be equal too, but do not match calls.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.errors import UsageError
-from elasticstate.horovod import headers, world
+from elasticstate.horovod import calls, headers, world
+from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.handles import Handle
-from elasticstate.horovod.headers import Kind
-from elasticstate.horovod.reduction import Op, chosen, divide, of_torch, scale
+from elasticstate.horovod.reduction import DTYPES, OPS, Op, chosen, of_torch, scale
 
 
 def allreduce(
@@ -29,16 +29,21 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: object = None,
 ) -> torch.Tensor:
-    """A new tensor: the average (or ``op``) over all ranks of ``tensor``, which has the same shape and dtype on all.
+    """Return a new tensor: the average (or ``op``) of ``tensor`` over all ranks.
 
-    Gradients flow through Average and Sum. Averages of integers are rounded down.
+    Shape and dtype are equal on all ranks. Gradients flow through Average and Sum. Averages of integers are rounded
+    towards zero.
 
     Args:
-        average: the old spelling: True is ``op=Average``, False ``op=Sum``.
-        compression: what is sent instead of the tensor.
-        prescale_factor, postscale_factor: multiply before and after.
+        average: older spelling: True is ``op=Average``, False is ``op=Sum``.
+        name: equal on all ranks; shown in errors.
+        compression: compressor for the tensor that is sent.
+        op: Average (default), Sum, Min, Max or Product.
+        prescale_factor, postscale_factor: factors before and after the reduction.
+        process_set: must be None.
 
-    Raises UsageError for arguments that cannot be; what torch raises when a peer is gone.
+    Raises UsageError, on all ranks, if their tensors or arguments differ or are invalid, and torch's error if a peer
+    dies.
     """
     world.refuse_process_set(process_set)
     op = chosen(average, op)
@@ -46,10 +51,10 @@ def allreduce(
         if op not in (Op.AVERAGE, Op.SUM):
             raise UsageError(f"no gradient flows through op={op.value}: detach() the tensor, or use Average or Sum")
         reduced: torch.Tensor = cast(Any, _Differentiable).apply(
-            tensor, op, prescale_factor, postscale_factor, compression
+            tensor, name, op, prescale_factor, postscale_factor, compression
         )
         return reduced
-    return _start(tensor, False, op, prescale_factor, postscale_factor, compression).wait()
+    return _start(tensor, name, False, op, prescale_factor, postscale_factor, compression).wait()
 
 
 def allreduce_async(
@@ -61,9 +66,13 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: object = None,
 ) -> Handle:
-    """Start ``allreduce``; ``synchronize()`` gives the new tensor. No gradient flows through it."""
+    """Start ``allreduce``. ``synchronize()`` returns the new tensor. No gradient flows through it.
+
+    Like all asynchronous calls, it first compares the calls of all ranks, so it returns after all ranks have made the
+    call.
+    """
     world.refuse_process_set(process_set)
-    return _start(tensor, False, chosen(average, op), prescale_factor, postscale_factor)
+    return _start(tensor, name, False, chosen(average, op), prescale_factor, postscale_factor)
 
 
 def allreduce_(
@@ -75,7 +84,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: object = None,
 ) -> torch.Tensor:
-    """``allreduce`` in place; returns ``tensor``."""
+    """Run ``allreduce`` in place, and return ``tensor``."""
     return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
 
 
@@ -88,9 +97,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: object = None,
 ) -> Handle:
-    """Start ``allreduce_``; ``tensor`` is to be left alone until ``synchronize()`` gives it back."""
+    """Start ``allreduce_``. Do not use ``tensor`` until ``synchronize()`` returns it."""
     world.refuse_process_set(process_set)
-    return _start(tensor, True, chosen(average, op), prescale_factor, postscale_factor)
+    return _start(tensor, name, True, chosen(average, op), prescale_factor, postscale_factor)
 
 
 def grouped_allreduce(
@@ -103,30 +112,31 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: object = None,
 ) -> list[torch.Tensor]:
-    """``allreduce`` of several tensors at once: new ones, in the same order."""
+    """Run ``allreduce`` on several tensors at once. Return new tensors in the same order."""
     world.refuse_process_set(process_set)
     op = chosen(average, op)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         factors = prescale_factor, postscale_factor
-        return [allreduce(tensor, None, None, compression, op, *factors) for tensor in tensors]
-    handles = [_start(tensor, False, op, prescale_factor, postscale_factor, compression) for tensor in tensors]
+        return [allreduce(tensor, None, name, compression, op, *factors) for tensor in tensors]
+    handles = [_start(tensor, name, False, op, prescale_factor, postscale_factor, compression) for tensor in tensors]
     return [handle.wait() for handle in handles]
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, *how: Any) -> torch.Tensor:
         ctx.how = how
-        return _start(tensor, False, *how).wait()
+        return _start(tensor, name, False, *how).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Each rank's tensor is in each rank's output: the gradient is reduced like the tensor."""
-        return _start(gradients[0], False, *ctx.how).wait(), None, None, None, None
+        """Reduce the gradient like the tensor, because each rank's tensor is in each rank's output."""
+        return _start(gradients[0], None, False, *ctx.how).wait(), None, None, None, None, None
 
 
 def _start(
     tensor: torch.Tensor,
+    name: str | None,
     in_place: bool,
     op: Op,
     prescale: float,
@@ -138,18 +148,16 @@ def _start(
     ranks = dist.get_world_size()
     with torch.no_grad():
         sent, context = compression.compress(tensor.detach())
+        headers.agree(_call(sent, name, op, prescale, postscale))
         sent = sent.contiguous()
         if not in_place and sent.data_ptr() == tensor.data_ptr():
             sent = sent.clone()
         scale(sent, prescale)
-    headers.send(Kind.ALLREDUCE, headers.OPS.index(op), sent.numel(), headers.DTYPES.index(sent.dtype))
     work = dist.all_reduce(sent, of_world, async_op=True)
 
     def finish() -> torch.Tensor:
         output = compression.decompress(sent, context)
-        if op is Op.AVERAGE:
-            divide(output, ranks)
-        scale(output, postscale)
+        scale(output, postscale, ranks if op is Op.AVERAGE else 1)
         if not in_place:
             return output
         if output.data_ptr() != tensor.data_ptr():
@@ -157,3 +165,15 @@ def _start(
         return tensor
 
     return Handle([work], finish, generation)
+
+
+def _call(sent: torch.Tensor, name: str | None, op: Op, prescale: float, postscale: float) -> Call:
+    factors = {"prescale_factor": prescale, "postscale_factor": postscale}
+    unusual = {key: factor for key, factor in factors.items() if factor != 1.0}
+    lines = (f"{calls.signature('allreduce', name, op=op.value, **unusual)} of {calls.form(sent)}",)
+    wrong = calls.refusal(sent)
+    if sent.dtype not in DTYPES:
+        wrong = f"the dtype must be one of {', '.join(map(calls.name, DTYPES))}"
+    if wrong:
+        return Call(CallKind.ALLREDUCE, lines, wrong=wrong)
+    return Call(CallKind.ALLREDUCE, lines, (OPS.index(op), sent.numel(), DTYPES.index(sent.dtype)))

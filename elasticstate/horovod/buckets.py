@@ -1,7 +1,7 @@
-"""Gradients that travel together: many small collectives would cost more than few large ones.
+"""Buckets: gradients that are sent together, because many small collectives cost more than few large ones.
 
 The plan is that of DistributedDataParallel: parameters in reverse order, as backward reaches them; a small first
-bucket, so that the network has something to do soon; the others large.
+bucket, so that communication starts early; then large buckets.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ FIRST_BYTES, BYTES = 1 << 20, 25 << 20
 
 
 def plan(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Share out parameters into buckets of one dtype and device each, in the order in which they are reduced."""
+    """Divide parameters into buckets of one dtype and device each, in the order in which they are reduced."""
     full: list[list[torch.Tensor]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    room: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes
+    remaining_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in reversed(parameters):
         kind = parameter.dtype, parameter.device
         filling.setdefault(kind, []).append(parameter)
-        room[kind] = room.get(kind, FIRST_BYTES) - parameter.nbytes
-        if room[kind] <= 0:
-            room[kind] = BYTES
+        remaining_bytes[kind] = remaining_bytes.get(kind, FIRST_BYTES) - parameter.nbytes
+        if remaining_bytes[kind] <= 0:
+            remaining_bytes[kind] = BYTES
             full.append(filling.pop(kind))
     return full + list(filling.values())
 
 
 class Bucket:
-    """Parameters whose gradients are copied into one tensor, which is summed up over all ranks."""
+    """Parameters whose gradients are copied into one tensor, which is summed over all ranks."""
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         self.parameters = parameters
@@ -47,17 +47,17 @@ class Bucket:
         self._work: Any = None
 
     def reset(self) -> None:
-        """Nothing has come yet."""
+        """Forget all gradients of the last step."""
         self.missing = len(self.parameters)
         self._sent = self._context = self._work = None
 
     def drop(self) -> None:
-        """The same, while what was started may still be writing into the tensor."""
+        """Reset, and also replace the tensor, because a running collective may still write into it."""
         self.reset()
         self._flat = None
 
     def launch(self, factor: float, compression: type[Compressor]) -> None:
-        """Start to sum up. What has no gradient counts as zeros."""
+        """Start the sum. Parameters without a gradient count as zeros."""
         flat = self._buffer()
         given = [(view, p.grad) for view, p in zip(self._views, self.parameters, strict=True) if p.grad is not None]
         with torch.no_grad():
@@ -70,7 +70,7 @@ class Bucket:
         self._start()
 
     def launch_nothing(self, compression: type[Compressor]) -> None:
-        """The same with zeros, for a rank that has joined."""
+        """Start the sum with zeros, on a rank that has joined."""
         self._sent, self._context = compression.compress(self._buffer().zero_())
         self._start()
 
@@ -79,11 +79,11 @@ class Bucket:
         self._work = dist.all_reduce(self._sent, group=world.lane(), async_op=True)
 
     def wait(self) -> None:
-        """Raises what the collective has raised."""
+        """Wait for the sum. Raises the collective's error."""
         self._work.wait()
 
     def finish(self, factor: float, compression: type[Compressor]) -> None:
-        """Wait for the sum, and make it the gradients. Raises what the collective has raised."""
+        """Wait for the sum, and copy it to the gradients. Raises the collective's error."""
         self.wait()
         assert self._sent is not None, "it was started"
         with torch.no_grad():
@@ -101,7 +101,7 @@ class Bucket:
                 torch._foreach_copy_([gradient for gradient, _ in given], [view for _, view in given])
 
     def _buffer(self) -> torch.Tensor:
-        """One tensor for all, with a view for each. Made anew after a model has been moved or cast."""
+        """Return one tensor for all gradients, with a view for each. Made again after a model was moved or cast."""
         like, flat = self.parameters[0], self._flat
         if flat is None or flat.device != like.device or flat.dtype != like.dtype:
             self._flat = flat = torch.empty(

@@ -1,4 +1,4 @@
-"""How tensors are made smaller on their way. One's own: any class with these two static methods."""
+"""Compression of tensors for a collective. A compressor is any class with the two static methods of ``Compressor``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Compressor(Protocol):
-    """``compress`` gives the tensor to send, same shape, and what ``decompress`` wants to know."""
+    """``compress`` returns the tensor to send, with the same shape, and a context for ``decompress``."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]: ...
@@ -38,7 +38,7 @@ class _Half:
 
 
 class Compression:
-    """Those that are there. The sum is made of what is sent; the division of an average comes after decompression."""
+    """The available compressors. Ranks sum the compressed tensors. The division of an average follows decompression."""
 
     none: type[Compressor] = _Unchanged
     fp16: type[Compressor] = _Half

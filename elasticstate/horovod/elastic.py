@@ -15,7 +15,7 @@ from elasticstate.horovod.reducer import drop_all
 from elasticstate.state import sampler as plain
 from elasticstate.state.base import State as PlainState
 from elasticstate.state.objects import ObjectState as PlainObjectState
-from elasticstate.state.order import Order, world_rank, world_size
+from elasticstate.state.order import Order, world_generation, world_rank, world_size
 from elasticstate.state.torch import TorchState as PlainTorchState
 from elasticstate.worker import run as worker
 
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 def run(function: Callable[P, R]) -> Callable[P, R]:
-    """Make ``function(state, ...)`` elastic: see ``elasticstate.run``."""
+    """Make ``function(state, ...)`` elastic. See ``elasticstate.run``."""
 
     @functools.wraps(function)
     def in_one_world(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -45,7 +45,7 @@ def run(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class State(PlainState):
-    """For a kind of state of your own: see ``elasticstate.State``."""
+    """Base class for a state of your own. See ``elasticstate.State``."""
 
     def check_host_updates(self) -> None:
         headers.tick_comes()
@@ -53,14 +53,14 @@ class State(PlainState):
 
 
 class ObjectState(State, PlainObjectState):
-    """Plain values: see ``elasticstate.ObjectState``. The first two arguments are there for old scripts."""
+    """State of plain values. See ``elasticstate.ObjectState``. The first two arguments exist for old scripts only."""
 
     def __init__(self, bcast_object: object = None, get_rank: object = None, **values: Any) -> None:
         super().__init__(**values)
 
 
 class TorchState(State, PlainTorchState):
-    """Model, optimizer and whatever else: see ``elasticstate.TorchState``."""
+    """State of model, optimizer and other values. See ``elasticstate.TorchState``."""
 
     def __init__(
         self,
@@ -73,27 +73,40 @@ class TorchState(State, PlainTorchState):
 
 
 class ElasticSampler(Sampler[int]):
-    """Samples what is left of an epoch, over all ranks of the present world: equally many on each.
+    """Sampler of the rest of an epoch over all ranks of the present world, with equally many indices on each.
 
-    What was recorded before a commit is not sampled again in the same epoch, also in another world. If the rest cannot
-    be shared out evenly, some ranks get one sample that others have, too. All that is kept is how much the world has
-    consumed, so record each batch, in the order in which they come.
+    ``len()`` and ``iter()`` stay the same until a reset, so scripts can compute learning rates and progress from them.
+    A second pass without ``set_epoch()`` repeats the first. A reset divides the samples that are not recorded yet among
+    the ranks. A new epoch, a new world, a restored state, and ``reset()`` cause a reset.
+
+    If the rest cannot be divided evenly, some ranks get one sample that other ranks also have. The state contains only
+    the number of samples that the world has consumed. So record each batch, in the order of iteration.
 
     Args:
-        dataset: anything with a length.
-        shuffle: in an order drawn from seed and epoch.
+        dataset: any object with a length.
+        shuffle: use an order drawn from seed and epoch; otherwise from first to last.
         seed: 0 to 2**64 - 1.
+
+    Raises UsageError for an invalid seed.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self._plain = plain.ElasticSampler(dataset, shuffle=shuffle, seed=seed, rank=_rank, size=_size)
+        self._plain, self._at_reset = (
+            plain.ElasticSampler(dataset, shuffle=shuffle, seed=seed, rank=_rank, size=_size) for _ in range(2)
+        )
+        self._reset_in = 0  # the generation of the last reset
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``. Nothing happens if the sampler is in it already."""
-        self._plain.set_epoch(epoch)
+        """Begin ``epoch``. Do nothing if it is the present epoch already."""
+        if epoch != self.epoch:
+            self._plain.set_epoch(epoch)
+            self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count a batch as consumed, of ``batch_size`` samples on *each* rank. ``batch_idx`` is not looked at."""
+        """Count a batch of ``batch_size`` samples on *each* rank as consumed. ``batch_idx`` is ignored.
+
+        Raises UsageError if ``batch_size`` is negative.
+        """
         self._plain.record_batch(batch_size * _size())
 
     def record_indices(self, indices: list[int]) -> None:
@@ -101,13 +114,17 @@ class ElasticSampler(Sampler[int]):
 
         Raises UsageError if they are not the next ones of this rank.
         """
-        wanted = [self._sample(self._plain.consumed, i) for i in range(len(indices) if self._remaining else 0)]
+        share = self._share()
+        recorded = -(-(self._plain.consumed - share.consumed) // _size())
+        wanted = [self._sample(recorded + i) for i in range(len(indices) if len(self) else 0)]
         if sorted(wanted) != sorted(int(i) for i in indices):
             raise UsageError("record_indices: these are not the next samples of this rank: record all, in their order")
         self._plain.record_batch(len(indices) * _size())
 
     def reset(self) -> None:
-        """Nothing to do: each ``iter()`` shares out the rest over the world of that moment."""
+        """Divide the samples that are not recorded among the ranks of the present world. Automatic in a new world."""
+        self._at_reset.load_state_dict(self._plain.state_dict())
+        self._reset_in = world_generation()
 
     @property
     def epoch(self) -> int:
@@ -115,7 +132,7 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def processed_indices(self) -> set[int]:
-        """Raises UsageError: they are not kept one by one."""
+        """Raise UsageError: the sampler does not store individual indices."""
         raise UsageError(
             "ElasticSampler keeps how many samples the world has consumed, not which: state_dict()['consumed']"
         )
@@ -125,26 +142,32 @@ class ElasticSampler(Sampler[int]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._plain.load_state_dict(state_dict)
+        self.reset()
 
     def __iter__(self) -> Iterator[int]:
-        own, padded = len(self._plain), len(self)
-        last = [self._sample(self._plain.consumed, own)] if own < padded else []
-        yield from self._plain
+        own, padded = len(self._share()), len(self)
+        last = [self._sample(own)] if own < padded else []
+        yield from self._at_reset
         yield from last
 
     def __len__(self) -> int:
-        """How many indices ``iter()`` would give now, the same on all ranks."""
-        return -(-self._remaining // _size())
+        """Return the number of indices that ``iter()`` yields, the same on all ranks. Constant until a reset."""
+        share = self._share()
+        return -(-(len(share.dataset) - share.consumed) // _size())
 
-    @property
-    def _remaining(self) -> int:
-        return len(self._plain.dataset) - self._plain.consumed
+    def _share(self) -> plain.ElasticSampler:
+        """Return the sampler as of the last reset, after a reset in a new world."""
+        _size()  # joins the world
+        if self._reset_in != world_generation():
+            self.reset()
+        return self._at_reset
 
-    def _sample(self, start: int, i: int) -> int:
-        """The one that this rank takes as its i-th behind ``start``; behind the end it goes on at ``start``."""
-        order = Order(len(self._plain.dataset), self._plain.shuffle, self._plain.seed)
-        position = start + (_rank() + i * _size()) % (len(self._plain.dataset) - start)
-        return int(order.indices(self._plain.epoch, position, 1))
+    def _sample(self, i: int) -> int:
+        """Return the i-th sample of this rank's share. After the end of all shares, the samples start again."""
+        share = self._share()
+        order = Order(len(share.dataset), share.shuffle, share.seed)
+        position = share.consumed + (_rank() + i * _size()) % (len(share.dataset) - share.consumed)
+        return int(order.indices(share.epoch, position, 1))
 
 
 def _rank() -> int:

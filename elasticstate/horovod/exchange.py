@@ -1,8 +1,7 @@
-"""Tensors and objects from rank to rank: allgather, broadcast, alltoall, barrier."""
+"""Exchange of tensors and objects between ranks: allgather, broadcast, alltoall, barrier."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -10,11 +9,10 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
-from elasticstate.errors import UsageError
-from elasticstate.horovod import headers, world
+from elasticstate.horovod import calls, headers, world
 from elasticstate.horovod.allreduce import allreduce
+from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.handles import Handle
-from elasticstate.horovod.headers import Kind
 from elasticstate.horovod.reduction import Op
 from elasticstate.state.channel import Channel
 
@@ -22,29 +20,38 @@ from elasticstate.state.channel import Channel
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: object = None) -> torch.Tensor:
-    """The tensors of all ranks, one after the other by rank: ``[sum of first dimensions, ...]``. Gradients flow.
+    """Return the tensors of all ranks, concatenated by rank: ``[sum of first dimensions, ...]``. Gradients flow.
 
-    Raises UsageError, on all ranks, if they differ in anything but their first dimension.
+    The gradient is the average over all ranks, as in Horovod. The derivative of the sum over ranks would be the sum.
+
+    Raises UsageError, on all ranks, if the tensors differ in more than their first dimension, or have no dimension.
     """
+    world.refuse_process_set(process_set)
     if torch.is_grad_enabled() and tensor.requires_grad:
-        gathered: torch.Tensor = cast(Any, _Gather).apply(tensor)
+        gathered: torch.Tensor = cast(Any, _Gather).apply(tensor, name)
         return gathered
-    return allgather_async(tensor, name, process_set).wait()
+    return _start_gather(tensor, name)[0].wait()
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: object = None) -> Handle:
-    """Start ``allgather``. The sizes are exchanged before it returns: one small collective."""
+    """Start ``allgather``. One small collective exchanges the sizes before it returns."""
     world.refuse_process_set(process_set)
+    return _start_gather(tensor, name)[0]
+
+
+def _start_gather(tensor: torch.Tensor, name: str | None) -> tuple[Handle, list[int]]:
+    """Start the gather. Also return the first dimension of each rank's tensor."""
     generation = world.ready()
-    headers.send(Kind.OTHER)
+    lines = (f"{calls.signature('allgather', name)} of {calls.form(tensor, any_length=True)}",)
+    headers.agree(Call(CallKind.OTHER, lines, wrong=calls.refusal(tensor, needs_dimension=True)))
     mine = tensor.detach().contiguous()
-    sizes = [count for (count,) in _counts(mine, "allgather", [len(mine)] if mine.dim() else [])]
+    sizes = [count for (count,) in Channel(None, 0).numbers_of_all([len(mine)])]
     output = mine.new_empty(sum(sizes), *mine.shape[1:])
     parts, most = torch.split(output, sizes), max(sizes)
     if most == 0:
-        return Handle([], lambda: output, generation)
+        return Handle([], lambda: output, generation), sizes
     if min(sizes) == most:
-        return Handle([dist.all_gather(list(parts), mine, async_op=True)], lambda: output, generation)
+        return Handle([dist.all_gather(list(parts), mine, async_op=True)], lambda: output, generation), sizes
     padded = mine.new_zeros(most, *mine.shape[1:])
     padded[: len(mine)] = mine
     rows = [torch.empty_like(padded) for _ in sizes]
@@ -54,29 +61,27 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
             part.copy_(row[: len(part)])
         return output
 
-    return Handle([dist.all_gather(rows, padded, async_op=True)], finish, generation)
+    return Handle([dist.all_gather(rows, padded, async_op=True)], finish, generation), sizes
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: object = None) -> list[Any]:
-    """The objects of all ranks, by rank. They are pickled: for ranks that trust each other."""
+    """Return the objects of all ranks, by rank. They are pickled, so all ranks must trust each other."""
     world.refuse_process_set(process_set)
     world.ready()
-    headers.send(Kind.OTHER)
+    headers.agree(Call(CallKind.OTHER, (calls.signature("allgather_object", name),)))
     return [cloudpickle.loads(message) for message in Channel(None, 0).messages_of_all(cloudpickle.dumps(obj))]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.count = len(tensor)
-        output = allgather_async(tensor).wait()
-        counts = [count for (count,) in Channel(None, 0).numbers_of_all([ctx.count])]
-        ctx.begin = sum(counts[: world.rank()])
-        return output
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+        handle, sizes = _start_gather(tensor, name)
+        ctx.begin, ctx.count = sum(sizes[: world.rank()]), len(tensor)
+        return handle.wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return allreduce(gradients[0], op=Op.SUM)[ctx.begin : ctx.begin + ctx.count]
+        return allreduce(gradients[0], op=Op.AVERAGE)[ctx.begin : ctx.begin + ctx.count], None
 
 
 # ---------------------------------------------------------------------------------------------------------- broadcast
@@ -85,12 +90,15 @@ class _Gather(torch.autograd.Function):
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
 ) -> torch.Tensor:
-    """A new tensor: the one of ``root_rank``. Same shape and dtype on all ranks. Gradients flow to the root's.
+    """Return a new tensor: that of ``root_rank``. Shape and dtype are equal on all ranks. Gradients flow to the root's.
 
-    Raises UsageError if there is no such rank.
+    The gradient is the average over all ranks, as in Horovod. The derivative of the sum over ranks would be the sum.
+
+    Raises UsageError, on all ranks, if there is no such rank, or roots, dtypes or shapes differ.
     """
+    world.refuse_process_set(process_set)
     if torch.is_grad_enabled() and tensor.requires_grad:
-        received: torch.Tensor = cast(Any, _Broadcast).apply(tensor, root_rank)
+        received: torch.Tensor = cast(Any, _Broadcast).apply(tensor, root_rank, name)
         return received
     return broadcast_async(tensor, root_rank, name, process_set).wait()
 
@@ -98,30 +106,30 @@ def broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
 ) -> Handle:
-    """Start ``broadcast``."""
+    """Start ``broadcast``. ``synchronize()`` returns the new tensor."""
     world.refuse_process_set(process_set)
-    _announce(root_rank)
+    _agree("broadcast", root_rank, name, tensor)
     return start_broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), root_rank)
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
 ) -> torch.Tensor:
-    """``broadcast`` into ``tensor``, which is returned."""
+    """Run ``broadcast`` into ``tensor``, and return ``tensor``."""
     return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
 ) -> Handle:
-    """Start ``broadcast_``; ``tensor`` is to be left alone until ``synchronize()`` gives it back."""
+    """Start ``broadcast_``. Do not use ``tensor`` until ``synchronize()`` returns it."""
     world.refuse_process_set(process_set)
-    _announce(root_rank)
+    _agree("broadcast", root_rank, name, tensor)
     return start_broadcast(tensor, root_rank)
 
 
 def start_broadcast(target: torch.Tensor, root_rank: int) -> Handle:
-    """Into ``target``; the others know that it comes."""
+    """Start a broadcast into ``target``, whose form all ranks have agreed on."""
     generation = world.ready()
     sent = target.detach().contiguous()
     work = dist.broadcast(sent, root_rank, async_op=True)
@@ -135,9 +143,14 @@ def start_broadcast(target: torch.Tensor, root_rank: int) -> Handle:
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: object = None) -> Any:
-    """The object of ``root_rank``; what others give is ignored. It is pickled: for ranks that trust each other."""
+    """Return the object of ``root_rank``. ``obj`` of other ranks is ignored.
+
+    The object is pickled, so all ranks must trust the root.
+
+    Raises UsageError, on all ranks, if there is no such rank, or roots differ.
+    """
     world.refuse_process_set(process_set)
-    _announce(root_rank)
+    _agree("broadcast_object", root_rank, name)
     channel = Channel(None, root_rank)
     if world.rank() == root_rank:
         channel.send(cloudpickle.dumps(obj))
@@ -145,24 +158,26 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
     return cloudpickle.loads(channel.receive())
 
 
-def _announce(root_rank: int) -> None:
-    """Raises UsageError if there is no such rank, or some have joined."""
+def _agree(function: str, root_rank: int, name: str | None, tensor: torch.Tensor | None = None) -> None:
     world.ready()
-    if not 0 <= root_rank < world.size():
-        raise UsageError(f"root_rank={root_rank}: the world has the ranks 0 to {world.size() - 1}")
-    headers.send(Kind.OTHER)
+    line = calls.signature(function, name, root_rank=root_rank)
+    wrong = world.refusal_of_root(root_rank)
+    if tensor is not None:
+        line += f" of {calls.form(tensor)}"
+        wrong = wrong or calls.refusal(tensor)
+    headers.agree(Call(CallKind.OTHER, (line,), wrong=wrong))
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
         ctx.root_rank = root_rank
-        return broadcast_async(tensor, root_rank).wait()
+        return broadcast_async(tensor, root_rank, name).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        gradient = allreduce(gradients[0], op=Op.SUM)
-        return (gradient if world.rank() == ctx.root_rank else torch.zeros_like(gradient)), None
+        gradient = allreduce(gradients[0], op=Op.AVERAGE)
+        return (gradient if world.rank() == ctx.root_rank else torch.zeros_like(gradient)), None, None
 
 
 # ------------------------------------------------------------------------------------------------ alltoall and barrier
@@ -174,43 +189,52 @@ def alltoall(
     name: str | None = None,
     process_set: object = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Give each rank its share of the first dimension, and get one's own from each, by rank.
+    """Send each rank a share of the first dimension, and receive one share from each, in the order of ranks.
 
     Args:
-        splits: how much each rank gets: size() numbers that add up to the first dimension. None: all the same.
+        splits: length of each rank's share: size() numbers that add up to the first dimension. None: equal shares.
+        process_set: must be None.
 
-    Returns the received; with ``splits`` also how much came from each rank (``int64[size]``). No gradient flows.
+    Returns the received tensor; with ``splits`` also the length received from each rank, with the dtype of ``splits``
+    (``int32[size]`` for a list). Gradients flow back to the ranks that sent the shares.
 
-    Raises UsageError if the splits do not fit, or tensors differ in more than their first dimension.
+    Raises UsageError, on all ranks, if the splits do not fit, or tensors differ in more than their first dimension.
     """
     world.refuse_process_set(process_set)
-    world.ready()
-    mine, ranks = tensor.detach().contiguous(), world.size()
-    given = [len(mine) // ranks] * ranks if splits is None else [int(n) for n in splits]
-    if mine.dim() == 0 or len(given) != ranks or min(given) < 0 or sum(given) != len(mine):
-        raise UsageError(f"alltoall: {given} does not share out the first dimension of {tuple(mine.shape)}")
-    headers.send(Kind.OTHER)
-    received = [row[world.rank()] for row in _counts(mine, "alltoall", given)]
-    output = mine.new_empty(sum(received), *mine.shape[1:])
-    dist.all_to_all_single(output, mine, received, given)
-    return output if splits is None else (output, torch.tensor(received))
+    output, received = cast("tuple[torch.Tensor, torch.Tensor]", cast(Any, _Alltoall).apply(tensor, splits, name))
+    return output if splits is None else (output, received)
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, name: str | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        world.ready()
+        ranks, rows = world.size(), len(tensor) if tensor.dim() else 0
+        given = [rows // ranks] * ranks if splits is None else [int(n) for n in splits]
+        wrong = calls.refusal(tensor, needs_dimension=True)
+        if not wrong and (len(given) != ranks or min(given) < 0 or sum(given) != rows):
+            wrong = f"splits={given} must be {ranks} numbers that add up to the first dimension, {rows}"
+        lines = (f"{calls.signature('alltoall', name)} of {calls.form(tensor, any_length=True)}",)
+        headers.agree(Call(CallKind.OTHER, lines, wrong=wrong))
+        mine = tensor.detach().contiguous()
+        ctx.received = [row[world.rank()] for row in Channel(None, 0).numbers_of_all(given)]
+        output = mine.new_empty(sum(ctx.received), *mine.shape[1:])
+        dist.all_to_all_single(output, mine, ctx.received, given)
+        like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+        received = like.new_tensor(ctx.received)
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        output, _ = alltoall(gradients[0], ctx.received)
+        return output, None, None
 
 
 def barrier(process_set: object = None) -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called this."""
     world.refuse_process_set(process_set)
     world.ready()
-    headers.send(Kind.BARRIER)
-    dist.barrier()
-
-
-def _counts(mine: torch.Tensor, what: str, counts: list[int]) -> list[list[int]]:
-    """Those of each rank, by rank. UsageError on all ranks if not all give the same kind of tensor."""
-    kind = zlib.crc32(repr((mine.dim() > 0, mine.shape[1:], mine.dtype)).encode())
-    rows = Channel(None, 0).numbers_of_all([kind, *(counts or [0])])
-    if any(row[0] != kind for row in rows) or mine.dim() == 0:
-        raise UsageError(
-            f"{what}: the tensors of all ranks need the same dtype and, but for the first one, the same dimensions; "
-            f"here it is {mine.dtype} of {tuple(mine.shape)}"
-        )
-    return [row[1:] for row in rows]
+    headers.agree(Call(CallKind.BARRIER, ("barrier()",)))  # the header waits for all

@@ -1,4 +1,4 @@
-"""Collectives that are under way."""
+"""Handles of running collectives."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from elasticstate.state.order import world_generation
 
 
 class Handle:
-    """A collective that has been started: for ``synchronize()`` and ``poll()``.
+    """A started collective, for ``synchronize()`` and ``poll()``.
 
     Args:
-        works: torch's own handles.
-        finish: makes the output, once they have come to their end.
-        generation: the world that it runs in.
+        works: torch's handles.
+        finish: makes the output, after all works have ended.
+        generation: generation of the world in which it runs.
     """
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], torch.Tensor], generation: int) -> None:
@@ -30,7 +30,7 @@ class Handle:
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> torch.Tensor:
-        """The output. Raises what the collective has raised; CollectiveError if its world is over."""
+        """Return the output. Raises the collective's error; CollectiveError if its world is over."""
         if self._output is None:
             if world_generation() != self._generation:
                 self._works = ()
@@ -44,13 +44,13 @@ class Handle:
 
 
 def synchronize(handle: Handle) -> torch.Tensor:
-    """Wait for a collective, and return its output; later calls return the same tensor.
+    """Wait for a collective, and return its output. Later calls return the same tensor.
 
-    Raises what torch raises when a peer is gone; CollectiveError for a handle of a world that is over.
+    Raises torch's error if a peer died; CollectiveError for a handle of a world that is over.
     """
     return handle.wait()
 
 
 def poll(handle: Handle) -> bool:
-    """Whether ``synchronize(handle)`` would return at once."""
+    """Return True if ``synchronize(handle)`` would return immediately."""
     return handle.is_done()

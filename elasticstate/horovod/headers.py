@@ -1,69 +1,61 @@
-"""What lets a rank that is in ``join()`` take part: before each collective of the script a small one says what comes.
+"""Headers: before each collective of the script, all ranks compare their next calls.
 
-A header is the sum over all ranks of what those say that still train; those in ``join()`` say nothing. They are sent in
-the order of the script, the same on all ranks, by the default process group; who trains does not wait for its answer.
-Ticks that the state ends have a header only while somebody is known to have joined; any header has their number.
+A header is the maximum over all ranks of a few numbers. Two of these are a digest of the call and its negative: only if
+all ranks make the same call, they differ just in the sign. So no mismatched data is sent, and all ranks raise the same
+error. A rank in ``join()`` receives the others' call in the header, and takes part without data of its own.
+
+Headers are sent in the order of the script, the same on all ranks, in the default process group. Gradients have no
+headers of their own: the optimizer's step has one, which describes all parameters. The end of a state's tick has a
+header only while a rank is known to have joined. Every header contains the number of ticks.
 """
 
 from __future__ import annotations
 
 import weakref
-from enum import IntEnum
-from typing import Any, NamedTuple
+import zlib
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from elasticstate.errors import UsageError
-from elasticstate.horovod.reduction import Op
+from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.state.base import State
+from elasticstate.state.channel import Channel
 from elasticstate.state.order import world_generation
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-OPS = tuple(Op)
-_LENGTH = 6  # how many train, ticks, kind, up to three numbers
+NEEDS_ALL = "while some ranks are in join(), the others can only call allreduce, barrier and the steps of optimizers"
+_MARK_BYTES = 4
+_MOST_RANKS = 8  # maximum number of ranks that an error lists for each call
+_LENGTH = 10
+_NOTHING = torch.iinfo(torch.int64).min  # neutral for the maximum
 
 
-class Kind(IntEnum):
-    """What comes."""
+class CallHeader(NamedTuple):
+    """The next call of the ranks."""
 
-    STEP = 1  # number of the reducer
-    TICK = 2
-    ALLREDUCE = 3  # index of the operation, elements, index of the dtype
-    BARRIER = 4
-    OTHER = 5  # what nobody can take part in with nothing
-
-
-class Header(NamedTuple):
-    """What those that train are about to do."""
-
+    trains: int  # 1: at least one rank makes a call
+    joined: int  # 1: at least one rank is in join()
+    wrong: int  # 1: the arguments are wrong on at least one rank
     ticks: int
-    kind: Kind
+    kind: int
     numbers: tuple[int, ...]
+    digest: int
+    differs: bool
+
+    @property
+    def fails(self) -> bool:
+        return bool(self.wrong) or self.differs
 
 
-_state: weakref.ref[State] | None = None  # the one that elastic.run works with
-_last: tuple[int, Any, torch.Tensor] | None = None  # the last header that was sent: its generation, torch's handle
+_state: weakref.ref[State] | None = None  # the state in use by elastic.run
+_joined_in = 0  # generation whose last header reported joined ranks
 
 
 def use(state: State | None) -> None:
-    """Whose ticks are counted; None: ``elastic.run`` has left the world, and nothing of it is kept."""
-    global _state, _last
+    """Set the state whose ticks are counted; None: ``elastic.run`` has left the world."""
+    global _state
     _state = weakref.ref(state) if state is not None else None
-    _last = None
 
 
 def state() -> State | None:
@@ -71,46 +63,105 @@ def state() -> State | None:
 
 
 def ticks() -> int:
-    """Completed in this world."""
+    """Return the number of completed ticks in this world."""
     present = state()
     return present._session.ticks if present is not None else 0
 
 
-def send(kind: Kind, *numbers: int) -> None:
-    """Say what comes, on all ranks that train. Raises UsageError for OTHER if not all do."""
-    global _last
+def agree(call: Call) -> None:
+    """Wait until all ranks that are not in ``join()`` make the same call.
+
+    Raises:
+        UsageError: on all ranks, with the same message: their calls or tensors differ, some have wrong arguments, or
+            some are in ``join()`` and the call needs all ranks.
+        The errors of a collective.
+    """
+    global _joined_in
     if dist.get_world_size() == 1:
+        if call.wrong:
+            raise UsageError(f"{call.lines[0]}: {call.wrong}")
         return
-    header = torch.zeros(_LENGTH, dtype=torch.int64)
-    header[: 3 + len(numbers)] = torch.tensor([1, ticks(), kind, *numbers])
-    _last = world_generation(), dist.all_reduce(header, async_op=True), header
-    if kind is Kind.OTHER and some_have_joined():
-        raise UsageError("while other ranks are in join(), only allreduce, barrier and optimizers' steps can be done")
+    header = _exchange(call)
+    if header.fails:
+        raise UsageError(_explain(call))
+    _joined_in = world_generation() if header.joined else 0
+    if header.joined and call.kind is CallKind.OTHER:
+        raise UsageError(NEEDS_ALL)
 
 
 def some_have_joined() -> bool:
-    """As of the last header. Raises what the collective has raised."""
-    if _last is None or _last[0] != world_generation():
-        return False
-    _, work, header = _last
-    work.wait()
-    return int(header[0]) < dist.get_world_size()
+    """Return True if the last header reported a rank in ``join()``."""
+    return _joined_in != 0 and _joined_in == world_generation()
 
 
 def tick_comes() -> None:
-    """Before the state ends a tick."""
+    """Agree on the end of a tick, before the state ends it."""
     if some_have_joined():
-        send(Kind.TICK)
+        agree(Call(CallKind.TICK, ("the end of a tick",)))
 
 
-def receive() -> Header | None:
-    """In ``join()``: what those that still train are about to do; None if nobody does any more."""
-    global _last
-    _last = None
-    header = torch.zeros(_LENGTH, dtype=torch.int64)
-    dist.all_reduce(header)
-    active = int(header[0])
-    if not active:
+def receive() -> CallHeader | None:
+    """Return, in ``join()``, the next call of the ranks that still train; None if no rank trains any more.
+
+    Raises UsageError together with those ranks, if their calls fail.
+    """
+    global _joined_in
+    _joined_in = 0
+    header = _exchange(None)
+    if not header.trains:
         return None
-    present_ticks, kind, *numbers = (header[1:] // active).tolist()
-    return Header(present_ticks, Kind(kind), tuple(numbers))
+    if header.fails:
+        raise UsageError(_explain(None))
+    return header
+
+
+def _exchange(call: Call | None) -> CallHeader:
+    """Send the header of ``call`` (None: this rank is in ``join()``), and return the header of all ranks."""
+    numbers = [0, 1, *[_NOTHING] * (_LENGTH - 2)]
+    if call is not None:
+        padded = [*call.numbers, 0, 0, 0][:3]
+        numbers = [1, 0, int(bool(call.wrong)), ticks(), call.kind, *padded, call.digest, -call.digest]
+    header = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(header, dist.ReduceOp.MAX)
+    trains, joined, wrong, of_ticks, kind, first, second, third, highest, lowest = header.tolist()
+    return CallHeader(trains, joined, wrong, of_ticks, kind, (first, second, third), highest, highest != -lowest)
+
+
+# ---------------------------------------------------------------------------------------------------------- differences
+
+
+def _explain(call: Call | None) -> str:
+    """Return the first line that differs between the ranks, with its text on each rank. All ranks call it."""
+    channel = Channel(None, 0)
+    lines = list(call.lines) if call is not None else []
+    if call is not None and call.wrong:
+        lines[0] += f": {call.wrong}"
+    marks = channel.messages_of_all(b"".join(zlib.crc32(line.encode()).to_bytes(_MARK_BYTES, "big") for line in lines))
+    at = _first_difference([mark for mark in marks if mark])
+    shown = [*lines[:1], *(lines[at : at + 1] or ["nothing more"])] if at > 0 else lines[:1]
+    texts = channel.messages_of_all(" with ".join(shown or ["join()"]).encode())
+    given: dict[str, list[int]] = {}
+    for rank, (mark, text) in enumerate(zip(marks, texts, strict=True)):
+        if mark:
+            given.setdefault(text.decode(), []).append(rank)
+    if len(given) == 1:
+        return next(iter(given))  # the same mistake on all ranks
+    calls = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in given.items())
+    return (
+        f"the ranks do not make the same call: {calls}. Make the same calls in the same order on all ranks, with the "
+        f"same arguments and with tensors of the same dtype and shape."
+    )
+
+
+def _first_difference(marks: list[bytes]) -> int:
+    """Return the index of the first line that differs between the ``marks``; 0 if all are equal."""
+    for begin in range(0, max(map(len, marks)), _MARK_BYTES):
+        if len({mark[begin : begin + _MARK_BYTES] for mark in marks}) > 1:
+            return begin // _MARK_BYTES
+    return 0
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

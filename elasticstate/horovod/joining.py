@@ -1,4 +1,4 @@
-"""``join()``: a rank that has run out of batches does what the others do, with nothing of its own, until all have."""
+"""``join()``: a rank without batches takes part in the others' collectives, without data of its own, until all join."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import torch.distributed as dist
 
 from elasticstate.errors import UsageError
 from elasticstate.horovod import headers, world
-from elasticstate.horovod.headers import Header, Kind
+from elasticstate.horovod.calls import CallKind
+from elasticstate.horovod.headers import NEEDS_ALL, CallHeader
 from elasticstate.horovod.reducer import reducer_of
-from elasticstate.horovod.reduction import Op, of_torch
+from elasticstate.horovod.reduction import DTYPES, OPS, Op, of_torch
 
 
 def join(device: int = -1) -> int:
-    """Wait until all ranks have called this; returns the rank of the last one (the highest, if there are several).
+    """Wait until all ranks have called this. Return the rank of the last one (the highest, if there are several).
 
-    Meanwhile this rank takes part in the others' steps and allreduces: with zeros, so an average is still one over
-    size() ranks. It ends their ticks with them. In ``elastic.run`` all have the state of the last rank then, and one
-    more tick has ended. ``device`` is not looked at.
+    Meanwhile this rank takes part in the others' steps and allreduces, with zeros. So an average is still one over
+    size() ranks. It ends its ticks together with them. In ``elastic.run``, all ranks then receive the state of the last
+    rank, and one more tick ends. ``device`` is ignored.
 
-    Call it right behind the loop over batches, before a commit that belongs to the end of the epoch.
+    Call it directly after the loop over batches, before a commit that belongs to the end of the epoch.
+
+    The errors of a collective, and the exceptions that end a tick, pass through. ``elastic.run`` handles both.
 
     Raises:
-        UsageError: this rank has ended more ticks than the others; or they do what cannot be done without it
-            (broadcast, allgather, alltoall), which raises it there, too.
-        What a collective raises, and what ends a tick: ``elastic.run`` deals with both.
+        UsageError: this rank has ended more ticks than the others; or the others make a call that needs all ranks
+            (broadcast, allgather, alltoall), or different calls. The others raise it too.
     """
     world.ready()
     if world.size() == 1:
@@ -45,7 +47,7 @@ def join(device: int = -1) -> int:
 
 
 def _end_ticks_up_to(ticks: int) -> None:
-    """Those that the others have ended before they could know that this rank has joined."""
+    """End the ticks that the others ended before they received the news that this rank has joined."""
     ahead = headers.ticks() - ticks
     if ahead > 0:
         raise UsageError(
@@ -62,25 +64,21 @@ def _end_tick() -> None:
         state.join_hook().main_hook()
 
 
-def _take_part(header: Header) -> None:
-    if header.kind is Kind.STEP:
-        reducer_of(header.numbers[0]).take_part()
-    elif header.kind is Kind.TICK:
+def _take_part(header: CallHeader) -> None:
+    if header.kind == CallKind.STEP:
+        reducer_of(header.digest).take_part()
+    elif header.kind == CallKind.TICK:
         _end_tick()
-    elif header.kind is Kind.BARRIER:
-        dist.barrier()
-    elif header.kind is Kind.ALLREDUCE:
+    elif header.kind == CallKind.ALLREDUCE:
         op, elements, dtype = header.numbers
-        nothing = _nothing(headers.OPS[op], elements, headers.DTYPES[dtype])
-        dist.all_reduce(nothing, of_torch(headers.OPS[op]))
-    else:
-        raise UsageError(
-            "join(): other ranks do what takes all ranks: only allreduce, barrier and optimizers' steps go"
-        )
+        nothing = _nothing(OPS[op], elements, DTYPES[dtype])
+        dist.all_reduce(nothing, of_torch(OPS[op]))
+    elif header.kind == CallKind.OTHER:
+        raise UsageError(NEEDS_ALL)
 
 
 def _nothing(op: Op, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """What changes nothing."""
+    """Return a tensor that does not change the result of ``op``."""
     if op in (Op.MIN, Op.MAX):
         limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
         return torch.full((elements,), limits.max if op is Op.MIN else limits.min, dtype=dtype)

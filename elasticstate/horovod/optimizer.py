@@ -31,26 +31,27 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: object = None,
 ) -> O:
-    """An optimizer of the same class, with the same parameter groups and state, that reduces gradients over all ranks.
+    """Return an optimizer of the same class that reduces gradients over all ranks.
 
-    While ``backward`` goes on the gradients are reduced in buckets; ``step()`` waits for them. ``synchronize()`` does
-    so before, to clip gradients for example; the next ``step()`` does not reduce again. All ranks need to make the same
-    steps. A parameter without a gradient on this
-    rank counts as zeros, and gets the mean of all. Schedulers, GradScaler and states take either of the two optimizers.
-    A later DistributedOptimizer of the same parameters takes the place of this one.
+    It shares the parameter groups and the state of ``optimizer``. Gradients are reduced in buckets during ``backward``,
+    and ``step()`` waits for them. ``synchronize()`` waits earlier, for example to clip gradients; the next ``step()``
+    does not reduce again. All ranks must make the same steps. A parameter without a gradient on this rank counts as
+    zeros, and gets the mean of all. Schedulers, GradScaler and states accept either of the two optimizers. A later
+    DistributedOptimizer of the same parameters replaces this one.
 
     Args:
-        named_parameters: names for messages; if given, of all parameters.
-        compression: what is sent instead of gradients.
-        backward_passes_per_step: how many passes add up to the gradients of a step.
+        named_parameters: names for messages; if given, they must cover all parameters.
+        compression: compressor for the gradients that are sent.
+        backward_passes_per_step: number of passes that add up to the gradients of a step.
         op: Average or Sum.
-        gradient_predivide_factor: f: divide by f before the sum is made, and by size() / f after it. With Average.
-        num_groups, groups: not needed: gradients are grouped in buckets anyway.
-        sparse_as_dense: make sparse gradients dense; otherwise they are an error.
+        gradient_predivide_factor: f: divide by f before the sum, and by size() / f after it. Only with Average.
+        num_groups, groups: ignored, because gradients are always grouped in buckets.
+        sparse_as_dense: convert sparse gradients to dense ones; otherwise they raise UsageError.
+        process_set: must be None.
 
     Raises:
-        ValueError: names that are not given for all, or twice.
-        UsageError: anything else that cannot be.
+        ValueError: names are missing or repeated.
+        UsageError: any other invalid argument.
     """
     world.refuse_process_set(process_set)
     of_torch(op)
@@ -76,7 +77,7 @@ def DistributedOptimizer(
 
 
 class _Distributed(torch.optim.Optimizer):
-    """All but the gradients is the plain optimizer's: whatever is not found here is looked up and set there."""
+    """Everything except gradients belongs to the plain optimizer: other attributes are read and set there."""
 
     _plain: torch.optim.Optimizer
     _reducer: Reducer
@@ -106,9 +107,9 @@ class _Distributed(torch.optim.Optimizer):
         raise UsageError("a DistributedOptimizer cannot be copied or pickled: use its state_dict()")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce what is not reduced yet, and step. A closure's gradients are reduced each time that it is called.
+        """Reduce the remaining gradients, and step. A closure's gradients are reduced at each call of the closure.
 
-        Raises what a collective has raised.
+        Raises UsageError, on all ranks, if their steps differ, and the errors of a collective.
         """
         if closure is None:
             if self._must_reduce and not self._reducer.is_reduced:
@@ -128,13 +129,16 @@ class _Distributed(torch.optim.Optimizer):
             self._reducer.stepped()
 
     def synchronize(self) -> None:
-        """Make all gradients those of the world: start what is left to be reduced, and wait."""
-        self._reducer.adopt(_parameters(self._plain))  # there may be some that were frozen before
+        """Reduce all gradients over the world: start the remaining buckets, and wait for all.
+
+        Raises UsageError, on all ranks, if their steps differ, and the errors of a collective.
+        """
+        self._reducer.adopt(_parameters(self._plain))  # some parameters may have been frozen before
         self._reducer.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside it ``step()`` takes the gradients as they are."""
+        """Return a context in which ``step()`` uses the gradients as they are."""
         self._must_reduce = False
         try:
             yield
@@ -142,7 +146,10 @@ class _Distributed(torch.optim.Optimizer):
             self._must_reduce = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many passes add up to the gradients of a step, from the next one on."""
+        """Set the number of passes that add up to the gradients of a step, from the next step on.
+
+        Raises UsageError if ``passes`` is less than 1, or between ``backward`` and ``step``.
+        """
         if passes < 1:
             raise UsageError(f"set_backward_passes_per_step({passes}): at least 1")
         if self._reducer.pending:
@@ -151,7 +158,7 @@ class _Distributed(torch.optim.Optimizer):
         self._reducer.drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Raises UsageError between ``backward`` and ``step``: what is being reduced would be lost."""
+        """Clear the gradients. Raises UsageError between ``backward`` and ``step``, because it would lose gradients."""
         if self._reducer.pending:
             raise UsageError(
                 "zero_grad() after backward() and before step() or synchronize(): gradients are being reduced"

@@ -1,9 +1,13 @@
-"""Gradients are summed up over all ranks while backward goes on: a hook on each parameter, and buckets.
+"""Reducer: sums gradients over all ranks during the backward pass, with a hook on each parameter, and buckets.
 
-A bucket is started when its last gradient has come, and never before the one in front of it: so the collectives of all
-ranks have one order, whatever order their gradients come in. ``synchronize`` starts the rest, and waits.
+A bucket starts when its last gradient is complete, and never before the previous bucket. So all ranks start their
+collectives in one order, whatever the order of their gradients. ``synchronize`` starts the remaining buckets, and
+waits.
 
-What is under way belongs to one world. In another one it is dropped, and so it is when a collective fails.
+All ranks must reduce the same parameters, and agree on them in each ``synchronize``. In the first step of a world they
+have not agreed yet, so the buckets of that step start only in ``synchronize``.
+
+A running reduction belongs to one world. It is dropped in another world, and when a collective fails.
 """
 
 from __future__ import annotations
@@ -19,27 +23,28 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from elasticstate.errors import UsageError
-from elasticstate.horovod import headers, world
+from elasticstate.horovod import calls, headers, world
 from elasticstate.horovod.buckets import Bucket, plan
+from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.compression import Compressor
-from elasticstate.horovod.headers import Kind
 from elasticstate.horovod.reduction import Op
 from elasticstate.state.order import world_generation
 
-_all: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()  # by number: the same on all ranks
+_all: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()  # by number: the newest comes last
 _numbers = itertools.count()
-_hooks: Any = WeakIdKeyDictionary()  # parameter -> its hook: the newest reducer of a parameter is the one that counts
+_hooks: Any = WeakIdKeyDictionary()  # parameter -> its hook: only the newest reducer of a parameter counts
 
 
 class Reducer:
-    """Of one optimizer's parameters.
+    """Reducer of one optimizer's parameters.
 
     Args:
         op: Average or Sum.
-        predivide: the part of an average's divisor that comes before the sum is made, of 1 / predivide.
-        passes: how many backward passes make one gradient.
-        sparse_as_dense: make sparse gradients dense; otherwise they are an error.
-        names: of parameters, for messages.
+        predivide: with Average, divide by this number before the sum, and by size() / predivide after it.
+        compression: compressor for the gradients that are sent.
+        passes: number of backward passes that make one gradient.
+        sparse_as_dense: convert sparse gradients to dense ones; otherwise they raise UsageError.
+        names: names of parameters by id, for messages.
     """
 
     def __init__(
@@ -59,17 +64,19 @@ class Reducer:
         self._names = names
         self._buckets: list[Bucket] = []
         self._left: dict[int, int] = {}  # id of a parameter -> passes until its gradient is complete
-        self._launched = 0  # buckets
-        self._generation = 0  # of what is pending
+        self._launched = 0  # number of buckets
+        self._generation = 0  # generation of the pending gradients
         self._pending = False
         self._is_reduced = False
-        self.number = next(_numbers)
-        _all[self.number] = self
+        self._may_launch = False  # before ``synchronize``
+        self._agreed: tuple[int, int] | None = None  # generation and digest of the call that all ranks agree on
+        self._described: tuple[object, Call] | None = None  # the description, after the key that it depends on
+        _all[next(_numbers)] = self
 
-    # ------------------------------------------------------------------------------------------- what is looked after
+    # ------------------------------------------------------------------------------------------------------- parameters
 
     def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Look after those that want gradients and are new; their buckets come last."""
+        """Add the parameters that require gradients and are new. Their buckets come last."""
         new = {id(p): p for p in parameters if p.requires_grad and id(p) not in self._left}
         for group in plan(list(new.values())):
             bucket = Bucket(group)
@@ -78,31 +85,54 @@ class Reducer:
                 self._left[id(parameter)] = self.passes
                 _hook(parameter, functools.partial(_on_gradient, weakref.ref(self), bucket))
 
-    # ---------------------------------------------------------------------------------------------- what happens to it
+    def call(self) -> Call:
+        """Return the reduction of one step. If it differs between ranks, they do not train the same model."""
+        key = self.passes, [(b.parameters[0].dtype, b.parameters[0].device.type) for b in self._buckets]
+        if self._described is None or self._described[0] != key:
+            self._described = key, self._describe()
+        return self._described[1]
+
+    def _describe(self) -> Call:
+        how = calls.signature(
+            "DistributedOptimizer",
+            None,
+            op=self._op.value,
+            gradient_predivide_factor=self._predivide if self._predivide != 1.0 else None,
+            compression=getattr(self._compression, "__name__", type(self._compression).__name__).lstrip("_"),
+            backward_passes_per_step=self.passes,
+        )
+        parameters = [p for bucket in self._buckets for p in bucket.parameters]
+        names = [self._names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
+        lines = [f"{name}: {calls.form(p)}" for name, p in zip(names, parameters, strict=True)]
+        return Call(CallKind.STEP, (f"a step of {how}", *lines))
+
+    # -------------------------------------------------------------------------------------------------------- reduction
 
     @property
     def pending(self) -> bool:
-        """Whether gradients have come in this world that are not reduced yet."""
+        """True if there are gradients in this world that are not reduced yet."""
         return self._pending and self._generation == world_generation()
 
     @property
     def is_reduced(self) -> bool:
-        """Whether no gradient has come since they were reduced."""
+        """True if no gradient was added since the last reduction."""
         return self._is_reduced and self._generation == world_generation()
 
     def stepped(self) -> None:
-        """What was reduced is used up."""
+        """Mark the reduced gradients as used."""
         self._is_reduced = False
 
     def synchronize(self) -> None:
-        """Reduce what is left, and wait until all gradients are those of the world.
+        """Reduce the remaining buckets, and wait until all gradients are reduced over the world.
 
-        Raises what a collective has raised; nothing is pending then.
+        Raises UsageError, on all ranks, if they do not reduce the same parameters, and the errors of a collective. No
+        gradients are pending afterwards.
         """
         try:
             if not self.pending:
                 self._begin()
-            headers.send(Kind.STEP, self.number)
+            headers.agree(self.call())
+            self._agreed = self._generation, self.call().digest
             for bucket in self._buckets[self._launched :]:
                 self._launch(bucket)
             factor = 1.0 if self._op is Op.SUM else self._predivide / world.size()
@@ -117,7 +147,7 @@ class Reducer:
         self._is_reduced = True
 
     def take_part(self) -> None:
-        """In the reduction of the others, with nothing. Raises what a collective has raised."""
+        """Take part in the others' reduction with zeros. Raises the errors of a collective."""
         self.drop()
         try:
             for bucket in self._buckets:
@@ -128,7 +158,7 @@ class Reducer:
             self.drop()
 
     def drop(self) -> None:
-        """Forget what has come and what is under way."""
+        """Forget pending gradients and running collectives."""
         for bucket in self._buckets:
             bucket.drop()
         self._settle()
@@ -139,18 +169,23 @@ class Reducer:
         self._pending = self._is_reduced = False
 
     def _begin(self) -> None:
-        """The first gradient in this world since the last reduction."""
+        """Begin a reduction: at the first gradient in this world since the last one."""
         if self._pending:
-            self.drop()  # of a world that is over
+            self.drop()  # left over from an ended world
         self._generation = world.ready()
         self._pending, self._is_reduced = True, False
+        self._may_launch = world.size() == 1 or self._agreed == (self._generation, self.call().digest)
+
+    @property
+    def _next(self) -> Bucket:
+        return self._buckets[self._launched]
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.launch(1.0 / self._predivide, self._compression)
         self._launched += 1
 
     def came(self, parameter: torch.Tensor, bucket: Bucket) -> None:
-        """A backward pass has added to the gradient of ``parameter``."""
+        """Record that a backward pass has added to the gradient of ``parameter``."""
         if not self.pending:
             self._begin()
         gradient, key = parameter.grad, id(parameter)
@@ -161,8 +196,8 @@ class Reducer:
         self._left[key] -= 1
         if self._left[key] == 0:
             bucket.missing -= 1
-            while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
-                self._launch(self._buckets[self._launched])
+            while self._may_launch and self._launched < len(self._buckets) and not self._next.missing:
+                self._launch(self._next)
         elif self._left[key] < 0:
             raise UsageError(
                 f"{self._name(key)} got gradients more than backward_passes_per_step={self.passes} times since the "
@@ -174,16 +209,17 @@ class Reducer:
 
 
 def drop_all() -> None:
-    """What all reducers have under way, when the world is left: it would keep the world's sockets."""
+    """Drop the running collectives of all reducers when the world is left. They would keep the world's sockets open."""
     for reducer in list(_all.values()):
         reducer.drop()
 
 
-def reducer_of(number: int) -> Reducer:
-    """Raises UsageError when there is none: the ranks' scripts are not the same."""
-    if number not in _all:
-        raise UsageError("join(): another rank steps a DistributedOptimizer that this one has not made")
-    return _all[number]
+def reducer_of(digest: int) -> Reducer:
+    """Return the newest reducer whose call has this digest. Raises UsageError when there is none."""
+    for _, reducer in sorted(_all.items(), reverse=True):
+        if reducer.call().digest == digest:
+            return reducer
+    raise UsageError("join(): another rank steps a DistributedOptimizer that this one has not made")
 
 
 def _on_gradient(reference: weakref.ref[Reducer], bucket: Bucket, parameter: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""By which operation tensors are reduced, and how they are scaled."""
+"""Reduction operations, and scaling of tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elasticstate.errors import UsageError
 
 
 class Op(Enum):
-    """How the tensors of all ranks become one."""
+    """Operation that reduces the tensors of all ranks to one."""
 
     AVERAGE = "Average"
     SUM = "Sum"
@@ -22,7 +22,7 @@ class Op(Enum):
 
 
 _OF_TORCH = {
-    Op.AVERAGE: dist.ReduceOp.SUM,  # and a division: Gloo has no average
+    Op.AVERAGE: dist.ReduceOp.SUM,  # followed by a division, because Gloo has no average
     Op.SUM: dist.ReduceOp.SUM,
     Op.MIN: dist.ReduceOp.MIN,
     Op.MAX: dist.ReduceOp.MAX,
@@ -30,8 +30,25 @@ _OF_TORCH = {
 }
 
 
+OPS = tuple(Op)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+
 def of_torch(op: Op) -> dist.ReduceOp.RedOpType:
-    """Raises UsageError for what cannot be done."""
+    """Return torch's operation for ``op``. Raises UsageError if there is none."""
     if op is Op.ADASUM:
         raise UsageError("Adasum is not there: use Average or Sum, and scale the learning rate for them")
     if op not in _OF_TORCH:
@@ -40,7 +57,10 @@ def of_torch(op: Op) -> dist.ReduceOp.RedOpType:
 
 
 def chosen(average: bool | None, op: Op | None) -> Op:
-    """Of Horovod's newer spelling (``op``) and its older one (``average``). UsageError if both are given."""
+    """Return the operation from Horovod's newer (``op``) or older argument (``average``); default: Average.
+
+    Raises UsageError if both are given.
+    """
     if average is not None and op is not None:
         raise UsageError("average and op are two spellings of the same: give op alone")
     if op is not None:
@@ -48,19 +68,14 @@ def chosen(average: bool | None, op: Op | None) -> Op:
     return Op.SUM if average is False else Op.AVERAGE
 
 
-def divide(tensor: torch.Tensor, n: int) -> None:
-    """In place; integers are rounded down."""
+def scale(tensor: torch.Tensor, factor: float, divisor: int = 1) -> None:
+    """Multiply by ``factor / divisor``, in place. Integers are rounded once, towards zero, as in Horovod."""
     if tensor.is_floating_point() or tensor.is_complex():
-        tensor.div_(n)
-    else:
-        tensor.div_(n, rounding_mode="floor")
-
-
-def scale(tensor: torch.Tensor, factor: float) -> None:
-    """In place; integers lose what is behind the point."""
-    if factor == 1.0:
-        return
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.mul_(factor)
-    else:
-        tensor.copy_(tensor.double().mul_(factor))
+        if divisor != 1:
+            tensor.div_(divisor)
+        if factor != 1.0:
+            tensor.mul_(factor)
+    elif factor != 1.0:
+        tensor.copy_(tensor.double().mul_(factor / divisor))
+    elif divisor != 1:
+        tensor.div_(divisor, rounding_mode="trunc")

@@ -1,9 +1,7 @@
-"""Begin alike: parameters and the optimizer's state of one rank on all."""
+"""Equal starts: copy one rank's parameters and optimizer state to all ranks."""
 
 from __future__ import annotations
 
-import itertools
-import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -11,9 +9,9 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from elasticstate.errors import UsageError
-from elasticstate.horovod import headers, world
+from elasticstate.horovod import calls, headers, world
+from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.exchange import start_broadcast
-from elasticstate.horovod.headers import Kind
 from elasticstate.state.channel import Channel
 from elasticstate.state.torch import TorchState
 
@@ -23,19 +21,30 @@ Parameters: TypeAlias = "Mapping[str, Any] | Iterable[tuple[str, Any]]"
 def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: object = None) -> None:
     """Copy the root's tensors into those of all ranks: a ``state_dict()``, or ``named_parameters()``.
 
-    Raises UsageError, on all ranks, if they do not have the same names, shapes and dtypes; also for what is no tensor.
+    Args:
+        params: the same names, shapes and dtypes on all ranks. Values that are None are skipped.
+        root_rank: rank whose tensors are sent, 0 to size() - 1.
+        process_set: must be None.
+
+    Raises UsageError, on all ranks, if names, shapes or dtypes differ, a value is not a tensor, or there is no such
+    root.
     """
     world.refuse_process_set(process_set)
     world.ready()
-    pairs = list(params.items() if isinstance(params, Mapping) else params)
+    lines = [calls.signature("broadcast_parameters", None, root_rank=root_rank)]
+    wrong = world.refusal_of_root(root_rank)
     tensors: list[torch.Tensor] = []
-    for pair in pairs:
+    for pair in params.items() if isinstance(params, Mapping) else params:
         if not (isinstance(pair, tuple) and len(pair) == 2):
-            raise UsageError("broadcast_parameters takes a state_dict or pairs of name and tensor")
-        if pair[1] is not None:
-            tensors.append(_tensor(*pair))
-    headers.send(Kind.OTHER)
-    _check_alike([(name, *_form(tensor)) for name, tensor in pairs if tensor is not None])
+            raise UsageError("broadcast_parameters: params must be a state_dict, or pairs of name and tensor")
+        name, value = pair
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            lines.append(f"{name}: {calls.form(value)}")
+        elif value is not None:
+            lines.append(f"{name}: {type(value).__name__}")
+            wrong = wrong or f"{name} is no tensor but {type(value).__name__}: use broadcast_object"
+    headers.agree(Call(CallKind.OTHER, tuple(lines), wrong=wrong))
     for handle in [start_broadcast(tensor, root_rank) for tensor in tensors]:
         handle.wait()
 
@@ -43,13 +52,17 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: ob
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
 ) -> None:
-    """Make state and parameter groups of the optimizer those of the root, learning rates and all.
+    """Copy the root's optimizer state and parameter groups, with learning rates, to all ranks.
 
-    What a rank has not got yet is made from the root's, and what the root has not got is taken away; no step is taken.
-    ``model`` is there for old scripts.
+    Missing state on a rank is created from the root's, and state that the root lacks is removed. No step is taken.
+    ``model`` exists for old scripts only.
+
+    Raises UsageError, on all ranks, if their parameters differ in dtype or shape, or there is no such root.
     """
     world.ready()
-    headers.send(Kind.OTHER)
+    lines = [calls.signature("broadcast_optimizer_state", None, root_rank=root_rank)]
+    lines += [calls.form(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    headers.agree(Call(CallKind.OTHER, tuple(lines), wrong=world.refusal_of_root(root_rank)))
     state = TorchState(optimizer=optimizer)
     channel = Channel(None, root_rank)
     if world.rank() == root_rank:
@@ -67,26 +80,9 @@ def broadcast_optimizer_state(
     state.apply(values)
 
 
-def _tensor(name: str, value: Any) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise UsageError(f"broadcast_parameters: {name} is no tensor but {type(value).__name__}: use broadcast_object")
-    return value
-
-
 def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     return tuple(tensor.shape), tensor.dtype
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _check_alike(forms: list[Any]) -> None:
-    mine = zlib.crc32(repr(forms).encode())
-    theirs = list(itertools.chain.from_iterable(Channel(None, 0).numbers_of_all([mine])))
-    different = [rank for rank, other in enumerate(theirs) if other != theirs[0]]
-    if different:
-        raise UsageError(
-            f"broadcast_parameters: names, shapes or dtypes on rank {different[0]} are not those of rank 0: are the "
-            f"models made alike?"
-        )

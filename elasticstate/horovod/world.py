@@ -1,4 +1,4 @@
-"""``init()``, ``rank()``, ``size()`` and their like: the present world of elasticstate under Horovod's names."""
+"""``init()``, ``rank()``, ``size()`` and similar functions: elasticstate's present world under Horovod's names."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ import weakref
 
 import torch.distributed as dist
 
+from elasticstate import present_world
+from elasticstate.config import refusal_of_other_launchers
 from elasticstate.errors import CollectiveError, NotInWorldError, UsageError
-from elasticstate.worker import run, world
+from elasticstate.worker import run
 
 _initialized = False
-_initialized_in: int | None = None  # the process: a child that was forked leaves nothing
-_lane: tuple[int, weakref.ref[dist.ProcessGroup]] | None = None  # and its generation; torch keeps it, and ends it
+_initialized_in: int | None = None  # the process: a forked child must not leave the world
+_lane: tuple[int, weakref.ref[dist.ProcessGroup]] | None = None  # with its generation; torch owns the group and ends it
 
 
 def init(comm: object = None, process_sets: object = None) -> None:
-    """Allow the functions of this package. The world is joined later, by the first of them that needs one.
+    """Enable the functions of this package. The first function that needs a world joins it later.
 
-    So a newcomer can load its data before the others wait for it. The arguments are there for old scripts.
+    So a new worker can load its data before the others wait for it. The arguments exist for old scripts only.
 
-    Raises UsageError for a part of the world: ``comm`` or ``process_sets``.
+    Raises UsageError for a part of the world (``comm`` or ``process_sets``), and in a process that mpirun or another
+    launcher than elasticrun has started.
     """
     global _initialized, _initialized_in
+    if refusal := refusal_of_other_launchers():
+        raise UsageError(refusal)
     if comm:
         raise UsageError("init(comm=...): the world is what elasticrun started; for a part of it, new_group()")
     if process_sets:
@@ -36,7 +41,10 @@ def init(comm: object = None, process_sets: object = None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world together with all others, if this process has joined one and does not use ``elastic.run``."""
+    """Leave the world together with all others, if this process has joined one and does not use ``elastic.run``.
+
+    Raises CollectiveError if the world fails before all members arrive.
+    """
     global _initialized
     if _initialized:
         _initialized = False
@@ -44,27 +52,27 @@ def shutdown() -> None:
 
 
 def _leave_at_exit() -> None:
-    # By an exception: the others must not wait for this one at their end, they must hear that it is gone.
+    # After an exception, skip the exit gate: the others must not wait for this worker, they must detect its death.
     if os.getpid() != _initialized_in or getattr(sys, "last_value", None) is not None:
         return
     try:
         shutdown()
-    except CollectiveError as error:  # another process is started in the place of this one
+    except CollectiveError as error:  # the agent starts another process in this slot
         sys.stderr.write(f"elasticstate: the world failed before all were through: {error}\n")
     except SystemExit:
-        pass  # told to leave, which it does
+        pass  # the driver has sent LEAVE
 
 
 def is_initialized() -> bool:
-    """Whether ``init()`` has been called, and ``shutdown()`` not since."""
+    """Return True after ``init()`` until ``shutdown()``."""
     return _initialized
 
 
 def ready() -> int:
-    """Be in a world that has a process group, and return its generation.
+    """Join a world with a process group, and return its generation.
 
-    Raises NotInWorldError before ``init()``, and after the end of the world; UsageError in a newcomer that is not in
-    ``elastic.run`` yet, as the others are.
+    Raises NotInWorldError before ``init()``, and after the end of the world. Raises UsageError in a new worker outside
+    ``elastic.run`` while the others are inside.
     """
     _need_init()
     run.join(collectives=True)
@@ -73,69 +81,91 @@ def ready() -> int:
             "the world is over: collectives work until shutdown() or, in a script with elastic.run, inside the "
             "decorated function"
         )
-    if (_lane is None or _lane[0] != world.generation()) and world.size() > 1:
+    if (_lane is None or _lane[0] != present_world.generation()) and present_world.size() > 1:
         _open_lane()
-    return world.generation()
+    return present_world.generation()
 
 
 def lane() -> dist.ProcessGroup | None:
-    """The process group that gradients travel by; None in a world of one.
+    """Return the process group for gradients; None in a world of one.
 
-    Not the default one: where ranks differ in which parameters get gradients, some start a bucket in ``backward`` and
-    others in ``step``, and a collective of the script in between would meet it.
+    It is not the default group: if the parameters with gradients differ by rank, some ranks start a bucket in
+    ``backward`` and others in ``step``. In the default group, a collective of the script could be matched with such a
+    bucket.
     """
-    return None if _lane is None or world.size() == 1 else _lane[1]()
+    return None if _lane is None or present_world.size() == 1 else _lane[1]()
 
 
 def _open_lane() -> None:
     global _lane
     group = dist.new_group()
-    _lane = world.generation(), weakref.ref(group)
+    _lane = present_world.generation(), weakref.ref(group)
 
 
 def rank() -> int:
-    """This worker's rank in the world, 0 to size() - 1. Joins the world. Raises NotInWorldError before ``init()``."""
+    """Return this worker's rank in the world, 0 to size() - 1. Joins the world.
+
+    Raises NotInWorldError before ``init()``.
+    """
     _join()
-    return world.rank()
+    return present_world.rank()
 
 
 def size() -> int:
-    """Number of workers in the world. Joins the world. Raises NotInWorldError before ``init()``."""
+    """Return the number of workers in the world. Joins the world. Raises NotInWorldError before ``init()``."""
     _join()
-    return world.size()
+    return present_world.size()
 
 
 def local_rank() -> int:
-    """This worker's slot on its host: the index of its device. Answers at once. Raises NotInWorldError before init."""
+    """Return this worker's slot on its host: its device index. Needs no world.
+
+    Raises NotInWorldError before ``init()``.
+    """
     _need_init()
-    return world.local_rank()
+    return present_world.local_rank()
 
 
 def local_size() -> int:
-    """Number of workers of the world on this host. Joins the world. Raises NotInWorldError before ``init()``."""
+    """Return the number of workers of the world on this host. Joins the world.
+
+    Raises NotInWorldError before ``init()``.
+    """
     _join()
-    return world.local_size()
+    return present_world.local_size()
 
 
 def cross_rank() -> int:
-    """Index of this host among those of the world. Joins the world. Raises NotInWorldError before ``init()``."""
+    """Return the index of this host among the hosts of the world. Joins the world.
+
+    Raises NotInWorldError before ``init()``.
+    """
     _join()
-    return world.cross_rank()
+    return present_world.cross_rank()
 
 
 def cross_size() -> int:
-    """Number of hosts in the world. Joins the world. Raises NotInWorldError before ``init()``."""
+    """Return the number of hosts in the world. Joins the world. Raises NotInWorldError before ``init()``."""
     _join()
-    return world.cross_size()
+    return present_world.cross_size()
 
 
 def is_homogeneous() -> bool:
-    """Whether this host has as many workers as hosts have on average: true on all ranks if all have equally many."""
+    """Return True if this host has exactly the average number of workers of the world's hosts.
+
+    If all hosts have equally many workers, all ranks get True. Joins the world. Raises NotInWorldError before
+    ``init()``.
+    """
     return local_size() * cross_size() == size()
 
 
+def refusal_of_root(root_rank: int) -> str:
+    """Return the reason why ``root_rank`` cannot be a root; "" if it can."""
+    return "" if 0 <= root_rank < size() else f"root_rank must be a rank of the world, 0 to {size() - 1}"
+
+
 def refuse_process_set(process_set: object) -> None:
-    """Raise UsageError unless it is None."""
+    """Raise UsageError unless ``process_set`` is None."""
     if process_set is not None:
         raise UsageError(
             "process sets: make torch.distributed.new_group(ranks) inside the function decorated with elastic.run, and "

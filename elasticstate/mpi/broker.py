@@ -1,14 +1,14 @@
-"""``mpirun -n 1 python -m elasticstate.mpi.broker DIRECTORY SECONDS``: has identities held for the workers that ask.
+"""``mpirun -n 1 python -m elasticstate.mpi.broker DIRECTORY SECONDS``: start holders of MPI identities on request.
 
-Requests are files with JSON in the directory ``requests``, and a byte in the FIFO ``bell`` says that there are some::
+Requests are JSON files in the directory ``requests``. A byte in the FIFO ``bell`` announces them::
 
     {"hold": [[process id of a worker of this host, or 0, path of its holder's file], ...]}
-    {"release": [path with another suffix, ...], "host": null, or the name of the one that is lost}
+    {"release": [path with the suffix .released, ...], "host": null, or the name of a lost host}
 
-If the directory has a token, workers on other hosts reach ``mpirun`` by a relay here, whose port is then in a file.
-They have so many seconds to prove that they belong to the job.
+If the directory has a token, this process also runs a relay, by which workers on other hosts connect to ``mpirun``. A
+file has its port. Workers have SECONDS to authenticate.
 
-This process ends, and ``mpirun`` with it, when the directory is gone.
+This process and ``mpirun`` end when the directory has been removed.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ async def _serve(directory: Path, proof_timeout_s: float, pmix: Pmix) -> None:
         unnamed.write_text(str(port))
         unnamed.rename(directory / RELAY_PORT)
     bell = asyncio.StreamReader()
-    fifo = os.open(directory / BELL, os.O_RDWR | os.O_NONBLOCK)  # for writing, too: no end of file
+    fifo = os.open(directory / BELL, os.O_RDWR | os.O_NONBLOCK)  # also open for writing, so that no end of file comes
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(bell), os.fdopen(fifo, "rb", buffering=0)
     )
-    with ThreadPoolExecutor(1) as spawning:  # one after the other, and whatever it takes, nothing waits for it here
+    with ThreadPoolExecutor(1) as spawning:  # one spawn at a time; this loop does not wait for it
         while directory.exists():
             for file in sorted(path for path in (directory / REQUESTS).iterdir() if not path.suffix):
                 request = json.loads(file.read_text())
@@ -80,28 +80,31 @@ async def _serve(directory: Path, proof_timeout_s: float, pmix: Pmix) -> None:
 
 
 def _port_of_mpirun() -> int:
-    """Where its PMIx server listens, as it tells its children: ``name;tcp4://127.0.0.1:port``."""
+    """Return the port of mpirun's PMIx server, from its environment variable: ``name;tcp4://127.0.0.1:port``."""
     return int(inherited_environment()[PMIX_SERVER].rpartition(":")[2])
 
 
 def _hold(pmix: Pmix, members: list[tuple[int, str]]) -> None:
     try:
         pmix.spawn([([sys.executable, "-I", "-S", holder.__file__, str(pid), path], "/") for pid, path in members])
-    except RuntimeError as error:  # who has asked waits in vain; the end of this process would be that of all workers
+    except RuntimeError as error:  # the requesting worker times out; an exception here would end all workers
         print(f"elasticstate: no holders for {members}: {error}", file=sys.stderr, flush=True)
 
 
 def _release(relay: Relay, paths: list[str], host: str | None) -> None:
-    """MPI tells all others that these have ended. Those themselves must not hear of it: who does ends the MPI job."""
+    """Kill the holders of ended workers, so that MPI reports the end to all other workers.
+
+    The released processes themselves must not receive that report: a process that does ends the MPI job.
+    """
     if host is not None:
         relay.drop(host)
     for path in paths:
-        with suppress(FileNotFoundError):  # of a worker that has asked for another one
+        with suppress(FileNotFoundError):  # the worker has requested another holder
             _kill(json.loads(Path(path).read_text())["pid"], path.removesuffix(RELEASED))
 
 
 def _kill(pid: int, path: str) -> None:
-    """The holder of this file, if it lives; not another process that has got its id."""
+    """Kill the holder of this file if it lives, and no other process that has got its process id."""
     with suppress(ProcessLookupError, FileNotFoundError):
         living = os.pidfd_open(pid)
         try:

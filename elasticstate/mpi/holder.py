@@ -1,7 +1,8 @@
-"""Holds an identity for a worker: ``python -I -S holder.py PID PATH``, started by ``mpirun``.
+"""``python -I -S holder.py PID PATH``, started by ``mpirun``: hold an MPI identity for a worker.
 
-Writes what the environment says of this process for MPI to PATH, and ends when process PID does; with PID 0, that of a
-worker on another host, when it is killed. Imports nothing of ours, and little else: there is one for each worker.
+The holder writes its MPI environment variables to PATH and ends when process PID ends. PID 0 means a worker on another
+host: then the holder ends when it is killed. It imports no module of this package and few others, because each worker
+has a holder.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ _PREFIXES = ("PMIX_", "OMPI_", "OPAL_", "PRTE_")
 
 
 def end_with_mpirun() -> None:
-    """This process is killed when its parent has ended."""
+    """Let the kernel kill this process when its parent ends (prctl(2))."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -27,9 +28,9 @@ def main() -> None:
         worker = os.pidfd_open(pid) if pid else None
     except ProcessLookupError:
         return
-    told = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
     with open(f"{path}.{os.getpid()}", "w") as file:
-        json.dump({"pid": os.getpid(), "environment": told}, file)
+        json.dump({"pid": os.getpid(), "environment": variables}, file)
     os.rename(file.name, path)
     select.select([worker] if worker is not None else [], [], [])
 

@@ -1,5 +1,4 @@
-"""The little of PMIx (pmix-standard.org, version 4) that is needed to start processes: the library is Open MPI's own,
-which mpi4py has loaded."""
+"""The part of PMIx (pmix-standard.org, version 4) that starts processes, by Open MPI's library, which mpi4py loads."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ class _Proc(ctypes.Structure):
 
 
 class _Data(ctypes.Union):
-    _fields_ = (("string", ctypes.c_char_p), ("room", ctypes.c_byte * 24))
+    _fields_ = (("string", ctypes.c_char_p), ("padding", ctypes.c_byte * 24))
 
 
 class _Value(ctypes.Structure):
@@ -38,7 +37,7 @@ class _App(ctypes.Structure):
 
 
 class Pmix:
-    """A client of the server that has started this process. Raises RuntimeError with PMIx's number of the error."""
+    """Client of the PMIx server that has started this process. Raises RuntimeError with PMIx's error number."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libpmix.so.2")
@@ -48,21 +47,21 @@ class Pmix:
     def spawn(self, commands: Sequence[tuple[Sequence[str], str]]) -> None:
         """Start a job of one process for each command: (words, working directory).
 
-        It may lose processes without being ended for it, and the others are told of each that it loses.
+        The job continues when it loses processes, and PMIx notifies the other processes of each loss.
         """
         job = _infos([("pmix.pers", "ompi5"), ("pmix.runopt", "notifyerrors,recoverable")])
-        made = [_app(*command) for command in commands]  # keeps what the copies point to
+        made = [_app(*command) for command in commands]  # keeps the objects alive that the copies point to
         apps = (_App * len(made))(*made)
         name = ctypes.create_string_buffer(256)
         self._check("PMIx_Spawn", self._library.PMIx_Spawn(job, len(job), apps, len(apps), name))
 
     def _check(self, name: str, status: int) -> None:
         if status != 0:
-            raise RuntimeError(f"{name} has failed: PMIx error {ctypes.c_int(status).value}")
+            raise RuntimeError(f"{name} failed: PMIx error {ctypes.c_int(status).value}")
 
 
 def _app(words: Sequence[str], directory: str) -> _App:
-    # Without infos of its own: the library takes an empty array for one without an end.
+    # No infos: the library treats an empty array as one without an end.
     return _App(words[0].encode(), _strings(words), _strings(()), directory.encode(), 1)
 
 

@@ -1,1 +1,1 @@
-"""The control plane's wires: messages, gRPC between driver and agents, a Unix socket between agent and workers."""
+"""The network layer: messages, TLS connections between driver and agents, Unix sockets between agent and workers."""

@@ -1,4 +1,4 @@
-"""Messages as bytes. Nothing is ever unpickled here."""
+"""Conversion between messages and bytes. Nothing is ever unpickled here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from elasticstate.net import messages
 
 
 def _decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Raises msgspec.DecodeError on whatever is no message: its own decoder leaves text that is no UTF-8 to Python."""
+    """Return a decoder that raises msgspec.DecodeError on any malformed message.
+
+    msgspec's own decoder raises UnicodeDecodeError for text that is not UTF-8.
+    """
     decode = msgspec.msgpack.Decoder(kind).decode
 
     def strict(data: bytes) -> Any:
@@ -25,7 +28,7 @@ def _decoder(kind: Any) -> Callable[[bytes], Any]:
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_worker = _decoder(messages.FromWorkerBody)
-decode_order = _decoder(messages.ToWorkerBody)
+decode_for_worker = _decoder(messages.ToWorkerBody)
 decode_opening = _decoder(messages.Opening)
 decode_from_agent = _decoder(messages.FromAgent)
 decode_to_agent = _decoder(messages.ToAgent)

@@ -1,55 +1,58 @@
-"""The control plane: the driver listens, its agents (and whoever asks for the status) dial in.
+"""The control plane: the driver listens; its agents, and clients that ask for the status, connect to it.
 
-All that a connection can do before it has proved that it belongs to the job is to wait for the proof: nothing it says
-is looked at. How long that may take, and how many may be at it, is bounded; beyond that the oldest is turned away, so
-that a crowd of silent strangers keeps nobody out. Each who is turned away is told of.
+An unauthenticated connection can only wait for authentication: data from it is not read. The time for authentication
+and the number of such connections are limited. Beyond the limit the oldest is refused, so that many silent strangers
+cannot lock the agents out. Each refused connection is reported.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import socket
 import ssl
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Protocol
 
 import msgspec
 
 from elasticstate.net import codec, messages
+from elasticstate.net.local_peers import LocalPeers
 from elasticstate.net.stream import MessageQueue, Stream, dial, reason_of
 from elasticstate.net.trust import NAME, Trust
 
-MAX_UNPROVEN = 2048  # connections that have not shown a certificate yet
-SILENT_SHARE = 0.75  # of --heartbeat-timeout: whoever is gone is known to be within it, by the other end's next look
-_BACKLOG = 4096  # connections that the kernel keeps until we come to them
-_BREATH_S = 0.05  # when there is no descriptor left
+MAX_UNPROVEN = 2048  # limit of unauthenticated connections; each takes 70 kB
+UNPROVEN_SHARE = 4  # they may use 1/4 of this process's descriptors: the job needs the rest
+SILENT_SHARE = 0.75  # share of --heartbeat-timeout: the next check still comes within the timeout
+_BACKLOG = 4096  # connections that the kernel queues until they are accepted
+_BREATH_S = 0.05  # pause when no descriptor is left
 _NEXT_ADDRESS_S = 0.25  # RFC 8305
 _BROKE_OFF = "it broke off before it had proved that it belongs to the job: it may have another token"
-_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Owner(Protocol):
-    """Who has a ControlServer. All is called on the server's event loop."""
+    """Callbacks of the owner of a ControlServer. All run on the server's event loop."""
 
     def agent_joined(self, stream: AgentStream, /) -> None:
-        """An agent has said hello."""
+        """Handle the Hello of an agent."""
 
     def agent_said(self, stream: AgentStream, message: messages.FromAgent, /) -> None:
-        """What it says from then on."""
+        """Handle a later message of an agent."""
 
     def agent_gone(self, stream: AgentStream, reason: str, /) -> None:
-        """Its connection has ended; once."""
+        """Handle the end of an agent's connection; called once."""
 
     def status(self) -> str:
-        """The answer of ``elasticrun status``."""
+        """Return the answer to ``elasticrun status``."""
 
     def refused(self, peer: str, reason: str, /) -> None:
-        """A connection that was turned away, or went away, before it was an agent."""
+        """Handle a connection that was refused, or has ended, before the Hello of an agent."""
 
 
 class AgentStream:
-    """The driver's end of one connection: an agent's, from its hello on."""
+    """The driver's end of one connection. It belongs to an agent once its Hello has arrived."""
 
     hello: messages.AgentHello
 
@@ -62,28 +65,28 @@ class AgentStream:
 
     @property
     def heard_at(self) -> float:
-        """When it last said anything, on the loop's clock."""
+        """Time of the last data from the peer, on the loop's clock."""
         return self.stream.heard_at
 
     def send(self, data: bytes) -> None:
-        """Send an encoded message after all that were sent before; without effect when the agent is gone."""
+        """Send an encoded message after all earlier ones. No effect after the connection has ended."""
         self.stream.send(data)
 
-    def beat(self) -> None:
-        """Let it know that the driver lives."""
+    def heartbeat(self) -> None:
+        """Send a heartbeat of the driver."""
         self.stream.send(b"")
 
     def refuse(self, reason: str) -> None:
-        """Tell it why it is not wanted, and end the connection."""
+        """Send the reason of a refusal, and close the connection."""
         self.send(codec.encode(messages.Refusal(reason)))
         self.stream.close()
 
     def abort(self, reason: str) -> None:
-        """End the connection now; ``agent_gone`` follows."""
+        """Close the connection at once; ``agent_gone`` follows."""
         self.stream.abort(reason)
 
     def reset(self, reason: str) -> None:
-        """The same, when the agent may not be heard, or may not hear."""
+        """Like ``abort``, for an agent that may be unreachable."""
         self.stream.reset(reason)
 
     def _received(self, data: bytes) -> None:
@@ -118,6 +121,11 @@ class AgentStream:
             self._owner.refused(self.peer, reason)
 
 
+def _most_unproven() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_UNPROVEN if limit == resource.RLIM_INFINITY else max(1, min(MAX_UNPROVEN, limit // UNPROVEN_SHARE))
+
+
 class ControlServer:
     """The driver's server."""
 
@@ -125,14 +133,15 @@ class ControlServer:
         self._trust = trust
         self._proof_timeout_s = proof_timeout_s
         self._owner = owner
-        self._unproven: dict[asyncio.Task[None], socket.socket] = {}  # in the order they came
-        self._turned_away: dict[socket.socket, str] = {}  # why
+        self._most_unproven = _most_unproven()
+        self._unproven: dict[asyncio.Task[None], socket.socket] = {}  # in the order of arrival
+        self._turned_away: dict[socket.socket, str] = {}  # reason of the refusal
         self._streams: set[Stream] = set()
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
 
     def listen(self, host: str, port: int = 0) -> int:
-        """Listen at ``host``, an address; may be called for several. Returns the port. Raises OSError."""
+        """Listen at the address ``host``; may be called for several. Return the port. Raises OSError."""
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -148,7 +157,7 @@ class ControlServer:
         return found
 
     async def stop(self) -> None:
-        """End all connections, after what they have still to be told."""
+        """Close all connections, after their pending messages are sent."""
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
@@ -164,34 +173,43 @@ class ControlServer:
         if closing:
             await asyncio.wait(closing)
 
-    # -------------------------------------------------------------------------------------------- who comes to the door
+    # --------------------------------------------------------------------------------------------- incoming connections
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, address = await loop.sock_accept(listener)
-            except OSError as error:
-                if error.errno in _NO_ROOM:
-                    self._turn_away_the_oldest(f"there is no room for it: {error.strerror}")
-                    await asyncio.sleep(_BREATH_S)
-                continue
-            if len(self._unproven) >= MAX_UNPROVEN:
-                self._turn_away_the_oldest("too many others wait to prove that they belong to the job")
-            peer = f"{address[0]}:{address[1]}"
-            task = asyncio.ensure_future(self._meet(connection, peer))
-            self._unproven[task] = connection
-            task.add_done_callback(lambda task: self._unproven.pop(task, None))
+        with closing(LocalPeers()) as local_peers:
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(listener)
+                except OSError as error:
+                    if error.errno in _FULL:
+                        self._turn_away_the_oldest(f"there is no room for it: {error.strerror}")
+                        await asyncio.sleep(_BREATH_S)
+                    continue
+                peer = f"{address[0]}:{address[1]}"
+                if reason := local_peers.refuse(connection):
+                    connection.close()
+                    self._owner.refused(peer, reason)
+                else:
+                    self._begin_to_meet(connection, peer)
+                await asyncio.sleep(0)  # let refused connections close, and agents' messages in
+
+    def _begin_to_meet(self, connection: socket.socket, peer: str) -> None:
+        if len(self._unproven) >= self._most_unproven:
+            self._turn_away_the_oldest("too many others wait to prove that they belong to the job")
+        task = asyncio.ensure_future(self._meet(connection, peer))
+        self._unproven[task] = connection
+        task.add_done_callback(lambda task: self._unproven.pop(task, None))
 
     def _turn_away_the_oldest(self, reason: str) -> None:
         if self._unproven:
             connection = self._unproven.pop(next(iter(self._unproven)))
             self._turned_away[connection] = reason
-            with suppress(OSError):  # it has ended already
+            with suppress(OSError):  # the connection has ended already
                 connection.shutdown(socket.SHUT_RDWR)
 
     async def _meet(self, connection: socket.socket, peer: str) -> None:
-        """The certificate and the first message, each within its time, or the end."""
+        """Wait for the certificate and the first message, each with a time limit; else close the connection."""
         agent = AgentStream(self._owner, peer)
         stream = agent.stream
         loop = asyncio.get_running_loop()
@@ -202,7 +220,8 @@ class ControlServer:
                 lambda: stream, connection, ssl=self._trust.server, ssl_handshake_timeout=self._proof_timeout_s
             )
         except (OSError, ssl.SSLError) as error:
-            self._streams.discard(stream)
+            stream.give_up()
+            error.__traceback__ = None  # its frames would hold the buffers of TLS, 70 kB, until a garbage collection
             reason = _BROKE_OFF if isinstance(error, ConnectionResetError) else reason_of(error)
             self._owner.refused(peer, self._turned_away.pop(connection, reason))
         else:
@@ -221,8 +240,10 @@ class DriverStream:
 
     @classmethod
     async def dial(cls, addresses: tuple[str, ...], trust: Trust, timeout_s: float) -> DriverStream:
-        """Connect to the first of these ``host:port`` that proves to be the job's driver (RFC 8305: each next one is
-        tried a moment after the one before). Raises ConnectionError, with the reasons, when none does within the time.
+        """Connect to the first of these ``host:port`` that authenticates as the job's driver.
+
+        As in RFC 8305, each further address is tried a moment after the one before. Raises ConnectionError, with the
+        reasons, when none succeeds in time.
         """
         reasons: list[str] = []
         dialling: set[asyncio.Task[tuple[Stream, MessageQueue]]] = set()
@@ -242,31 +263,34 @@ class DriverStream:
             for task in dialling:
                 task.cancel()
             for result in await asyncio.gather(*dialling, return_exceptions=True):
-                if isinstance(result, tuple):  # it was made all the same
+                if isinstance(result, tuple):  # this connection succeeded, too
                     result[0].abort("another address was quicker")
         raise ConnectionError("; ".join(dict.fromkeys(reasons)))
 
     @property
     def local_address(self) -> str:
-        """Of this end: at which address the driver's side reaches this host."""
+        """Address of this end: there the driver's side reaches this host."""
         return self._stream.local_address
 
     @property
     def peer_address(self) -> str:
-        """Of the other end: at which address this host reaches the driver's."""
+        """Address of the other end: there this host reaches the driver's."""
         return self._stream.peer_address
 
     @property
     def heard_at(self) -> float:
-        """When the driver last said anything, on the loop's clock."""
+        """Time of the last data from the driver, on the loop's clock."""
         return self._stream.heard_at
 
     def send(self, message: messages.Opening | messages.FromAgent) -> None:
-        """Send after all that was sent before; without effect when the driver is gone."""
+        """Send a message after all earlier ones. No effect after the connection has ended."""
         self._stream.send(codec.encode(message))
 
     async def receive(self) -> messages.ToAgent:
-        """The next message. Raises ConnectionError, with the reason, when there is no driver (any more)."""
+        """Return the next message. Raises ConnectionError, with the reason, when the connection has ended.
+
+        Raises ConnectionRefusedError when the driver has refused this agent.
+        """
         data = await self._queue.get()
         try:
             order: messages.ToAgent = codec.decode_to_agent(data)
@@ -277,21 +301,21 @@ class DriverStream:
         return order
 
     async def close(self) -> None:
-        """Send what was to be sent, and end."""
+        """Send all pending messages, then close the connection."""
         self._stream.close()
         await self._stream.closed()
 
     def abort(self, reason: str) -> None:
-        """End the connection now; ``receive`` raises, with the reason, after what has come already."""
+        """Close the connection at once. ``receive`` returns what has arrived already, then raises with the reason."""
         self._stream.abort(reason)
 
     def reset(self, reason: str) -> None:
-        """The same, when the driver may not be heard, or may not hear."""
+        """Like ``abort``, for a driver that may be unreachable."""
         self._stream.reset(reason)
 
 
 async def ask_status(address: str, token: str, timeout_s: float) -> str:
-    """What the driver at ``address`` says of its job. Raises ConnectionError with the reason."""
+    """Return the status text of the driver at ``address``. Raises ConnectionError with the reason."""
     stream, queue = await dial(address, Trust(token).client, NAME, timeout_s)
     stream.send(codec.encode(messages.AskStatus()))
     getting = asyncio.ensure_future(queue.get())

@@ -1,4 +1,4 @@
-"""How an agent is told where its driver is, before there is a connection."""
+"""The parameters with which an agent is started."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import msgspec
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an agent reads from its stdin, as one line of JSON: the token must not be seen in a list of processes.
+    """Parameters that an agent reads from its stdin, as one line of JSON: no list of processes may show the token.
 
     The pipe stays open for as long as its driver lives.
     """
 
     host: str
-    agent: str  # unlike any other agent's
-    slots: int  # that it says of itself; 0: as discovery says
-    addresses: tuple[str, ...]  # of the driver
+    agent: str  # unique id of the agent
+    slots: int  # slots that the agent offers; 0: the number from discovery
+    addresses: tuple[str, ...]  # addresses of the driver
     token: str
     connect_timeout_s: float
-    wait_s: float  # for a driver, in the first place
-    local_address: str  # at which other hosts reach this one; empty: as its connection to the driver shows
-    socket: str  # path at which the workers of this host find their agent
-    directory: str  # in which the workers run
-    job_directory: str  # removed by whoever is last: the driver, or an agent that has lost it; empty: its own
-    environment: tuple[tuple[str, str], ...]  # for the workers, before that of the job
+    wait_s: float  # limit of the first search for a driver
+    local_address: str  # address at which other hosts reach this one; empty: that of its connection to the driver
+    socket: str  # path of the agent's Unix socket for the workers of this host
+    directory: str  # working directory of the workers
+    job_directory: str  # removed by the driver, or by the last agent if the driver is lost; empty: use an own one
+    environment: tuple[tuple[str, str], ...]  # for the workers; the job's variables override these

@@ -1,7 +1,10 @@
 """The Unix socket between an agent and the workers of its host: SOCK_SEQPACKET, one datagram is one message.
 
-The worker's end is handed over to its sentinel (native/sentinel.cpp). The agent's end lives on an asyncio loop, and
-never blocks it: what a worker does not read is kept in a queue until it does, or until its heartbeat is overdue.
+The worker's end is handed over to its sentinel (native/sentinel.cpp). The agent's end belongs to an asyncio loop and
+never blocks it: messages that a worker does not read stay in a queue, at most until its heartbeat times out.
+
+A second connection of the worker is for its storage only: on it the agent passes descriptors (unix(7)). The worker
+keeps this connection, because the path of the socket may be deleted. Both ends verify that the other has the same user.
 """
 
 from __future__ import annotations
@@ -13,20 +16,22 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
 from elasticstate.core.types import WorkerId
-from elasticstate.net import codec, messages, orders
+from elasticstate.net import codec, messages, worker_codec
 
 MAX_DATAGRAM_BYTES = 128 * 1024  # well below the kernel's default for a socket's send buffer
 _CUT = "\n... cut ...\n"
+_MOST_DESCRIPTORS = 5
 
 
 def encode_from_worker(message: messages.FromWorkerBody) -> bytes:
-    """The message as a worker's socket carries it; a traceback that is too long for that is cut in its middle."""
+    """Encode a message for the worker's socket. A traceback that is too long is cut in its middle."""
     data = codec.encode(message)
-    if len(data) > MAX_DATAGRAM_BYTES and isinstance(message, messages.Failure):
+    if len(data) > MAX_DATAGRAM_BYTES and isinstance(message, messages.GenerationFailure):
         half = MAX_DATAGRAM_BYTES // 10  # characters, of up to four bytes each
         error = message.error[:half] + _CUT + message.error[-half:]
         data = codec.encode(msgspec.structs.replace(message, error=error))
@@ -34,41 +39,82 @@ def encode_from_worker(message: messages.FromWorkerBody) -> bytes:
 
 
 class WorkerLink:
-    """The worker's end, until its sentinel takes it over. It blocks; ``send`` may be called from any thread."""
+    """The worker's end, until its sentinel takes it over. It blocks. ``send`` may be called from any thread."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def connect(self) -> None:
-        """Raises OSError when the agent is not there."""
+        """Connect. Raises OSError when there is no agent; PermissionError when the socket belongs to another user."""
         self._socket.connect(self._path)
+        _, uid = _peer_of(self._socket)
+        if uid != os.getuid():
+            self._socket.close()
+            raise PermissionError(f"{self._path} is no socket of this user's agent: it belongs to user {uid}")
 
     def detach(self) -> int:
-        """The socket's descriptor, which is the caller's to close from now on."""
+        """Return the socket's descriptor. From now on the caller must close it."""
         return self._socket.detach()
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, message: messages.FromWorkerBody) -> None:
-        """Raises OSError when the agent is gone."""
+        """Send a message. Raises OSError when the agent is gone."""
         self._socket.send(encode_from_worker(message))
 
     def receive(self) -> messages.ToWorkerBody | None:
-        """The next message; None when the agent is gone. Raises BlockingIOError when there is none yet."""
+        """Return the next message; None when the agent is gone. Raises BlockingIOError when none has arrived."""
         try:
             data = self._socket.recv(MAX_DATAGRAM_BYTES, socket.MSG_DONTWAIT)
         except ConnectionResetError:
             return None
-        return orders.decode_to_worker(data) if data else None
+        return worker_codec.decode_to_worker(data) if data else None
 
     def close(self) -> None:
         self._socket.close()
 
 
+class Given(NamedTuple):
+    """Descriptors and key for a worker's storage. The worker must close the descriptors."""
+
+    key: bytes
+    page: int
+    buffers: tuple[int, int]
+    result: int
+    call: int | None
+
+
+class StorageLink:
+    """The worker's connection for its storage. It blocks; use it from one thread."""
+
+    def __init__(self, path: str, worker: WorkerId) -> None:
+        """Connect. Raises OSError when there is no agent; PermissionError when the socket belongs to another user."""
+        self._link = WorkerLink(path)
+        self._worker = worker
+        self._link.connect()
+
+    def ask(self) -> Given:
+        """Get the files of the worker's slot. Raises ConnectionError when the agent is gone, or gives none."""
+        self._link.send(messages.RequestStorage(self._worker, messages.PROTOCOL_VERSION))
+        data, descriptors, _, _ = socket.recv_fds(
+            self._link._socket, MAX_DATAGRAM_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        answer = worker_codec.decode_to_worker(data) if data else None
+        if not isinstance(answer, messages.Storage) or len(descriptors) != 4 + answer.has_call:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ConnectionError(f"the agent gave {self._worker} no storage: see what the agent has printed")
+        page, first, second, result, *call = descriptors
+        return Given(answer.key, page, (first, second), result, call[0] if call else None)
+
+    def close(self) -> None:
+        self._link.close()
+
+
 class WorkerConnection:
-    """The agent's end of one worker's socket. ``send`` neither blocks nor fails: a dead worker is seen elsewhere."""
+    """The agent's end of a worker's socket. ``send`` neither blocks nor fails: a death is detected elsewhere."""
 
     def __init__(self, server: AgentSocket, connection: socket.socket) -> None:
         self._server = server
@@ -77,7 +123,7 @@ class WorkerConnection:
         self._open = True
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(connection, self.receive_pending)
-        self.worker: WorkerId | None = None  # unknown until it has said Hello
+        self.worker: WorkerId | None = None  # unknown until its Hello
 
     @property
     def is_open(self) -> bool:
@@ -90,6 +136,12 @@ class WorkerConnection:
         self._queue.append(data)
         if len(self._queue) == 1:
             self._flush()
+
+    def give(self, message: messages.Storage, descriptors: list[int]) -> None:
+        """Send a message with descriptors, to a worker that waits for nothing else on this connection."""
+        if self._open:
+            with suppress(OSError):  # a worker's death is detected elsewhere
+                socket.send_fds(self._socket, [worker_codec.encode_to_worker(message)], descriptors)
 
     def _flush(self) -> None:
         while self._queue:
@@ -105,7 +157,7 @@ class WorkerConnection:
         self._loop.remove_writer(self._socket)
 
     def receive_pending(self) -> None:
-        """Hand on all that has arrived."""
+        """Pass on all messages that have arrived."""
         while self._open:
             try:
                 data = self._socket.recv(MAX_DATAGRAM_BYTES)
@@ -135,8 +187,9 @@ class WorkerConnection:
 class AgentSocket:
     """The agent's listening socket.
 
-    ``admit(worker)`` says why a worker is not accepted, or "". ``received(worker, message)`` gets each message of an
-    admitted worker, its Hello first. ``complain`` gets a line on whoever was refused.
+    ``admit(worker)`` returns why a worker is refused, or "". ``received(worker, message)`` gets each message of an
+    admitted worker, its Hello first. ``storage(worker, connection)`` gets each RequestStorage of an admitted worker,
+    and answers by ``connection.give``. ``complain`` gets a line on each refusal.
     """
 
     def __init__(
@@ -144,43 +197,72 @@ class AgentSocket:
         path: str,
         admit: Callable[[WorkerId], str],
         received: Callable[[WorkerId, messages.FromWorkerBody], None],
+        storage: Callable[[WorkerId, WorkerConnection], None],
         complain: Callable[[str], None],
     ) -> None:
         self.path = path
         self._admit = admit
         self._received = received
+        self._storage = storage
         self._complain = complain
         self._connections: set[WorkerConnection] = set()
         self._workers: dict[WorkerId, WorkerConnection] = {}
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener: socket.socket | None = None
 
     def open(self) -> None:
-        """Listen. Raises OSError when the path is taken, or longer than the kernel takes (107 bytes)."""
-        self._listener.bind(self.path)
-        self._listener.listen(128)
-        asyncio.get_running_loop().add_reader(self._listener, self.accept_pending)
+        """Listen. Raises OSError when the path exists, or exceeds the kernel's limit (107 bytes)."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            listener.bind(self.path)
+            self._file = os.lstat(self.path)
+            listener.listen(128)
+        except OSError:
+            listener.close()
+            raise
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self.accept_pending)
+
+    @property
+    def is_lost(self) -> bool:
+        """Return True if the file of the socket was deleted. No worker can connect then; connected ones stay so."""
+        try:
+            return not os.path.samestat(os.lstat(self.path), self._file)
+        except OSError:
+            return True
+
+    def reopen(self, path: str) -> None:
+        """Listen at another path, or at the same one again. Raises what ``open`` raises; call it again then."""
+        self._stop_listening()
+        self.path = path
+        self.open()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
 
     def close(self) -> None:
-        """Also tells all workers that the agent is gone. May be called twice."""
-        if self._listener.fileno() < 0:
+        """Stop listening, and close the connections of all workers. May be called twice."""
+        if self._listener is None:
             return
-        asyncio.get_running_loop().remove_reader(self._listener)
-        self._listener.close()
+        self._stop_listening()
         for connection in list(self._connections):
             connection.close()
         with suppress(FileNotFoundError):
-            os.unlink(self.path)
+            if os.path.samestat(os.lstat(self.path), self._file):  # not the socket of a later job's agent
+                os.unlink(self.path)
 
     def is_connected(self, worker: WorkerId) -> bool:
         return worker in self._workers
 
     def send(self, worker: WorkerId, data: bytes) -> None:
-        """Send an encoded message; without effect on a worker that is not connected."""
+        """Send an encoded message. No effect if the worker is not connected."""
         if worker in self._workers:
             self._workers[worker].send(data)
 
     def drain(self, worker: WorkerId) -> None:
-        """Hand on all that a worker has sent before it ended."""
+        """Pass on all that a worker has sent before it ended."""
         self.accept_pending()
         for connection in list(self._connections):
             if connection.worker in (None, worker):
@@ -191,13 +273,13 @@ class AgentSocket:
             self._workers[worker].close()
 
     def accept_pending(self) -> None:
-        while True:
+        while self._listener is not None:
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
             connection.setblocking(False)
-            pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            pid, uid = _peer_of(connection)
             if uid != os.getuid():
                 self._complain(f"refused process {pid}: it belongs to user {uid}")
                 connection.close()
@@ -212,17 +294,20 @@ class AgentSocket:
             if reason:
                 self.refuse(connection, reason)
                 return
+            if isinstance(message, messages.RequestStorage):
+                self._storage(message.worker, connection)
+                return
             assert isinstance(message, messages.Hello)
             connection.worker = message.worker
             self._workers[message.worker] = connection
         self._received(connection.worker, message)
 
     def _check(self, message: messages.FromWorkerBody) -> str:
-        if not isinstance(message, messages.Hello):
+        if not isinstance(message, messages.Hello | messages.RequestStorage):
             return "did not say hello first"
         if message.protocol != messages.PROTOCOL_VERSION:
             return f"speaks protocol {message.protocol}, this is {messages.PROTOCOL_VERSION}"
-        if message.worker in self._workers:
+        if message.worker in self._workers and isinstance(message, messages.Hello):
             return f"says it is {message.worker}, which is connected"
         return self._admit(message.worker)
 
@@ -235,3 +320,9 @@ class AgentSocket:
         self._connections.discard(connection)
         if connection.worker is not None and self._workers.get(connection.worker) is connection:
             del self._workers[connection.worker]
+
+
+def _peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return process id and user id of the other end (SO_PEERCRED, unix(7))."""
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid

@@ -1,11 +1,11 @@
-"""What travels on the control plane: typed, validated msgspec messages. Nothing is ever unpickled here.
+"""The messages of the control plane: typed, validated msgspec structs. Nothing is ever unpickled here.
 
 ::
 
     driver                       agent                        worker's sentinel
       | <- AgentHello  ----------- |                              |
       | -- JobSpec --------------> |                              |
-      | <- Serving --------------- |                              |
+      | <- HostReport ------------ |                              |
       | -- StartWorker ----------> | --- spawn ------------------> |
       |                            | <- Hello ------------------- |
       | <- Ready ----------------- | <- Ready ------------------- |
@@ -15,47 +15,49 @@
       | -- End(at tick K) -------> | -- End --------------------> |   all save and raise at tick K
       | <- Ready ----------------- | <- Ready ------------------- |
 
-Messages from a worker reach the driver as :class:`FromWorker`, which names the worker; messages to a worker travel as
-:class:`ToWorkers`. What concerns a generation names it, and is without effect on any other.
+A worker's message reaches the driver inside :class:`FromWorker`, which names the worker. A message to workers travels
+inside :class:`ToWorkers`. A message about a generation names it, and has no effect on any other generation.
 """
 
 from __future__ import annotations
 
 import signal
 
-from elasticstate.core.types import CommitId, WorkerId
-from elasticstate.net.words import (
+from elasticstate.core.types import CommitId, StartWorker as StartWorker, StopWorker as StopWorker, WorkerId
+from elasticstate.net.worker_messages import (
     LASTING as LASTING,
     Applicant as Applicant,
     AskIdentities as AskIdentities,
+    BufferGrown as BufferGrown,
+    CommitSealed as CommitSealed,
     CommitSize as CommitSize,
-    Committed as Committed,
-    EndOrder as EndOrder,
-    Failure as Failure,
+    ConfirmOwnError as ConfirmOwnError,
+    End as End,
     First as First,
     FromWorkerBody as FromWorkerBody,
     Gate as Gate,
-    GateOpen as GateOpen,
+    GenerationFailure as GenerationFailure,
+    GrowBuffer as GrowBuffer,
     Hello as Hello,
+    Hold as Hold,
     HoldAnswer as HoldAnswer,
-    HoldOrder as HoldOrder,
-    LeaveOrder as LeaveOrder,
+    Leave as Leave,
     Message,
-    NeedSpace as NeedSpace,
-    Notice as Notice,
-    OwnError as OwnError,
+    OpenGate as OpenGate,
     Place as Place,
     Ready as Ready,
-    ReleaseOrder as ReleaseOrder,
-    Space as Space,
+    Release as Release,
+    RequestStorage as RequestStorage,
+    Storage as Storage,
     Synced as Synced,
     ToWorkerBody as ToWorkerBody,
+    WorkerPreemptionNotice as WorkerPreemptionNotice,
     WorldMessage as WorldMessage,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 4
 STACKS_SIGNAL = signal.SIGRTMIN + 9
-"""From an agent to a worker that does not respond: print the stacks of all threads."""
+"""Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
@@ -64,9 +66,9 @@ MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 class AgentHello(Message, frozen=True):
     host: str
-    agent: str  # unlike any other agent's
-    slots: int  # 0: as discovery says
-    epoch: int  # of the newest driver that it has obeyed; 0: none yet
+    agent: str  # unique id of the agent
+    slots: int  # 0: the number from discovery
+    epoch: int  # of the newest driver that the agent has served; 0: none yet
     pid: int
     protocol: int
     version: str
@@ -88,7 +90,7 @@ class Exited(Message, frozen=True):
     exit_code: int | None
     signal: int | None
     error: str
-    time_ns: int = 0  # unix, by the clock of its host: when its exception came out, or its end was seen
+    time_ns: int = 0  # unix time by the clock of its host: when the exception was raised, or the end was detected
 
 
 class Unresponsive(Message, frozen=True):
@@ -97,7 +99,7 @@ class Unresponsive(Message, frozen=True):
 
 
 class Stamp(Message, frozen=True):
-    """What the page of a living worker says."""
+    """The control page of a living worker."""
 
     place: Place
     generation: int
@@ -106,70 +108,90 @@ class Stamp(Message, frozen=True):
 
 
 class WorkerReport(Message, frozen=True):
-    """All that matters of a worker that was there before this driver, or while it was out of touch."""
+    """State of a worker that was started before this driver, or was unreachable for a while."""
 
     worker: WorkerId
     pid: int
-    generation: int  # the newest that it was given a world of
+    generation: int  # of the newest world sent to the worker
     stamp: Stamp
-    words: tuple[FromWorkerBody, ...]  # said in that generation
+    lasting: tuple[FromWorkerBody, ...]  # messages of that generation that are still valid
 
 
-class Serving(Message, frozen=True):
-    """The agent has its JobSpec and takes orders; all that a driver has to know that was not there before."""
+class HostReport(Message, frozen=True):
+    """First message of an agent that has its JobSpec: all that a new driver needs to know of the host."""
 
-    commits: tuple[tuple[int, CommitId], ...]  # by slot: the newest in its memory
+    commits: tuple[tuple[int, CommitId], ...]  # by slot: the newest commit in memory
     workers: tuple[WorkerReport, ...]
-    exits: tuple[Exited, ...] = ()  # since the newest world that this host was given
-    incarnations: tuple[tuple[int, int], ...] = ()  # by slot: the last process that it has had
-    gate: int = 0  # the newest generation whose gate the workers here were told is open
-    ended: int = 0  # the newest generation that they were told has ended, not at a tick
+    exits: tuple[Exited, ...] = ()  # since the host received its newest world
+    incarnations: tuple[tuple[int, int], ...] = ()  # by slot: of the last process
+    gate: int = 0  # newest generation whose OpenGate the workers here have received
+    ended: int = 0  # newest generation that was ended at once, not at a tick
 
 
 class Stamps(Message, frozen=True):
-    """The latest stamp of each worker of the host that was heard since the last message of this kind.
+    """The latest stamp of each worker of the host with a heartbeat or a change since the last message of this kind.
 
-    ``number``: the driver is asked to say that it has heard this one; 0: it is not.
+    ``number``: the driver acknowledges it with ``Heard``; 0: no acknowledgement.
     """
 
     stamps: tuple[tuple[WorkerId, Stamp], ...]
     number: int = 0
 
 
-class AgentNotice(Message, frozen=True):
-    """The agent's host is to be left: it drains. ``reason``: who says so."""
+class HostPreemptionNotice(Message, frozen=True):
+    """The agent's host will be preempted: drain it. ``reason``: source of the notice."""
 
     reason: str
 
 
 class AgentWarning(Message, frozen=True):
-    """Something that a person at the driver should know of this host."""
+    """A warning from this host, for the user at the driver."""
 
     text: str
 
 
+class OutputTrouble(Message, frozen=True):
+    """State of an output of an agent or of the driver: a terminal, an event file, or all log files of a host."""
+
+    output: str  # stdout, stderr, or the option with its value
+    reason: str  # why data is not written, or was dropped; empty: the output is written again
+    workers: tuple[WorkerId, ...]  # workers that wait until their output is written
+    dropped_bytes: int  # since the trouble began
+
+
 class Fetched(Message, frozen=True):
-    """A part of what a worker has returned: a pickle, into which nobody looks but the caller of ``launch()``."""
+    """A part of a worker's result: a pickle, which only the caller of ``launch()`` unpickles."""
 
     slot: int
     offset: int
     data: bytes
-    size: int  # of the whole, in bytes; 0: it has returned nothing
+    size: int  # of the whole result, in bytes; 0: the worker has returned nothing
 
 
 class AskStatus(Message, frozen=True):
-    """From ``elasticrun status``, instead of a hello: the answer is text, and the end of the connection."""
+    """First message of ``elasticrun status``, instead of a Hello. The driver answers with text, then disconnects."""
 
 
 Opening = AgentHello | AskStatus
-FromAgent = Serving | FromWorker | Started | Exited | Unresponsive | Stamps | AgentNotice | AgentWarning | Fetched
+FromAgent = (
+    HostReport
+    | FromWorker
+    | Started
+    | Exited
+    | Unresponsive
+    | Stamps
+    | HostPreemptionNotice
+    | AgentWarning
+    | OutputTrouble
+    | Fetched
+)
 
 
 # ------------------------------------------------------------------------------------------------ driver -> agent
 
 
-class Preemption(Message, frozen=True):
-    """How an agent and its workers take notice that they are to leave."""
+class PreemptionOptions(Message, frozen=True):
+    """Sources of preemption notices for an agent and its workers."""
 
     signals: tuple[int, ...]
     command: str | None
@@ -178,12 +200,12 @@ class Preemption(Message, frozen=True):
 
 
 class Output(Message, frozen=True):
-    """Where goes what workers print."""
+    """Destinations of the workers' output."""
 
     tagged: bool = True
     log_dir: str | None = None
-    tee: int = 3  # what the terminal gets of it: 1 stdout, 2 stderr
-    only_ranks: tuple[tuple[int, int], ...] = ()  # whose output the terminal gets, as ranges; none: all
+    tee: int = 3  # streams shown on the terminal: 1 stdout, 2 stderr
+    only_ranks: tuple[tuple[int, int], ...] = ()  # ranks shown on the terminal, as ranges; none: all
 
 
 class JobSpec(Message, frozen=True):
@@ -191,7 +213,7 @@ class JobSpec(Message, frozen=True):
 
     job: str
     job_id: str
-    epoch: int  # counts the drivers of the job; a lower one is refused
+    epoch: int  # counts the drivers of the job; agents refuse a lower one
     command: tuple[str, ...]
     commit_dir: str
     heartbeat_timeout_s: float
@@ -203,48 +225,37 @@ class JobSpec(Message, frozen=True):
     lease_s: float | None
     output: Output
     environment: tuple[tuple[str, str], ...]
-    preemption: Preemption
-    backend: str = "auto"  # how tensors travel between workers
-    call: bytes = b""  # what workers of ``launch()`` call, as worker/call.py reads it; nobody on the way looks inside
+    preemption: PreemptionOptions
+    backend: str = "auto"  # transport of tensors between workers
+    call: bytes = b""  # the function that workers of ``launch()`` call (see worker/call.py); only they decode it
 
 
 class Fetch(Message, frozen=True):
-    """The job is over: what the function has returned in this slot is asked for, from ``offset`` on: Fetched."""
+    """Request for the result of a slot, from ``offset`` on, after the job is over. The agent answers with Fetched."""
 
     slot: int
     offset: int
 
 
-class Spawn(Message, frozen=True):
-    worker: WorkerId
-    reserve_bytes: int = 0  # what a commit of the job takes: room to make before the first READY
-
-
-class Stop(Message, frozen=True):
-    worker: WorkerId
-    reason: str
-    kill: bool
-
-
 class ToWorkers(Message, frozen=True):
-    """``workers`` None: to every worker of the host (each ignores what is not its generation's)."""
+    """A message to workers. ``workers`` None: all workers of the host; each ignores messages for other generations."""
 
     workers: tuple[WorkerId, ...] | None
     body: ToWorkerBody
 
 
 class WorldsOnHost(Message, frozen=True):
-    """The world's part that concerns one host: one WorldMessage for each member there."""
+    """The part of a world that concerns one host: one WorldMessage for each member there."""
 
     worlds: tuple[tuple[WorkerId, WorldMessage], ...]
 
 
 class Identity(Message, frozen=True):
-    """Who a worker is for MPI, to be written to ``path``: the worker waits for that file."""
+    """MPI identity of a worker, to be written to the file ``path``, for which the worker waits."""
 
     path: str
     environment: tuple[tuple[str, str], ...]
-    relay_port: int = 0  # of the driver's host: there its mpirun can be reached; 0: it is on the same host
+    relay_port: int = 0  # port of the relay to mpirun, on the driver's host; 0: mpirun runs on the same host
 
 
 class Shutdown(Message, frozen=True):
@@ -254,15 +265,15 @@ class Shutdown(Message, frozen=True):
 
 
 class Heard(Message, frozen=True):
-    """Of Stamps with this number: from when they were sent on, the lease on ticks is renewed."""
+    """Acknowledgement of the Stamps with this number. It renews the lease on ticks from when the Stamps were sent."""
 
     number: int
 
 
 class Refusal(Message, frozen=True):
-    """The driver does not want this agent, or cannot speak with it; it ends the connection."""
+    """The driver refuses this agent, and closes the connection."""
 
     reason: str
 
 
-ToAgent = JobSpec | Spawn | Fetch | Stop | ToWorkers | WorldsOnHost | Identity | Shutdown | Heard | Refusal
+ToAgent = JobSpec | StartWorker | Fetch | StopWorker | ToWorkers | WorldsOnHost | Identity | Shutdown | Heard | Refusal

@@ -1,6 +1,6 @@
-"""TCP connections from one host to another, led through TLS that only the job's own processes can speak.
+"""TCP connections from one host to another, tunnelled through TLS that only processes of the job can speak.
 
-``mpirun`` listens on the loopback interface of its host, and asks nobody who comes for a proof::
+``mpirun`` listens on the loopback interface of its host, and authenticates no client::
 
     worker ── loopback ── tunnel (its agent) ══ TLS ══ relay (beside mpirun) ── loopback ── mpirun
 """
@@ -20,22 +20,22 @@ _PIECE_BYTES = 1 << 16
 
 
 class Relay:
-    """Leads who belongs to the job to a port of the loopback interface of this host."""
+    """Connects authenticated clients to a port of the loopback interface of this host."""
 
     def __init__(self, to_port: int) -> None:
         self._to_port = to_port
-        self._from: dict[str, set[asyncio.StreamWriter]] = {}  # by the host that they come from
+        self._from: dict[str, set[asyncio.StreamWriter]] = {}  # by the host of the client
         self._server: asyncio.Server | None = None
 
     async def open(self, trust: Trust, proof_timeout_s: float) -> int:
-        """Its own port. Raises OSError."""
+        """Listen, and return the port. Raises OSError."""
         self._server = await asyncio.start_server(
             self._meet, "0.0.0.0", 0, ssl=trust.server, ssl_handshake_timeout=proof_timeout_s
         )
         return port_of(self._server)
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, ssl.SSLError, ValueError):  # whoever it was has gone: then this connection ends
+        with suppress(OSError, ssl.SSLError, ValueError):  # the client has gone: close this connection
             host = (await reader.readline()).decode().rstrip()
             self._from.setdefault(host, set()).add(writer)
             try:
@@ -45,12 +45,12 @@ class Relay:
         writer.close()
 
     def drop(self, host: str) -> None:
-        """Break off what comes from there: nothing that it has said, and that is not here yet, gets through."""
+        """Abort all connections from this host: data that has not arrived here yet never gets through."""
         for writer in self._from.get(host, ()):
             writer.transport.abort()
 
     def close(self) -> None:
-        """What has been connected stays so."""
+        """Stop listening. Established connections stay open."""
         if self._server is not None:
             self._server.close()
 
@@ -58,9 +58,9 @@ class Relay:
 async def open_tunnel(
     trust: Trust, own_host: str, address: tuple[str, int], timeout_s: float, complain: Callable[[str], None]
 ) -> asyncio.Server:
-    """Lead what dials a port of the loopback interface here to a relay. Raises ConnectionError: there is none.
+    """Listen on the loopback interface, and tunnel each connection to a relay. Raises ConnectionError: no relay.
 
-    ``own_host``: the name of this host, by which the relay knows what comes from here.
+    ``own_host``: the name by which the relay identifies connections from this host.
     """
     _, writer = await _dial(trust, address, timeout_s)
     writer.close()
@@ -85,7 +85,7 @@ def port_of(server: asyncio.Server) -> int:
 async def _dial(
     trust: Trust, address: tuple[str, int], timeout_s: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Raises ConnectionError with the reason."""
+    """Connect to the relay. Raises ConnectionError with the reason."""
     dialling = asyncio.ensure_future(asyncio.open_connection(*address, ssl=trust.client, server_hostname=NAME))
     try:  # not asyncio.wait_for: see net/stream.py
         await asyncio.wait({dialling}, timeout=timeout_s)
@@ -104,7 +104,7 @@ async def _join(
     far_reader: asyncio.StreamReader,
     far_writer: asyncio.StreamWriter,
 ) -> None:
-    """Until one of the two has ended; then the other one does."""
+    """Pass data in both directions until one of them has ended; then end the other."""
     ways = {asyncio.ensure_future(_pass_on(*way)) for way in ((reader, far_writer), (far_reader, writer))}
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)

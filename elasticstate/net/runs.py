@@ -1,4 +1,4 @@
-"""Ascending numbers as runs: of ten thousand members of a first world all but one lack the state."""
+"""Ascending numbers as runs, for short messages: in a first world of 10000 members, all but one lack the state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def as_runs(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending numbers as runs [first, one behind the last)."""
+    """Return ascending numbers as runs [first, last + 1)."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number:
@@ -17,5 +17,5 @@ def as_runs(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def from_runs(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """The reverse of :func:`as_runs`."""
+    """Return the numbers of these runs: the reverse of :func:`as_runs`."""
     return tuple(number for first, behind in runs for number in range(first, behind))

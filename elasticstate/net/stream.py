@@ -1,7 +1,8 @@
-"""One connection between driver and agent, or whoever asks for the status: TLS, and messages with their length before.
+"""Connection between the driver and an agent, or a client that asks for the status: TLS, length-prefixed messages.
 
-No library for this: the ones at hand accept whoever connects, as many as come, and tell nobody who was turned away and
-why (gRPC's core); asyncio and ssl leave that to us, and four bytes before each message are all that they lack.
+No library is used for this. The existing ones (gRPC's core) accept any number of unauthenticated connections, and do
+not report a refused client with the reason. asyncio and ssl leave both to us, and lack only a length before each
+message.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from contextlib import suppress
 
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
 
-# asyncio keeps a buffer of so many bytes for each TLS connection, and fills it with zeros: with its own 256 KiB, the
-# driver of a thousand hosts would take a quarter of a gigabyte for nothing. (Python 3.10 has no such buffer.)
-setattr(sslproto.SSLProtocol, "max_size", 1 << 14)  # noqa: B010 - typeshed does not know it
+# asyncio keeps a buffer of this size for each TLS connection, and fills it with zeros. With its default of 256 KiB, the
+# driver of a thousand hosts would waste a quarter of a gigabyte. (Python 3.10 has no such buffer.)
+setattr(sslproto.SSLProtocol, "max_size", 1 << 14)  # noqa: B010 - typeshed lacks it
 _LENGTH = struct.Struct("!I")
-_MAX_BACKLOG_BYTES = 64 << 20  # of what a peer does not read, before it is given up
+_MAX_BACKLOG_BYTES = 64 << 20  # unread data of a peer, before the connection is aborted
 _NO_LINGER = struct.pack("ii", 1, 0)  # socket(7)
-_LAST_MOMENT_S = 1.0  # for the other end to close, too
+_LAST_MOMENT_S = 1.0  # time for the other end to close as well
 
 
 class Stream(asyncio.Protocol):
-    """First in, first out, each way. ``received(data)`` gets each message, ``lost(reason)`` the end, once.
+    """One connection; messages keep their order. ``received(data)`` gets each message, ``lost(reason)`` the end, once.
 
-    A message of length 0 is a beat: it says that the other end lives, and is not handed on.
+    A message of length 0 is a heartbeat of the other end, and is not passed to ``received``.
     """
 
     def __init__(self, received: Callable[[bytes], None], lost: Callable[[str], None]) -> None:
@@ -46,7 +47,7 @@ class Stream(asyncio.Protocol):
     # ---------------------------------------------------------------------------------------------------- for its user
 
     def send(self, data: bytes) -> None:
-        """Send a message after all that were sent before; without effect when the connection has ended."""
+        """Send a message after all earlier ones. No effect after the connection has ended."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -55,32 +56,35 @@ class Stream(asyncio.Protocol):
             self.abort("it does not read what it is sent")
 
     def close(self) -> None:
-        """Send what was to be sent, and end: within a moment, whatever the other end does."""
-        if self._transport is not None and not self._transport.is_closing():  # asyncio forgets its end the second time
+        """Send all pending messages and close: within a moment, even if the other end does not."""
+        # A second close() of an SSL transport drops its protocol (Python 3.11, asyncio/sslproto.py).
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
             self._loop.call_later(_LAST_MOMENT_S, self.abort, "it did not close the connection")
 
     def abort(self, reason: str) -> None:
-        """End now; ``lost`` gets the reason."""
+        """Close at once, without sending pending data. ``lost`` gets the reason."""
         self._reason = self._reason or reason
         if self._transport is not None:
             self._transport.abort()
 
     def reset(self, reason: str) -> None:
-        """End now, and let the other end hear of it even if it is not heard itself: a reset (RST) does not wait for
-        what is not acknowledged, as an orderly end would."""
+        """Close at once with a reset (RST), so that the other end detects it even if nothing arrives from there.
+
+        An orderly close would wait until pending data is acknowledged.
+        """
         connection = self._transport.get_extra_info("socket") if self._transport is not None else None
-        if connection is not None:  # it has not ended already
+        if connection is not None:  # the connection has not ended yet
             with suppress(OSError):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.abort(reason)
 
     async def heard(self) -> None:
-        """Until the first bytes have come and been handed on, or the connection has ended."""
+        """Wait until the first message has been received and handled, or the connection has ended."""
         await asyncio.wait({self._spoke, self._ended}, return_when=asyncio.FIRST_COMPLETED)
 
     async def closed(self) -> None:
-        """Until the connection has ended."""
+        """Wait until the connection has ended."""
         await asyncio.wait({self._ended})
 
     def when_closed(self, callback: Callable[[], object]) -> None:
@@ -127,6 +131,14 @@ class Stream(asyncio.Protocol):
         if begin and not self._spoke.done():
             self._spoke.set_result(None)
 
+    def give_up(self) -> None:
+        """Forget user and callbacks: the handshake has failed, so ``connection_lost`` is never called.
+
+        The stream is freed at once. Otherwise thousands of refused connections would wait for one long collection.
+        """
+        self._received = self._lost = _ignore
+        self._ended.set_result(None)
+
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._ended.set_result(None)
@@ -134,8 +146,12 @@ class Stream(asyncio.Protocol):
         self._lost(self._reason)
 
 
+def _ignore(_: object) -> None:
+    pass
+
+
 def reason_of(error: BaseException) -> str:
-    """Why a connection was refused, or has ended, in words for whoever reads the log."""
+    """Return why a connection was refused or has ended, as text for the log."""
     match error:
         case ssl.SSLCertVerificationError():
             return "its certificate is not of this job: it has another token"
@@ -174,7 +190,7 @@ class MessageQueue:
         self._news.set()
 
     async def get(self) -> bytes:
-        """The next one. Raises ConnectionError, with the reason, behind the last."""
+        """Return the next message. After the last one, raises ConnectionError with the reason."""
         while not self._messages:
             if self._end is not None:
                 raise ConnectionError(self._end)
@@ -194,7 +210,7 @@ async def dial(address: str, context: ssl.SSLContext, name: str, timeout_s: floa
             lambda: Stream(queue.received, queue.lost), host, int(port), ssl=context, server_hostname=name
         )
     )
-    # Not asyncio.wait_for: until Python 3.12 it loses a cancellation that comes as the connection is made.
+    # Not asyncio.wait_for: until Python 3.12 it loses a cancellation that arrives while the connection is made.
     try:
         await asyncio.wait({connecting}, timeout=timeout_s)
         if not connecting.done():

@@ -1,10 +1,10 @@
-"""Who belongs to a job: whoever has its token.
+"""Authentication: a process that has the job's token belongs to the job.
 
-Both ends of a connection show a certificate that the job's own authority has signed, and TLS makes sure that they do.
-The authority's key is derived from the token (RFC 5869), so each process that has the token can make a certificate of
-its own, and knows what the others' must look like. Nothing else has to be handed out, and the token never travels.
+Both ends of a connection present a certificate signed by the job's own authority, and TLS verifies both. The
+authority's key is derived from the token (RFC 5869). So each process that has the token can make its own certificate
+and verify those of the others. Nothing else has to be distributed, and the token is never sent.
 
-Whoever watches a handshake can try tokens against the certificates in it: a token has to be long and random.
+An observer of a handshake can test guessed tokens against its certificates. So a token must be long and random.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import secrets
 import ssl
+import stat
 from datetime import datetime, timezone
-from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -24,35 +24,54 @@ from cryptography.x509.oid import NameOID
 from elasticstate.errors import OptionError
 
 MIN_TOKEN_LENGTH = 32  # characters
-NAME = "elasticstate"  # in all certificates: what has to be right is who signed them
+_MOST_TOKEN_BYTES = 4096
+NAME = "elasticstate"  # name in all certificates: only the signature matters
 _PURPOSE = b"elasticstate: the key of the job's certificate authority"
-# Clocks of hosts differ, and a job may run for long; the certificates are as good as the token, and end with it.
+_STORAGE_PURPOSE = b"elasticstate: the key of what a job keeps in files: "
+# Clocks of hosts differ, and a job may run for long. The certificates are as good as the token, and end with it.
 _FROM, _UNTIL = datetime(2000, 1, 1, tzinfo=timezone.utc), datetime(9999, 12, 31, tzinfo=timezone.utc)
 
 
 def make_token() -> str:
-    """A new one: 256 random bits, of letters, digits, - and _."""
+    """Return a new token: 256 random bits, as letters, digits, - and _."""
     return secrets.token_urlsafe(32)
 
 
 def read_token(path: str) -> str:
-    """The token in a file. Raises OSError, or ValueError when it is none."""
-    token = Path(path).read_text().strip()
+    """Return the token in a file. Only this user may own or access the file, as ssh demands of a private key.
+
+    Raises OSError (PermissionError: other users own or can access the file), or ValueError if the file holds no token.
+    """
+    with open(path, "rb") as file:
+        found = os.fstat(file.fileno())  # of the open file: the path may name another file by now
+        if found.st_uid != os.geteuid():
+            raise PermissionError(
+                f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}: a token file must be the user's "
+                "own. Make a copy that nobody else can read, or change its owner"
+            )
+        if found.st_mode & 0o077:
+            mode = stat.S_IMODE(found.st_mode)
+            raise PermissionError(
+                f"its mode {mode:04o} lets other users read or change it: it must be the user's alone. Run chmod 600"
+            )
+        data = file.read(_MOST_TOKEN_BYTES + 1)
+    token = data.decode(errors="replace").strip() if len(data) <= _MOST_TOKEN_BYTES else ""
     if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or len(token.split()) > 1:
         raise ValueError(f"it holds no token: one word of at least {MIN_TOKEN_LENGTH} characters")
     return token
 
 
 def write_token(path: str) -> str:
-    """Make a token, and a file with it that nobody else can read. Raises OSError; FileExistsError if it is there."""
+    """Make a token, and a file with it that only this user can read. Raises OSError (FileExistsError: it exists)."""
     token = make_token()
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        os.fchmod(file.fileno(), 0o600)  # a umask like 777 removes bits from the mode
         file.write(token + "\n")
     return token
 
 
 def token_of_job(path: str | None) -> str:
-    """A new one, or that in the file, which is made if it is not there. Raises OptionError."""
+    """Return a new token, or the one in the file, which is created if it does not exist. Raises OptionError."""
     if path is None:
         return make_token()
     try:
@@ -67,8 +86,14 @@ def token_of_job(path: str | None) -> str:
         raise OptionError(f"--token-file: {path!r}: {error}") from None
 
 
+def storage_key(token: str, job_id: str) -> bytes:
+    """Return the key that authenticates commits and results of this job. The key is never in a file."""
+    purpose = _STORAGE_PURPOSE + job_id.encode()
+    return HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=purpose).derive(token.encode())
+
+
 class Trust:
-    """The contexts of both ends, with a certificate of this process's own. Raises ValueError on too short a token."""
+    """TLS contexts for both ends, with a certificate of this process. Raises ValueError if the token is too short."""
 
     def __init__(self, token: str) -> None:
         if len(token) < MIN_TOKEN_LENGTH:
@@ -78,7 +103,7 @@ class Trust:
         authority = _certificate(authority_key, authority_key, "elasticstate job", is_authority=True)
         own = _certificate(key, authority_key, NAME, is_authority=False)
         self.server = _context(ssl.PROTOCOL_TLS_SERVER, authority, own, key)
-        self.server.num_tickets = 0  # no connection is ever resumed
+        self.server.num_tickets = 0  # connections are never resumed
         self.client = _context(ssl.PROTOCOL_TLS_CLIENT, authority, own, key)
 
 
@@ -125,7 +150,7 @@ def _context(
     pem = serialization.Encoding.PEM
     context.load_verify_locations(cadata=authority.public_bytes(pem).decode())
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    fd = os.memfd_create("elasticstate-certificate")  # ssl reads files only: this one is in no directory
+    fd = os.memfd_create("elasticstate-certificate")  # ssl reads only files: this one is in no directory
     try:
         os.write(fd, private + own.public_bytes(pem))
         context.load_cert_chain(f"/proc/self/fd/{fd}")

@@ -1,4 +1,4 @@
-"""What is committed, restored and synced: the states, their snapshots, and what samples across world changes."""
+"""Values that a job commits, restores and syncs: states, their snapshots, and samplers that survive world changes."""
 
 from __future__ import annotations
 

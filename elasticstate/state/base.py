@@ -1,4 +1,4 @@
-"""State: what a job commits, restores and syncs. Independent of what it consists of, and of who runs it."""
+"""State: values that a job commits, restores and syncs. Independent of their types and of the session in use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from elasticstate.errors import StateError, UsageError
 from elasticstate.state import divergence, rng
 from elasticstate.state.channel import Channel
 from elasticstate.state.join import StateJoinHook
-from elasticstate.state.session import Alone, Session
+from elasticstate.state.session import Session, SoloSession
 from elasticstate.state.snapshot import Snapshot
-from elasticstate.state.space import Space
+from elasticstate.state.storage import CommitStorage
 from elasticstate.state.values import Captured, Values
 
 logger = logging.getLogger("elasticstate")
@@ -30,19 +30,19 @@ logger = logging.getLogger("elasticstate")
 class State(Joinable):
     """Values that are committed, restored and synced together.
 
-    The keyword arguments become attributes that may be reassigned freely; a name that was not given to the constructor
-    raises AttributeError. For a kind of state of your own, say ``capture`` and ``apply``: all else follows from these
-    two, and so does the random state of python, numpy and torch, which belongs to each rank's commit.
+    The keyword arguments become attributes that may be reassigned freely. A name that was not given to the constructor
+    raises AttributeError. To define a state of your own, implement ``capture`` and ``apply``. All other methods use
+    these two. Each rank's commit also contains the random state of python, numpy and torch.
 
-    When ranks have different numbers of batches, a state goes into torch's join context, behind the model. Each batch
-    has to end one tick. A rank that has run out ends its ticks with the others, and gets the state of the last one::
+    When ranks have different numbers of batches, pass the state to torch's join context, after the model. Each batch
+    must end one tick. A rank without inputs ends its ticks together with the others, and receives the last state::
 
         with Join([ddp_model, state]):
             for batch in batches:
                 ...
                 state.commit()
 
-    Used without ``run``, commits are kept in this process under the ids (0, 1), (0, 2), ...
+    Without ``run``, commits stay in this process as (0, 1), (0, 2), ...; under ``elasticrun`` that raises UsageError.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -52,11 +52,12 @@ class State(Joinable):
         super().__init__()
         self._names = tuple(values)
         self._snapshot = Snapshot()
-        self._session: Session = Alone()
+        self._session: Session = SoloSession()
+        self._exclusions = divergence.Exclusions()
         self._reset_callbacks: list[Callable[[], object]] = []
         self._changed_by_callbacks = False
         self._synced_generation = 0
-        self._is_shadow = False  # out of inputs, while others train: the live state is behind theirs
+        self._is_shadow = False  # this rank has no inputs while others train: its live state is older than theirs
         for name, value in values.items():
             setattr(self, name, value)
 
@@ -68,45 +69,45 @@ class State(Joinable):
             raise AttributeError(self._unknown(name))
         object.__setattr__(self, name, value)
 
-    # ------------------------------------------------------------------------------------- what a subclass defines
+    # ------------------------------------------------------------------------------- methods that a subclass implements
 
     @abstractmethod
     def capture(self) -> dict[str, Any]:
-        """The live state as a flat dict of names and values: tensors, numpy arrays, objects that can be pickled.
+        """Return the live state as a flat dict of names and values: tensors, numpy arrays, objects that can be pickled.
 
-        Nothing is copied here; what is captured is copied at once after it.
+        This method copies nothing. The caller copies the values immediately afterwards.
         """
 
     @abstractmethod
     def apply(self, values: Captured) -> None:
-        """Make ``values``, of the form that ``capture`` gave, the live state.
+        """Make ``values``, with the names that ``capture`` returned, the live state.
 
-        Tensors and arrays are views of the commit: copy them *into* your own (``mine.copy_(value)``). To keep one is an
-        error, since the next step would overwrite the commit. Objects are new ones, yours to keep.
+        Tensors and arrays are views of the commit: copy them *into* your own (``mine.copy_(value)``). Keeping a view is
+        an error, because the next step would overwrite the commit. Objects are new, so you may keep them.
         """
 
-    def _steady(self) -> Container[int]:
-        """The ids of the captured tensors that nothing but the ``step`` of an optimizer writes: see overlap.py."""
+    def _optimizer_owned(self) -> Container[int]:
+        """Return the ids of the captured tensors that only an optimizer's ``step`` writes. See async_commit.py."""
         return ()
 
     def _drop_gradients(self) -> None:
-        """Set gradients to None. A failure inside ``backward`` leaves partial ones, different on each rank."""
+        """Set gradients to None. A failure inside ``backward`` leaves partial gradients, different on each rank."""
 
-    # ---------------------------------------------------------------------------------------------- what a user calls
+    # ---------------------------------------------------------------------------------------- methods that a user calls
 
     def commit(self, every: int = 1) -> None:
         """Make the present state the restore point, and end the tick.
 
-        What is on a GPU is copied while training goes on: the commit is made, and can be gone back to, when that is
-        done. If it is not before the world ends by a failure, the commit before it is gone back to.
+        Tensors on a GPU are copied while training continues. The commit is complete, and can be restored, when the copy
+        is complete. If the world ends by a failure before that, the job restores the previous commit.
 
         Args:
-            every: save only at each ``every``-th tick of the generation, and merely end the tick at the others. By
-                count, because ticks must be equal on all ranks.
+            every: save only at each ``every``-th tick of the generation: a count, because ticks are equal on all ranks.
 
         Raises:
-            UsageError: ``every`` is less than 1.
-            StateError: something in the state cannot be committed (the message names it).
+            UsageError: ``every`` is less than 1; or, under ``elasticrun``, the call is outside a ``run`` function.
+            StateError, CommitStorageError: a value cannot be committed (the message names it); too little storage.
+            HostsUpdatedInterrupt, CollectiveError: the generation ends with this tick. ``run`` handles both.
         """
         if every < 1:
             raise UsageError(f"commit(every={every}): must be at least 1 (1 saves at each tick)")
@@ -116,11 +117,11 @@ class State(Joinable):
         self.check_host_updates()
 
     def save(self) -> None:
-        """The same as ``commit()``: a save that ended no tick would give one id two contents."""
+        """Do the same as ``commit()``. A save that did not end the tick would give one commit id two contents."""
         self.commit()
 
     def check_host_updates(self) -> None:
-        """End the tick without saving."""
+        """End the tick without saving. Raises like ``commit``, and UsageError for the first joinable of a Join."""
         if self._join_config.is_first_joinable and self._join_config.enable:
             raise UsageError("a state cannot be the first joinable: say Join([ddp_model, state])")
         if self._snapshot.is_copied:
@@ -128,11 +129,11 @@ class State(Joinable):
         self._session.tick()
 
     def restore(self) -> None:
-        """Back to this worker's own last commit, its random state included; all gradients become None.
+        """Restore this worker's own last commit, with its random state. All gradients become None.
 
-        A commit that is found to be damaged is given up with a warning, for the one before it.
+        If the commit is damaged, a warning is logged and the previous commit is used.
 
-        Raises StateError if there is no whole commit, or it does not fit the live objects.
+        Raises StateError if there is no intact commit, or if the commit does not fit the live objects.
         """
         self._settle()
         before = self.commits
@@ -141,16 +142,16 @@ class State(Joinable):
         try:
             values = self._snapshot.restore(self.capture())
         finally:
-            if self.commits != before:  # one was damaged
+            if self.commits != before:  # a commit was damaged
                 self._session.sealed(*self.commits)
         self._go_back_to(values)
 
     def sync(self) -> None:
-        """Bring the root's state to those who lack it, and seal (generation, 0) on all. ``run`` calls it once a world.
+        """Send the root's state to the ranks that lack it, and seal (generation, 0) on all ranks.
 
-        Nothing moves, and no collective runs, if nobody lacks it; only the root and those who do take part otherwise.
-        Later calls in the same generation do nothing. Outside a world it is a save. With ``--verify-sync`` a ``check``
-        follows.
+        ``run`` calls it once in each world; later calls do nothing. If no rank lacks the state, no collective runs,
+        else only the root and the lacking ranks take part. Outside a world it saves. With ``--verify-sync``, ``check``
+        follows. Raises StateError and StateDivergedError, as ``commit``, ``restore`` and ``check`` do.
         """
         session = self._session
         self._settle()
@@ -172,20 +173,21 @@ class State(Joinable):
             self.check()
 
     def check(self) -> None:
-        """Compare the newest commits of all ranks: one small collective, in which all have to take part.
+        """Compare the newest commits of all ranks with one small collective. All ranks must call it.
 
-        Objects that are pickled by value (lambdas, local classes) are not compared. Outside a world, and in a world of
-        one, the checksum of the own commit is verified.
+        The comparison leaves out objects that are pickled by value (lambdas, local classes), running statistics of
+        batch and instance norms, and the names given to ``exclude_from_check``. The log names the last two once.
+        Outside a world, and in a world of one, ``check`` verifies the checksum of this worker's commit.
 
         Raises:
-            StateDivergedError: they differ; the message names the tensors and objects, and the ranks.
-            StateError: there is no commit to compare, or the own one is damaged.
+            StateDivergedError: the commits differ. The message names the tensors and objects, and the ranks.
+            StateError: there is no commit to compare, or this worker's commit is damaged.
         """
         session = self._session
         self._settle()
         if session.generation > 0 and session.size > 1:
             group = session.process_group_for(tuple(range(session.size)))
-            divergence.check(self._snapshot, Channel(group, 0), session.rank)
+            divergence.check(self._snapshot, Channel(group, 0), session.rank, self._exclusions)
             return
         before = self.commits
         try:
@@ -194,46 +196,55 @@ class State(Joinable):
             if self.commits != before:
                 session.sealed(*self.commits)
 
+    def exclude_from_check(self, *names: str) -> None:
+        """Leave values that differ by rank by design out of ``check()``. Pass the same names on all ranks.
+
+        A name is one that ``check()`` reports, or its beginning up to a dot: "model.buffers.codebook", "loader".
+        """
+        self._exclusions.add(names)
+
     def progress(self) -> None:
-        """Say that the script gets on: for what takes longer than ``--hang-timeout`` without a tick."""
+        """Report progress to the agent, during work that takes longer than ``--hang-timeout`` without a tick."""
         self._session.progress()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Add functions to be called, in order, in each new world before ``sync``; not in a worker's first one.
+        """Add functions to call, in order, in each new world before ``sync``, except in the job's first world.
 
-        They must depend on the committed state and the world alone, for they run on each rank.
+        Each worker that holds a commit calls them, including a restarted worker that resumes from a commit. A worker
+        without a commit receives the state of the others, which contains the changes of their callbacks. So the
+        functions must depend on the committed state and on the world alone.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call the reset callbacks. ``run`` does it in each world but the worker's first."""
+        """Call the reset callbacks. ``run`` does so in each world that this worker enters with a commit."""
         for callback in self._reset_callbacks:
             self._changed_by_callbacks = True
             callback()
 
-    # ------------------------------------------------------------------------------------------------ what run calls
+    # ------------------------------------------------------------------------------------------- methods that run calls
 
     @property
     def commits(self) -> tuple[CommitId | None, CommitId | None]:
-        """The ids of the newest commit and of the one before it."""
+        """The ids of the newest commit and of the previous commit; None where there is none."""
         return self._snapshot.newest, self._snapshot.previous
 
     @property
     def commit_bytes(self) -> int:
-        """What the newest commit takes."""
+        """Size of the newest commit, in bytes."""
         return self._snapshot.size_bytes
 
     def _reserve(self, size_bytes: int) -> None:
-        """Make room for commits of this size now, as fresh memory costs more than the copy into it."""
+        """Allocate memory for commits of this size now, because fresh memory costs more than the copy into it."""
         self._snapshot.reserve(size_bytes)
 
-    def _attach(self, space: Space) -> None:
-        """Keep the commits in ``space`` from now on. Those that it has are held; those made before are forgotten."""
+    def _attach(self, storage: CommitStorage) -> None:
+        """Keep the commits in ``storage`` from now on: hold the commits found there, and forget those made before."""
         self._snapshot.close()
-        self._snapshot = Snapshot(space)
+        self._snapshot = Snapshot(storage)
 
     def _resume(self) -> bool:
-        """Make the newest whole commit, if there is one that fits, the live state. False: none is held any more."""
+        """Make the newest intact commit that fits the live state. Return False if no commit is held any more."""
         return self._resume_from_newest() or self._resume_from_newest()
 
     def _resume_from_newest(self) -> bool:
@@ -241,7 +252,7 @@ class State(Joinable):
             return False
         try:
             self.restore()
-        except Exception as error:  # other shapes, classes that are gone, damage
+        except Exception as error:  # other shapes, classes that no longer exist, damage
             if self._snapshot.newest is not None:
                 logger.warning("commit %s cannot be resumed from, it is given up: %s", self._snapshot.newest, error)
                 self._snapshot.drop_newest()
@@ -249,7 +260,7 @@ class State(Joinable):
         return True
 
     def _bind(self, session: Session) -> None:
-        """Live in the worlds of ``session``. Commits made outside a world are no commits of the job: forgotten."""
+        """Use the worlds of ``session``. Forget commits made outside a world: they are not commits of the job."""
         self._settle()
         newest = self._snapshot.newest
         if newest is not None and newest.generation == 0:
@@ -257,15 +268,15 @@ class State(Joinable):
         self._session = session
 
     def _settle(self) -> None:
-        """Wait for the commit that is being copied from a device, if there is one: then it is held, or is none."""
+        """Wait until the commit that is being copied from a device, if any, is sealed or given up."""
         if not self._snapshot.is_settled:
             self._snapshot.settle()
             self._session.sealed(*self.commits)
 
     def _seal(self, commit: CommitId) -> None:
-        """Save the live state as ``commit``, which must be newer than the newest one: one id, one content.
+        """Save the live state as ``commit``, which must be newer than the newest commit: one id has one content.
 
-        Raises CollectiveError if the generation ends before it is copied from a device.
+        Raises CollectiveError if the generation ends before the commit is copied from a device.
         """
         self._begin_commit(commit)
         if not self._snapshot.is_settled:
@@ -275,7 +286,7 @@ class State(Joinable):
                 self._session.sealed(*self.commits)
 
     def _begin_commit(self, commit: CommitId) -> None:
-        """``_seal``, which goes on behind the caller's back if there are tensors on a device."""
+        """Begin ``_seal``. With tensors on a device, the copy continues in the background after the return."""
         self._settle()
         newest = self._snapshot.newest
         if newest is not None and commit <= newest:
@@ -283,11 +294,11 @@ class State(Joinable):
         captured = self.capture()
         is_cut = functools.partial(self._session.ended, commit.generation)
         try:
-            self._snapshot.begin(captured, rng.capture(), commit, self._steady, is_cut)
-        finally:  # a write that failed half-way has cost the previous commit
+            self._snapshot.begin(captured, rng.capture(), commit, self._optimizer_owned, is_cut)
+        finally:  # a write that failed half-way has destroyed the previous commit
             self._session.sealed(*self.commits)
 
-    # ---------------------------------------------------------------------------------- what torch's Join calls
+    # ---------------------------------------------------------------------------------- methods that torch's Join calls
 
     def join_hook(self, **kwargs: Any) -> StateJoinHook:
         return StateJoinHook(self)
@@ -301,12 +312,12 @@ class State(Joinable):
         return dist.group.WORLD
 
     def _shadow_tick(self) -> None:
-        """The others have trained a step more than this rank has inputs for."""
+        """End a tick in which only other ranks trained, because this rank has no inputs left."""
         self._is_shadow = True
         self._session.tick()
 
     def _follow_the_last(self, is_last: bool) -> None:
-        """All are out of inputs: whoever was not among the last gets their state, as a commit of the next tick."""
+        """Send the last ranks' state to all other ranks, as a commit of the next tick. No rank has inputs left."""
         session = self._session
         self._settle()
         was_last = [bool(flag) for (flag,) in Channel(None, 0).numbers_of_all([int(is_last)])]
@@ -319,13 +330,13 @@ class State(Joinable):
         if session.rank == root:
             self._send(self._channel(root, lacking))
         elif not is_last:
-            self._go_back_to(self._receive(self._channel(root, lacking), commit))
+            self._go_back_to(self._receive(self._channel(root, lacking), commit, keeps_stream=True))
         session.tick()
 
-    # ------------------------------------------------------------------------------------------------------ the parts
+    # ---------------------------------------------------------------------------------------------------------- helpers
 
     def _begin(self, start: CommitId) -> None:
-        """Seal ``start`` on a worker that holds the job's state, if the state is new or goes to others."""
+        """Seal ``start`` on a worker that holds the job's state, if the state is new or is sent to others."""
         session = self._session
         nothing_yet = self._snapshot.newest is None and session.rank == session.root
         if nothing_yet or self._changed_by_callbacks:
@@ -336,7 +347,7 @@ class State(Joinable):
             session.sealed(*self.commits)
 
     def _go_back_to(self, values: Values) -> None:
-        """Make the newest commit, with these values, the live state."""
+        """Make the newest commit, whose content is ``values``, the live state."""
         commit = self._snapshot.newest
         assert commit is not None, "these are its values"
         self.apply(values)
@@ -348,7 +359,7 @@ class State(Joinable):
         self._changed_by_callbacks = self._is_shadow = False
 
     def _channel(self, root: int, lacking: Sequence[int]) -> Channel:
-        """From the root to those who lack the state."""
+        """Return the channel from the root to the ranks that lack the state."""
         ranks = tuple(sorted({root, *lacking}))
         return Channel(self._session.process_group_for(ranks), ranks.index(root))
 
@@ -359,15 +370,17 @@ class State(Joinable):
         channel.broadcast(payload)
         self._session.synced(payload.numel(), time.monotonic() - started)
 
-    def _receive(self, channel: Channel, start: CommitId) -> Values:
-        """Get the root's commit, as ``start``. Its tensors are in the live ones by then; until all is there these stay.
+    def _receive(self, channel: Channel, start: CommitId, keeps_stream: bool = False) -> Values:
+        """Receive the root's commit as ``start``, and copy its tensors into the live ones after all data has arrived.
 
-        To copy what has come in while the rest is on its way was tried, and is slower where cores are few.
+        ``keeps_stream``: keep this rank's own random state instead of deriving a new one from the root's seed.
+
+        Copying the received part while the rest is in transit was tried. It is slower where cores are few.
         """
         session = self._session
         started = time.monotonic()
         seed, header = msgspec.msgpack.decode(channel.receive(), type=tuple[int, bytes])
-        private = rng.derived(seed, session.worker_key, start.generation)
+        private = rng.capture() if keeps_stream else rng.derived(seed, session.worker_key, start.generation)
         try:
             payload = self._snapshot.incoming(header, private)
             channel.broadcast(payload)

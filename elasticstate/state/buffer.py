@@ -1,7 +1,8 @@
-"""One of the two buffers of a space: a file of the format in layout.py, and whether it holds a commit."""
+"""Buffer: one of the two buffers of a commit storage, a file in the format of layout.py that may hold a commit."""
 
 from __future__ import annotations
 
+import hmac
 import logging
 import pickle
 from typing import Any
@@ -11,59 +12,69 @@ import torch
 
 from elasticstate._native import Pieces, checksum, scatter
 from elasticstate.core.types import CommitId
+from elasticstate.seals import commit_tag, part_tag
+from elasticstate.state.copy_stream import CopyStream
 from elasticstate.state.layout import Frame, Header, Layout, digest, parse, round_up, view
 from elasticstate.state.plan import Plan
-from elasticstate.state.queue import Queue
-from elasticstate.state.space import Space
+from elasticstate.state.storage import CommitStorage
 
-GRANULE_BYTES = 1 << 16  # the pickle of the objects grows by a few bytes now and then: no new buffer for that
-LENGTH_BYTES = 8  # before the random state, for the part that is kept for it is longer
+GRANULE_BYTES = 1 << 16  # the pickle of the objects grows by a few bytes now and then: avoid a new buffer for that
+LENGTH_BYTES = 8  # length prefix of the random state, whose part of the buffer is longer
 
 logger = logging.getLogger("elasticstate")
 
 
 class Buffer:
-    """``commit`` is None while it holds none, or half of one."""
+    """One buffer and its seal. ``commit`` is None while the buffer holds no commit, or a partial one."""
 
-    def __init__(self, index: int, space: Space) -> None:
+    def __init__(self, index: int, storage: CommitStorage) -> None:
         self.index = index
-        self._space = space
+        self._storage = storage
         self.commit: CommitId | None = None
         self.frame = Frame(Layout([], 0), 0, 0, 0)
         self.length = 0
         self.checksum = 0
         self._digest = 0
-        self._header: Header | None = None  # the one that stands in the memory as it was meant
+        self._header: Header | None = None  # the header whose encoding is in the memory
         self._header_checksum = 0
+        self._header_tag = b""
+        self._rest_tag: bytes | None = None  # tag of random state and objects; None: not computed yet
         self._places: tuple[Plan, list[torch.Tensor]] | None = None
-        self._pinned_by: Queue | None = None
-        self.memory = space.open(index)
+        self._pinned_by: CopyStream | None = None
+        self.memory = storage.open(index)
         self._find_commit()
 
     def _find_commit(self) -> None:
-        """What was left here by a process before this one."""
-        found = self._space.page.sealed(self.index, self._space.owner)
+        """Find the commit that an earlier process left in this buffer."""
+        found = self._storage.page.sealed(self.index, self._storage.owner)
         if found is None:
             return
-        generation, tick, layout, length, self.checksum = found
+        generation, tick, layout, self.length, self.checksum, tag = found
         commit = CommitId(generation, tick)
         try:
             self.frame, self._digest = parse(self.memory)
-            if self._digest != layout or not self.frame.objects < length <= self.memory.numel():
+            if self._digest != layout or not self.frame.objects < self.length <= self.memory.numel():
                 raise ValueError("it is not the one that was sealed")
-        except Exception as error:  # whatever is wrong with it
+            self._header_tag = part_tag(self._storage.key, self.memory[: self.frame.random].numpy())
+            if not hmac.compare_digest(tag, self._tag(commit, self.checksum)):
+                raise ValueError("this job has not written it like this")
+        except Exception as error:  # any damage
             logger.warning("commit %s (buffer %d) is damaged: %s; it is given up", commit, self.index, error)
             self.unseal()
             return
-        self.commit, self.length = commit, length
+        self.commit = commit
 
     # ------------------------------------------------------------------------------------------------------- writing
 
     def begin(self, header: Header, private: bytes, objects_bytes: int) -> int:
-        """Make room, and write all before the tensors; what was here is given up. Returns the header's checksum."""
+        """Grow the buffer and write all parts before the tensors. Returns the header's checksum.
+
+        The previous commit in this buffer is given up.
+        """
         self.unseal()
-        self.make_room(header.frame.objects + objects_bytes)
+        self.ensure_size(header.frame.objects + objects_bytes)
         self.frame = header.frame
+        self._rest_tag = None
         self.length = self.frame.objects + objects_bytes
         content = self.memory.numpy()
         if self._header is not header:
@@ -71,54 +82,66 @@ class Buffer:
             meant = np.frombuffer(text, dtype=np.uint8)
             content[: len(text)] = meant
             self._digest, self._header_checksum, self._header = digest(text), checksum(meant, 0, len(text)), header
+            self._header_tag = part_tag(self._storage.key, text)
         part = (len(private).to_bytes(LENGTH_BYTES, "little") + private).ljust(self.frame.tensors - self.frame.random)
         content[self.frame.random : self.frame.tensors] = np.frombuffer(part, dtype=np.uint8)
         return self._header_checksum
 
     def places(self, plan: Plan) -> list[torch.Tensor]:
-        """Where the tensors go that the plan leaves to queues; made once for each plan."""
+        """Return the destinations of the tensors in ``plan.queued``, in order. Computed once per plan."""
         if self._places is None or self._places[0] is not plan:
             self._places = plan, [view(self.memory, entry, self.frame.tensors) for _, entry in plan.queued]
         return self._places[1]
 
     def seal(self, commit: CommitId, found: int) -> None:
-        """All is written: from now on this is ``commit``."""
+        """Seal the complete content as ``commit``."""
         self.write_seal(commit, found)
         self.take_note(commit, found)
 
     def write_seal(self, commit: CommitId, found: int) -> None:
-        """The part of ``seal`` that counts. From any thread, as long as no other one changes this buffer."""
-        self._space.page.seal(
-            self.index, self._space.owner, commit.generation, commit.tick, self._digest, self.length, found
+        """Write the seal to the control page. Safe on any thread while no other thread changes this buffer."""
+        tag = self._tag(commit, found)
+        self._storage.page.seal(
+            self.index, self._storage.owner, commit.generation, commit.tick, self._digest, self.length, found, tag
         )
 
+    def _tag(self, commit: CommitId, found: int) -> bytes:
+        """Return a tag that only processes of this job can compute, and that covers only what this process wrote."""
+        key, frame = self._storage.key, self.frame
+        if self._rest_tag is None:
+            content = self.memory.numpy()
+            random, objects = content[frame.random : frame.tensors], content[frame.objects : self.length]
+            self._rest_tag = part_tag(key, random, objects)
+        owner = self._storage.owner
+        return commit_tag(key, owner, self.index, commit, self.length, found, self._header_tag, self._rest_tag)
+
     def take_note(self, commit: CommitId, found: int) -> None:
-        """The rest of ``seal``."""
+        """Record the seal in this object, after ``write_seal``."""
         self.commit, self.checksum = commit, found
 
     def unseal(self) -> None:
-        self._space.page.unseal(self.index)
+        self._storage.page.unseal(self.index)
         self.commit = None
 
-    def make_room(self, size_bytes: int) -> None:
+    def ensure_size(self, size_bytes: int) -> None:
         if self.memory.numel() < size_bytes:
             self.unpin()
             self._header = self._places = None
             self.memory = torch.empty(0, dtype=torch.uint8)
-            self.memory = self._space.grow(self.index, round_up(size_bytes, GRANULE_BYTES))
+            self.memory = self._storage.grow(self.index, round_up(size_bytes, GRANULE_BYTES))
 
     def touch(self) -> None:
         self._header = None
         self.memory.zero_()
 
-    def pin(self, queue: Queue) -> None:
-        """Let a device copy straight into the memory and out of it: registered once, as long as it is the same."""
+    def pin(self, copy_stream: CopyStream) -> None:
+        """Register the memory once, so that a device can copy directly to and from it."""
         if self._pinned_by is None:
-            queue.pin(self.memory)
-            self._pinned_by = queue
+            copy_stream.pin(self.memory)
+            self._pinned_by = copy_stream
 
     def unpin(self) -> None:
-        """To be called before the memory is given back."""
+        """Undo ``pin``. Call it before the memory is released."""
         if self._pinned_by is not None:
             self._pinned_by.unpin(self.memory)
             self._pinned_by = None
@@ -126,7 +149,7 @@ class Buffer:
     # ------------------------------------------------------------------------------------------------------- reading
 
     def is_whole(self, pieces: Pieces) -> bool:
-        """Whether the checksum is right. On the way the bytes are written to where ``pieces`` says."""
+        """Return True if the checksum is correct. The same pass writes the bytes to the addresses in ``pieces``."""
         return scatter(self.memory, pieces, 0, self.length) == self.checksum
 
     def objects(self) -> dict[str, Any]:

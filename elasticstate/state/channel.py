@@ -1,19 +1,19 @@
-"""What goes from one rank of a group to the others, and what goes round."""
+"""Collectives for the state: broadcasts from one rank of a group, and gathers among all ranks."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-CHUNK_BYTES = 1 << 30  # of one broadcast, as the time-out of a process group is for each collective
+CHUNK_BYTES = 1 << 30  # size of one broadcast, because the timeout of a process group applies to each collective
 
 
 class Channel:
-    """Broadcasts from one rank of a group, and gathers among all of them.
+    """Broadcasts from one rank of a group, and gathers among all of its ranks.
 
     Args:
-        group: None is the default group.
-        root: the rank, within the group, that sends.
+        group: the process group; None is the default group.
+        root: rank within the group that sends.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, root: int) -> None:
@@ -30,7 +30,7 @@ class Channel:
             self._group.broadcast([data[begin : begin + CHUNK_BYTES]], self._options).wait()
 
     def send(self, message: bytes) -> None:
-        """Two collectives: the length, and the message."""
+        """Broadcast a message with two collectives: the length, then the content."""
         self.broadcast(torch.tensor([len(message)]).view(torch.uint8))
         self.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
@@ -42,12 +42,12 @@ class Channel:
         return message.numpy().tobytes()
 
     def numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
-        """Those of each rank, by rank. Equally many on all ranks; one collective."""
+        """Return the numbers of each rank, by rank. All ranks pass equally many numbers. One collective."""
         mine = torch.tensor(numbers, dtype=torch.int64)
         return [row.tolist() for row in self._gather(mine)]
 
     def messages_of_all(self, message: bytes) -> list[bytes]:
-        """Those of each rank, by rank. Two collectives."""
+        """Return the messages of all ranks, by rank. Two collectives."""
         lengths = [length for (length,) in self.numbers_of_all([len(message)])]
         padded = torch.frombuffer(bytearray(message.ljust(max(lengths))), dtype=torch.uint8)
         rows = self._gather(padded)

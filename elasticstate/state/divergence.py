@@ -1,13 +1,15 @@
-"""Whether all ranks have committed the same, and what is not the same."""
+"""Comparison of the commits of all ranks, and a report of the differences."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import io
+import itertools
+import logging
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -18,21 +20,49 @@ from elasticstate.state.channel import Channel
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import Leaf, Row, Tree
 
-MAX_NAMES = 20  # that are told of each rank
+logger = logging.getLogger("elasticstate")
+
+MAX_NAMES = 20  # maximum number of names in each rank's report
 
 
-def check(snapshot: Snapshot, channel: Channel, rank: int) -> None:
-    """Compare the newest commits of all ranks; all call it at the same time.
+class Exclusions:
+    """Names of tensors and objects that differ by rank by design. A name covers all names below it."""
 
-    One collective over five numbers of each rank. Only if they differ, rank 0 tells the others the checksum of each
-    tensor and object, and they tell all which of theirs are others.
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._announced: set[str] = set()
+
+    def add(self, names: Iterable[str]) -> None:
+        self._names.update(names)
+
+    def __contains__(self, name: object) -> bool:
+        parents = itertools.accumulate(str(name).split("."), "{}.{}".format)
+        return bool(self._names) and any(parent in self._names for parent in parents)
+
+    def announce(self) -> None:
+        """Log each name once."""
+        new = sorted(self._names - self._announced)
+        self._announced.update(new)
+        if new:
+            more = f", {len(new) - MAX_NAMES} more" if len(new) > MAX_NAMES else ""
+            names = ", ".join(new[:MAX_NAMES])
+            logger.warning("check() leaves out values that differ by rank by design: %s%s", names, more)
+
+
+def check(snapshot: Snapshot, channel: Channel, rank: int, exclusions: Exclusions) -> None:
+    """Compare the newest commits of all ranks, except ``exclusions``. All ranks call it at the same time.
+
+    It runs one collective over five numbers of each rank. If these differ, rank 0 sends the checksum of each tensor and
+    object to the others, and each rank reports its differences to all.
 
     Raises:
-        StateDivergedError: on all ranks, with the same message.
+        StateDivergedError: the ranks differ. All ranks raise it, with the same message.
         StateError: no rank has a commit.
     """
+    if rank == 0:
+        exclusions.announce()
     own = snapshot.newest
-    summary = snapshot.summary() if own is not None else (0, 0, 0)
+    summary = snapshot.summary(exclusions) if own is not None else (0, 0, 0)
     rows = channel.numbers_of_all([*(own or CommitId(-1, -1)), *summary])
     commits = [CommitId(*row[:2]) if row[0] >= 0 else None for row in rows]
     if set(commits) == {None}:
@@ -42,7 +72,7 @@ def check(snapshot: Snapshot, channel: Channel, rank: int) -> None:
         raise StateDivergedError(f"the ranks hold different commits: {held}")
     if all(row == rows[0] for row in rows):
         return
-    mine = _fingerprints(snapshot)
+    mine = {name: value for name, value in _fingerprints(snapshot).items() if name not in exclusions}
     theirs = _from_rank_0(channel, rank, mine)
     others = {name: mine.get(name, "") for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)}
     first = dict(list(others.items())[:MAX_NAMES])
@@ -66,11 +96,14 @@ def _text(commit: CommitId | None, reports: list[dict[str, str]], count: int) ->
             names[name][rank] = fingerprint
     shown = "; ".join(f"{name}: {_groups(by_rank, named=False)}" for name, by_rank in sorted(names.items()))
     more = f"; {count - MAX_NAMES} more" if count > MAX_NAMES else ""
-    return f"the members of this world have committed different states as {commit}. {shown}{more}"
+    return (
+        f"the members of this world have committed different states as {commit}. {shown}{more}. "
+        f"Make them equal on all ranks, or, if they differ by design, name them: state.exclude_from_check(name)."
+    )
 
 
 def _groups(by_rank: dict[int, str], named: bool = True) -> str:
-    """Which ranks have the same: ``rank 0 | ranks 1, 2``."""
+    """Return the ranks grouped by equal values, as text: ``rank 0 | ranks 1, 2``."""
     groups: dict[str, list[int]] = {}
     for rank, what in by_rank.items():
         groups.setdefault(what, []).append(rank)
@@ -85,7 +118,7 @@ def _groups(by_rank: dict[int, str], named: bool = True) -> str:
 
 
 def _fingerprints(snapshot: Snapshot) -> dict[str, str]:
-    """A text for each tensor and object of the newest commit: equal where these are."""
+    """Return a text for each tensor and object of the newest commit. Equal values have equal texts."""
     tensors, objects = snapshot.details()
     found = {name: f"{dtype}{list(shape)} {value:08x}" for name, (dtype, shape, value) in tensors.items()}
     for name, value in objects.items():
@@ -98,7 +131,7 @@ def _object_fingerprints(path: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, Tree):
         yield from _object_fingerprints(path, value.tree)
     elif isinstance(value, Leaf | Row):
-        return  # the tensors speak for themselves
+        return  # the tensors have fingerprints of their own
     elif type(value) is dict and value and all(isinstance(key, str | int) for key in value):
         for key, item in value.items():
             yield from _object_fingerprints(f"{path}.{key}", item)
@@ -110,20 +143,20 @@ def _object_fingerprints(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _canonical(value: object) -> bytes:
-    """A pickle that depends on the value alone, and not on which of its parts are the same object."""
-    for fast in (True, False):  # the fast one cannot do what contains itself
+    """Pickle a value so that the bytes depend on the value alone, not on which parts are the same object."""
+    for fast in (True, False):  # the fast mode cannot pickle objects that contain themselves
         with contextlib.suppress(Exception):
             target = io.BytesIO()
             pickler = _Pickler(target, protocol=5)
             pickler.fast = fast
             pickler.dump(value)
             return target.getvalue()
-    return type(value).__qualname__.encode()  # lambdas and the like cannot be compared
+    return type(value).__qualname__.encode()  # lambdas and similar objects cannot be compared
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
-        """Sets have no order of their own."""
+        """Sort sets, which have no order of their own."""
         if type(value) in (set, frozenset):
             return type(value).__name__, sorted(_canonical(item) for item in value)
         return None

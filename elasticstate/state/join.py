@@ -1,4 +1,4 @@
-"""Uneven inputs: a state among the joinables of ``torch.distributed.algorithms.Join``."""
+"""Uneven inputs: a state as a joinable of ``torch.distributed.algorithms.Join``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class StateJoinHook(JoinHook):
-    """What a rank that has run out of inputs does for its state, while others go on.
+    """Hooks for a rank that has no inputs left while others train.
 
-    It ends their ticks with them, so that ticks stay equal on all ranks; but nothing is trained here, so nothing is
-    saved: in another world it gets the state from one of them. When all have run out, the state of the last of them is
-    everybody's.
+    The rank ends its ticks together with the others, so ticks stay equal on all ranks. It trains nothing, so it saves
+    nothing: in another world it receives the state from one of the others. When no rank has inputs left, all ranks
+    receive the state of the last one.
     """
 
     def __init__(self, state: State) -> None:

@@ -1,14 +1,14 @@
-"""What lies where in the buffer of a commit: a safetensors file that fills the buffer.
+"""Layout of a commit in its buffer: a safetensors file that fills the buffer.
 
 ::
 
-    | u64 n | JSON, n bytes | random state | tensors, largest items first | objects: one pickle | whatever was there |
+    | u64 n | JSON, n bytes | random state | tensors, largest items first | objects: one pickle | unused, old bytes  |
     0                       64-byte aligned                                                     seal's length       end
 
-The format (https://github.com/huggingface/safetensors) wants the tensors without holes, from the end of the header to
-the end of the file. So tensors are sorted by their alignment, and the last one, a pickle that says itself where it
-ends, takes all that is left. What the format cannot say (tied tensors, numpy's strings, complex128) stands in its
-metadata.
+The format (https://github.com/huggingface/safetensors) requires tensors without holes, from the end of the header to
+the end of the file. So tensors are sorted by alignment. The last tensor is a pickle, which contains its own end marker,
+and it extends to the end of the buffer. The metadata describes what the format does not support (tied tensors, numpy's
+strings, complex128).
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ _NUMPY_AS = {
 class Entry(msgspec.Struct, array_like=True, frozen=True):
     """One tensor or array, in C order. ``dtype``: ``"torch.float32"``, or numpy's ``"<f4"``.
 
-    ``offset`` counts from where the tensors begin. Tied tensors have entries of their own and share the bytes.
+    ``offset`` counts from the beginning of the tensors, in bytes. Tied tensors have separate entries and share the
+    bytes.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Layout(msgspec.Struct, array_like=True, frozen=True):
-    """Where all tensors of a commit lie, in the order in which they were captured."""
+    """Places of all tensors of a commit, in the order in which they were captured."""
 
     entries: list[Entry]
     size_bytes: int
@@ -106,22 +107,22 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 class _Notes(msgspec.Struct, frozen=True):
-    """What the format has no words for."""
+    """Properties that the format cannot describe."""
 
     version: int
-    kinds: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape) where the stored ones are others
-    tied: dict[str, str]  # name -> the name under which its bytes are stored
-    order: list[str] | None  # all names as they were captured; None: as they are stored
+    kinds: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape) where the stored ones differ
+    tied: dict[str, str]  # name -> the name under which the bytes are stored
+    order: list[str] | None  # all names in capture order; None: capture order is the stored order
 
 
 class _Metadata(msgspec.Struct, frozen=True):
-    format: str  # "pt": what others who read such files want to see
-    elasticstate: str  # _Notes as JSON: the format has strings only
+    format: str  # "pt": the value that other readers of such files expect
+    elasticstate: str  # _Notes as JSON, because the format's metadata contains only strings
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Where the parts of a commit begin in its buffer, in bytes."""
+    """Offsets of a commit's parts in its buffer, in bytes."""
 
     layout: Layout
     random: int
@@ -137,7 +138,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """The dtype that prints as ``name``; None for a name of numpy's. Raises StateError for what torch does not have."""
+    """Return the dtype that prints as ``name``; None for a numpy name. Raises StateError if torch has no such dtype."""
     if not name.startswith("torch."):
         return None
     found = getattr(torch, name.removeprefix("torch."), None)
@@ -147,15 +148,15 @@ def torch_dtype(name: str) -> torch.dtype | None:
 
 
 def alignment_of(dtype: str) -> int:
-    """A power of two that divides the size of an item, in bytes."""
+    """Return a power of two that divides the size of an item, in bytes."""
     kind = torch_dtype(dtype)
     return kind.itemsize if kind is not None else np.dtype(dtype).alignment
 
 
 def lay_out(described: list[tuple[str, str, tuple[int, ...], int, object]]) -> Layout:
-    """Give each of (name, dtype, shape, bytes, key) its place; those with the same key are tied.
+    """Give each of (name, dtype, shape, bytes, key) a place. Values with the same key are tied.
 
-    Those whose items are largest come first: then all are aligned, without holes.
+    The values with the largest items come first: then all are aligned, without holes.
     """
     first: dict[object, int] = {}
     source = [first.setdefault(key, i) for i, (_, _, _, _, key) in enumerate(described)]
@@ -173,7 +174,7 @@ def lay_out(described: list[tuple[str, str, tuple[int, ...], int, object]]) -> L
 
 
 def view(memory: torch.Tensor, entry: Entry, begin: int) -> Any:
-    """The tensor or array at an entry, without a copy. ``begin``: where the tensors begin in ``memory``."""
+    """Return the tensor or array at an entry, without a copy. ``begin``: offset of the tensors in ``memory``."""
     flat = memory[begin + entry.offset : begin + entry.offset + entry.size_bytes]
     dtype = torch_dtype(entry.dtype)
     if dtype is not None:
@@ -185,20 +186,22 @@ def view(memory: torch.Tensor, entry: Entry, begin: int) -> Any:
 
 
 class Header:
-    """The header of a layout. All of it but the size of its last part is made once."""
+    """Header of a layout. Everything except the size of its last part is computed once."""
 
     def __init__(self, layout: Layout, random_bytes: int) -> None:
         self.layout = layout
         self._start, self._body = _encode(layout, random_bytes)
         longest = len(self._body) + len(self._last(1 << 62)) + 8
-        room = round_up(longest + longest // 32 + 512, HEADER_GRANULE_BYTES)  # small changes leave the rest in place
-        self.frame = Frame(layout, room, room + random_bytes, room + random_bytes + layout.size_bytes)
+        capacity = round_up(
+            longest + longest // 32 + 512, HEADER_GRANULE_BYTES
+        )  # after small changes, the other parts stay in place
+        self.frame = Frame(layout, capacity, capacity + random_bytes, capacity + random_bytes + layout.size_bytes)
 
     def encode(self, buffer_bytes: int) -> bytes:
-        """All bytes before the data, for a buffer of this size."""
+        """Return all bytes before the data, for a buffer of ``buffer_bytes`` bytes."""
         text = self._body + self._last(buffer_bytes - self.frame.random)
-        room = self.frame.random - 8
-        return room.to_bytes(8, "little") + text.ljust(room)
+        capacity = self.frame.random - 8
+        return capacity.to_bytes(8, "little") + text.ljust(capacity)
 
     def _last(self, end: int) -> bytes:
         stored = _Stored("U8", (end - self._start,), (self._start, end))
@@ -206,7 +209,7 @@ class Header:
 
 
 def _encode(layout: Layout, random_bytes: int) -> tuple[int, bytes]:
-    """Where the objects begin, and the header up to them."""
+    """Return the offset of the objects, and the header up to them."""
     stored: dict[str, _Stored] = {RANDOM: _Stored("U8", (random_bytes,), (0, random_bytes))}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     tied: dict[str, str] = {}
@@ -233,7 +236,7 @@ def _encode(layout: Layout, random_bytes: int) -> tuple[int, bytes]:
 
 
 def _stored_as(entry: Entry) -> tuple[str, tuple[int, ...], bool]:
-    """The format's dtype and shape for an entry, and whether they say all about it."""
+    """Return the format's dtype and shape for an entry, and True if they describe the entry completely."""
     dtype = torch_dtype(entry.dtype)
     known = _KNOWN.get(dtype) if dtype is not None else _NUMPY_AS.get(entry.dtype)
     if known is None:
@@ -242,24 +245,24 @@ def _stored_as(entry: Entry) -> tuple[str, tuple[int, ...], bool]:
     return name, entry.shape + more, dtype is not None and not more
 
 
-# -------------------------------------------------------------------------------------------------------- and back
+# ----------------------------------------------------------------------------------------------------- reading a header
 
 
 def digest(header: bytes | memoryview) -> int:
-    """64 bits that tell headers apart."""
+    """Return a 64-bit hash that identifies a header."""
     return int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little")
 
 
 def parse(memory: torch.Tensor) -> tuple[Frame, int]:
-    """Read the header of a buffer: where its parts are, and the digest of the header.
+    """Parse and validate the header of a buffer. Return the places of its parts, and the digest of the header.
 
-    Trusts nothing. Raises ValueError, or StateError for a dtype that torch does not have.
+    The content is not trusted. Raises ValueError, or StateError for a dtype unknown to torch.
     """
     content = memory.numpy()
     _require(content.size > 8, "no header")
-    room = int.from_bytes(content[:8].tobytes(), "little")
-    _require(2 <= room <= content.size - 8, "the header does not fit")
-    header = content[: 8 + room].data
+    capacity = int.from_bytes(content[:8].tobytes(), "little")
+    _require(2 <= capacity <= content.size - 8, "the header does not fit")
+    header = content[: 8 + capacity].data
     try:
         raw = msgspec.json.decode(header[8:], type=dict[str, msgspec.Raw])
         _require(METADATA in raw, "no metadata")
@@ -269,7 +272,7 @@ def parse(memory: torch.Tensor) -> tuple[Frame, int]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from error
     _require(notes.version == VERSION, f"version {notes.version}")
-    return _frame(stored, notes, 8 + room, content.size), digest(header)
+    return _frame(stored, notes, 8 + capacity, content.size), digest(header)
 
 
 def _frame(stored: dict[str, _Stored], notes: _Notes, begin: int, size: int) -> Frame:
@@ -279,7 +282,8 @@ def _frame(stored: dict[str, _Stored], notes: _Notes, begin: int, size: int) -> 
     last, end = objects.data_offsets
     _require(begin % ALIGNMENT_BYTES == 0, "not aligned")
     _require(random.data_offsets[0] == 0, "the random state is not the first part")
-    _require(8 <= random.data_offsets[1] <= last <= end == size - begin, "parts out of place")
+    # The file may be longer than the header states: the agent may have enlarged it after the header was written.
+    _require(8 <= random.data_offsets[1] <= last <= end <= size - begin, "parts out of place")
     _require(random.data_offsets[1] % ALIGNMENT_BYTES == 0, "not aligned")
     tensors_bytes = last - random.data_offsets[1]
     entries = {name: _entry(name, item, notes, random.data_offsets[1]) for name, item in stored.items()}
@@ -311,7 +315,7 @@ def _entry(name: str, stored: _Stored, notes: _Notes, random_bytes: int) -> Entr
 
 
 def check_sizes(name: str, dtype: str, shape: tuple[int, ...], size_bytes: int) -> None:
-    """Raise ValueError unless such a tensor or array can be, and takes so many bytes."""
+    """Raise ValueError unless dtype and shape are valid, and such a tensor or array takes ``size_bytes`` bytes."""
     kind = torch_dtype(dtype)
     if kind is None:
         try:

@@ -1,4 +1,4 @@
-"""ElasticDataLoader: batches for the present world; every sample of an epoch counts exactly once, whatever happens."""
+"""ElasticDataLoader: batches for the present world. Every sample of an epoch counts exactly once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class _Part(NamedTuple):
 
     indices: list[int]
     weight: float
-    trained: int | None  # samples of the epoch that are trained when it is; None: others of the same step follow
+    trained: int | None  # samples of the epoch that are trained after this batch; None: the step has more batches
 
 
 class _Parts:
-    """What the DataLoader below draws its batches from. ``plan`` receives those that it has drawn ahead."""
+    """Batch sampler of the inner DataLoader. ``plan`` contains the batches that the DataLoader requested ahead."""
 
     def __init__(self, parts: Callable[[], Iterator[_Part]]) -> None:
         self.plan: deque[_Part] = deque()
@@ -41,13 +41,13 @@ class _Parts:
 
 
 class _Synchronized(Protocol):
-    """What DDP and FSDP offer for gradients that are accumulated."""
+    """The interface of DDP and FSDP for gradient accumulation."""
 
     def no_sync(self) -> AbstractContextManager[Any]: ...
 
 
 class ElasticDataLoader:
-    """Iterates over the batches that this rank has to train in the rest of the epoch::
+    """Loader of the batches that this rank must train in the rest of the epoch::
 
         loader = elastic.ElasticDataLoader(dataset, batch_size=64)
         state = elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
@@ -60,24 +60,24 @@ class ElasticDataLoader:
                     ...
                     state.commit()
 
-    Nothing else is to be kept in mind. The loader is a value of the state: what it has handed out when a commit is made
-    is trained in that commit, and what was fetched ahead is not. After a death, or in another world, ``train`` runs
-    again and each ``for`` over the loader goes on where the commit stands. So end the tick (``commit``,
-    ``check_host_updates``) after the batch in hand is trained, not before.
+    The loader is a value of the state. A commit counts the batches that the loader has returned as trained. It does not
+    count batches that workers fetched ahead. After a failure, or in another world, ``train`` runs again, and each
+    ``for`` over the loader continues at the position of the commit. So end the tick (``commit``,
+    ``check_host_updates``) after the current batch is trained, not before.
 
-    Its state is (epoch, consumed, seed), of the same few bytes however many samples there are, and no collective runs.
+    The loader's state is (epoch, consumed, seed): a few bytes for any number of samples. No collective runs.
 
-    The batch is either of one rank, and the world's is as many times as large as the world; or, with
-    ``global_batch_size``, the world's: then step i trains the same samples whatever the size of the world, so that the
-    loss follows the same curve. Each step's samples are shared out as evenly as they can be. Where shares differ (at
-    the end of an epoch; or 64 samples on 5 ranks), the plain mean of a DDP gradient over ranks is not the mean over
-    samples any more; multiply the mean loss by ``weight``, and it is::
+    ``batch_size`` counts the samples of one rank, so the world's batch grows with the world. ``global_batch_size``
+    counts the samples of all ranks: step i then trains the same samples for any size of the world, and the loss follows
+    the same curve. The samples of each step are divided as evenly as possible. Where the shares differ (at the end of
+    an epoch; or 64 samples on 5 ranks), the mean over ranks of a DDP gradient is not the mean over samples. To correct
+    this, multiply the mean loss by ``weight``::
 
         loss = criterion(model(inputs), targets) * state.loader.weight
 
-    A rank for which no sample is left gets one of another rank with weight 0, as DDP wants each rank to take part.
+    A rank without a sample gets a sample of another rank with weight 0, because DDP needs every rank to take part.
 
-    With ``micro_batch_size`` a share that is larger comes in several batches of one step. Then::
+    With ``micro_batch_size``, a larger share is split into several batches of one step::
 
         for inputs, targets in state.loader:
             with state.loader.accumulate(model):
@@ -88,26 +88,27 @@ class ElasticDataLoader:
                 state.commit()
 
     Args:
-        dataset: with a length and indices. (One that can only be iterated over has a position of its own: put a
+        dataset: a data set with a length and indices. (An iterable data set has its own position: put a
             ``torchdata.stateful_dataloader.StatefulDataLoader`` into the state instead.)
         batch_size: samples for each rank in one step.
-        global_batch_size: samples for all ranks together in one step; one of the two has to be given.
-        micro_batch_size: samples in one batch, at most; with ``global_batch_size``.
-        shuffle: in an order drawn from seed and epoch; otherwise from first to last.
+        global_batch_size: samples for all ranks together in one step. Give either batch_size or global_batch_size.
+        micro_batch_size: maximum number of samples in one batch. Requires ``global_batch_size``.
+        shuffle: use an order drawn from seed and epoch; otherwise from first to last.
         seed: 0 to 2**64 - 1.
-        drop_last: leave out the last samples if they are fewer than a whole step takes.
-        rank, size: asked at each ``iter()``; by default those of the present world, 0 and 1 outside one.
+        drop_last: leave out the last samples if they do not fill a step.
+        rank, size: functions, called at each ``iter()``. Default: rank and size of the present world, 0 and 1 outside
+            one.
         options: for ``torch.utils.data.DataLoader``: num_workers, collate_fn, pin_memory, ...
 
     Raises:
-        UsageError: an argument cannot be used as it is; the message says which, and what to do.
+        UsageError: an argument is invalid. The message names the argument and the remedy.
     """
 
     weight: float
-    """By which the mean loss of the batch in hand is to be multiplied. 1 where all ranks have equally many samples."""
+    """Factor for the mean loss of the current batch. It is 1 where all ranks have equally many samples."""
 
     step_ends: bool
-    """Whether the batch in hand is the last one of its step."""
+    """True if the current batch is the last one of its step."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class ElasticDataLoader:
                 raise UsageError(f"{name}={value}: takes at least 1")
         if taken := [name for name in _OURS if name in options]:
             raise UsageError(f"{taken[0]}= is ElasticDataLoader's own: it decides which samples come, and when")
-        Order(len(dataset), shuffle, seed)  # refuses a bad seed
+        Order(len(dataset), shuffle, seed)  # raises UsageError for an invalid seed
         self.dataset = dataset
         self.batch_size, self.global_batch_size, self.micro_batch_size = sizes.values()
         self.shuffle = shuffle
@@ -148,28 +149,28 @@ class ElasticDataLoader:
         self.consumed = 0
         self.weight, self.step_ends = 1.0, True
         self._rank, self._size = rank, size
-        self._over_in: int | None = None  # the generation in which a ``for`` has come to the end of this epoch
-        self._changes = 0  # of the position, other than by iterating
+        self._over_in: int | None = None  # the generation in which a ``for`` reached the end of this epoch
+        self._changes = 0  # counts changes of the position, other than by iterating
         self._batches = _Parts(self._parts)
         self._random = torch.Generator()
         options |= {"batch_sampler": self._batches, "generator": self._random}
         self._loader: DataLoader[Any] = DataLoader(dataset, **options)  # type: ignore[arg-type]
 
-    # ---------------------------------------------------------------------------------------------------- the epochs
+    # ----------------------------------------------------------------------------------------------------------- epochs
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``. Nothing happens if the loader is in it already: it goes on where it was restored to."""
+        """Begin ``epoch``. Do nothing if it is the present epoch: the loader continues where it was restored."""
         if epoch != self.epoch:
             self._go_to(epoch, 0)
 
     def epochs(self, number: int) -> Iterator[int]:
-        """From the present epoch to ``number - 1``; each is begun when it is reached."""
+        """Yield the epochs from the present one to ``number - 1``, and begin each epoch before yielding it."""
         while self.epoch < number:
             yield self.epoch
             self.set_epoch(self.epoch + 1)
 
     def __len__(self) -> int:
-        """Steps that are left of the epoch in the present world."""
+        """Return the number of steps left in the epoch, for the present world."""
         left, whole = len(self.dataset) - self.consumed, self._step_size(self._size())
         return left // whole if self.drop_last else -(-left // whole)
 
@@ -193,14 +194,14 @@ class ElasticDataLoader:
             self._over_in = world_generation()
 
     def accumulate(self, model: nn.Module | _Synchronized) -> AbstractContextManager[Any]:
-        """For the backward pass of a batch: only with the last batch of a step are gradients exchanged.
+        """Return a context for the backward pass of a batch. Only the last batch of a step exchanges gradients.
 
-        ``model``: what has ``no_sync()``, as DDP and FSDP do; others exchange nothing.
+        ``model``: an object with ``no_sync()``, such as DDP and FSDP. For other models the context does nothing.
         """
         no_sync = getattr(model, "no_sync", None)
         return nullcontext() if self.step_ends or no_sync is None else no_sync()
 
-    # ----------------------------------------------------------------------------------------------------- the state
+    # ------------------------------------------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed}
@@ -214,10 +215,10 @@ class ElasticDataLoader:
         self._over_in = None
         self._changes += 1
 
-    # ---------------------------------------------------------------------------------------------------- the shares
+    # ---------------------------------------------------------------------------------------------- shares of the ranks
 
     def _seed_of_fetching(self) -> int:
-        """What the DataLoader's processes derive their random numbers from: a function of where the epoch goes on."""
+        """Return the base seed of the DataLoader's worker processes: a function of seed, epoch, position and rank."""
         where = f"{self.seed}/{self.epoch}/{self.consumed}/{self._rank()}"
         return int.from_bytes(hashlib.blake2b(where.encode(), digest_size=7).digest(), "little")
 
@@ -225,7 +226,7 @@ class ElasticDataLoader:
         return self.global_batch_size or (self.batch_size or 1) * size
 
     def _parts(self) -> Iterator[_Part]:
-        """This rank's batches of the rest of the epoch, in the world of this moment."""
+        """Yield this rank's batches of the rest of the epoch, in the present world."""
         n, epoch, rank, size = len(self.dataset), self.epoch, self._rank(), self._size()
         order = Order(n, self.shuffle, self.seed)
         whole = self._step_size(size)
@@ -241,7 +242,7 @@ class ElasticDataLoader:
                 yield _Part(order.indices(epoch, begin, 1).tolist(), 0.0, end)
 
     def _micro(self, indices: list[int], weight: float, end: int) -> Iterator[_Part]:
-        """``weight``: of one sample. Batches of one step differ by a sample at most."""
+        """Split ``indices`` into batches of one step, whose sizes differ by at most one. ``weight``: of one sample."""
         pieces = -(-len(indices) // (self.micro_batch_size or len(indices)))
         for piece in range(pieces):
             part = indices[piece::pieces]

@@ -9,10 +9,10 @@ from elasticstate.state.values import Captured, is_array, put
 
 
 class ObjectState(State):
-    """A state of plain values: numbers, lists, dicts, whatever can be pickled; tensors and arrays too.
+    """A state of plain values: numbers, lists, dicts and other objects that can be pickled; also tensors and arrays.
 
-    Restored are new objects: a change made in place in a list or dict is undone, and ``state.x`` is read again after a
-    restore. Tensors and numpy arrays are written in place.
+    ``restore`` creates new objects: it undoes changes made in place in a list or dict, and you read ``state.x`` again
+    afterwards. Tensors and numpy arrays are written in place.
     """
 
     def capture(self) -> dict[str, Any]:

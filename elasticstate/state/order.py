@@ -1,4 +1,4 @@
-"""The order in which an epoch takes its samples: asked for by position, so that it takes no memory, however many."""
+"""The order of an epoch's samples. It is computed by position, so it needs no memory for any number of samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-import elasticstate
+from elasticstate import present_world
 from elasticstate._native import permute
 from elasticstate.errors import NotInWorldError, UsageError
 
@@ -15,7 +15,10 @@ MOST_SEEDS = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of range(n) for each epoch: a random one, drawn from seed and epoch, or from first to last."""
+    """An order of range(n) for each epoch: random, drawn from seed and epoch, or from first to last.
+
+    Raises UsageError if ``seed`` is not between 0 and 2**64 - 1.
+    """
 
     n: int
     shuffle: bool
@@ -26,7 +29,7 @@ class Order:
             raise UsageError(f"seed={self.seed}: takes a number from 0 to 2**64 - 1")
 
     def indices(self, epoch: int, start: int, count: int, step: int = 1) -> torch.Tensor:
-        """The samples at positions ``start``, ``start + step``, ...: ``int64[count]``."""
+        """Return the samples at positions ``start``, ``start + step``, ...: ``int64[count]``."""
         if not self.shuffle:
             return start + step * torch.arange(count)
         found = torch.empty(count, dtype=torch.int64)
@@ -35,29 +38,29 @@ class Order:
 
 
 def share(total: int, rank: int, size: int) -> int:
-    """How many of ``total`` samples this rank gets when they are dealt out in turn."""
+    """Return the number of samples of one rank when ``total`` samples are dealt out round robin."""
     return (total + size - 1 - rank) // size
 
 
 def world_rank() -> int:
-    """The rank in the present world; 0 outside one."""
+    """Return the rank in the present world; 0 outside a world."""
     try:
-        return int(elasticstate.rank())
+        return present_world.rank()
     except NotInWorldError:
         return 0
 
 
 def world_size() -> int:
-    """The size of the present world; 1 outside one."""
+    """Return the size of the present world; 1 outside a world."""
     try:
-        return int(elasticstate.size())
+        return present_world.size()
     except NotInWorldError:
         return 1
 
 
 def world_generation() -> int:
-    """The number of the present world; 0 outside one."""
+    """Return the generation number of the present world; 0 outside a world."""
     try:
-        return int(elasticstate.generation())
+        return present_world.generation()
     except NotInWorldError:
         return 0

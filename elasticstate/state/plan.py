@@ -1,4 +1,4 @@
-"""How live tensors get into a buffer: made once, looked over at each commit, made anew when anything has changed."""
+"""Plan: the mapping from live tensors to a buffer. It is checked at each commit, and rebuilt after any change."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ import torch
 
 from elasticstate._native import Pieces
 from elasticstate.errors import StateError
+from elasticstate.state.copy_stream import CopyStreamOf, copy_stream_of, has_copy_stream
 from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Header, Layout, lay_out, round_up, view
-from elasticstate.state.queue import QueueOf, has_queue, queue_of
 from elasticstate.state.values import Array, Captured
 
 Tensor = torch.Tensor
 Described: TypeAlias = "tuple[str, str, tuple[int, ...], int, object]"  # see layout.lay_out
 
 RANDOM_GRANULE_BYTES = 4096
-RANDOM_SLACK_BYTES = 1024  # the random state's pickle varies by some bytes
+RANDOM_SLACK_BYTES = 1024  # the pickle of the random state varies by some bytes
 
-# All that decides how the bytes of a tensor are copied: whatever was done to it in place. One C call each.
+# Everything that decides how the bytes of a tensor are copied, including changes made in place. One C call each.
 _FEATURES: tuple[Callable[[Tensor], Any], ...] = (
     type,
     Tensor.data_ptr,
     Tensor.size,
-    Tensor.is_contiguous,  # cheaper than the strides, and says all about them if it is true
+    Tensor.is_contiguous,  # cheaper than the strides, and enough when it is true
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
     Tensor.is_neg,
 )
 
 
 class Plan:
-    """Where each of the given tensors and arrays goes. Holds as long as ``fits`` says so."""
+    """Destinations of the given tensors and arrays. A plan is valid as long as ``fits`` returns True."""
 
     def __init__(
         self,
@@ -44,16 +44,16 @@ class Plan:
         arrays: dict[str, np.ndarray[Any, Any]],
         random_bytes: int,
         last: Plan | None,
-        queue_of: QueueOf = queue_of,
+        copy_stream_of: CopyStreamOf = copy_stream_of,
     ) -> None:
         described = [_describe_tensor(name, tensor) for name, tensor in tensors.items()]
         described += [_describe_array(name, array) for name, array in arrays.items()]
         layout = lay_out(described)
-        if last is not None and last.room_for(random_bytes) and last.header.layout == layout:
+        if last is not None and last.capacity_for(random_bytes) and last.header.layout == layout:
             self.random_bytes: int = last.random_bytes
             self.header: Header = last.header
         else:
-            self.random_bytes = random_room(random_bytes)
+            self.random_bytes = random_capacity(random_bytes)
             self.header = Header(layout, self.random_bytes)
         self.layout = self.header.layout
         self._names = list(tensors)
@@ -62,26 +62,30 @@ class Plan:
         self._arrays = _array_features(arrays)
         self.odd: list[tuple[str, Entry]] = []
         self.queued: list[tuple[str, Entry]] = []
-        self.pieces = self._make_pieces([*tensors.values(), *arrays.values()], queue_of)
+        self.pieces = self._make_pieces([*tensors.values(), *arrays.values()], copy_stream_of)
 
     def fits(self, tensors: dict[str, Tensor], arrays: dict[str, np.ndarray[Any, Any]], random_bytes: int) -> bool:
-        """Whether this is the plan for these, as they are now: nothing is missed, whatever was changed in place."""
-        if not self.room_for(random_bytes) or list(tensors) != self._names or _array_features(arrays) != self._arrays:
+        """Return True if this plan is valid for these values as they are now. It detects any change made in place."""
+        if (
+            not self.capacity_for(random_bytes)
+            or list(tensors) != self._names
+            or _array_features(arrays) != self._arrays
+        ):
             return False
         try:
             return all(
                 all(map(operator.eq, map(feature, tensors.values()), known))
                 for feature, known in zip(_FEATURES, self._features, strict=True)
             ) and self._rare == self._rare_features(tensors.values())
-        except RuntimeError:  # a tensor without memory, such as a sparse one: what is wrong is said when a plan is made
+        except RuntimeError:  # a tensor without memory, such as a sparse one: making a plan raises the exact error
             return False
 
-    def room_for(self, random_bytes: int) -> bool:
-        """Whether so much random state fits into the part that is kept for it."""
+    def capacity_for(self, random_bytes: int) -> bool:
+        """Return True if ``random_bytes`` bytes of random state fit into the reserved part."""
         return random_bytes + 8 <= self.random_bytes
 
     def _rare_features(self, tensors: Iterable[Tensor]) -> list[object]:
-        """The strides of those with holes, and the conjugate bits of the complex ones."""
+        """Return the strides of tensors with holes, and the conjugate bits of complex tensors."""
         _, _, _, contiguous, dtypes, _ = self._features
         found: list[object] = []
         if not all(contiguous):
@@ -90,11 +94,14 @@ class Plan:
             found += [t.is_conj() for t, dtype in zip(tensors, dtypes, strict=True) if dtype.is_complex]
         return found
 
-    def _make_pieces(self, values: list[Array], queue_of: QueueOf) -> Pieces:
-        """What native code copies. The rest goes by the queue of its device, or is odd: with holes, or not stored as it
-        reads, or on a device that has none."""
+    def _make_pieces(self, values: list[Array], copy_stream_of: CopyStreamOf) -> Pieces:
+        """Return the pieces that native code copies, and record the rest in ``queued`` and ``odd``.
+
+        ``queued``: tensors that the copy stream of their device copies. ``odd``: tensors with holes, tensors whose
+        stored bits differ from their values, and tensors on a device without a copy stream.
+        """
         placed: dict[int, tuple[int, int]] = {}
-        is_far = has_queue(queue_of)
+        is_far = has_copy_stream(copy_stream_of)
         for value, entry in zip(values, self.layout.entries, strict=True):
             if not entry.size_bytes or entry.offset in placed:
                 continue
@@ -116,14 +123,14 @@ class Plan:
 
 
 def address(value: Array) -> int | None:
-    """Where the first element lies in the memory of the CPU; None for what is elsewhere, or nowhere."""
+    """Return the CPU address of the first element; None for values on other devices or without memory."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr() if value.is_cpu and value.layout is torch.strided else None
     return _array_address(value) if value.size else None
 
 
 def plain_address(value: Array) -> int | None:
-    """Where the bytes of a value lie in the memory of the CPU, in C order; None if they do not."""
+    """Return the CPU address of a value's bytes in C order; None if the value is not stored like that."""
     if isinstance(value, torch.Tensor):
         plain = value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg()
         return value.data_ptr() if plain else None
@@ -135,17 +142,22 @@ class Targets:
     """Live tensors and arrays that take a commit's bytes as they are."""
 
     found: dict[str, Array]
-    addresses: dict[int, int]  # of those that native code writes, by offset
-    queued: dict[int, tuple[Tensor, Entry]]  # those that come by the queue of their device, by offset
+    addresses: dict[int, int]  # by offset: addresses that native code writes
+    queued: dict[int, tuple[Tensor, Entry]]  # by offset: tensors that the copy stream of their device writes
 
 
-def targets(layout: Layout, live: Captured, buffers: Iterable[Tensor], queue_of: QueueOf = queue_of) -> Targets:
-    """None if one has another shape or dtype than the commit's of that name (then ``apply`` is to look at all of them
-    before anything is written), or if they overlap."""
+def targets(
+    layout: Layout, live: Captured, buffers: Iterable[Tensor], copy_stream_of: CopyStreamOf = copy_stream_of
+) -> Targets:
+    """Return the live values that a restore can write directly.
+
+    The result is empty if a live value has another shape or dtype than the commit's value of that name, because
+    ``apply`` then has to check all values before any is written. It is also empty if live values overlap.
+    """
     found: dict[str, Array] = {}
     addresses: dict[int, int] = {}
     queued: dict[int, tuple[Tensor, Entry]] = {}
-    is_far = has_queue(queue_of)
+    is_far = has_copy_stream(copy_stream_of)
     ranges = [(buffer.data_ptr(), buffer.data_ptr() + buffer.numel()) for buffer in buffers if buffer.numel()]
     for entry in layout.entries:
         value = live.get(entry.name)
@@ -180,8 +192,11 @@ def targets(layout: Layout, live: Captured, buffers: Iterable[Tensor], queue_of:
 
 
 def _far_address(tensor: Tensor) -> int | None:
-    """Of one on a device whose bytes lie together, in any order, as copies from and to there are by value. Addresses of
-    all devices of a process differ."""
+    """Return the address of a device tensor whose bytes are contiguous in any dimension order; otherwise None.
+
+    Copies from and to a device are by value, so the order does not matter. Addresses of all devices of a process
+    differ.
+    """
     is_dense = tensor.is_contiguous() or any(
         tensor.ndim == ndim and tensor.is_contiguous(memory_format=memory_format)
         for ndim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d))
@@ -190,7 +205,7 @@ def _far_address(tensor: Tensor) -> int | None:
 
 
 def copy_odd(memory: Tensor, values: dict[str, Array], odd: Iterable[tuple[str, Entry]], begin: int) -> None:
-    """Let torch and numpy copy what is no plain memory. Returns when all of it is there."""
+    """Copy values that are not plain memory with torch and numpy. Return when all copies are complete."""
     for name, entry in odd:
         value, place = values[name], view(memory, entry, begin)
         if isinstance(value, torch.Tensor):
@@ -204,8 +219,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype)
 
 
-def random_room(random_bytes: int) -> int:
-    """Bytes to keep for a random state of this size."""
+def random_capacity(random_bytes: int) -> int:
+    """Return the number of bytes to reserve for a random state of ``random_bytes`` bytes."""
     assert RANDOM_GRANULE_BYTES % ALIGNMENT_BYTES == 0
     return round_up(8 + random_bytes + RANDOM_SLACK_BYTES, RANDOM_GRANULE_BYTES)
 

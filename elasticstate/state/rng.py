@@ -1,6 +1,7 @@
-"""The random state of a worker: python's, numpy's and torch's (CPU, and the present CUDA device if there is one).
+"""Random state of a worker: python's, numpy's and torch's (CPU, and the present CUDA device if CUDA is initialized).
 
-It belongs to each rank's commit and is never copied to another rank: a newcomer's is derived.
+Each rank's commit contains the rank's own random state. It is never copied to another rank: a new worker derives its
+own.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import torch
 
 
 def capture() -> bytes:
-    """The present random state. ``apply`` brings it back."""
+    """Return the present random state. ``apply`` restores it."""
     cuda = torch.cuda.get_rng_state() if _has_cuda() else None
     return _pack(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
 
 
 def derived(root_seed: int, worker_key: str, generation: int) -> bytes:
-    """A newcomer's random state: a function of the root's seed, the newcomer's id and the generation it joins in.
+    """Return a new worker's random state, derived from the root's seed, the worker's id and the generation it joins in.
 
-    The generation is in it, because a worker that falls behind and joins again must not draw the same numbers again.
+    The generation is included, because a worker that falls behind and joins again must not repeat the same random
+    numbers.
     """
     digest = hashlib.sha256(f"{root_seed}/{worker_key}/{generation}".encode()).digest()
-    seed = int.from_bytes(digest[:8], "little") >> 1  # torch takes what fits into a signed 64-bit integer
+    seed = int.from_bytes(digest[:8], "little") >> 1  # torch accepts seeds that fit into a signed 64-bit integer
     cuda = torch.Generator("cuda").manual_seed(seed).get_state() if _has_cuda() else None
     return _pack(
         random.Random(seed).getstate(),
@@ -37,7 +39,7 @@ def derived(root_seed: int, worker_key: str, generation: int) -> bytes:
 
 
 def apply(packed: bytes) -> None:
-    """Set the random state to what ``capture`` or ``derived`` gave."""
+    """Set the random state to one that ``capture`` or ``derived`` returned."""
     python, numpy, cpu, cuda = pickle.loads(packed)
     random.setstate(python)
     np.random.set_state(numpy)

@@ -1,4 +1,4 @@
-"""ElasticSampler: the remaining samples of an epoch, shared out over the present world."""
+"""ElasticSampler: the remaining samples of an epoch, divided among the ranks of the present world."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _CHUNK = 4096  # indices turned into Python integers at a time
 
 
 class ElasticSampler(Sampler[int]):
-    """Samples each index of an epoch once over all ranks, also when the world changes in mid-epoch.
+    """Sampler that yields each index of an epoch once over all ranks, also when the world changes within the epoch.
 
-    For Horovod's way of doing it; ``ElasticDataLoader`` does the same, and keeps the books itself.
+    It supports Horovod's interface. ``ElasticDataLoader`` does the same and counts the consumed samples itself.
 
-    Its state is (epoch, consumed, seed): how many samples *all ranks together* have consumed of the epoch's order, a
-    function of seed and epoch alone. Each ``iter()`` shares the rest out over the world of that moment, round robin. So
-    tell it, after each step, what the whole world has consumed::
+    The sampler's state is (epoch, consumed, seed). ``consumed`` is the number of samples of the epoch's order that *all
+    ranks together* have consumed. The order depends on seed and epoch alone. Each ``iter()`` divides the remaining
+    samples among the ranks of the present world, round robin. So report, after each step, the samples that the whole
+    world has consumed::
 
         for epoch in range(state.epoch, epochs):
             state.sampler.set_epoch(epoch)
@@ -30,14 +31,15 @@ class ElasticSampler(Sampler[int]):
                 state.commit()
 
     Args:
-        dataset: anything with a length.
-        shuffle: in an order drawn from seed and epoch; otherwise from first to last.
+        dataset: any object with a length.
+        shuffle: use an order drawn from seed and epoch; otherwise from first to last.
         seed: 0 to 2**64 - 1.
-        drop_last: leave out the last samples that cannot be shared out evenly (fewer than the world has ranks), so that
-            all ranks get equally many; otherwise some ranks get one more than others, and possibly one batch more.
-        rank, size: asked at each ``iter()`` and ``len()``; by default those of the present world, 0 and 1 outside one.
+        drop_last: leave out the last samples (fewer than the world has ranks), so that all ranks get equally many.
+            Otherwise some ranks get one sample more than others, and possibly one batch more.
+        rank, size: functions, called at each ``iter()`` and ``len()``. Default: rank and size of the present world, 0
+            and 1 outside one.
 
-    Raises UsageError for a bad seed.
+    Raises UsageError for an invalid seed.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class ElasticSampler(Sampler[int]):
         rank: Callable[[], int] = world_rank,
         size: Callable[[], int] = world_size,
     ) -> None:
-        Order(len(dataset), shuffle, seed)  # refuses a bad seed
+        Order(len(dataset), shuffle, seed)  # raises UsageError for an invalid seed
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
@@ -61,13 +63,16 @@ class ElasticSampler(Sampler[int]):
         self._size = size
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch``. Nothing happens if the sampler is in it already: it goes on where it was restored to."""
+        """Begin ``epoch``. Do nothing if it is the present epoch: the sampler continues where it was restored."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.consumed = 0
 
     def record_batch(self, n_global: int) -> None:
-        """Count ``n_global`` samples, of all ranks together, as consumed. No more than there are."""
+        """Add ``n_global`` samples, of all ranks together, to the consumed samples, up to the data set's length.
+
+        Raises UsageError if ``n_global`` is negative.
+        """
         if n_global < 0:
             raise UsageError(f"record_batch({n_global}): the number of samples that all ranks consumed is at least 0")
         self.consumed = min(self.consumed + n_global, len(self.dataset))
@@ -81,7 +86,7 @@ class ElasticSampler(Sampler[int]):
             yield from order.indices(epoch, position, count, size).tolist()
 
     def __len__(self) -> int:
-        """How many indices ``iter()`` would give now."""
+        """Return the number of indices that ``iter()`` would yield now."""
         remaining, size = len(self.dataset) - self.consumed, self._size()
         return remaining // size if self.drop_last else share(remaining, self._rank(), size)
 

@@ -1,4 +1,4 @@
-"""What a state knows of the world it lives in."""
+"""Session: a state's view of the present world."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from elasticstate.config import refusal_of_other_launchers, worker_environment
 from elasticstate.core.types import CommitId
+from elasticstate.errors import UsageError
 
 
 class Session(Protocol):
-    """What a state needs to know of the world it lives in. ``run`` binds one."""
+    """The interface through which a state uses its world. ``run`` binds a session."""
 
     @property
     def generation(self) -> int:
-        """0: no world yet."""
+        """Number of the present generation; 0 before the first world."""
 
     @property
     def ticks(self) -> int:
@@ -26,7 +28,7 @@ class Session(Protocol):
     def size(self) -> int: ...
     @property
     def root(self) -> int:
-        """The rank that sends its state to those who lack it."""
+        """Rank that sends its state to the ranks that lack it."""
 
     @property
     def lacking(self) -> tuple[int, ...]:
@@ -34,36 +36,36 @@ class Session(Protocol):
 
     @property
     def verify_sync(self) -> bool:
-        """Whether each sync ends with a check."""
+        """True if each sync ends with a check."""
 
     @property
     def worker_key(self) -> str:
-        """This worker's own id, unlike any other's."""
+        """Unique id of this worker."""
 
     def commit_id(self) -> CommitId:
-        """The id of a commit made at the end of the present tick: (generation, ticks + 1)."""
+        """Return the id of a commit made at the end of the present tick: (generation, ticks + 1)."""
 
     def ended(self, generation: int) -> bool:
-        """Whether ``generation`` is over, so that its collectives may have been cut. From any thread."""
+        """Return True if ``generation`` is over, so that its collectives may have been cut. Safe on any thread."""
 
     def tick(self) -> None:
         """End the tick. Raises HostsUpdatedInterrupt or CollectiveError when this generation ends here."""
 
     def progress(self) -> None:
-        """Let the agent know that this worker gets on, though it ends no tick."""
+        """Report progress to the agent without ending a tick."""
 
     def sealed(self, commit: CommitId | None, previous: CommitId | None, /) -> None:
-        """Take note of the ids of both buffers."""
+        """Record the ids of the newest commit and of the one before it."""
 
     def synced(self, size_bytes: int, seconds: float, /) -> None:
-        """Take note of a state that was sent or received."""
+        """Record a state that was sent or received."""
 
     def process_group_for(self, ranks: tuple[int, ...], /) -> dist.ProcessGroup | None:
-        """A group of exactly these ranks, ascending; None: the default group. Called by these ranks only."""
+        """Return a group of exactly these ranks, ascending; None is the default group. Only these ranks call it."""
 
 
-class Alone:
-    """The session of a state without ``run``."""
+class SoloSession:
+    """Session of a state without ``run``, for plain ``python train.py``. Raises UsageError under elasticrun."""
 
     generation = 0
     rank = 0
@@ -76,18 +78,36 @@ class Alone:
     def __init__(self) -> None:
         self.ticks = 0
         self._saves = 0
+        self._is_worker = worker_environment() is not None
+        self._refusal = refusal_of_other_launchers()
 
     def commit_id(self) -> CommitId:
+        self._refuse_launchers()
         return CommitId(0, self._saves + 1)
 
     def ended(self, generation: int) -> bool:
         return False
 
     def tick(self) -> None:
+        self._refuse_launchers()
         self.ticks += 1
 
+    def _refuse_launchers(self) -> None:
+        """Raise UsageError where several processes would each train a model of their own.
+
+        The other processes would not receive the commit or the tick.
+        """
+        if self._is_worker:
+            raise UsageError(
+                "a state was committed, synced or ticked outside a function decorated with @elasticstate.run: each "
+                "worker of elasticrun would train a model of its own. Put the training into a function decorated with "
+                "@elasticstate.run and pass it this state."
+            )
+        if self._refusal and not dist.is_initialized():
+            raise UsageError(self._refusal)
+
     def progress(self) -> None:
-        """Nobody watches."""
+        """Do nothing: no agent monitors this process."""
 
     def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
         if commit is not None:

@@ -1,9 +1,10 @@
-"""TorchState: modules, optimizers, and whatever else a training job has."""
+"""TorchState: modules, optimizers, and all other objects that a training job changes."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections import OrderedDict
 from collections.abc import Container, Iterator
 from typing import Any
@@ -12,32 +13,48 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticstate.errors import StateError
+from elasticstate.state.async_commit import is_captured, watch_steps
 from elasticstate.state.base import State
-from elasticstate.state.overlap import is_captured, watch_steps
+from elasticstate.state.iterable_data import fault_of
+from elasticstate.state.running_statistics import running_statistics
 from elasticstate.state.values import Captured, Leaf, Row, Tree, Values, is_array, put
 
-_leaf = functools.cache(Leaf)  # one for each kind of device: a pickle has it once
+_leaf = functools.cache(Leaf)  # one for each device type, so that a pickle contains it once
 _row = functools.lru_cache(1024)(Row)
 
 
 class TorchState(State):
-    """A state of the things that training in PyTorch is made of.
+    """A state of the objects that PyTorch training consists of.
 
-    * a module (a DistributedDataParallel wrapper is taken off): its parameters, all its buffers, persistent or not, and
-      its extra state;
-    * an optimizer: its state and its parameter groups, learning rates and all. A newcomer's state is built from the
-      root's, without a step;
-    * whatever else has ``state_dict()`` and ``load_state_dict()``: a scheduler, GradScaler, sampler, data loader;
-    * tensors and numpy arrays; and anything that can be pickled.
+    * A module, without its DistributedDataParallel wrapper: parameters, all buffers (persistent or not), extra state.
+    * An optimizer: state and parameter groups, with learning rates. A new worker builds the optimizer's state from the
+      root's, without a step.
+    * Any other object with ``state_dict()`` and ``load_state_dict()``: a scheduler, GradScaler, sampler, data loader.
+    * Tensors and numpy arrays, and any object that can be pickled.
 
-    Everything that exists is written in place: ``restore()`` and ``sync()`` never replace a parameter, a buffer, or a
-    tensor of an optimizer that has the right shape.
+    ``restore()`` and ``sync()`` write in place. They never replace a parameter, a buffer, or a tensor of an optimizer
+    that has the right shape.
+
+    The constructor warns if there are no values, and about a data set that a StatefulDataLoader cannot resume
+    correctly.
+
+    Raises UsageError if a name cannot be the name of a value.
     """
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
+        callers_line = 2 if type(self).__init__ is TorchState.__init__ else 3
+        if not values and type(self).capture is TorchState.capture:
+            warnings.warn(
+                "TorchState() has no values: a commit keeps nothing, and a restarted worker begins from scratch. Pass "
+                "all that the training changes: TorchState(model=model, optimizer=optimizer).",
+                stacklevel=callers_line,
+            )
+        for name, value in values.items():
+            if fault := fault_of(value):
+                warnings.warn(f"state.{name}: {fault}", stacklevel=callers_line)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            watch_steps()  # before one is captured for a graph
+            watch_steps()  # before a step is captured for a graph
 
     def capture(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -62,8 +79,8 @@ class TorchState(State):
             else:
                 setattr(self, name, put(live, values, name) if is_array(saved) else saved)
 
-    def _steady(self) -> set[int]:
-        """What the optimizers among the values train, and what they keep for it."""
+    def _optimizer_owned(self) -> set[int]:
+        """Return the ids of the parameters that the optimizers train, and of the tensors in the optimizers' state."""
         found: set[int] = set()
         for name in self._names:
             value = getattr(self, name)
@@ -73,11 +90,18 @@ class TorchState(State):
                     found.update(map(id, entry.values() if isinstance(entry, dict) else ()))
         return found
 
+    def check(self) -> None:
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, torch.nn.Module):
+                self.exclude_from_check(*running_statistics(name, _unwrap(value)))
+        super().check()
+
     def _drop_gradients(self) -> None:
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, torch.amp.GradScaler):
-                value._per_optimizer_states.clear()  # "unscale_() has already been called": of the step that is gone
+                value._per_optimizer_states.clear()  # else unscale_() raises "already been called"
             for parameter in _parameters(value):
                 parameter.grad = None
 
@@ -90,7 +114,7 @@ def _is_stateful(value: object) -> bool:
 
 
 def _is_plain_optimizer(value: object) -> bool:
-    """An optimizer whose state is where torch puts it; one that overrides its state_dict knows better."""
+    """Return True for an optimizer with torch's own state_dict methods. Others may keep their state elsewhere."""
     kind = type(value)
     return (
         isinstance(value, torch.optim.Optimizer)
@@ -108,7 +132,7 @@ def _parameters(value: object) -> Iterator[torch.Tensor]:
 
 
 def _capture(name: str, value: Any, values: dict[str, Any]) -> Any:
-    """Put the tensors of an object into ``values``; returns the rest of its state."""
+    """Put the tensors of an object into ``values``, and return the rest of its state."""
     if isinstance(value, torch.nn.Module):
         return _capture_module(name, _unwrap(value), values)
     if _is_plain_optimizer(value):
@@ -122,8 +146,9 @@ def _load(name: str, live: Any, tree: Any, values: Captured) -> None:
     elif _is_plain_optimizer(live):
         _load_optimizer(name, live, tree, values)
     else:
-        # Tensors are written into those of state_dict(): if they are the live ones, all is done by then; if they are
-        # copies, they are nobody else's. Never the commit's own, which load_state_dict might keep.
+        # _rebuild writes into the tensors of state_dict(). If these are the live tensors, they are restored by then. If
+        # these are copies, nobody else uses them. load_state_dict() may keep tensors, so it never gets the commit's
+        # own.
         live.load_state_dict(_rebuild(tree, values, live.state_dict(), None, name, set()))
 
 
@@ -136,13 +161,15 @@ def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class _Walk:
-    """All tensors of a module by name, in one walk: ``named_parameters`` and its like would take three."""
+    """All tensors of a module by name, found in one walk. ``named_parameters`` and similar methods would take three."""
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self.parameters_at, self.buffers_at = f"{name}.parameters.", f"{name}.buffers."
         self.parameters: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        self.speaking: dict[torch.nn.Module, str] = {}  # those with an extra state, and their paths
+        self.none: list[str] = []  # paths of registered buffers that are None
+        self.transient: list[str] = []  # paths of buffers that are registered with persistent=False
+        self.speaking: dict[torch.nn.Module, str] = {}  # modules with an extra state, and their paths
         self._visit(module, "")
 
     def _visit(self, module: torch.nn.Module, path: str) -> None:
@@ -158,12 +185,15 @@ class _Walk:
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 self.buffers[f"{self.buffers_at}{path}{key}"] = buffer
+            else:
+                self.none.append(f"{path}{key}")
+        self.transient += [f"{path}{key}" for key in sorted(module._non_persistent_buffers_set)]
         for key, child in module._modules.items():
             if child is not None:
                 self._visit(child, f"{path}{key}.")
 
     def _ask(self, module: torch.nn.Module, path: str) -> None:
-        """It has its own opinion about what its parts are."""
+        """Use the module's own ``named_*`` methods, because its class overrides them."""
         for key, parameter in module.named_parameters(remove_duplicate=False):
             self.parameters[f"{self.parameters_at}{path}{key}"] = parameter
         for key, buffer in module.named_buffers(remove_duplicate=False):
@@ -175,7 +205,7 @@ class _Walk:
 
 @functools.cache
 def _habits(kind: Any) -> tuple[bool, bool]:
-    """Whether a kind of module leaves the walk through its parts to torch, and whether it has an extra state."""
+    """Return two flags for a class of modules: it uses torch's own ``named_*`` methods, and it has an extra state."""
     usual = all(getattr(kind, f) is getattr(torch.nn.Module, f) for f in _WALKS)
     return usual, kind.get_extra_state is not torch.nn.Module.get_extra_state
 
@@ -189,6 +219,8 @@ def _capture_module(name: str, module: torch.nn.Module, values: dict[str, Any]) 
     values.update(walk.buffers)
     return {
         "devices": {path: buffer.device.type for path, buffer in walk.buffers.items() if not buffer.is_cpu},
+        "none": walk.none,
+        "transient": walk.transient,
         "extra": {
             path: _flatten(part.get_extra_state(), f"{name}.extra.{path}", values)
             for part, path in walk.speaking.items()
@@ -212,28 +244,46 @@ def _load_module(name: str, module: torch.nn.Module, tree: Any, values: Captured
                 f"{live[key].dtype}, in the commit {tuple(value.shape)} of {value.dtype}"
             )
     for key in left:
-        put(live[key], values, key)
-    for key in [key for key in values if key.startswith(walk.buffers_at)]:
-        _load_buffer(module, key.removeprefix(walk.buffers_at), key, tree["devices"].get(key, "cpu"), values)
+        written = put(live[key], values, key)
+        if written is not live[key]:  # the live parameter cannot be written in place
+            live[key].data = written  # type: ignore[assignment]  # a parameter is a tensor
+    _load_buffers(module, walk, tree, values)
     parts = dict(module.named_modules())
     used: set[str] = set()
     for path, extra in tree["extra"].items():
         parts[path].set_extra_state(_rebuild(extra, values, None, None, f"{name}.extra.{path}", used))
 
 
-def _load_buffer(module: torch.nn.Module, path: str, key: str, device_type: str, values: Captured) -> None:
-    """Buffers may come late or change their shape (caches do): then the owner gets a new one."""
-    owner_path, _, name = path.rpartition(".")
-    owner = module.get_submodule(owner_path)
-    live = owner._buffers.get(name)
-    if live is not None and isinstance(values, Values) and values.is_in(key, live):
-        return
-    device = live.device if live is not None else _home(module, device_type)
-    written = put(live, values, key, device)
+def _load_buffers(module: torch.nn.Module, walk: _Walk, tree: Any, values: Captured) -> None:
+    """Give the module the buffers of the commit, including those that are None, and remove all other buffers."""
+    saved = {key.removeprefix(walk.buffers_at): key for key in values if key.startswith(walk.buffers_at)}
+    found = {key.removeprefix(walk.buffers_at) for key in walk.buffers}.union(walk.none)
+    for path in found.difference(saved, tree["none"]):
+        owner, name = _owner_of_buffer(module, path)
+        delattr(owner, name)
+    transient = set(tree["transient"])
+    for path in tree["none"]:
+        _set_buffer(module, path, None, path in transient)
+    for path, key in saved.items():
+        owner, name = _owner_of_buffer(module, path)
+        live = owner._buffers.get(name)
+        if live is None or not (isinstance(values, Values) and values.is_in(key, live)):
+            device = live.device if live is not None else _home(module, tree["devices"].get(key, "cpu"))
+            _set_buffer(module, path, put(live, values, key, device), path in transient)
+
+
+def _owner_of_buffer(module: torch.nn.Module, path: str) -> tuple[torch.nn.Module, str]:
+    owner, _, name = path.rpartition(".")
+    return module.get_submodule(owner), name
+
+
+def _set_buffer(module: torch.nn.Module, path: str, value: Any, is_transient: bool) -> None:
+    """Register the buffer or set its value. Buffers may be registered late or change their shape, as caches do."""
+    owner, name = _owner_of_buffer(module, path)
     if name in owner._buffers:
-        setattr(owner, name, written)
+        setattr(owner, name, value)
     else:
-        owner.register_buffer(name, written, persistent=False)  # type: ignore[arg-type]  # a buffer is a tensor
+        owner.register_buffer(name, value, persistent=not is_transient)
 
 
 def _home(module: torch.nn.Module, device_type: str) -> torch.device:
@@ -247,9 +297,9 @@ def _home(module: torch.nn.Module, device_type: str) -> torch.device:
 
 
 def _capture_optimizer(name: str, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> Any:
-    """What ``Optimizer.state_dict`` gives: parameters by their position over all groups."""
+    """Return what ``Optimizer.state_dict`` returns: parameters are identified by position over all groups."""
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    positions = {id(parameter): i for i, parameter in enumerate(parameters)}  # to hash a tensor takes ten times as long
+    positions = {id(parameter): i for i, parameter in enumerate(parameters)}  # hashing a tensor takes ten times as long
     state = {}
     for key, entry in optimizer.state.items():
         position = positions.get(id(key))
@@ -264,15 +314,19 @@ def _capture_optimizer(name: str, optimizer: torch.optim.Optimizer, values: dict
 
 
 def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any, values: Captured) -> None:
-    """Write into what is there, make what is not, take away what the commit does not have.
+    """Write into existing tensors, create missing ones, and remove those that the commit does not have.
 
-    Not by ``load_state_dict``: it keeps the tensors that it is given, and casts them to the parameter's dtype.
+    ``load_state_dict`` is not used: it keeps the tensors that it gets, and casts them to the parameter's dtype.
     """
     saved_groups = tree["param_groups"]
     live_sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [group["params"] for group in saved_groups]
-    if live_sizes != saved_sizes:
-        raise StateError(f"state.{name} has groups of {live_sizes} parameters, the commit of {saved_sizes}")
+    if live_sizes[: len(saved_sizes)] != saved_sizes:
+        raise StateError(
+            f"state.{name} has parameter groups of {live_sizes} parameters, and the commit has groups of "
+            f"{saved_sizes}. Add the same groups before the first call of the function that is decorated with run"
+        )
+    del optimizer.param_groups[len(saved_groups) :]  # added after the commit
     used: set[str] = set()
     for i, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         others = {key: value for key, value in saved_group.items() if key != "params"}
@@ -294,7 +348,7 @@ def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any, valu
 
 
 def _flatten(value: Any, path: str, values: dict[str, Any]) -> Any:
-    """Put the tensors and arrays of nested containers into ``values`` under their paths; returns the tree left."""
+    """Put the tensors and arrays of nested containers into ``values`` under their paths. Return the remaining tree."""
     kind = type(value)
     if kind is dict or kind is OrderedDict:
         for key, item in value.items():
@@ -312,17 +366,17 @@ def _flatten(value: Any, path: str, values: dict[str, Any]) -> Any:
 
 
 def _free(path: str, taken: Container[str]) -> str:
-    """A name for what is at ``path``, which may be taken: ``{"a.b": x, "a": {"b": y}}``."""
+    """Return a free name for the value at ``path``. A path may be taken already: ``{"a.b": x, "a": {"b": y}}``."""
     while path in taken:
         path += "'"
     return path
 
 
 def _rebuild(tree: Any, values: Captured, live: Any, device: torch.device | None, path: str, used: set[str]) -> Any:
-    """The reverse of ``_flatten``: tensors are written into those at the same place in ``live``, or made anew.
+    """Reverse ``_flatten``: write tensors into those at the same place in ``live``, or create new ones.
 
-    ``device`` is where new tensors go that were not on the CPU; None: the present device of their kind. ``used``: names
-    met so far; with it they come out as ``_flatten`` made them.
+    ``device``: for new tensors that were not on the CPU; None is the present device of their type. ``used``: the names
+    met so far, which make the generated names equal to those of ``_flatten``.
     """
     if isinstance(tree, Leaf):
         path = _free(path, used)

@@ -1,4 +1,4 @@
-"""What goes into a commit and comes out of it: tensors and arrays as bytes, all else as one pickle."""
+"""Contents of a commit: tensors and arrays as bytes, all other objects as one pickle."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ Captured: TypeAlias = Mapping[str, Any]  # name -> tensor | numpy array | pickla
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Nested dicts, lists and tuples: the state of one object, with leaves for its tensors."""
+    """Nested dicts, lists and tuples: the state of one object, with leaves in place of its tensors."""
 
     tree: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Stands in a tree where a tensor or array was. Its name follows from its place."""
+    """Placeholder for a tensor or array in a tree. The name of the tensor follows from the place."""
 
     device_type: str
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Stands in a tree where a dict was that had text for keys, and nothing but tensors on the CPU. Equal ones are one.
+    """Placeholder in a tree for a dict with text keys that contains only tensors on the CPU. Equal rows are one object.
 
-    An optimizer has one for each parameter: a dict of leaves would cost more than the copy of a small tensor.
+    An optimizer has one for each parameter. A dict of leaves would cost more than the copy of a small tensor.
     """
 
     kind: type[dict[str, Any]]
@@ -45,9 +45,9 @@ class Row:
 
 
 class Values(Mapping[str, Any]):
-    """The content of a commit by name. Tensors and arrays are views of its buffer, made when they are asked for.
+    """Content of a commit by name. Tensors and arrays are views of its buffer, created on access.
 
-    ``written``: the live tensors and arrays that have been given the commit's bytes already.
+    ``written``: the live tensors and arrays that already contain the commit's bytes.
     """
 
     def __init__(self, memory: torch.Tensor, frame: Frame, objects: Mapping[str, Any], written: dict[str, Array]):
@@ -72,7 +72,7 @@ class Values(Mapping[str, Any]):
         return len(self._objects) + len(self.entries)
 
     def is_in(self, name: str, target: object) -> bool:
-        """Whether ``target`` has been given the bytes of ``name`` already."""
+        """Return True if ``target`` already contains the bytes of ``name``."""
         written = self._written.get(name)
         if written is None or written is target:
             return written is not None
@@ -86,21 +86,39 @@ class Values(Mapping[str, Any]):
 
 
 def is_array(value: object) -> bool:
-    """Whether a value travels as tensor bytes: a torch tensor, or a numpy array of plain numbers or strings."""
+    """Return True for values stored as bytes: torch tensors, and numpy arrays of plain numbers or strings."""
     return isinstance(value, torch.Tensor) or (type(value) is np.ndarray and value.dtype.kind in "biufcSUmM")
 
 
+def sort_out(
+    captured: Captured,
+) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
+    """Return the tensors, the arrays and the objects."""
+    tensors: dict[str, torch.Tensor] = {}
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    objects: dict[str, Any] = {}
+    for name, value in captured.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        elif is_array(value):
+            arrays[name] = value
+        else:
+            objects[name] = value
+    return tensors, arrays, objects
+
+
 def put(target: object, values: Captured, name: str, device: torch.device | None = None) -> Array:
-    """``write_into`` of a value by its name; does nothing where a restore has written it already."""
+    """Call ``write_into`` for a value by its name. Do nothing if a restore has already written the value."""
     if isinstance(values, Values) and values.is_in(name, target):
-        return target  # type: ignore[return-value]  # it is a tensor or array
+        return target  # type: ignore[return-value]  # is_in has checked that it is a tensor or array
     return write_into(target, values[name], device)
 
 
 def write_into(target: object, value: Array, device: torch.device | None = None) -> Array:
-    """Copy ``value`` into ``target`` if that is a like tensor or array; otherwise make an own copy. Returns which.
+    """Copy ``value`` into ``target`` if that is a tensor or array like it, else make a copy. Return the written object.
 
-    ``device`` is where a tensor is made; None: where ``target`` is if that is a tensor, else the CPU.
+    ``device``: where a new tensor is made; None is the device of ``target`` if that is a tensor, otherwise the CPU. A
+    tensor whose elements share memory (``expand``) is replaced by a copy, because torch refuses to write into it.
     """
     if not isinstance(value, torch.Tensor):
         if type(target) is np.ndarray and alike(target, value) and target.flags.writeable:
@@ -110,11 +128,23 @@ def write_into(target: object, value: Array, device: torch.device | None = None)
     if not isinstance(target, torch.Tensor):
         return value.to(device or "cpu", copy=True)
     device = device or target.device
-    if alike(target, value) and target.device.type == device.type:
-        with torch.no_grad():
+    if alike(target, value) and target.device.type == device.type and not _overlaps_itself(target):
+        with torch.inference_mode() if target.is_inference() else torch.no_grad():
             target.copy_(value)
         return target
     return value.to(device, copy=True)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return True if two elements may share an address: a stride does not exceed the extent of all smaller strides."""
+    if tensor.is_contiguous():
+        return False
+    end = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= end:
+            return True
+        end += stride * (size - 1)
+    return False
 
 
 def alike(target: Array, value: Array) -> bool:
@@ -125,18 +155,18 @@ def alike(target: Array, value: Array) -> bool:
 
 
 def dumps(objects: dict[str, Any]) -> bytes:
-    """Pickle by reference where that works: all workers run one script, and its classes stay themselves everywhere.
+    """Pickle objects by reference where possible. All workers run the same script, so classes keep their identity.
 
-    Raises StateError that names what cannot be pickled.
+    Raises StateError that names the value that cannot be pickled.
     """
     try:
         return pickle.dumps(objects, protocol=5)
-    except Exception:  # objects raise what they like
+    except Exception:  # any exception: objects define their own pickling
         return pickle.dumps({name: _made_picklable(name, value) for name, value in objects.items()}, protocol=5)
 
 
 def _made_picklable(name: str, value: object) -> object:
-    """The value itself if it can be pickled; otherwise boxed by cloudpickle: lambdas, closures, local classes."""
+    """Return the value if it can be pickled; otherwise a cloudpickle box (lambdas, closures, local classes)."""
     with contextlib.suppress(Exception):
         pickle.dumps(value, protocol=5)
         return value
@@ -150,7 +180,7 @@ def _made_picklable(name: str, value: object) -> object:
 
 
 class _Boxed:
-    """Unpickles to the value that was boxed."""
+    """A box that unpickles to the value inside."""
 
     def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled

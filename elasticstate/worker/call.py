@@ -1,5 +1,7 @@
-"""``python -m elasticstate.worker.call NAME``: a worker of ``launch()``. It calls the function that its agent has for
-it, and leaves there what the function returns. NAME is for people who look at processes.
+"""Worker of ``launch()``: ``python -m elasticstate.worker.call NAME``.
+
+It calls the function that its agent holds, and writes the function's result to the agent's file. NAME is only shown in
+process lists.
 """
 
 from __future__ import annotations
@@ -8,46 +10,65 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from elasticstate.commits import call_file, result_file
 from elasticstate.config import worker_environment
 from elasticstate.errors import UsageError
+from elasticstate.net.link import Given, StorageLink
+from elasticstate.seals import RESULT_HEAD_BYTES, result_hasher
 from elasticstate.worker.record import record
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """What :func:`main` reads. The caller's module path comes first: the function's modules may be found only there."""
+    """Return the bytes that :func:`main` reads. The caller's module path comes first: unpickling may need it."""
     return bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, args, kwargs)))))
 
 
 @record
 def main() -> None:
-    """Raises what the function raises; TypeError if its result cannot be pickled."""
+    """Call the function and store its result.
+
+    Raises the function's errors, and TypeError if the result cannot be pickled.
+    """
     environment = worker_environment()
     if environment is None:
         raise UsageError("elasticstate.worker.call is run by elasticstate.launch() and by nobody else")
-    path, packed = pickle.loads(Path(call_file(environment.commits)).read_bytes())
+    storage = StorageLink(environment.socket, environment.worker)
+    given = storage.ask()
+    storage.close()
+    path, packed = pickle.loads(_call_of(given))
     sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
     function, args, kwargs = pickle.loads(packed)
-    _keep(function(*args, **kwargs), result_file(environment.commits))
+    _keep(function(*args, **kwargs), given)
 
 
-def _keep(result: Any, path: str) -> None:
-    """Whole or not at all."""
+def _call_of(given: Given) -> bytes:
+    """Return the pickled function and arguments from the agent's memory. The agent received them from the driver."""
+    for fd in (given.page, *given.buffers):
+        os.close(fd)
+    if given.call is None:
+        raise UsageError("elasticstate.worker.call is run by elasticstate.launch() and by nobody else")
+    with open(given.call, "rb") as file:
+        return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+
+
+def _keep(result: Any, given: Given) -> None:
+    """Write the result. The keyed checksum is written last, so a partial result is never valid."""
     if result is None:
         return
     try:
         data = cloudpickle.dumps(result)
     except Exception as error:
         raise TypeError(f"launch(): the result is a {type(result).__name__} that cannot be pickled: {error}") from error
-    fresh = path + ".new"
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+    hasher = result_hasher(given.key)
+    hasher.update(data)
+    with open(given.result, "r+b") as file:
+        file.write(bytes(RESULT_HEAD_BYTES))
         file.write(data)
-    os.replace(fresh, path)
+        file.flush()
+        os.pwrite(file.fileno(), hasher.digest(), 0)
 
 
 if __name__ == "__main__":

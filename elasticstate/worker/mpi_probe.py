@@ -1,8 +1,8 @@
-"""``python -m elasticstate.worker.mpi_probe``: says what MPI is here, as JSON objects, one on a line (mpi_build.py).
+"""``python -m elasticstate.worker.mpi_probe``: print facts about MPI, as JSON objects, one per line (mpi_build.py).
 
-With ``--trial FILE``, as one of two processes that mpirun has started: the second one is killed, and the first one goes
-on, if it can, and says so in FILE: mpirun may end before it has passed on what was printed. MPI is never finalised:
-with a process that has died that may hang, and nothing here needs it.
+With ``--trial FILE``, two processes run, started by mpirun. The second one is killed. The first one continues, if it
+can, and writes the result to FILE, because mpirun may end before it forwards printed text. MPI is never finalized:
+after the death of a process that may hang, and nothing here needs it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _try(file: TextIO) -> None:
 
 
 def _library() -> str:
-    """The file that the library was loaded from: proc_pid_maps(5)."""
+    """Return the file that the MPI library was loaded from: proc_pid_maps(5)."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libmpi" in line}
     return min(paths, key=len, default="")

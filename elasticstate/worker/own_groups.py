@@ -1,4 +1,4 @@
-"""The default process group is ours: a second one is refused with the remedy."""
+"""OwnProcessGroups: protection of the default process group, which elasticstate creates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _refuse_second_group(*args: object, **kwargs: object) -> None:
 
 
 class OwnProcessGroups:
-    """While it lasts, user code cannot make a default process group of its own."""
+    """Context in which ``init_process_group`` of user code raises UsageError."""
 
     def __enter__(self) -> None:
         self._init = dist.init_process_group

@@ -1,7 +1,7 @@
-"""``python -m elasticstate.worker.probe SECONDS``: says what torch is here, as JSON objects, one on a line.
+"""``python -m elasticstate.worker.probe SECONDS``: print facts about torch, as JSON objects, one per line.
 
-Each says what is about to be tried (``at``) or what has been found, so a step that crashes or hangs is known by what
-has been said before it. After SECONDS the stacks of all threads go to stderr, and the process ends.
+Each object names the next step (``at``) or a result. So the objects before it identify a step that crashes or hangs.
+After SECONDS, the process prints the stacks of all threads to stderr and ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _say_devices() -> None:
     import torch
 
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # says in words what is wrong
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # its error names the cause
         names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
         _say(devices=names)
     except (RuntimeError, AssertionError) as error:
@@ -52,12 +52,12 @@ def _say_devices() -> None:
 def _nccl_version() -> str:
     import torch
 
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # of the library that is loaded
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # version of the loaded library
     return ".".join(str(part) for part in version[:3])
 
 
 def _try_gloo(timeout_s: float) -> None:
-    """A world of one, made and left as a worker does, and an all-reduce in it."""
+    """Create and destroy a world of one as a worker does, and run an all-reduce in it."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
@@ -74,7 +74,7 @@ def _try_gloo(timeout_s: float) -> None:
         dist.all_reduce(value)
         _say(gloo_works=value.item() == 1)
         context.destroy()
-    except Exception as error:  # whatever it is, it is told
+    except Exception as error:  # report any error
         _say(no_gloo=_in_a_line(error))
 
 
@@ -89,4 +89,4 @@ def _say(**facts: object) -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # without what CUDA and torch tidy up: nothing is left that needs it
+    os._exit(0)  # skip the cleanup of CUDA and torch: nothing remaining needs it

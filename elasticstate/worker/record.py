@@ -1,4 +1,4 @@
-"""By which exception a worker ends: ``record`` for scripts without ``run``, and who writes it down."""
+"""Records of the exception that ends a worker: ``record`` for scripts without ``run``, and the error handler."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar, overload
 
-from elasticstate import error_file
+from elasticstate import error_file, present_world
 from elasticstate.config import error_file_path, worker_environment
 from elasticstate.errors import NotInWorldError
-from elasticstate.worker import world
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class ErrorHandler:
-    """Writes the exception by which a worker ends into its error file (see ``elasticstate/error_file.py``).
+    """Writer of the exception that ends a worker, into the worker's error file (see ``elasticstate/error_file.py``).
 
-    ``run`` and ``record`` have one each. For more, say a report to a service of your own, or more in the file, give
-    them an instance of a subclass::
+    ``run`` and ``record`` each use one. To extend it, for example with a report to a service of your own or with more
+    fields in the file, pass an instance of a subclass::
 
         class Ours(elastic.ErrorHandler):
             def describe(self, error, time_ns, tick=None):
@@ -31,12 +30,18 @@ class ErrorHandler:
     """
 
     def describe(self, error: BaseException, time_ns: int, tick: int | None = None) -> dict[str, Any]:
-        """What the file says: JSON. ``time_ns``: when ``error`` came out; ``tick``: ticks completed, inside ``run``."""
+        """Return the content of the error file, as a dict for JSON.
+
+        Args:
+            error: the exception that leaves the script.
+            time_ns: time when ``error`` left the user's function, in nanoseconds as ``time.time_ns()``.
+            tick: number of completed ticks, inside ``run``; None elsewhere.
+        """
         started = worker_environment()
         who = started.worker if started is not None else None
         place: dict[str, int | None] = {"rank": None, "generation": None}
         with suppress(NotInWorldError):
-            place = {"rank": world.rank(), "generation": world.generation()}
+            place = {"rank": present_world.rank(), "generation": present_world.generation()}
         return error_file.describe(
             error,
             time_ns,
@@ -49,14 +54,14 @@ class ErrorHandler:
         )
 
     def record_exception(self, error: BaseException, time_ns: int, tick: int | None = None) -> None:
-        """Called once, with the exception that leaves the script. Nothing is written where nobody has asked for it."""
+        """Write the error file, if the agent has set one. Called once, with the exception that leaves the script."""
         path = error_file_path()
         if path:
             error_file.write(path, self.describe(error, time_ns, tick))
 
 
 def handle(handler: ErrorHandler, error: BaseException, time_ns: int, tick: int | None = None) -> None:
-    """Whatever goes wrong in the handler must not hide the error itself."""
+    """Call the handler. An error inside the handler must not hide ``error``, so it is only printed to stderr."""
     try:
         handler.record_exception(error, time_ns, tick)
     except Exception as problem:
@@ -74,10 +79,14 @@ def record(*, error_handler: ErrorHandler) -> Callable[[Callable[P, R]], Callabl
 def record(
     function: Callable[P, R] | None = None, /, *, error_handler: ErrorHandler | None = None
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
-    """For the main function of a script that does not use ``run``: the exception that it ends by is told to the agent,
-    with its time, and can be the root cause of the job. (Without, the agent has the end of stderr.)
+    """Decorate the main function of a script that does not use ``run``: report its exception to the agent.
 
-    The same idea as ``torch.distributed.elastic.multiprocessing.errors.record``, which works as well.
+    The report contains the time of the exception, and can be the root cause of the job. (Without ``record``, the agent
+    has only the end of stderr.) The exception is raised again. The idea is that of
+    ``torch.distributed.elastic.multiprocessing.errors.record``, which works as well.
+
+    Args:
+        error_handler: writes the report; default: an ``ErrorHandler``.
     """
     if function is None:
         return functools.partial(_recorded, handler=error_handler or ErrorHandler())

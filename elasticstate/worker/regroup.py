@@ -1,4 +1,4 @@
-"""From one generation to the next: say READY, get a world, make its process group; and leave it again."""
+"""Regroup: send READY, receive a world, create its process group, and leave it at the end of the generation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from elasticstate import present_world
 from elasticstate.config import WorkerEnvironment
 from elasticstate.net import messages
 from elasticstate.net.runs import from_runs
-from elasticstate.worker import world
 from elasticstate.worker.contexts.context import Backend, Context, Rendezvous
 from elasticstate.worker.sentinel import Sentinel
 
@@ -20,30 +20,35 @@ _SLICE = timedelta(seconds=0.25)
 
 
 class Regrouper:
-    """Takes one worker from world to world. Used on the main thread only."""
+    """Transitions of one worker from world to world. Used on the main thread only."""
 
     def __init__(self, environment: WorkerEnvironment, sentinel: Sentinel, backend: Backend) -> None:
         self._environment = environment
         self._sentinel = sentinel
         self._backend = backend
         self._context = backend.context()
-        self._server: TCPStore | None = None  # of this worker; rank 0's is used by all
+        self._server: TCPStore | None = None  # this worker's own; all members use the one of rank 0
         self._store: Store | None = None
 
     @property
     def context(self) -> Context:
         return self._context
 
-    def enter(self) -> world.WorldView:
-        """READY → WORLD → process group. Raises what torch raises, or CollectiveError, when the generation fails."""
+    def enter(self, behind: bool = False) -> present_world.WorldView:
+        """Enter the next world: READY → WORLD → process group.
+
+        Raises torch's errors, or CollectiveError, when the generation fails.
+
+        ``behind``: this worker ended ticks without training in the last generation.
+        """
         if self._server is None:
             self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        message = self._sentinel.ready(f"{self._environment.local_address}:{self._server.port}")
+        message = self._sentinel.ready(f"{self._environment.local_address}:{self._server.port}", behind)
         self._context = self._backend.context()
         self._sentinel.enter(message, self._context)
         self._sentinel.check()
         view = _view(message)
-        world.enter(view)
+        present_world.enter(view)
         store = self._connect(view, message)
         self._sentinel.check()
         name = f"{message.job}/{message.generation}"
@@ -63,16 +68,16 @@ class Regrouper:
         return view
 
     def leave(self) -> None:
-        """Take the generation's groups and store down; afterwards nothing of it is left in this process."""
+        """Destroy the generation's groups and store, so that nothing of the generation remains in this process."""
         self._context.destroy()
         if isinstance(self._store, TCPStore) and self._store is self._server:
-            self._server = None  # used: its keys go with it
+            self._server = None  # its keys belong to this generation, so it cannot be used again
         self._store = None
         self._sentinel.left()
         gc.collect()
 
-    def _connect(self, view: world.WorldView, message: messages.WorldMessage) -> TCPStore:
-        """The store of rank 0, asked for in slices: between two of them the end of the generation is looked at."""
+    def _connect(self, view: present_world.WorldView, message: messages.WorldMessage) -> TCPStore:
+        """Connect to the store of rank 0 in short attempts, and check between them whether the generation has ended."""
         self._context.watch_store(store_address(view))
         if view.rank == 0:
             assert self._server is not None
@@ -94,15 +99,17 @@ class Regrouper:
             return store
 
 
-def store_address(view: world.WorldView) -> tuple[str, int]:
-    """Where this worker's connection to the store ends: rank 0's own is the one that TCPStore makes to its server, at
-    0.0.0.0, which is the loopback interface."""
+def store_address(view: present_world.WorldView) -> tuple[str, int]:
+    """Return the remote address of this worker's connection to the store.
+
+    Rank 0 connects to its own server, which listens at 0.0.0.0, over the loopback interface, as TCPStore does.
+    """
     return ("127.0.0.1" if view.rank == 0 else view.store_host), view.store_port
 
 
-def _view(message: messages.WorldMessage) -> world.WorldView:
+def _view(message: messages.WorldMessage) -> present_world.WorldView:
     host, port = message.store.rsplit(":", 1)
-    return world.WorldView(
+    return present_world.WorldView(
         message.generation,
         message.placement,
         message.size,
@@ -116,10 +123,10 @@ def _view(message: messages.WorldMessage) -> world.WorldView:
 
 
 def let_go(error: BaseException) -> None:
-    """Drop all that an exception keeps alive: the frames of its whole chain, and what hangs on it.
+    """Release all objects that an exception keeps alive: the frames of its whole chain, and its attributes.
 
-    ``clear_frames`` of the outermost traceback is not enough: ``raise X from e`` keeps e's frames, and with them the
-    DDP wrapper, its buckets and the dead process group.
+    ``clear_frames`` of the outermost traceback is not enough: ``raise X from e`` keeps e's frames. These keep the DDP
+    wrapper, its buckets and the dead process group alive.
     """
     for link in chain(error):
         traceback.clear_frames(link.__traceback__)
@@ -129,7 +136,7 @@ def let_go(error: BaseException) -> None:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """The exception, its causes and contexts, and theirs."""
+    """Return the exception with all its causes and contexts, recursively."""
     found: list[BaseException] = []
     ahead: list[BaseException | None] = [error]
     while ahead:
@@ -138,5 +145,5 @@ def chain(error: BaseException) -> list[BaseException]:
             continue
         found.append(link)
         ahead += [link.__cause__, link.__context__]
-        ahead += getattr(link, "exceptions", ())  # of an ExceptionGroup
+        ahead += getattr(link, "exceptions", ())  # members of an ExceptionGroup
     return found

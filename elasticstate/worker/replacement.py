@@ -1,4 +1,4 @@
-"""When nothing in this process can go on, but another process can."""
+"""Replacement of this process by another process in the same slot, when this one cannot continue."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NoReturn
 
 
 def be_replaced(reason: str) -> NoReturn:
-    """End here and now: the agent starts another process in this slot, which resumes from its commit in memory.
+    """End this process immediately. The agent starts another one in this slot, which resumes from the retained commit.
 
-    By a signal, which the driver does not take for an error of the worker's own, and without what libraries do at the
-    end of a process: they may wait for a device, or for members that are gone.
+    The process ends by a signal: the driver does not count that as the worker's own error, and no exit code of
+    libraries runs, which may wait for a device or for dead members.
     """
     sys.stderr.write(f"elasticstate: {reason}; this worker is replaced\n")
     sys.stdout.flush()

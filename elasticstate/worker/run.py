@@ -9,7 +9,7 @@
                                                          ▼
                                                      exit gate → the code after train(state)
 
-READY means: my live state equals my commit. An exception that is nobody's but the worker's own leaves the loop.
+READY means: the worker's live state equals its commit. The worker's own exception leaves the loop.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, cast, overload
 
 import torch.distributed as dist
 
-from elasticstate._native import ControlPage
-from elasticstate.commits import control_file, owner_of
+from elasticstate import present_world
+from elasticstate.commits import owner_of
 from elasticstate.config import WorkerEnvironment, worker_environment
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateError, UsageError
 from elasticstate.net import messages
-from elasticstate.net.link import WorkerLink
+from elasticstate.net.link import StorageLink, WorkerLink
 from elasticstate.state.base import State
 from elasticstate.state.snapshot import Snapshot
-from elasticstate.worker import contexts, world
-from elasticstate.worker.alone import Alone
+from elasticstate.worker import contexts
+from elasticstate.worker.alone import SoloRun
 from elasticstate.worker.contexts.context import Fault
 from elasticstate.worker.own_groups import OwnProcessGroups
 from elasticstate.worker.record import ErrorHandler, handle
@@ -44,14 +44,14 @@ from elasticstate.worker.regroup import Regrouper, chain, let_go
 from elasticstate.worker.replacement import be_replaced
 from elasticstate.worker.sentinel import Sentinel
 from elasticstate.worker.session import WorkerSession
-from elasticstate.worker.space import AgentSpace
+from elasticstate.worker.storage import AgentStorage
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _used = False
-_ahead: Alone | _Loop | None = None  # what ``join`` has brought into a world
-_sentinel: Sentinel | None = None  # of this process, to its end: a worker whose run is over still beats
+_ahead: SoloRun | _Loop | None = None  # the run that ``join`` has brought into a world
+_sentinel: Sentinel | None = None  # until the process ends: a worker whose run is over still sends heartbeats
 
 
 @overload
@@ -71,22 +71,23 @@ def run(
     warmup: Callable[[], object] | None = None,
     error_handler: ErrorHandler | None = None,
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make ``function(state, ...)`` elastic: it is called again, in this process, with each new world.
+    """Make ``function(state, ...)`` elastic: ``run`` calls it again, in this process, with each new world.
 
-    The first argument is a :class:`State`. On a failure of the world the state is brought back to its last commit, on
-    a planned change it goes on as it is; either way ``function`` is called anew and picks up from the state. What
-    belongs to a world (the DDP wrapper, a sub-group) is made inside ``function``.
-
-    ``warmup`` is called once, before the worker says that it is ready (compile, allocate, import), so that a newcomer
-    is warm when the others stop for it.
-
-    An exception that ends the worker is written down for its agent: by ``error_handler``, if one is given.
+    The first argument is a :class:`State`. After a failure of the world, the state is restored from its last commit.
+    After a planned change, the state stays as it is. In both cases ``run`` calls ``function`` again, which continues
+    from the state. Create objects that belong to one world (the DDP wrapper, a sub-group) inside ``function``.
 
     Under plain ``python train.py`` the function runs in a world of one.
 
+    Args:
+        warmup: called once, before the worker sends READY (compile, allocate, import), so that a new worker is warm
+            when the others stop for it.
+        error_handler: writes the exception that ends the worker for the agent; default: an ``ErrorHandler``.
+
     Raises:
-        UsageError: a second decorated call in one process, or a process group that was made outside.
-        Whatever ``function`` raises on its own account.
+        UsageError: a second decorated call in one process; a first argument that is not a State; or a process group
+            that exists before the call.
+        Exception: the worker's own exceptions, from ``function``.
     """
     handler = error_handler or ErrorHandler()
     if function is None:
@@ -125,16 +126,21 @@ def _use_once(name: str) -> None:
 
 
 def join(collectives: bool = False) -> None:
-    """Be in a world from now on, before there is a state: what ``run`` does else, which then goes on in this world.
+    """Enter a world before a state exists. ``run`` then continues in this world.
 
-    For scripts that ask for rank and size at their top, as Horovod's do. A newcomer that has joined is waited for by
-    all others until it is in ``run``: what takes long is better done before. Without effect the second time, and after
-    the start of ``run``.
+    For scripts that read rank and size at their top, as Horovod's do. All other workers wait for a new worker between
+    ``join`` and ``run``, so do long work before ``join``. A second call, and a call after the start of ``run``, has no
+    effect.
 
-    ``collectives``: the caller is about to call some, for which the others have to be before ``run``, too: they are if
-    all are new. A newcomer's would meet those of the training: UsageError.
+    Args:
+        collectives: the caller is about to run collectives before ``run``. That works only if all members are new
+            processes.
 
-    Raises what ``run`` raises when the world fails, which ends this process: another one is started in its place.
+    Raises:
+        UsageError: a process group exists already; or ``collectives`` is True in a world with running members, whose
+            training collectives would meet those of this worker.
+        CollectiveError: the world failed. Also torch's errors. This process then ends, and the agent starts another
+            one.
     """
     global _ahead
     if _ahead is None and not _used:
@@ -143,7 +149,7 @@ def join(collectives: bool = False) -> None:
         ahead = _new_process()
         ahead.join()
         _ahead = ahead
-    if collectives and not _used and not world.world().fresh:
+    if collectives and not _used and not present_world.world().fresh:
         raise UsageError(
             "a collective before the function decorated with run: the others are in theirs, and this newcomer would "
             "take part in their training; leave it out (run brings the state of the others), or call it in there"
@@ -151,9 +157,9 @@ def join(collectives: bool = False) -> None:
 
 
 def leave() -> None:
-    """For a script that has joined a world and does not use ``run``: wait for the others, and be done.
+    """Leave a world that ``join`` entered, for a script without ``run``. Wait for all other members first.
 
-    Raises CollectiveError if the world fails before all are there.
+    Raises CollectiveError if the world fails before all members arrive.
     """
     global _used
     if _ahead is not None and not _used:
@@ -161,17 +167,17 @@ def leave() -> None:
         _ahead.leave()
 
 
-def _new_process() -> Alone | _Loop:
+def _new_process() -> SoloRun | _Loop:
     environment = worker_environment()
-    return Alone() if environment is None else _Loop(environment)
+    return SoloRun() if environment is None else _Loop(environment)
 
 
 class _Outcome(Enum):
-    """How a generation ended."""
+    """Result of a generation."""
 
     FINISHED = auto()
-    INTERRUPTED = auto()  # at a tick that all completed: nothing is lost
-    FAILED = auto()  # back to the last commit
+    INTERRUPTED = auto()  # at a tick that all members completed: nothing is lost
+    FAILED = auto()  # the worker goes back to its last commit
 
 
 class _Loop:
@@ -186,26 +192,27 @@ class _Loop:
         link = WorkerLink(environment.socket)
         link.connect()
         self._environment = environment
-        page = ControlPage(control_file(environment.commits))
-        self._sentinel = _sentinel = Sentinel(link, environment.worker, page)
-        self._page = page
-        owner = owner_of(environment.job_id, environment.worker.host, environment.worker.slot)
-        self._space = AgentSpace(environment.commits, page, owner, self._sentinel.ask)
+        worker = environment.worker
+        storage = StorageLink(environment.socket, worker)
+        owner = owner_of(environment.job_id, worker.host, worker.slot)
+        self._storage = AgentStorage(storage.ask, owner, lambda *question: self._sentinel.ask(*question))
+        page = self._page = self._storage.page  # the stamps stay on this page if the commits move
+        self._sentinel = _sentinel = Sentinel(link, worker, page)
         self._session = WorkerSession(self._sentinel, page, str(environment.worker))
         self._backend = contexts.choose(environment.backend)
         self._regrouper = Regrouper(environment, self._sentinel, self._backend)
-        self._told: tuple[CommitId | None, CommitId | None] | None = None  # the commits with which ``join`` was READY
-        self._worlds = 0  # entered so far
+        self._reported: tuple[CommitId | None, CommitId | None] | None = None  # by ``join``, in READY
+        self._is_behind = False  # this worker ended the ticks of the last generation without training
         self._result: Any = None
-        self._raised_ns = 0  # when the last exception came out of the user's function
+        self._raised_ns = 0  # time when the last exception left the user's function
         self._is_recorded = False
 
     def join(self) -> None:
         self._start()
         _settle_memory()
-        held = Snapshot(self._space)  # READY tells of them, though nobody has looked into them yet
-        self._told = held.newest, held.previous
-        self._sentinel.sealed(*self._told)
+        held = Snapshot(self._storage)  # READY reports these commits before they are read
+        self._reported = held.newest, held.previous
+        self._sentinel.sealed(*self._reported)
         self._enter()
 
     def leave(self) -> None:
@@ -215,7 +222,7 @@ class _Loop:
     def run(
         self, state: State, call: Callable[[], Any], warmup: Callable[[], object] | None, handler: ErrorHandler
     ) -> Any:
-        """The result of the user's function, from the last world. Raises the worker's own exception, recorded."""
+        """Return the result of the user's function in the last world. Raises the worker's own exception, recorded."""
         self._state = self._session.state = state
         self._call = call
         self._handler = handler
@@ -232,23 +239,23 @@ class _Loop:
         self._is_recorded = True
 
     def _start(self) -> None:
-        # The agent asks for it when this worker does not respond: works without the GIL.
+        # The agent sends this signal when the worker does not respond. faulthandler works without the GIL.
         faulthandler.register(messages.STACKS_SIGNAL, file=2, all_threads=True)
         self._sentinel.start(self._environment.notice_signals)
         _import_ahead()
         self._backend.prepare(self._environment, self._sentinel.say)
 
     def _run(self, warmup: Callable[[], object] | None) -> Any:
-        if self._told is None:
+        if self._reported is None:
             self._start()
-        self._state._attach(self._space)
+        self._state._attach(self._storage)
         self._state._bind(self._session)
         self._state._reserve(self._environment.reserve_bytes)
         if warmup is not None:
             warmup()
-        if self._told is None:
+        if self._reported is None:
             _settle_memory()
-        self._state._resume()  # what a worker before this one has committed in its slot
+        self._state._resume()  # the commit that an earlier worker left in this slot
         self._sentinel.sealed(*self._state.commits)
         while (outcome := self._generation()) is not _Outcome.FINISHED:
             self._recover(outcome)
@@ -260,24 +267,24 @@ class _Loop:
         self._sentinel.finish()
 
     def _enter(self) -> None:
-        self._session.enter(self._regrouper.enter(), self._regrouper.context)
-        self._worlds += 1
+        self._session.enter(self._regrouper.enter(self._is_behind), self._regrouper.context)
+        self._is_behind = False
 
     def _go_on(self) -> None:
-        """In the world that ``join`` has entered, which was told what commits there are."""
-        told, self._told = self._told, None
+        """Continue in the world that ``join`` entered with the commits that READY reported."""
+        reported, self._reported = self._reported, None
         self._sentinel.check()
-        if self._state.commits != told:
+        if self._state.commits != reported:
             raise CollectiveError("the commits with which this worker has joined cannot be resumed from")
 
     def _generation(self) -> _Outcome:
-        """Live through one generation. Raises the worker's own exception, recorded, with the generation left."""
+        """Run one generation. Raises the worker's own exception, recorded, after leaving the generation."""
         try:
-            if self._told is None:
+            if self._reported is None:
                 self._enter()
             else:
                 self._go_on()
-            if self._worlds > 1:
+            if self._state.commits[0] is not None:  # else: the job's first world, or sync brings the state
                 self._state.on_reset()
             self._state.sync()
             self._sentinel.train()
@@ -294,7 +301,7 @@ class _Loop:
             raise
         except BaseException as error:
             self._raised_ns = time.time_ns()
-            self._page.progress()  # whoever comes as far as this does not hang
+            self._page.progress()  # a worker that gets this far does not hang
             outcome = self._judge(error)
             if outcome is None:
                 self._record(error)
@@ -306,12 +313,12 @@ class _Loop:
             return outcome
 
     def _judge(self, error: BaseException) -> _Outcome | None:
-        """Decide by fact, not by text or type: collectives mostly raise plain RuntimeErrors. None: the worker's own."""
+        """Return the outcome by facts, as collectives mostly raise plain RuntimeErrors; None for an own error."""
         if not self._sentinel.in_generation:
             return None
         causes = chain(error)
         if any(isinstance(cause, HostsUpdatedInterrupt) for cause in causes):
-            return _Outcome.INTERRUPTED  # wrapped by user code
+            return _Outcome.INTERRUPTED  # user code has wrapped the interrupt
         text = _text(error)
         if (
             self._sentinel.ended(self._sentinel.generation)
@@ -330,14 +337,15 @@ class _Loop:
         return any(context.classify(cause) is Fault.DEVICE for cause in chain(error)) or not context.usable()
 
     def _hand_over(self, error: BaseException) -> NoReturn:
-        """To another process in this slot, which can use the device, and resumes from the commit of this one."""
+        """End this process: another one in this slot can use the device, and resumes from this worker's commit."""
         self._sentinel.failed(_text(error))
         self._record(error)
         be_replaced("this process cannot use its device any more")
 
     def _recover(self, outcome: _Outcome) -> None:
         """Leave the generation with the live state equal to the newest commit."""
-        self._page.set_place(messages.Place.REGROUP)  # no hang, however long it takes
+        self._page.set_place(messages.Place.REGROUP)  # a worker in this place never counts as hung
+        self._is_behind = self._state._is_shadow
         if outcome is _Outcome.INTERRUPTED and not self._state._is_shadow and self._save():
             self._state._drop_gradients()
             self._regrouper.leave()
@@ -346,7 +354,7 @@ class _Loop:
             self._restore()
 
     def _save(self) -> bool:
-        """At the tick that all leave at. False: the generation has ended before what is on a device was copied."""
+        """Save at the tick where all members leave. Return False if the generation ended before the device copy."""
         here = CommitId(self._sentinel.generation, self._sentinel.ticks)
         self._state._settle()
         try:
@@ -357,7 +365,7 @@ class _Loop:
         return True
 
     def _restore(self) -> None:
-        """If no commit is whole any more, the live state is of no worth; another worker's is."""
+        """Restore the newest commit. If no commit is intact, discard the live state and use another worker's."""
         self._state._settle()
         if self._state.commits[0] is None:
             return
@@ -365,13 +373,15 @@ class _Loop:
             self._state.restore()
         except StateError as error:
             if self._state.commits[0] is not None:
-                raise  # it does not fit
+                raise  # the commit does not fit the live objects
             sys.stderr.write(f"elasticstate: {error}; this worker needs the state of another one\n")
 
 
 def _settle_memory() -> None:
-    """Whatever has survived the start is here to stay; later collections, one in each regroup, need not look at it
-    (100 ms with torch imported)."""
+    """Exclude all present objects from later garbage collections.
+
+    Objects that survive the start stay until the end. Each regroup runs a collection (100 ms with torch imported).
+    """
     gc.collect()
     gc.freeze()
 
@@ -381,10 +391,10 @@ def _text(error: BaseException) -> str:
 
 
 def _import_ahead() -> None:
-    """What torch would import in the middle of the first generation.
+    """Import modules that torch would otherwise import within the first generation.
 
-    The first DDP imports ``torch.distributed.nn.functional``, whose default arguments bind ``group.WORLD`` of that
-    moment and would keep generation 1's group for ever; the first optimizer step imports ``torch._dynamo``.
+    The first DDP imports ``torch.distributed.nn.functional``. Its default arguments bind the present ``group.WORLD``
+    and would keep generation 1's group forever. The first optimizer step imports ``torch._dynamo``.
     """
     import torch._dynamo
     import torch.distributed.nn.functional  # noqa: F401

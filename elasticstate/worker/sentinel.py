@@ -1,8 +1,8 @@
-"""The sentinel, as the worker's Python sees it. The work is done by a thread of C++ (``native/sentinel.hpp``).
+"""Sentinel: the Python side of the worker's link to the agent. A C++ thread (``native/sentinel.hpp``) does the work.
 
-That thread owns the socket to the agent and never needs the GIL: it beats, answers HOLD, applies END, RELEASE and the
-verdicts, and cuts an ended generation. What is left here is to say what only Python knows, to wait (without the GIL,
-and so that Ctrl-C and signal handlers work), and to turn what the thread has heard into exceptions.
+That thread owns the socket to the agent and never needs the GIL. It sends heartbeats, answers HOLD, applies END,
+RELEASE and verdicts, and cuts an ended generation. This module sends what only Python knows, waits (without the GIL,
+with working Ctrl-C and signal handlers), and turns messages that the thread received into exceptions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 from elasticstate import _native
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
-from elasticstate.net import messages, orders
+from elasticstate.net import messages, worker_codec
 from elasticstate.net.link import encode_from_worker
 from elasticstate.net.messages import Place
 
@@ -27,13 +27,13 @@ A = TypeVar("A")
 
 
 class Connection(Protocol):
-    """The connected socket to the agent, which is handed over: ``detach`` gives its descriptor away."""
+    """The connected socket to the agent. ``detach`` hands over its descriptor."""
 
     def detach(self) -> int: ...
 
 
 class Severable(Protocol):
-    """What the sentinel needs of a context: what to cut when its generation ends."""
+    """The part of a context that the sentinel cuts when the generation ends."""
 
     severs_in_python: bool
 
@@ -47,9 +47,9 @@ _SWEEP_INTERVAL_S = 0.003
 
 
 class Sentinel:
-    """Speaks with the agent for the worker, for as long as it is referenced. One per process; ``start()`` it once.
+    """Link of the worker to its agent, as long as the object is referenced. One per process. Call ``start()`` once.
 
-    Raises OSError: out of descriptors.
+    Raises OSError if no descriptors are available.
     """
 
     def __init__(self, connection: Connection, worker: WorkerId, page: _native.ControlPage) -> None:
@@ -57,15 +57,18 @@ class Sentinel:
         self._native = _native.Sentinel(page, connection.detach())
         self._commit: CommitId | None = None
         self._previous: CommitId | None = None
-        self._notices: list[int] = []  # signals
+        self._newest_sealed: CommitId | None = None  # intact or not
+        self._notices: list[int] = []  # signals that announce a preemption
         self._exits = False
         self._cutter: threading.Thread | None = None
 
-    # ---------------------------------------------------------------------------------------------- start and stop
+    # --------------------------------------------------------------------------------------------------- start and stop
 
     def start(self, notices: Iterable[int] = (signal.SIGTERM,)) -> None:
-        """Say hello, and run from now on. Call it on the main thread: it also takes notice of these signals, but for
-        those that the program itself handles or ignores."""
+        """Send HELLO and start the thread. Call it on the main thread, once.
+
+        The signals in ``notices`` are preemption notices from now on, except those that the program handles or ignores.
+        """
         self.say(messages.Hello(self._worker, os.getpid(), messages.PROTOCOL_VERSION))
         self._notices = [number for number in notices if signal.getsignal(number) is signal.SIG_DFL]
         for number in self._notices:
@@ -77,7 +80,7 @@ class Sentinel:
         _started.add(self)
 
     def finish(self) -> None:
-        """The worker is behind the gate: from here on it is a plain process that ends in its own time."""
+        """Mark the worker as done: it has passed the exit gate, and ends in its own time as a plain process."""
         self._native.set_place(Place.DONE)
         self._let_signals_go()
 
@@ -90,7 +93,7 @@ class Sentinel:
 
     def _on_notice(self, signum: int, frame: object) -> None:
         if not self.leaving or self._exits:
-            return  # the thread has told the agent; or another signal comes while the interpreter ends
+            return  # the thread has reported the signal; or a second signal arrives while the interpreter ends
         self._exits = True
         if self._native.place == Place.BOOT:
             sys.stdout.flush()
@@ -99,11 +102,11 @@ class Sentinel:
         raise SystemExit(0)
 
     def _forked(self) -> None:
-        """This is a child of the worker: it has no part in the job, and SIGTERM ends it."""
+        """Detach a forked child of the worker: it is not part of the job, and SIGTERM ends it."""
         self._native.forked()
         self._let_signals_go()
 
-    # -------------------------------------------------------------------------------------------- what is known
+    # ---------------------------------------------------------------------------------------------- state of the worker
 
     @property
     def generation(self) -> int:
@@ -116,12 +119,12 @@ class Sentinel:
 
     @property
     def cause(self) -> str:
-        """Why the last generation ended."""
+        """Cause of the last generation's end; "" if none has ended."""
         message = self._native.cause
         if not message:
             return ""
-        end = orders.decode_to_worker(message)
-        assert isinstance(end, messages.EndOrder)
+        end = worker_codec.decode_to_worker(message)
+        assert isinstance(end, messages.End)
         return end.cause
 
     @property
@@ -129,50 +132,56 @@ class Sentinel:
         return self._native.leaving
 
     def ended(self, generation: int) -> bool:
-        """Whether ``generation`` is over. Sticky."""
+        """Return True if ``generation`` is over. It never becomes False again."""
         return self._native.ended(generation)
 
     @property
     def in_generation(self) -> bool:
-        """Whether a generation has been entered and not left yet."""
+        """True if a generation was entered and not left yet."""
         return self._native.in_generation
 
     def check(self) -> None:
-        """Raise CollectiveError if the present generation is over: to be called before each step of regroup."""
+        """Raise CollectiveError if the present generation is over. Call it before each step of a regroup."""
         if self.ended(self.generation):
             raise CollectiveError(self.cause)
 
-    # ------------------------------------------------------------------------------------------- saying and asking
+    # --------------------------------------------------------------------------------------------------------- messages
 
     def say(self, message: messages.FromWorkerBody) -> None:
-        """Tell the agent, now or as soon as it reads."""
+        """Send a message to the agent, now or as soon as the agent reads."""
         self._native.send(encode_from_worker(message))
 
     def ask(self, question: messages.FromWorkerBody, answer: type[A]) -> A:
-        """Say ``question``, and wait for the agent's message of type ``answer``. Strays are dropped."""
+        """Send ``question``, and wait for the agent's message of type ``answer``. Other messages are dropped."""
         self.say(question)
         while True:
-            message = orders.decode_to_worker(self._native.wait_other())
+            message = worker_codec.decode_to_worker(self._native.wait_other())
             if isinstance(message, answer):
                 return message
 
     def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
-        """Both buffers' ids. The first commit of a generation's ticks is told at once: the job has committed."""
+        """Record the ids of both buffers. Report a generation's first commit at once: the job has now committed."""
         known, self._commit, self._previous = self._commit, commit, previous
+        if commit is not None and (self._newest_sealed is None or commit > self._newest_sealed):
+            self._newest_sealed = commit
         if commit is not None and commit.tick and (known is None or known < CommitId(commit.generation, 1)):
-            self.say(messages.Committed(commit))
+            self.say(messages.CommitSealed(self._worker, commit))
 
-    # ------------------------------------------------------------------------------------- the life of a generation
+    # ------------------------------------------------------------------------------------------------------ generations
 
-    def ready(self, store: str) -> messages.WorldMessage:
-        """Say READY and wait for the next world. Raises SystemExit(0) when told to LEAVE."""
+    def ready(self, store: str, behind: bool = False) -> messages.WorldMessage:
+        """Send READY and wait for the next world. Raises SystemExit(0) on the LEAVE message.
+
+        ``behind``: this worker ended ticks without training in the last generation.
+        """
         self._native.set_place(Place.REGROUP)
         joined, paused_s = self.generation, self._native.paused_s
-        self.say(messages.Ready(joined, self._commit, self._previous, store, self.ticks, paused_s))
+        ids = (self._commit, self._previous)
+        self.say(messages.Ready(joined, *ids, store, self.ticks, paused_s, behind, self._newest_sealed))
         message = self._native.wait_world(joined)
         if message is None:
             raise SystemExit(0)
-        world = orders.decode_to_worker(message)
+        world = worker_codec.decode_to_worker(message)
         assert isinstance(world, messages.WorldMessage)
         return world
 
@@ -184,26 +193,25 @@ class Sentinel:
             self._cutter.start()
 
     def _cut(self, generation: int, context: Severable) -> None:
-        """What only Python can cut, on a thread of its own, until the generation has been left."""
+        """Cut from Python, on a separate thread, from the end of the generation until it has been left."""
         while self._native.wait_end(generation):
             context.sever()
             time.sleep(_SWEEP_INTERVAL_S)
 
     def train(self) -> None:
-        """The generation is made and synced: the user's function has the word."""
+        """Mark the start of the user's function: the generation is created and synced."""
         self._native.set_place(Place.TRAIN)
         self.check()
 
     def may_commit(self) -> None:
-        """Raise CollectiveError if the lease on the ticks of this generation is over: there may be a newer world."""
+        """Raise CollectiveError if the lease on the ticks of this generation is over: a newer world may exist."""
         if not self._native.in_lease():
             raise CollectiveError(self.cause)
 
     def tick(self) -> None:
-        """End a tick. One atomic operation unless somebody wants something.
+        """End a tick. This costs one atomic operation unless a hold or an end is pending.
 
-        Raises HostsUpdatedInterrupt when this is the tick that all leave at, CollectiveError when the generation is
-        over.
+        Raises HostsUpdatedInterrupt at the tick where all members leave, and CollectiveError if the generation is over.
         """
         end = self._native.tick()
         if end is not None:
@@ -217,20 +225,20 @@ class Sentinel:
         raise CollectiveError(self.cause)
 
     def is_own_error(self, error: str) -> bool:
-        """A suspect asks for the verdict: True: its exception is its own. False: the generation is broken."""
+        """Request the verdict on this worker's exception. Return True for an own error, False for a broken world."""
         generation = self.generation
-        self.say(messages.Failure(generation, False, error))
+        self.say(messages.GenerationFailure(generation, False, error))
         return self._native.wait_verdict(generation)
 
     def failed(self, error: str) -> None:
-        """The present generation is broken, by fact: nobody uses it any more."""
+        """End the present generation and report its failure, if it has not ended already."""
         generation = self.generation
-        end = orders.encode_to_worker(messages.EndOrder(generation, None, error))
+        end = worker_codec.encode_to_worker(messages.End(generation, None, error))
         if self._native.end(generation, end):
-            self.say(messages.Failure(generation, True, error))
+            self.say(messages.GenerationFailure(generation, True, error))
 
     def gate(self) -> None:
-        """Wait in the exit gate until all members are there; CollectiveError if the generation ends before that."""
+        """Wait in the exit gate for all members. Raises CollectiveError if the generation ends before that."""
         generation = self.generation
         self._native.set_place(Place.GATE)
         self.say(messages.Gate(generation))
@@ -238,7 +246,7 @@ class Sentinel:
             raise CollectiveError(self.cause)
 
     def left(self) -> None:
-        """Nothing of the generation is left in this process: the sweeping ends."""
+        """Stop the cutting: nothing of the generation remains in this process."""
         self._native.left()
         if self._cutter is not None:
             self._cutter.join()

@@ -1,33 +1,33 @@
-"""What a state sees of the present generation of a worker."""
+"""WorkerSession: a state's view of the present generation of a worker."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
+from elasticstate import present_world
 from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId
 from elasticstate.net import messages
 from elasticstate.state.base import State
-from elasticstate.worker import world
 from elasticstate.worker.contexts.context import Context
 from elasticstate.worker.sentinel import Sentinel
 
 
 class WorkerSession:
-    """What the state sees of the present generation (see state.base.Session)."""
+    """Session of a worker under ``elasticrun`` (see state.session.Session)."""
 
-    _context: Context  # of the present generation
+    _context: Context  # context of the present generation
 
     def __init__(self, sentinel: Sentinel, page: ControlPage, worker_key: str) -> None:
         self._sentinel = sentinel
         self._page = page
-        self._told_bytes = 0
+        self._reported_bytes = 0
         self.worker_key = worker_key
-        self.view: world.WorldView = world.alone()
+        self.view: present_world.WorldView = present_world.alone()
         self.state: State | None = None
 
-    def enter(self, view: world.WorldView, context: Context) -> None:
-        """Live in this world from now on."""
+    def enter(self, view: present_world.WorldView, context: Context) -> None:
+        """Use this world from now on."""
         self.view, self._context = view, context
 
     @property
@@ -73,15 +73,15 @@ class WorkerSession:
 
     def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
         self._sentinel.sealed(commit, previous)
-        if self.state is not None and self.state.commit_bytes > self._told_bytes:
-            self._told_bytes = self.state.commit_bytes
-            self._sentinel.say(messages.CommitSize(self._told_bytes))
+        if self.state is not None and self.state.commit_bytes > self._reported_bytes:
+            self._reported_bytes = self.state.commit_bytes
+            self._sentinel.say(messages.CommitSize(self._reported_bytes))
 
     def synced(self, bytes: int, seconds: float) -> None:
         self._sentinel.say(messages.Synced(self.view.generation, bytes, seconds))
 
     def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """A group of exactly these ranks, which includes this one; None is the default group: all ranks."""
+        """Return a group of exactly these ranks, which include this one; None is the default group, for all ranks."""
         if len(ranks) == self.view.size:
             return None
         group: dist.ProcessGroup = self._context.subgroup(tuple(sorted(ranks)))

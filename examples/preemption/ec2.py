@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Whether this EC2 spot instance is about to be interrupted: for elasticrun --preemption-command.
+"""Check for an interruption notice of this EC2 spot instance. A command for elasticrun --preemption-command.
 
-Exits with 0 and says why if it is, with 1 if it is not, with 2 if the metadata service does not answer as documented:
-https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html (a token first; then
-instance-action: 404 while there is no notice, which comes two minutes ahead).
+Exits with 0 and prints the reason if AWS has announced an interruption, with 1 if not, and with 2 if the metadata
+service does not answer as documented:
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
+(first a token; then instance-action: 404 while there is no notice. A notice comes two minutes before the interruption.)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 SERVICE = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254").rstrip("/")
-TIMEOUT_S = 2.0  # for each of the two calls
+TIMEOUT_S = 2.0  # for each of the two requests
 
 
 def call(path: str, method: str, header: str, value: str) -> str:
@@ -26,7 +27,7 @@ def call(path: str, method: str, header: str, value: str) -> str:
 
 
 def notice() -> str:
-    """What will be done to this instance, and when; "" if nothing is known."""
+    """Return the announced action and its time; "" if nothing is announced."""
     token = call("api/token", "PUT", "X-aws-ec2-metadata-token-ttl-seconds", "60")
     try:
         action = json.loads(call("meta-data/spot/instance-action", "GET", "X-aws-ec2-metadata-token", token))

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Whether this Compute Engine VM is about to be preempted or stopped: for elasticrun --preemption-command.
+"""Check for an announced preemption or stop of this Compute Engine VM. A command for elasticrun --preemption-command.
 
-Exits with 0 and says why if it is, with 1 if it is not, with 2 if the metadata server does not answer as documented:
+Exits with 0 and prints the reason if the VM is about to be preempted or stopped, with 1 if not, and with 2 if the
+metadata server does not answer as documented:
 https://cloud.google.com/compute/docs/instances/create-use-spot (instance/preempted: TRUE or FALSE; 30 s are left then)
 and https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice (instance/maintenance-event: NONE,
-MIGRATE_ON_HOST_MAINTENANCE, through which the VM goes on, or TERMINATE_ON_HOST_MAINTENANCE).
+MIGRATE_ON_HOST_MAINTENANCE, which the VM survives, or TERMINATE_ON_HOST_MAINTENANCE).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from http.client import HTTPException
 from urllib.request import ProxyHandler, Request, build_opener
 
 SERVICE = f"http://{os.environ.get('GCE_METADATA_HOST', 'metadata.google.internal')}"
-TIMEOUT_S = 2.0  # for each of the two calls
+TIMEOUT_S = 2.0  # for each of the two requests
 
 
 def ask(key: str, *known: str) -> str:
-    """The value of a key, which has to be one of those that are ``known``."""
+    """Return the value of a metadata key. Raises ValueError if the value is not one of ``known``."""
     request = Request(f"{SERVICE}/computeMetadata/v1/instance/{key}", headers={"Metadata-Flavor": "Google"})
     with build_opener(ProxyHandler({})).open(request, timeout=TIMEOUT_S) as answer:
         value = str(answer.read(65536).decode().strip())
@@ -29,7 +30,7 @@ def ask(key: str, *known: str) -> str:
 
 
 def notice() -> str:
-    """What will be done to this VM; "" if nothing is known."""
+    """Return the announced event of this VM; "" if nothing is announced."""
     if ask("preempted", "TRUE", "FALSE") == "TRUE":
         return "the VM is being preempted"
     stop = "TERMINATE_ON_HOST_MAINTENANCE"

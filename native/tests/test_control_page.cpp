@@ -25,7 +25,7 @@ constexpr std::array<std::uint8_t, 16> ME{1, 2, 3}, OTHER{9};
 constexpr std::uint64_t ROUNDS = 20'000;
 constexpr std::uint64_t MEETINGS = 100;  // a writer goes on until the reader has seen so many changes, however slow
 
-/// Memory with a path, for a page to be mapped.
+/// Memory with a descriptor, for a page to be mapped; and with a path, to be written otherwise.
 class File {
 public:
     explicit File(off_t size)
@@ -35,6 +35,7 @@ public:
     ~File() { close(fd_); }
     File(const File &) = delete;
     File &operator=(const File &) = delete;
+    int fd() const { return fd_; }
     const std::string &path() const { return path_; }
 
 private:
@@ -43,12 +44,16 @@ private:
 };
 
 /// All of a seal follows from one number, so that a mixture of two would show.
-Seal seal_of(std::uint64_t n) { return {ME, 0, n, n + 1, n + 2, n + 3, static_cast<std::uint32_t>(n + 4), 0}; }
+Seal seal_of(std::uint64_t n) {
+    std::array<std::uint8_t, 16> tag{};
+    tag.fill(static_cast<std::uint8_t>(n));
+    return {ME, 0, n, n + 1, n + 2, n + 3, tag, static_cast<std::uint32_t>(n + 4), 0};
+}
 
 bool is_whole(const Seal &seal) {
     const Seal like = seal_of(seal.generation);
     return seal.owner == ME && seal.tick == like.tick && seal.layout == like.layout && seal.length == like.length &&
-           seal.checksum == like.checksum;
+           seal.tag == like.tag && seal.checksum == like.checksum;
 }
 
 void stamps_are_never_mixed() {
@@ -71,7 +76,7 @@ void stamps_are_never_mixed() {
         const Stamp stamp = page.stamp();
         CHECK(stamp.generation >= last);
         CHECK(stamp.ticks <= (stamp.generation % 2 == 1 ? 5 : 0));
-        CHECK(stamp.alive + 1 >= stamp.generation);
+        CHECK(stamp.heartbeat + 1 >= stamp.generation);
         seen += stamp.generation != last;
         last = stamp.generation;
     }
@@ -110,8 +115,8 @@ void seals_are_whole_or_absent() {
 
 void one_maps_what_another_writes() {
     const File file(4096);
-    ControlPage worker(file.path());
-    const ControlPage agent(file.path());
+    ControlPage worker(file.fd());
+    const ControlPage agent(file.fd());
     worker.enter(3);
     worker.word().add_tick();
     worker.seal(1, seal_of(8));
@@ -147,7 +152,7 @@ void a_reset_forgets_all_but_seals_even_in_the_middle_of_a_change() {
 
 void who_is_stopped_in_the_middle_of_a_change_has_no_ticks() {
     const File file(ControlPage::SIZE);
-    ControlPage page(file.path());
+    ControlPage page(file.fd());
     page.enter(3);
     page.word().add_tick();
     CHECK(page.stamp().ticks == 1);
@@ -167,16 +172,16 @@ void what_is_no_page_is_refused() {
     bool refused = false;
     try {
         const File file(100);
-        ControlPage page(file.path());
+        ControlPage page(file.fd());
     } catch (const std::invalid_argument &) {
         refused = true;
     }
     CHECK(refused);
     refused = false;
     try {
-        ControlPage page("/there/is/no/such/file");
+        ControlPage page(-1);
     } catch (const std::system_error &error) {
-        refused = error.code() == std::errc::no_such_file_or_directory;
+        refused = error.code() == std::errc::bad_file_descriptor;
     }
     CHECK(refused);
 }

@@ -61,8 +61,8 @@ struct Deviation {
     double neighbours = 0;
 };
 
-template <typename Order>
-Deviation deviation(std::uint64_t n, std::uint64_t epochs, Order order_of) {
+template <typename MessageKind>
+Deviation deviation(std::uint64_t n, std::uint64_t epochs, MessageKind order_of) {
     std::vector<double> at(n * n), after(n * n);
     for (std::uint64_t epoch = 0; epoch < epochs; ++epoch) {
         const std::vector<std::uint64_t> found = order_of(epoch);

@@ -20,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "../agent_words.hpp"
+#include "../agent_messages.hpp"
 #include "../sentinel.hpp"
 #include "check.hpp"
 
@@ -59,8 +59,8 @@ public:
         close(agent);
     }
 
-    void tell(Order kind, std::uint64_t generation, std::uint64_t tick = 0) const {
-        const OrderHead head{kind, generation, tick};
+    void tell(MessageKind kind, std::uint64_t generation, std::uint64_t tick = 0) const {
+        const MessageHead head{kind, generation, tick};
         CHECK(send(agent, &head, sizeof head, MSG_NOSIGNAL) == sizeof head);
     }
 
@@ -76,7 +76,7 @@ public:
 
     /// The ticks of the next HoldAnswer.
     std::uint64_t answer() const {
-        const std::string tag = words::begin("HoldAnswer", 4);
+        const std::string tag = agent_messages::begin("HoldAnswer", 4);
         for (;;) {
             const std::string message = hear();
             if (message.compare(0, tag.size(), tag) == 0) {
@@ -84,7 +84,7 @@ public:
                 for (std::size_t i = 0; i < 8; ++i) {
                     ticks = ticks << 8 | static_cast<unsigned char>(message.at(tag.size() + 10 + i));
                 }
-                CHECK(message == words::hold_answer(GENERATION, ticks, false, 0));
+                CHECK(message == agent_messages::hold_answer(GENERATION, ticks, false, 0));
                 return ticks;
             }
         }
@@ -169,7 +169,7 @@ bool all_leave_at_the_same_tick(std::uint32_t seed, bool collectives) {
     std::array<std::uint64_t, WORKERS> answers{};
     for (const Worker &worker : workers) {
         pause();
-        worker.tell(Order::hold, GENERATION);
+        worker.tell(MessageKind::hold, GENERATION);
     }
     for (std::size_t i = 0; i < WORKERS; ++i) {
         answers[i] = workers[i].answer();
@@ -177,7 +177,7 @@ bool all_leave_at_the_same_tick(std::uint32_t seed, bool collectives) {
     const std::uint64_t last = 1 + *std::max_element(answers.begin(), answers.end());
     for (const Worker &worker : workers) {
         pause();
-        worker.tell(Order::end_at, GENERATION, last);
+        worker.tell(MessageKind::end_at, GENERATION, last);
     }
     for (std::thread &thread : threads) {
         thread.join();
@@ -206,10 +206,10 @@ void test_holds_that_are_released() {
         }
     });
     for (int i = 0; i < 2000; ++i) {
-        worker.tell(Order::hold, GENERATION);
+        worker.tell(MessageKind::hold, GENERATION);
         const std::uint64_t ticks = worker.answer();
         CHECK(worker.sentinel->ticks() <= ticks + 1);
-        worker.tell(Order::release, GENERATION);
+        worker.tell(MessageKind::release, GENERATION);
     }
     const std::uint64_t ticks = worker.sentinel->ticks();
     wait_for([&] { return worker.sentinel->ticks() > ticks + 10; });
@@ -224,13 +224,13 @@ void test_an_end_now() {
         std::thread thread([&] {
             TickEnd end = TickEnd::go_on;
             while (end == TickEnd::go_on) {
-                worker.sentinel->send(words::first(1));
+                worker.sentinel->send(agent_messages::first(1));
                 CHECK(worker.sentinel->in_generation());
                 end = worker.tick();
             }
             CHECK(end == TickEnd::ended);
         });
-        worker.tell(Order::end_now, GENERATION);
+        worker.tell(MessageKind::end_now, GENERATION);
         thread.join();
         const int cuts = worker.cut->count;
         wait_for([&] { return worker.cut->count > cuts + 1; });
@@ -246,12 +246,12 @@ void test_an_agent_that_does_not_read() {
     Worker worker;
     constexpr std::uint64_t COUNT = 5000;
     for (std::uint64_t i = 0; i < COUNT; ++i) {
-        worker.sentinel->send(words::first(i));
+        worker.sentinel->send(agent_messages::first(i));
     }
-    const std::uint64_t beats = worker.page.stamp().alive;
-    wait_for([&] { return worker.page.stamp().alive > beats + 1; });
+    const std::uint64_t heartbeats = worker.page.stamp().heartbeat;
+    wait_for([&] { return worker.page.stamp().heartbeat > heartbeats + 1; });
     for (std::uint64_t i = 0; i < COUNT; ++i) {
-        CHECK(worker.hear() == words::first(i));
+        CHECK(worker.hear() == agent_messages::first(i));
     }
 }
 
@@ -270,7 +270,7 @@ void test_a_wait_is_given_up() {
         given_up = true;
     }
     CHECK(given_up);
-    const std::string message(sizeof(OrderHead), '\0');
+    const std::string message(sizeof(MessageHead), '\0');
     CHECK(send(ends[0], message.data(), message.size(), 0) == static_cast<ssize_t>(message.size()));
     wait_for([&] {
         try {
@@ -289,8 +289,8 @@ void test_a_notice() {
     worker.sentinel->notice(SIGUSR1);
     const std::array<unsigned char, 4> numbers{SIGTERM, SIGUSR1, SIGUSR1, 43};
     CHECK(write(worker.sentinel->signal_fd(), numbers.data(), numbers.size()) == 4);
-    CHECK(worker.hear() == words::notice(SIGUSR1));
-    worker.tell(Order::hold, GENERATION);
+    CHECK(worker.hear() == agent_messages::notice(SIGUSR1));
+    worker.tell(MessageKind::hold, GENERATION);
     CHECK(worker.answer() == 0);
 }
 

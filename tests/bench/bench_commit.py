@@ -1,16 +1,17 @@
-"""What a commit, a restore and a tick cost, beside other ways to keep a copy of the same bytes. By turns in one run.
+"""Cost of a commit, a restore and a tick, measured alternately with other ways to copy the same bytes.
 
-The state is a module and an SGD optimizer with momentum, half of the bytes each, in tensors of one size:
-1 GB in tensors of 64 MB, 4 MB, 1 MB and 64 KB, and 100,000 tensors of 1 KB.
+The state is a module and an SGD optimizer with momentum, half of the bytes each, in tensors of one size: 1 GB in
+tensors of 64 MB, 4 MB, 1 MB and 64 KB, and 100,000 tensors of 1 KB.
 
 - commit: ``TorchState.commit()``, checksum and seal included; restore: ``restore()``, checksum verified.
 - deepcopy: ``copy.deepcopy`` of both state dicts.
-- foreach: ``torch._foreach_copy_`` into kept tensors.
-- memcpy: the C library's, of as many bytes from one flat run to another, on as many threads as a commit. The limit.
+- foreach: ``torch._foreach_copy_`` into tensors that are allocated once.
+- memcpy: memcpy of the C library, for as many bytes in one flat buffer, with as many threads as a commit. The limit.
 
-All memory has been touched before; only a deep copy takes fresh pages, that is its way. Figures are medians over the
-rounds, ratios medians of the ratios of each round. Where a goal is missed, bytes and page faults say where time goes.
-Prints markdown.
+All memory has been touched before. Only a deep copy allocates fresh pages; that is part of its cost. Figures are
+medians over the rounds; ratios are medians of the ratios of each round. Goals are ratios, so load on the machine does
+not cause misses. For a missed goal, the bench prints bytes and page faults, which show where the time goes. Prints
+markdown.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ STATES = {
     "1 KB": (KB, 100_000 * KB),
 }
 THREADS = min(4, len(os.sched_getaffinity(0)))
-TICKS = 200_000
+BATCH, TICK_BATCHES = 10_000, 21
+GOAL_TICK_CALLS = 25.0
 
 
 # ------------------------------------------------------------------------------------------------------ one state
@@ -64,12 +66,12 @@ def make_state(tensor_bytes: int, total_bytes: int) -> elastic.TorchState:
 
 
 class Memcpy:
-    """Copies one flat run of bytes to another, in equal parts, on THREADS threads."""
+    """Copier of one flat buffer to another, in equal parts, on THREADS threads."""
 
     def __init__(self, total_bytes: int) -> None:
         self._source = torch.ones(total_bytes, dtype=torch.uint8)
         self._target = torch.ones(total_bytes, dtype=torch.uint8)
-        self._memcpy = ctypes.CDLL(None).memcpy  # ctypes lets go of the GIL
+        self._memcpy = ctypes.CDLL(None).memcpy  # ctypes releases the GIL
         self._memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
         self._memcpy.restype = ctypes.c_void_p
         self._pool = ThreadPoolExecutor(THREADS - 1) if THREADS > 1 else None
@@ -109,7 +111,7 @@ def candidates(state: elastic.TorchState, total_bytes: int) -> dict[str, Callabl
 
 
 def measure(tensor_bytes: int, total_bytes: int, rounds: int) -> dict[str, list[tuple[float, int]]]:
-    """(seconds, page faults) of each candidate in each round."""
+    """Return (seconds, page faults) of each candidate in each round."""
     torch.set_num_threads(THREADS)
     ways = candidates(make_state(tensor_bytes, total_bytes), total_bytes)
     for _ in range(2):  # both buffers
@@ -130,24 +132,31 @@ def measure(tensor_bytes: int, total_bytes: int, rounds: int) -> dict[str, list[
 # --------------------------------------------------------------------------------------------------------- the tick
 
 
+class Empty:
+    def call(self) -> None:
+        """Do nothing. Measures the cost of a method call."""
+
+
+def batch_s(function: Callable[[], object]) -> float:
+    """Return the seconds of one call, averaged over BATCH calls."""
+    start = time.perf_counter()
+    for _ in range(BATCH):
+        function()
+    return (time.perf_counter() - start) / BATCH
+
+
 def count_ticks(result: Path) -> None:
-    """As a worker: how long ``check_host_updates()`` takes when nobody wants anything."""
+    """Run as a worker: measure ``check_host_updates()`` and an empty method, alternately. Write the times to a file."""
 
     @elastic.run
-    def train(state: elastic.ObjectState) -> float:
-        batches = []
-        for _ in range(5):
-            start = time.perf_counter()
-            for _ in range(TICKS // 5):
-                state.check_host_updates()
-            batches.append((time.perf_counter() - start) / (TICKS // 5))
-        return median(batches)
+    def train(state: elastic.ObjectState) -> list[tuple[float, float]]:
+        return [(batch_s(state.check_host_updates), batch_s(Empty().call)) for _ in range(TICK_BATCHES)]
 
-    result.write_text(str(train(elastic.ObjectState(step=0))))
+    result.write_text(json.dumps(train(elastic.ObjectState(step=0))))
 
 
-def tick_s() -> float:
-    """In a real job of one worker."""
+def measure_ticks() -> list[tuple[float, float]]:
+    """Return the seconds of a tick and of an empty method in each batch, from a real job of one worker."""
     with tempfile.TemporaryDirectory(prefix="elasticstate-bench-") as folder:
         result = Path(folder) / "tick"
         subprocess.run(
@@ -166,14 +175,14 @@ def tick_s() -> float:
             check=True,
             stdout=sys.stderr,
         )
-        return float(result.read_text())
+        return [(tick, call) for tick, call in json.loads(result.read_text())]
 
 
 # -------------------------------------------------------------------------------------------------------- the report
 
 
 class Row:
-    """The figures for tensors of one size."""
+    """Figures for tensors of one size."""
 
     def __init__(self, name: str, found: dict[str, list[tuple[float, int]]]) -> None:
         self.name = name
@@ -184,28 +193,28 @@ class Row:
         return median(took for took, _ in self.found[way])
 
     def ratio(self, way: str, to: str) -> float:
-        """How many times as fast as ``to``."""
+        """Return the speed of ``way`` as a multiple of the speed of ``to``."""
         return median(b / a for (a, _), (b, _) in zip(self.found[way], self.found[to], strict=True))
 
     def microseconds_per_tensor(self) -> float:
         return self.seconds("commit") / (self.total_bytes // self.tensor_bytes) * 1e6
 
-    def goals(self) -> list[tuple[str, float, str, float]]:
-        """(what, figure, "≥" or "≤", goal)."""
-        goals = [
-            ("commit of deepcopy", self.ratio("commit", "deepcopy"), "≥", 5.0 if self.tensor_bytes >= 64 * MB else 1.0)
-        ]
+    def goals(self) -> list[tuple[str, float, float]]:
+        """Return (what, figure, goal): the figure is a speed ratio within the same rounds, and must reach the goal.
+
+        For the smallest tensors Python takes most of the time, in a commit as in a deep copy.
+        """
+        of_deepcopy = 5.0 if self.tensor_bytes >= 64 * MB else 1.0 if self.tensor_bytes >= 64 * KB else 6.0
+        goals = [("commit of deepcopy", self.ratio("commit", "deepcopy"), of_deepcopy)]
         if self.tensor_bytes >= 64 * KB:
             goal = 0.85 if self.tensor_bytes >= MB else 0.5
-            goals.append(("commit of memcpy", self.ratio("commit", "memcpy"), "≥", goal))
-        else:
-            goals.append(("commit, µs a tensor", self.microseconds_per_tensor(), "≤", 3.0))
+            goals.append(("commit of memcpy", self.ratio("commit", "memcpy"), goal))
         if self.tensor_bytes >= MB:
-            goals.append(("restore of memcpy", self.ratio("restore", "memcpy"), "≥", 0.8))
+            goals.append(("restore of memcpy", self.ratio("restore", "memcpy"), 0.8))
         return goals
 
     def account(self) -> str:
-        """Bytes and page faults of each way."""
+        """Return a text with the bytes and page faults of each way."""
         parts = []
         for way, figures in self.found.items():
             moved = 2 * self.total_bytes / MB
@@ -215,11 +224,12 @@ class Row:
         return "; ".join(parts)
 
 
-def is_met(figure: float, sign: str, goal: float) -> bool:
-    return figure >= goal if sign == "≥" else figure <= goal
+def calls_of_tick(batches: list[tuple[float, float]]) -> float:
+    """Return the cost of a tick as a number of calls of an empty method."""
+    return median(tick / call for tick, call in batches)
 
 
-def report(rows: list[Row], rounds: int, tick: float) -> None:
+def report(rows: list[Row], rounds: int, batches: list[tuple[float, float]]) -> None:
     print(
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {THREADS} threads; "
         f"medians of {rounds} rounds.\n"
@@ -238,12 +248,16 @@ def report(rows: list[Row], rounds: int, tick: float) -> None:
         print(f"| {row.name} | " + " | ".join(cells) + " |")
     print()
     for row in rows:
-        for what, figure, sign, goal in row.goals():
-            met = is_met(figure, sign, goal)
-            print(f"- {row.name}: {what} {figure:.2f}, goal {sign} {goal}: {'met' if met else 'MISSED'}")
-        if not all(is_met(figure, sign, goal) for _, figure, sign, goal in row.goals()):
+        for what, figure, goal in row.goals():
+            print(f"- {row.name}: {what} {figure:.2f}, goal ≥ {goal}: {'met' if figure >= goal else 'MISSED'}")
+        if not all(figure >= goal for _, figure, goal in row.goals()):
             print(f"  - {row.account()}")
-    print(f"- check_host_updates() {tick * 1e6:.2f} µs, goal ≤ 1: {'met' if tick <= 1e-6 else 'MISSED'}")
+    tick, calls = median(tick for tick, _ in batches), calls_of_tick(batches)
+    met = "met" if calls <= GOAL_TICK_CALLS else "MISSED"
+    print(
+        f"- check_host_updates() {tick * 1e6:.2f} µs, as long as {calls:.1f} calls of an empty method, "
+        f"goal ≤ {GOAL_TICK_CALLS:g}: {met}"
+    )
 
 
 def main() -> None:
@@ -259,12 +273,12 @@ def main() -> None:
         json.dump(measure(*STATES[args.measure], args.rounds), sys.stdout)
     else:
         rows = []
-        for name in args.states:  # each in a process of its own, whose memory has no past
+        for name in args.states:  # each in a fresh process, so that earlier allocations do not matter
             command = [sys.executable, __file__, "--measure", name, "--rounds", str(args.rounds)]
             print(f"tensors of {name}: {args.rounds} rounds", file=sys.stderr)
             found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             rows.append(Row(name, json.loads(found)))
-        report(rows, args.rounds, tick_s())
+        report(rows, args.rounds, measure_ticks())
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""The control plane at scale: the real driver, and up to 1,250 agents that are real to it, of 8 workers each.
+"""The control plane at scale: the real driver with up to 1,250 simulated agents of 8 workers each.
 
-The driver is a plain ``elasticrun --listen``. The agents run in a few processes, speak the real protocol over the real
-TLS connections, and answer for workers that do not exist: READY when all have been asked for, an answer to each hold,
-READY once more after each END, stamps as often as real agents. For each size, on an otherwise idle machine:
+The driver is a plain ``elasticrun --listen``. The agents run in a few processes, use the real protocol over real TLS
+connections, and answer for workers that do not exist: READY when all workers have been requested, an answer to each
+hold, READY again after each END, stamps as often as real agents. For each size, on an otherwise idle machine:
 
 - world: from the last READY sent to the last WORLD received
 - hold: from the first HOLD received to the last END(at K) received, which follows the last answer
 - end: from the abrupt end of one agent's connection to the last END(now) received
 - next world: from the same moment to the last WORLD of the next generation received
-- rest: CPU time of the driver while nothing happens but stamps (of workers that make ticks and commits) and beats, in %
-  of one core; and its memory at the end
+- rest: CPU time of the driver, in % of one core, while agents send only stamps (of workers that make ticks and commits)
+  and heartbeats; and the driver's memory at the end
 
-And the CPU time of the driver, which does not depend on what else the machine does: for the first world (world cpu),
-from the newcomer's first READY to the second world (join cpu), from the death to the third (death cpu). All on this one
-machine: agents and driver share its cores. Prints markdown.
+The CPU time of the driver is also measured, because it does not depend on other load on the machine: for the first
+world (world cpu), from the newcomer's first READY to the second world (join cpu), from the death to the third (death
+cpu). All runs on this one machine: agents and driver share its cores. Prints markdown.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 
 import psutil
 
-from elasticstate.agent.pulse import stamps_interval_s
+from elasticstate.agent.liveness import stamps_interval_s
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.net import codec, messages
 from elasticstate.net.stream import Stream
@@ -50,7 +50,7 @@ GOALS = {"world": 1.0, "hold": 1.0, "end": 0.5, "next world": 1.0}
 
 
 class Agent:
-    """One host: a connection, and what its workers would say."""
+    """Simulated agent of one host: a connection, and the messages of its workers."""
 
     def __init__(self, part: Part, host: str) -> None:
         self.part = part
@@ -72,7 +72,7 @@ class Agent:
                     server_hostname=NAME,
                 )
                 break
-            except OSError:  # turned away, for there are too many at once: an agent tries again, too
+            except OSError:  # refused, because too many dial at once: a real agent retries, too
                 await asyncio.sleep(0.1)
         self.send(messages.AgentHello(self.host, self.host, SLOTS, 0, os.getpid(), messages.PROTOCOL_VERSION, "bench"))
 
@@ -87,8 +87,8 @@ class Agent:
         match order:
             case messages.JobSpec():
                 self.timeout_s = order.heartbeat_timeout_s
-                self.send(messages.Serving((), ()))
-            case messages.Spawn(worker):
+                self.send(messages.HostReport((), ()))
+            case messages.StartWorker(worker):
                 self.workers.append(worker)
                 self.send(messages.Started(worker, 1))
                 self.part.count("spawned")
@@ -105,20 +105,20 @@ class Agent:
 
     def told(self, body: messages.ToWorkerBody) -> None:
         match body:
-            case messages.HoldOrder(generation, number):
+            case messages.Hold(generation, number):
                 self.trains = False
                 self.part.count("hold")
                 for worker in self.workers:
                     self.say(worker, messages.HoldAnswer(generation, self.tick, False, number))
-            case messages.EndOrder(generation, tick, _) if generation == self.generation:
+            case messages.End(generation, tick, _) if generation == self.generation:
                 self.part.count("end now" if tick is None else "end at")
                 self.tick, self.trains = tick or self.tick, False
                 self.ready()
-            case messages.LeaveOrder():
+            case messages.Leave():
                 pass
 
     def ready(self) -> None:
-        commit = CommitId(self.generation, 1) if self.generation else None  # sealed by all
+        commit = CommitId(self.generation, 1) if self.generation else None  # sealed by all workers
         for worker in self.workers:
             self.say(worker, messages.Ready(self.generation, commit, None, f"{self.host}:1", self.tick, 0.0))
 
@@ -132,13 +132,13 @@ class Agent:
 
 
 class Part:
-    """Some of the agents, in one process. It is told what to do on its stdin, and says when what has happened."""
+    """Group of agents in one process. Reads commands from its stdin, and reports counts and times of events."""
 
     def __init__(self, port: int, token: str, first: int, count: int) -> None:
         self.port = port
         self.trust = Trust(token)
         self.agents = [Agent(self, f"host{number}") for number in range(first, first + count)]
-        self.counts: dict[str, list[float]] = {}  # how often, first and last time
+        self.counts: dict[str, list[float]] = {}  # event -> count, first time, last time
 
     def count(self, what: str, times: int = 1) -> None:
         now = time.time()
@@ -217,7 +217,7 @@ class Bench:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def tell(self, word: str, *parts: subprocess.Popen[str]) -> dict[str, list[float]]:
-        """Say it to these (or all) processes; returns what all have counted, as [times, first, last]."""
+        """Send a command to these processes (default: all). Return the merged counts of all: [count, first, last]."""
         merged: dict[str, list[float]] = {}
         for part in self.parts:
             assert part.stdin is not None
@@ -239,7 +239,7 @@ class Bench:
         return counts
 
     def cpu_s(self) -> float:
-        """The CPU time of the driver so far."""
+        """Return the CPU time that the driver has used so far."""
         return sum(self.process.cpu_times()[:2])
 
     def measure(self) -> dict[str, float]:
@@ -289,7 +289,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.part:
         port, token, first, count = args.part
-        gc.disable()  # it is the driver that is measured
+        gc.disable()  # only the driver is measured
         asyncio.run(Part(int(port), token, int(first), int(count)).run())
         return
     print(f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}\n")

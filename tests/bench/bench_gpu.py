@@ -1,17 +1,18 @@
-"""What a commit from a GPU costs, beside torch's own copies into pinned memory. By turns in one run.
+"""Cost of a commit from a GPU, measured alternately with torch's own copies into pinned memory.
 
-A worker under ``elasticrun`` trains a stand-in on one GPU: its state is parameters and momentum, half of the bytes
-each, in tensors of 64 MB; a step is matrix products for as long as two copies of the state take, and
+A worker under ``elasticrun`` runs a simulated training on one GPU. Its state is parameters and momentum, half of the
+bytes each, in tensors of 64 MB. A step is matrix products, for as long as two copies of the state take, and
 ``optimizer.step()``.
 
-- stall: how much longer ten steps take when the first one begins with a commit. The goal is at most 5 % of a blocking
+- stall: additional time of ten steps when the first one begins with a commit. The goal is at most 5 % of a blocking
   copy of the state into torch's pinned memory.
-- copy: from the call of ``commit()`` on an idle GPU until all bytes are in the shared memory, beside torch's copy into
-  its own pinned memory. The goal is at least 0.9 of its speed. Checksum and seal come after it, on the CPU.
-- restore: ``restore()``, checksum verified, beside torch's copy out of pinned memory.
+- copy: from the call of ``commit()`` on an idle GPU until all bytes are in the shared memory, compared with torch's
+  copy
+  into its own pinned memory. The goal is at least 0.9 of its speed. Checksum and seal follow later, on the CPU.
+- restore: ``restore()``, checksum verified, compared with torch's copy out of pinned memory.
 
-Medians over the rounds, ratios medians of the ratios of each round. Prints markdown; exits with 1 if a goal is missed,
-and with 0 and the reason where there is no GPU.
+Figures are medians over the rounds; ratios are medians of the ratios of each round. Prints markdown. Exits with 1 if a
+goal is missed, and with 0 and the reason if there is no GPU.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from statistics import median
 import torch
 
 import elasticstate as elastic
-from elasticstate.state.queue import queue_of
+from elasticstate.state.copy_stream import copy_stream_of
 
 TENSOR_BYTES = 64 << 20
-STEPS = 10  # of a round, with one commit or none
+STEPS = 10  # per round, with one commit or none
 GOAL_STALL, GOAL_COPY = 0.05, 0.9
-SIDE = 4096  # of the matrices
+SIDE = 4096  # side of the square matrices
 
 
 class Workload:
-    """Training as the GPU sees it."""
+    """Simulated training that loads the GPU like a real one."""
 
     def __init__(self, total_bytes: int, device: torch.device) -> None:
         count, elements = max(1, total_bytes // TENSOR_BYTES // 2), TENSOR_BYTES // 4
@@ -54,7 +55,7 @@ class Workload:
         self.products = 1
 
     def give_gradients(self) -> None:
-        """A restore takes them away."""
+        """Set the gradients again. A restore clears them."""
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
 
@@ -64,7 +65,7 @@ class Workload:
         return [*(p.detach() for p in self.parameters), *momentum]
 
     def calibrate(self, seconds: float) -> None:
-        """Let forward and backward take so long."""
+        """Choose the number of matrix products so that forward and backward take ``seconds``."""
 
         def some() -> None:
             for _ in range(20):
@@ -74,7 +75,7 @@ class Workload:
         self.products = max(1, round(20 * seconds / self.timed(some)))
 
     def timed(self, work: Callable[[], object]) -> float:
-        """Seconds until the GPU has done it."""
+        """Return the seconds until the GPU has completed ``work``."""
         torch.cuda.synchronize(self.device)
         started = time.perf_counter()
         work()
@@ -91,19 +92,19 @@ class Workload:
             self.state.optimizer.step()
 
     def copy_of_commit(self) -> float:
-        """Seconds until all bytes are in the shared memory."""
-        queue = queue_of(self.device)
-        assert queue is not None
+        """Return the seconds from the call of ``commit()`` until all bytes are in the shared memory."""
+        copy_stream = copy_stream_of(self.device)
+        assert copy_stream is not None
         self.state._settle()
         torch.cuda.synchronize(self.device)
         started = time.perf_counter()
         self.state.commit()
-        queue.mark().wait()
+        copy_stream.mark().wait()
         return time.perf_counter() - started
 
 
 def measure(workload: Workload, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, in each round."""
+    """Return the seconds of each measurement in each round."""
     tensors = workload.tensors
     pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
     state = workload.state
@@ -142,7 +143,7 @@ def measure(workload: Workload, rounds: int) -> dict[str, list[float]]:
 
 
 def work(total_bytes: int, rounds: int, result: Path) -> None:
-    """As a worker: its commits are in the memory that its agent keeps."""
+    """Run as a worker, so that its commits are in the commit storage that its agent made."""
     workload = Workload(total_bytes, torch.device("cuda", torch.cuda.current_device()))
 
     @elastic.run
@@ -154,7 +155,7 @@ def work(total_bytes: int, rounds: int, result: Path) -> None:
 
 
 def report(found: dict[str, list[float]], total_bytes: int, rounds: int) -> bool:
-    """Print all; returns whether the goals are met."""
+    """Print all figures. Return True if the goals are met."""
     middle = {name: median(seconds) for name, seconds in found.items()}
     stall = median(c - p for c, p in zip(found["committing"], found["plain"], strict=True))
     part = median((c - p) / b for c, p, b in zip(found["committing"], found["plain"], found["blocking"], strict=True))

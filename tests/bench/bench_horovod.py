@@ -1,7 +1,7 @@
-"""What a training step costs with elasticstate.horovod's DistributedOptimizer, next to DistributedDataParallel.
+"""Cost of a training step with DistributedOptimizer of elasticstate.horovod, compared with DistributedDataParallel.
 
-2 workers of one elasticrun job train the same perceptron by turns with the one and the other; rank 0 is measured.
-Prints markdown; exits with 1 if the goal is missed.
+2 workers of one elasticrun job train the same perceptron with both alternately; rank 0 is measured. Prints markdown.
+Exits with 1 if the goal is missed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How long the core takes for one death and the new world, against the number of slots. Run it as a script.
+"""Time of the core for one death and the new world, by number of slots. Run this file as a script.
 
-The facts arrive as the driver sends them: the READYs of all survivors in 16 batches. Printed: the sum over all steps
-from the death to the published world, its growth from size to size (linear: 4), and the longest single step. In seconds
-of CPU time: the core waits for nothing, and so the figures do not depend on what else the machine does.
+The facts arrive as the driver sends them: the READYs of all survivors in 16 batches. Prints the sum over all steps from
+the death to the published world, its growth from size to size (linear: 4), and the longest single step. The unit is
+seconds of CPU time: the core never waits, so the figures do not depend on other load on the machine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def batches(events: list[Event]) -> Iterable[Event]:
 
 
 def trained_world(slots: int) -> tuple[Membership, float]:
-    """A running world of ``slots`` workers, and how long it took to form it."""
+    """Return a running world of ``slots`` workers, and the CPU time that it took to form this world."""
     m = new_membership(Policy(np=slots, min_np=slots // 2))
     hosts = tuple(HostSlots(f"h{i:05}", SLOTS_PER_HOST) for i in range(slots // SLOTS_PER_HOST))
     began = time.process_time()
@@ -53,7 +53,7 @@ def trained_world(slots: int) -> tuple[Membership, float]:
 
 
 def one_death(m: Membership) -> tuple[float, float]:
-    """Seconds for the whole regroup, and for its longest step."""
+    """Return the CPU seconds of the whole regroup, and of its longest step."""
     assert m.world is not None
     dead, *survivors = (placement.worker for placement in m.world.members)
     commit = CommitId(1, 10)

@@ -1,7 +1,7 @@
-"""All-reduce of the ``mpi`` backend next to mpi4py's own ``Allreduce``, on the same processes, by turns.
+"""All-reduce of the ``mpi`` backend, measured alternately with mpi4py's own ``Allreduce`` in the same processes.
 
-Three workers of ``elasticrun --backend mpi`` reduce 64 MB of float32: by torch.distributed, and by mpi4py on the
-communicator of their world. Prints markdown; the figure of a round is that of its slowest rank.
+Three workers of ``elasticrun --backend mpi`` reduce 64 MB of float32: with torch.distributed, and with mpi4py on the
+communicator of their world. Prints markdown. The figure of a round is that of its slowest rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 SIZES = (64 << 10, 1 << 20, 64 << 20)  # bytes
-GOAL = 0.9  # of mpi4py's bandwidth, at the largest
+GOAL = 0.9  # of mpi4py's bandwidth, at the largest size
 
 
 def work(rounds: int, path: Path) -> None:
@@ -42,7 +42,7 @@ def work(rounds: int, path: Path) -> None:
             def by_mpi4py(array: object = array) -> None:
                 comm.Allreduce(MPI.IN_PLACE, array)
 
-            for _ in range(rounds + 1):  # the first is not counted
+            for _ in range(rounds + 1):  # the first round does not count
                 pair = []
                 for reduce in (by_torch, by_mpi4py):
                     comm.Barrier()

@@ -1,14 +1,14 @@
-"""How long survivors stand still: after a death, and when a worker joins. All systems in one run, by turns.
+"""Time without training of the survivors, after a death and when a worker joins. The systems run alternately.
 
 Four workers with one thread each train a perceptron of 10.03 M parameters by SGD with momentum, batch 8, with a commit
-or checkpoint at every step. After step 30 a worker that is not rank 0 is killed; or a fourth joins three.
+or checkpoint at every step. After step 30 the bench kills a worker that is not rank 0; or a fourth worker joins three.
 
-- floor: bare Gloo, no framework, everybody knows beforehand what is going to happen (floor_worker.py).
+- floor: bare Gloo without a framework; all processes know the coming change in advance (floor_worker.py).
 - torchrun: one agent, all workers restarted, checkpoint in memory (torchrun_worker.py).
 - elasticstate: elasticrun, a commit at every step (elastic_worker.py).
 - elasticstate, MPI: the same with --backend mpi.
 
-The kill comes at another point of the step in each run, and at the same ones for all systems. Prints markdown.
+Each run kills at a different point of the step; the points are the same for all systems. Prints markdown.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 from workload import Step
 
 HERE = Path(__file__).parent
-CHANGE_AT = 30  # steps
+CHANGE_AT = 30  # number of the step
 STEPS_AFTER = 8
 VICTIM = 2  # rank
 MPI = "elasticstate, MPI"
@@ -44,7 +44,7 @@ Figures = defaultdict[tuple[str, str], list[float]]  # (system, figure) -> one v
 
 
 def read_steps(folder: Path) -> dict[int, list[Step]]:
-    """The steps that each process has completed, by process id."""
+    """Return the steps that each process has completed, by process id."""
     return {
         int(path.stem): [Step(*map(int, line.split())) for line in path.read_text().splitlines()]
         for path in folder.glob("*.steps")
@@ -52,7 +52,7 @@ def read_steps(folder: Path) -> dict[int, list[Step]]:
 
 
 def wait_for_step(folder: Path, step: int, rank: int, job: subprocess.Popen[bytes]) -> list[Step]:
-    """Wait until the worker of a rank has completed a step; returns all it has completed."""
+    """Wait until the worker of a rank has completed a step. Return all steps that it has completed."""
     deadline = time.monotonic() + JOB_TIMEOUT_S
     while time.monotonic() < deadline and job.poll() is None:
         for steps in read_steps(folder).values():
@@ -67,7 +67,7 @@ def wait_for_step(folder: Path, step: int, rank: int, job: subprocess.Popen[byte
 def started(
     command: Sequence[object], folder: Path, status: int = 0, **environment: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A job with its output in the folder; it has to end with this status."""
+    """Run a job with its output in the folder. The job must end with this status."""
     output = folder / f"output-{len(list(folder.glob('output-*')))}"
     with output.open("w") as file:
         job = subprocess.Popen(
@@ -90,7 +90,7 @@ def started(
 
 
 def kill(folder: Path, job: subprocess.Popen[bytes], phase: float) -> int:
-    """SIGKILL the victim ``phase`` of a step after its step CHANGE_AT; returns when (CLOCK_MONOTONIC, nanoseconds)."""
+    """Kill the victim with SIGKILL, ``phase`` of a step after step CHANGE_AT. Return the time (CLOCK_MONOTONIC, ns)."""
     steps = wait_for_step(folder, CHANGE_AT, VICTIM, job)
     step_ns = (steps[-1].end_ns - steps[-11].end_ns) / 10
     time.sleep(phase * step_ns / 1e9)
@@ -100,15 +100,15 @@ def kill(folder: Path, job: subprocess.Popen[bytes], phase: float) -> int:
 
 
 def note_steady_state(system: str, folder: Path, figures: Figures) -> None:
-    """Step time and cost of a checkpoint of rank 0 before the change, the first five steps left out."""
+    """Record step time and checkpoint cost of rank 0 before the change, without the first five steps."""
     steps = next(steps for steps in read_steps(folder).values() if steps[0].rank == 0 and steps[0].generation == 1)
-    steady = [step for step in steps if 5 <= step.step < CHANGE_AT and step.generation == 1]
-    figures[system, "step"].append(median(b.end_ns - a.end_ns for a, b in pairwise(steady)) / 1e6)
-    figures[system, "checkpoint"].append(median(step.checkpoint_ns for step in steady) / 1e6)
+    optimizer_owned = [step for step in steps if 5 <= step.step < CHANGE_AT and step.generation == 1]
+    figures[system, "step"].append(median(b.end_ns - a.end_ns for a, b in pairwise(optimizer_owned)) / 1e6)
+    figures[system, "checkpoint"].append(median(step.checkpoint_ns for step in optimizer_owned) / 1e6)
 
 
 def note_recovery(system: str, folder: Path, killed_ns: int, size: int, figures: Figures) -> None:
-    """From the kill to the end of the first step of generation 2 on the last of its workers."""
+    """Record the time from the kill to the end of the first step of generation 2 on the last of its workers."""
     first = [
         min(s.end_ns for s in steps if s.generation == 2)
         for steps in read_steps(folder).values()
@@ -120,7 +120,7 @@ def note_recovery(system: str, folder: Path, killed_ns: int, size: int, figures:
 
 
 def note_pause(system: str, folder: Path, figures: Figures) -> None:
-    """The longest time between two steps of an old worker, from two steps before the change to two after it."""
+    """Record the longest time between two steps of an old worker, from two steps before the change to two after it."""
     pauses = []
     for steps in read_steps(folder).values():
         old = [i for i, step in enumerate(steps) if step.generation == 1]
@@ -138,7 +138,7 @@ def free_port() -> int:
 
 
 def run_floor(folder: Path, size: int, *change: object, during: Callable[[subprocess.Popen[bytes]], None]) -> None:
-    """Bare Gloo: four processes, whether they train from the start or join."""
+    """Run four processes with bare Gloo. They train from the start or join later."""
     common = ["--size", size, "--port", free_port(), "--folder", folder, "--steps-after", STEPS_AFTER, *change]
     with contextlib.ExitStack() as stack:
         jobs = []
@@ -163,7 +163,7 @@ def floor_death(folder: Path, phase: float, figures: Figures) -> None:
 
 
 def note_parts(system: str, folder: Path, killed_ns: int, before: list[tuple[str, int]], figures: Figures) -> None:
-    """What a recovery consists of, on rank 0; ``before`` are parts that ended before those that it has marked."""
+    """Record the parts of a recovery on rank 0. ``before``: parts that ended before the parts that rank 0 marked."""
     steps = next(steps for steps in read_steps(folder).values() if steps[0].rank == 0 and steps[0].generation == 1)
     marks = [line.rsplit(" ", 1) for line in (folder / f"{steps[0].pid}.marks").read_text().splitlines()]
     parts = [*before, *((part, int(at)) for part, at in marks if int(at) > killed_ns)]
@@ -192,7 +192,7 @@ def torchrun_death(folder: Path, phase: float, figures: Figures) -> None:
         3,
     ]
     command = [*torchrun, *script, "--steps", CHANGE_AT + STEPS_AFTER]
-    # As shipped, a restart with Gloo reads the addresses of the last attempt, and never comes back.
+    # Without this variable, a restart with Gloo reads the addresses of the last attempt, and hangs.
     with started(command, folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as job:
         killed_ns = kill(folder, job, phase)
     note_steady_state("torchrun", folder, figures)
@@ -215,7 +215,7 @@ def elastic_death(
     note_recovery(system, folder, killed_ns, 3, figures)
     events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
     at_ns = {event["event"]: int(event["time"] * 1e9) - unix_ns for event in reversed(events)}  # the first of each
-    # Whoever is first: the agent, which sees the exit, or a survivor, which sees its socket close.
+    # The first detection: by the agent, which sees the exit, or by a survivor, whose socket is closed.
     decided = [("detect", min(at_ns["worker_exited"], at_ns["end"])), ("verdict", at_ns["end"])]
     note_parts(system, folder, killed_ns, decided, figures)
     figures[system, "tick"].append(float((folder / "tick_ns").read_text()) / 1e3)
@@ -263,7 +263,7 @@ def row(*cells: str) -> None:
 
 
 def report(figures: Figures, systems: list[str], runs: int) -> None:
-    """Print the medians, and what they are of the floor."""
+    """Print the medians, and their ratios to those of the floor."""
 
     def cell(system: str, figure: str, unit: str = "ms") -> str:
         values = figures[system, figure]

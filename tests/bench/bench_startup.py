@@ -1,13 +1,13 @@
-"""From the start of a job to its first step, on this machine. All systems in one run, by turns.
+"""Time from the start of a job to its first step, on this machine. The systems run alternately.
 
 Four workers with one thread each and a perceptron of 10.03 M parameters, as in bench_recovery.py.
 
 - python: four processes started by hand at once, with the addresses of each other in their environment (env://).
 - torchrun: ``python -m torch.distributed.run --standalone``.
-- elasticstate: ``elasticrun -np 4``, which makes room for the commits as well.
+- elasticstate: ``elasticrun -np 4``, which also allocates the commit storage.
 
-A job starts when its command does; the first step is done when the last of the workers has done it. CPU time is that
-of all processes of the job, to its end. Parts are those of the slowest worker. Prints markdown; exits with 1 if
+A job starts when its command does; the first step is done when the last of the workers has done it. CPU time is that of
+all processes of the job, until its end. Parts are those of the slowest worker. Prints markdown. Exits with 1 if
 elasticstate is slower than torchrun.
 """
 
@@ -61,7 +61,7 @@ SYSTEMS = {"python": run_python, "torchrun": run_torchrun, "elasticstate": run_e
 
 
 def cpu_s() -> float:
-    """Of all children that have ended, and of theirs."""
+    """Return the CPU seconds of all ended children and their descendants."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -85,7 +85,7 @@ def measure(system: str, figures: Figures) -> None:
 
 
 def report(figures: Figures, systems: list[str], runs: int) -> float | None:
-    """Print the medians; returns what elasticstate's is of torchrun's."""
+    """Print the medians. Return the ratio of elasticstate's time to torchrun's."""
 
     def ratio(system: str, to: str) -> float | None:
         values, base = figures[system, "first step at"], figures[to, "first step at"]

@@ -1,8 +1,9 @@
-"""What ``sync()`` to a newcomer costs, beside one raw Gloo broadcast of one flat tensor of as many bytes. By turns.
+"""Cost of ``sync()`` to a newcomer, measured alternately with one raw Gloo broadcast of a flat tensor of the same size.
 
 Two processes on this machine, Gloo over TCP. The state is a module and an SGD optimizer with momentum, half of the
-bytes each; the newcomer has both already, as it has after a warm-up, so that all memory has been touched. A round ends
-when the newcomer's live tensors are the root's (sync), or when its flat tensor is (broadcast); that is compared.
+bytes each. The newcomer already has both, as after a warm-up, so all memory has been touched. A round ends when the
+newcomer's live tensors are equal to the root's (sync), or when its flat tensor is (broadcast); the two times are
+compared.
 
 Figures are medians over the rounds; ratios of the medians, and medians of the ratios of each round. Prints markdown.
 """
@@ -34,7 +35,7 @@ TIMEOUT_S = 600.0
 
 
 class Session:
-    """Root 0, newcomer 1; each sync is in a generation of its own."""
+    """Session of rank 0 (root) or rank 1 (newcomer). Each sync has a generation of its own."""
 
     size = 2
     root = 0
@@ -68,7 +69,7 @@ class Session:
 
 
 class Counted:
-    """The default group; counts the collectives."""
+    """Default group that counts its collectives."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -110,7 +111,7 @@ def timed_broadcast(flat: torch.Tensor, size_bytes: int) -> float:
 
 
 def work(rank: int, args: argparse.Namespace) -> None:
-    """One of both processes; the newcomer prints the seconds of each round."""
+    """Run one of the two processes. The newcomer prints the seconds of each round."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(args.folder / "store"), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -121,7 +122,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
     if rank == 0:
         state.commit()
     timed_sync(state, session)
-    timed_sync(state, session)  # both buffers have been touched
+    timed_sync(state, session)  # touches both buffers
     flat = torch.full((session.size_bytes,), rank, dtype=torch.uint8)
     rounds = []
     for i in range(args.rounds):

@@ -1,4 +1,4 @@
-"""For elasticrun: a commit at every step. At the end, what a tick costs."""
+"""Worker for elasticrun: commits at every step, and measures the cost of a tick at the end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ marks: list[str] = []
 
 
 def mark(part: str) -> None:
-    """A part of a recovery is over."""
+    """Record that a part of a recovery has ended."""
     marks.append(f"{part} {time.monotonic_ns()}\n")
 
 
 class MarkedState(elastic.TorchState):
-    """Notes when a restore begins, which is when the old generation is left, and when it ends."""
+    """State that records the start and the end of a restore. At the start the worker has left the old generation."""
 
     def restore(self) -> None:
         mark("sever")
@@ -51,7 +51,7 @@ def main() -> None:
             state.step += 1
             try:
                 state.commit()
-            finally:  # the step is complete, also when the commit is the last of its generation
+            finally:  # the step is complete, even if its commit is the last of the generation
                 log.write(state.step, elastic.generation(), elastic.rank(), end_ns, time.monotonic_ns() - end_ns)
         start_ns = time.monotonic_ns()
         for _ in range(TICKS):

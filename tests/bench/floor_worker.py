@@ -1,7 +1,7 @@
-"""The floor: what bare Gloo needs, with no framework around it and everybody knowing what is going to happen.
+"""The lower bound: bare Gloo without a framework, in processes that know the coming change in advance.
 
-Ranks below ``--size`` train from the start; the one above boots, and waits to join. All know from the command line
-whether somebody will be killed, or when the newcomer is taken in: there is nothing to decide and nobody to ask.
+Ranks below ``--size`` train from the start; the rank above boots and waits to join. All know from the command line
+which rank will be killed, or when the newcomer joins: no process decides or asks anything.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from workload import StepLog, make_training, train_step, warm_up
 
 
 def tcp_connections() -> Iterator[tuple[str, socket.socket]]:
-    """This process's connected TCP sockets: what names each, and a duplicate of it.
+    """Return the connected TCP sockets of this process: a name for each, and a duplicate of it.
 
-    Listening ones are left out: shutting one of Gloo's down ends the process.
+    Listening sockets are left out: a shutdown of one of Gloo's listening sockets ends the process.
     """
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        # An error: it is not a socket, or Gloo has closed it meanwhile.
+        # OSError: the descriptor is no socket, or Gloo has closed it meanwhile.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
             tcp = duplicate.family in (socket.AF_INET, socket.AF_INET6)
             if tcp and not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -38,21 +38,21 @@ def tcp_connections() -> Iterator[tuple[str, socket.socket]]:
 
 
 def sever(kept: set[str]) -> None:
-    """Shut all connections but the kept ones down, so that nobody waits for this rank."""
+    """Shut down all connections except the kept ones, so that no peer waits for this rank."""
     for name, duplicate in tcp_connections():
         if name not in kept:
-            with contextlib.suppress(OSError):  # the other end has been quicker
+            with contextlib.suppress(OSError):  # the peer has closed it first
                 duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def init(store: TCPStore, generation: int, rank: int, size: int) -> None:
-    """Join a generation; those before it have left nothing that it could read."""
+    """Join a generation. Its keys have a prefix, so that it reads no key of earlier generations."""
     prefixed = PrefixStore(f"g{generation}", store)
     dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=30))
 
 
 def broadcast(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The state of rank 0 to all, written into memory that is there."""
+    """Broadcast the state of rank 0 to all, into existing tensors."""
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         if "momentum_buffer" not in state:
@@ -73,11 +73,11 @@ class Worker:
         self.store = TCPStore("127.0.0.1", args.port, is_master=self.rank == 0, wait_for_workers=False)
 
     def mark(self, part: str) -> None:
-        """A part of the change is over."""
+        """Record that a part of the change has ended."""
         self.marks.append((part, time.monotonic_ns()))
 
     def train(self, generation: int, step: int, stop: int) -> int:
-        """Train until ``stop``, or until a peer is gone; returns the number of completed steps."""
+        """Train until ``stop``, or until a peer is gone. Return the number of completed steps."""
         ddp = DistributedDataParallel(self.model, init_sync=False)
         self.mark("DDP")
         while step < stop:
@@ -95,9 +95,9 @@ class Worker:
         self.store.wait([f"here/{rank}" for rank in range(self.size)], timedelta(seconds=60))
 
     def generation_1(self, stop: int, victim: int | None) -> int:
-        """Train, and leave after ``stop`` steps or when the victim has died; returns the number of completed steps."""
+        """Train, and leave after ``stop`` steps or when the victim has died. Return the number of completed steps."""
         self.meet()
-        kept = {name for name, _ in tcp_connections()}  # those of the store
+        kept = {name for name, _ in tcp_connections()}  # connections to the store
         init(self.store, 1, self.rank, self.size)
         step = self.train(1, 0, stop)
         self.marks.clear()
@@ -110,7 +110,7 @@ class Worker:
         return step
 
     def generation_2(self, step: int, size: int, stop: int) -> None:
-        """Form the new world, bring a newcomer up to date, train on."""
+        """Form the new world, send the state to a newcomer, and train on."""
         init(self.store, 2, self.rank, size)
         self.mark("init")
         if size > self.size:

@@ -1,4 +1,4 @@
-"""The same few steps, begun by hand (``env://``), by torchrun, or by elasticrun; says which part was done when."""
+"""Worker that runs a few steps and records its times, started by hand (``env://``), by torchrun or by elasticrun."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ marks: list[str] = []
 
 
 def mark(part: str) -> None:
-    """A part of the start is over."""
+    """Record that a part of the start has ended."""
     marks.append(f"{part} {time.monotonic_ns()}\n")
 
 

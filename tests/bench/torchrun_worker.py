@@ -1,4 +1,4 @@
-"""For torchrun: every failure restarts all workers, which load the checkpoint that rank 0 writes at every step."""
+"""Worker for torchrun: a failure restarts all workers, which load the checkpoint that rank 0 writes at every step."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ class Step(NamedTuple):
     pid: int
     generation: int
     rank: int
-    checkpoint_ns: int  # how long the commit or checkpoint after the step took
+    checkpoint_ns: int  # duration of the commit or checkpoint after the step
 
 
 class StepLog:
-    """One file per process, open for its life; one line per step, written when the step is complete."""
+    """Log of one process, open until its end. Gets one line per step, written when the step is complete."""
 
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / f"{os.getpid()}.steps", "a", buffering=1)  # noqa: SIM115
@@ -37,7 +37,7 @@ class StepLog:
 
 
 def make_training() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """10.03 M float32 parameters and SGD with momentum: 80 MB of state."""
+    """Return a model of 10.03 M float32 parameters, and SGD with momentum: 80 MB of state."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)]
@@ -46,7 +46,7 @@ def make_training() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> int:
-    """One step on a batch of its own; returns when it ended."""
+    """Make one step on a batch of its own. Return the time of its end."""
     batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step * 1000 + rank))
     optimizer.zero_grad()
     nn.functional.mse_loss(model(batch), batch).backward()
@@ -55,7 +55,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, ra
 
 
 def warm_up() -> None:
-    """What a long-running worker has behind it: slow imports done, and what is there not looked at by the collector."""
+    """Prepare as a long-running worker: import slow modules, and exclude all objects so far from the collector."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.distributed.nn.functional")
     gc.collect()

@@ -1,4 +1,4 @@
-"""What goes wrong when, drawn ahead from a seed: the same seed and minutes give the same plan. Pure."""
+"""Plan of faults, drawn in advance from a seed. The same seed and minutes give the same plan. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-HEARTBEAT_S = 2.0  # the job's --heartbeat-timeout, which some faults stay under and others go beyond
-GAP_S = (0.3, 4.1)  # between two faults; 2.2 in the mean, because some find nobody to strike
-MOST_AFFLICTED = 2  # hosts at a time: one of three is left to go on with
-REST_S = 2.0  # a host is left in peace afterwards: many short absences are not to become one beyond --orphan-timeout
+HEARTBEAT_S = 2.0  # --heartbeat-timeout of the job; some faults are shorter, others longer
+GAP_S = (0.3, 4.1)  # between two faults; 2.2 on average, because some faults find no target
+MOST_AFFLICTED = 2  # hosts at a time; one of three continues to train
+REST_S = 2.0  # pause of a host between faults: several short absences must not add up to more than --orphan-timeout
 
 
 @dataclass(frozen=True)
 class Kind:
-    """``hosts``: how many it keeps from working for as long as it lasts; 0 for what only strikes processes."""
+    """A kind of fault. ``hosts``: number of hosts that cannot work while it lasts; 0 if only processes are hit."""
 
     hosts: int = 0
     lasts_s: tuple[float, float] = (0.0, 0.0)
@@ -45,7 +45,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """``targets``: indices of hosts, if the kind afflicts any; else one number that picks among the living."""
+    """A planned fault. ``targets``: indices of hosts if ``kind.hosts`` > 0, else a number that selects a process."""
 
     at_s: float
     kind: str
@@ -59,11 +59,13 @@ class Fault:
 
 
 def make_plan(seed: int, minutes: float, hosts: int) -> list[Fault]:
-    """All kinds once, in an order that is drawn, then all again, and so on; what no host is free for comes as soon as
-    one is. All is mended when the minutes are over."""
+    """Plan all kinds once in random order, then all again, and so on. All faults are repaired in time.
+
+    A kind for which too few hosts are free follows as soon as enough are free.
+    """
     random = Random(f"{seed} {minutes:g} {hosts}")
     end_s = 60 * minutes
-    afflicted: dict[int, float] = {}  # host -> until when
+    afflicted: dict[int, float] = {}  # host -> time until which it is afflicted
     plan: list[Fault] = []
     deck: list[str] = []
     now = random.uniform(*GAP_S)
@@ -90,7 +92,7 @@ def _draw(random: Random, now: float, kind: str, free: list[int], end_s: float) 
 
 
 def tally(kinds: Iterator[str]) -> dict[str, int]:
-    """How many of each kind, those with none too."""
+    """Count the faults of each kind, including kinds with none."""
     counts = dict.fromkeys(KINDS, 0)
     for kind in kinds:
         counts[kind] += 1

@@ -1,4 +1,4 @@
-"""Throw the faults of a plan at a job on several hosts, and look at what comes out of it."""
+"""Run of a job on several hosts under the faults of a plan, and checks of its result."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ SLOTS = {"a": 2, "b": 1, "c": 1}
 OPTIONS = (
     *("-np", "4", "--min-np", "1", "--max-np", "4"),
     *("--heartbeat-timeout", str(HEARTBEAT_S), "--connect-timeout", "1", "--stop-timeout", "5"),
-    *("--orphan-timeout", "20"),  # longer than any host is away
+    *("--orphan-timeout", "20"),  # longer than any host is unreachable
     *("--job-name", "chaos", "--reattach-timeout", "3"),
     *("--join-window", "2", "--min-interrupt-distance", "0.5"),
     *("--cooldown-range", "1", "2", "--max-no-progress", "50", "--elastic-timeout", "180"),
 )
 PROOF_TIMEOUT_S = 45.0  # a drain may take --drain-timeout
-PATIENCE_S = 10.0  # so long a fault of processes waits for one to strike; one of a host, for as long as it lasts
+PATIENCE_S = 10.0  # how long a process fault waits for a target; a host fault waits as long as it lasts
 END_TIMEOUT_S = 120.0  # from the last fault to the end of the job
-MEAN_S = 3.0  # between two faults that have struck, at most
+MEAN_S = 3.0  # between two faults that took effect, at most
 EVENTS_SHOWN = 30
 OUTPUT_SHOWN = 6000  # characters
 
 
 class Chaos:
-    """One job and its faults: ``run()``, then ``check()``, then ``report()``."""
+    """One job and its faults. ``run()`` also checks the result; ``report()`` follows."""
 
     def __init__(self, directory: Path, seed: int, minutes: float) -> None:
         self._directory = directory
@@ -53,14 +53,14 @@ class Chaos:
         return f"make chaos MINUTES={self._minutes:g} SEED={self._seed}"
 
     def run(self) -> None:
-        """Raises AssertionError, with all that a maintainer needs."""
+        """Run the job and all faults. Raises AssertionError with all details that a maintainer needs."""
         with Network(self._directory, *SLOTS) as network:
             self.namespaces = network.namespaces
             discovery = Hosts(self._directory)
             discovery.set(*(f"{name}:{slots}" for name, slots in SLOTS.items()))
             stop = self._directory / "stop"
             command = [sys.executable, str(SCRIPT), "--log", str(self._directory / "logs"), "--stop", str(stop)]
-            within = network["d"].space.enter()
+            within = network["d"].storage.enter()
             with Job(self._directory, *OPTIONS, *discovery.options, command=command, within=within) as self.job:
                 try:
                     self._strike_all(Strikes(self.job, network, discovery, SLOTS))
@@ -99,7 +99,7 @@ class Chaos:
 
         def end(strike: Strike) -> None:
             assert strike.mend is not None
-            deadline = time.monotonic() + 1.0  # it may have come late
+            deadline = time.monotonic() + 1.0  # the fault may have begun late
             while not strike.look() and time.monotonic() < deadline:
                 time.sleep(0.02)
             strike.mend()
@@ -117,11 +117,11 @@ class Chaos:
                 f"the job has ended with status {status} in the middle of the chaos"
             )
             if not self._pending and strikes.has_driver and self._elapsed_s() > 60 * self._minutes:
-                return  # what is mended at the end was so
+                return  # every fault that is repaired at the end has been repaired
             time.sleep(0.02)
 
     def _wait_until_all_are_back(self) -> None:
-        """The newest world has all slots, and has had the time to miss whoever is dead."""
+        """Wait until the newest world has all slots, and until failures of dead workers would have been detected."""
         decisive = ("world_formed", "end", "worker_exited", "agent_lost")
 
         def all_are_back() -> bool:
@@ -136,7 +136,7 @@ class Chaos:
         self._pending = [strike for strike in self._pending if not strike.is_proved]
 
     def _give_up(self, strike: Strike) -> None:
-        """A drain, for example, that a later fault has come before."""
+        """Give a fault up that had no effect in time. A later fault can prevent a drain, for example."""
         if not strike.is_proved:
             self._pending.remove(strike)
             self._missed.append(strike.fault)
@@ -159,11 +159,11 @@ class Chaos:
         assert mean_s <= MEAN_S, f"a fault every {mean_s:.2f} s"
         missing = [kind for kind, count in tally(s.fault.kind for s in self._struck).items() if not count]
         if "power_off" in missing and any(fault.kind == "power_off" for fault in self._missed):
-            missing.remove("power_off")  # each time it came, that host alone had the newest commit
+            missing.remove("power_off")  # whenever it was due, that host alone had the newest commit
         assert not missing or self._minutes < 3, f"none has struck of {missing}"
 
     def report(self) -> str:
-        """Faults by kind, generations, goodput, and how to have it all again."""
+        """Return a report: faults by kind, generations, goodput, and the command that repeats the run."""
         struck, missed = (tally(fault.kind for fault in faults) for faults in (self._faults(), self._missed))
         rows = [
             f"  {kind:<22}{struck[kind]:>5}" + (f"  ({n} more did not strike)" if (n := missed[kind]) else "")
@@ -202,7 +202,7 @@ class Chaos:
 
 
 def check_no_tick_is_counted_twice(ticks: list[Line]) -> None:
-    """A worker makes each tick of a generation once, and one after the other."""
+    """Check that each worker makes each tick of a generation once, in order."""
     made: dict[tuple[int, int], list[int]] = {}
     for line in ticks:
         made.setdefault((line["generation"], line["pid"]), []).append(line["step"])
@@ -211,7 +211,7 @@ def check_no_tick_is_counted_twice(ticks: list[Line]) -> None:
 
 
 def check_the_result(finals: list[Line]) -> None:
-    """What was added up over all worlds is what the steps and the data say: no step twice, none left out."""
+    """Check the sums over all worlds against the number of steps and the data. Each step must count exactly once."""
     for final in finals:
         assert final["total"] == final["step"] * (final["step"] - 1) // 2, final
         assert final["seen"] == final["epoch"] * final["items"] + final["consumed"], final

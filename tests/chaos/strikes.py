@@ -1,4 +1,4 @@
-"""How each kind of fault is done to a job on real hosts, how it is seen to have struck, and how it is mended."""
+"""Implementation of each kind of fault on real hosts: begin, proof that it took effect, and repair."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 import psutil
 from job import Hosts, Job
 
-from elasticstate._native import ControlPage
-from elasticstate.agent.pulse import newest_commit
+from elasticstate.agent.liveness import newest_commit
 from elasticstate.commits import owner_of
 from elasticstate.core.types import CommitId
 from tests.chaos.plan import KINDS, Fault
 from tests.multihost.network import Host, Network
+from tests.pages import page_at
 
 NOTHING = CommitId(0, 0)  # older than every commit
 SCRIPT = Path(__file__).parent / "train.py"
 
 
 class NobodyThere(Exception):
-    """What the fault was meant for does not exist at the moment."""
+    """The target of the fault does not exist at the moment."""
 
 
 @dataclass
 class Strike:
-    """A fault that is under way. ``proof``: whether it is seen to have struck; ``mend`` ends it."""
+    """A fault that is under way. ``proof`` returns True if the fault took effect; ``mend`` ends the fault."""
 
     fault: Fault
     proof: Callable[[], bool]
@@ -43,7 +43,7 @@ class Strike:
 
 
 class Strikes:
-    """``strike(fault)`` for all kinds of plan.KINDS: a method each."""
+    """All faults of plan.KINDS, one method each. ``strike(fault)`` calls the method of its kind."""
 
     def __init__(self, job: Job, network: Network, discovery: Hosts, slots: dict[str, int]) -> None:
         self._job = job
@@ -55,7 +55,7 @@ class Strikes:
         self.has_driver = True
 
     def strike(self, fault: Fault) -> Strike:
-        """Raises NobodyThere."""
+        """Begin a fault. Raises NobodyThere if its target does not exist."""
         proof, *mend = getattr(self, "_" + fault.kind)(fault)
         if not KINDS[fault.kind].hosts:
             return Strike(fault, proof, *mend)
@@ -68,18 +68,18 @@ class Strikes:
 
         return Strike(fault, proof, mend_all)
 
-    # ---------------------------------------------------------------------------------------------- whom it may strike
+    # --------------------------------------------------------------------------------------------------------- targets
 
     def _processes(self, what: str, *hosts: Host) -> list[psutil.Process]:
-        """On these hosts (or all), whose command line names ``what``."""
+        """Return the Python processes on these hosts (default: all) whose command line contains ``what``."""
         among = hosts or [self._network[name] for name in self._slots]
-        spaces = {host.space.inode: host.name for host in among if host.has_power}
+        storages = {host.storage.inode: host.name for host in among if host.has_power}
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 words = process.cmdline()
                 if what in words and Path(words[0]).name.startswith("python") and _lives(process):
-                    name = spaces.get(os.stat(f"/proc/{process.pid}/ns/net").st_ino)
+                    name = storages.get(os.stat(f"/proc/{process.pid}/ns/net").st_ino)
                     worker = process.environ().get("ELASTICSTATE_WORKER", "")
                     if name is not None:
                         found.append((name, worker, process.pid, process))
@@ -89,7 +89,7 @@ class Strikes:
         return self._processes(str(SCRIPT))
 
     def _rank_0(self) -> int:
-        """The process that has it in the newest world that has begun to train; 0 before the first."""
+        """Return the process with rank 0 in the newest world that has begun to train; 0 before the first world."""
         found = [tuple(map(int, path.read_text().split())) for path in self._job.logs.glob("*.at")]
         return max(((generation, pid) for generation, rank, pid in found if rank == 0), default=(0, 0))[1]
 
@@ -143,7 +143,7 @@ class Strikes:
         return _stop(self._agent(fault))
 
     def _kill_driver(self, _: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
-        """Another one takes over."""
+        """Kill the driver. The repair starts a new one, which reattaches."""
         if not self.has_driver:
             raise NobodyThere
         driver = psutil.Process(self._job.process.pid)
@@ -159,7 +159,7 @@ class Strikes:
     # ------------------------------------------------------------------------------------------------ hosts and links
 
     def _drain_agent(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
-        """Notice to a host. It is used again when discovery has named it anew."""
+        """Send a preemption notice to a host. The repair lets discovery remove the host and name it again."""
         proof, *_ = _send(signal.SIGTERM, self._one(fault, self._agents(self._host(fault.targets[0]))))
 
         def name_anew() -> None:
@@ -172,13 +172,14 @@ class Strikes:
         return proof, name_anew
 
     def _power_off(self, fault: Fault) -> tuple[Callable[[], bool], Callable[[], None]]:
-        """Its memory is lost: so there must be as new a commit on another host, and within reach."""
+        """Power a host off. Its commits are lost, so a reachable host must have a commit that is as new."""
         host = self._host(fault.targets[0])
         others = [self._network[name] for name in self._slots if name not in {host.name, *self._afflicted}]
-        with _standing_still(self._processes(str(SCRIPT), host)):  # else it might commit between the look and the end
+        # else a worker might commit between the check and the power-off
+        with _standing_still(self._processes(str(SCRIPT), host)):
             if _newest_commit(host) > max(map(_newest_commit, others), default=NOTHING):
                 raise NobodyThere
-            lost = list(_found(host.space.pids()))
+            lost = list(_found(host.storage.pids()))
             host.power_off()
         return lambda: not any(map(_lives, lost)), host.power_on
 
@@ -224,23 +225,23 @@ class Strikes:
         return lambda: any(e["host"] == name and e["time"] > now for e in self._job.events("host_removed")), give_back
 
     def say_hosts(self) -> None:
-        """What discovery finds."""
+        """Update the hosts that discovery finds."""
         self._discovery.set(*(f"{name}:{slots}" for name, slots in self._slots.items() if name not in self._taken))
 
 
 def _newest_commit(host: Host) -> CommitId:
-    """In the memory of a host, whether a worker lives there or not."""
+    """Return the newest commit in the shared memory of a host, whether or not a worker lives there."""
     found = [NOTHING]
-    for path in Path("/proc", str(host.space.pid), "root", "dev", "shm").glob("elasticstate-*/*.control"):
+    for path in Path("/proc", str(host.storage.pid), "root", "dev", "shm").glob("elasticstate-*/*.control"):
         job_id = path.parent.name.split("-", 2)[2].removesuffix(f"-{host.name}")
-        with suppress(OSError, ValueError):  # it is being made, or removed
-            commit = newest_commit(ControlPage(str(path)), owner_of(job_id, host.name, int(path.stem)))
+        with suppress(OSError, ValueError):  # the file is being made or removed
+            commit = newest_commit(page_at(path), owner_of(job_id, host.name, int(path.stem)))
             found += [commit] if commit is not None else []
     return max(found)
 
 
 def _send(number: signal.Signals, *processes: psutil.Process) -> tuple[Callable[[], bool]]:
-    """A signal that ends them, at once or by and by."""
+    """Send a signal that ends the processes, at once or later. Return the proof."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
@@ -261,7 +262,7 @@ def _stop(process: psutil.Process) -> tuple[Callable[[], bool], Callable[[], Non
 
 @contextmanager
 def _standing_still(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """No thread of theirs runs meanwhile. Who stood still before does so afterwards."""
+    """Stop all threads of these processes for the time of the block. Processes stopped before remain stopped."""
     stopped = []
     try:
         for process in processes:
@@ -281,7 +282,7 @@ def _standing_still(processes: Iterable[psutil.Process]) -> Iterator[None]:
 
 
 def _stands(process: psutil.Process) -> bool:
-    """All threads of it do; so does what is gone."""
+    """Return True if all threads of the process are stopped, or if the process is gone."""
     states = []
     for path in Path("/proc", str(process.pid), "task").glob("*/stat"):
         with suppress(OSError):
@@ -290,7 +291,7 @@ def _stands(process: psutil.Process) -> bool:
 
 
 def _found(pids: Iterable[int]) -> Iterator[psutil.Process]:
-    """Those that are still there."""
+    """Yield the processes that still exist."""
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
             yield psutil.Process(pid)
@@ -301,7 +302,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _status(process: psutil.Process) -> str:
-    """ "" if it is gone."""
+    """Return the status of a process; "" if the process is gone."""
     with suppress(psutil.NoSuchProcess):
         if process.is_running():
             return str(process.status())

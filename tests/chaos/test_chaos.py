@@ -39,7 +39,7 @@ def test_three_minutes_have_all_kinds_and_leave_a_host(seed: int) -> None:
 
 
 def ticks(*made: tuple[int, int, int]) -> list[Line]:
-    """Lines of a log, from (generation, process id, step)."""
+    """Make log lines from (generation, process id, step)."""
     return [
         {"what": "tick", "time": float(time), "generation": generation, "pid": pid, "step": step}
         for time, (generation, pid, step) in enumerate(made)
@@ -69,15 +69,15 @@ def test_the_result_tells_of_a_step_or_an_item_that_counts_twice_or_not_at_all(n
 
 
 def packet_filter() -> str:
-    """This machine's own: the hosts have theirs."""
+    """Return the packet filter rules of this machine. Each test host has rules of its own."""
     return subprocess.run(["iptables", "-S"], capture_output=True, text=True, check=True).stdout
 
 
 def namespaces() -> set[int]:
-    """The network namespaces that processes are in."""
+    """Return the network namespaces that contain processes."""
     found = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             found.add(os.stat(f"/proc/{pid}/ns/net").st_ino)
     return found
 

@@ -1,8 +1,8 @@
-"""The training script of the chaos: it says of each tick that it is done, and its state can be counted over.
+"""Training script of the chaos test. It logs each tick, and its state allows a count of all steps and samples.
 
 The lines of ``<log>/<host>-<slot>-<incarnation>.jsonl``: {"what": "enter" | "tick" | "commit" | "final", "pid": ...,
 "time": ..., "generation": g, "rank": r, "step": s, ...}. ``<log>/<host>-<slot>.at``: "<generation> <rank> <pid>", the
-newest world that a slot has been in.
+newest world that the slot has joined.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ parser.add_argument("--log", type=Path, required=True)
 parser.add_argument("--stop", type=Path, required=True, help="train until this file exists")
 parser.add_argument("--step-seconds", type=float, default=0.05)
 args = parser.parse_args()
-seat = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
-log = open(args.log / f"{seat}.jsonl", "a", buffering=1)  # noqa: SIM115 - open for life
+slot_id = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
+log = open(args.log / f"{slot_id}.jsonl", "a", buffering=1)  # noqa: SIM115 - open until the process ends
 
 
 def note(what: str, **fields: object) -> None:
     log.write(json.dumps({"what": what, "pid": os.getpid(), "time": time.time(), **fields}) + "\n")
 
 
-torch.manual_seed(os.getpid())  # newcomers begin elsewhere
+torch.manual_seed(os.getpid())  # newcomers start with other weights
 torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
@@ -48,22 +48,32 @@ state = elastic.TorchState(
     model=model,
     optimizer=optimizer,
     sampler=elastic.ElasticSampler(range(ITEMS)),
-    seen=torch.zeros(ITEMS, dtype=torch.int64),  # how often each item was trained on, by any rank
+    seen=torch.zeros(ITEMS, dtype=torch.int64),  # number of times that each item was trained on, by any rank
     step=0,
-    total=0,  # of the numbers of all steps
+    total=0,  # sum of the numbers of all steps
+    ballast=torch.zeros(0),  # has another size at each step, so the commits have as well
 )
+
+
+def shrink() -> None:
+    """Reset callback. Each member calls it once in each world, or receives its result with the state."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.999
+
+
+state.register_reset_callbacks([shrink])
 
 
 def digest() -> str:
     tensors = [p.detach() for p in model.parameters()]
     tensors += [optimizer.state[p]["exp_avg"] for p in model.parameters() if p in optimizer.state]
-    numbers = (state.step, state.total, state.sampler.state_dict())
-    data = [t.numpy().tobytes() for t in (*tensors, state.seen)] + [repr(numbers).encode()]
+    numbers = (state.step, state.total, state.sampler.state_dict(), optimizer.param_groups[0]["lr"])
+    data = [t.numpy().tobytes() for t in (*tensors, state.seen, state.ballast)] + [repr(numbers).encode()]
     return hashlib.sha256(b"".join(data)).hexdigest()
 
 
 def batches() -> Iterator[list[int]]:
-    """Equally many on all ranks: the last ones may be short, or empty."""
+    """Yield the same number of batches on all ranks. The last batches may be short or empty."""
     indices = iter(state.sampler)
     each = -(-(ITEMS - state.sampler.consumed) // elastic.size())
     for _ in range(-(-each // BATCH)):
@@ -85,7 +95,7 @@ def one_step(ddp: torch.nn.Module, batch: list[int]) -> None:
 
 
 def is_enough() -> bool:
-    """All ranks stop at the same step: whether the file exists is rank 0's to say, once in a while."""
+    """Return True at the same step on all ranks. Every ASK_EVERY steps, rank 0 checks for the file."""
     if state.step % ASK_EVERY:
         return False
     flag = torch.tensor([int(args.stop.exists())])
@@ -97,9 +107,9 @@ def is_enough() -> bool:
 def train(state: elastic.TorchState) -> int:
     where = {"generation": elastic.generation(), "rank": elastic.rank()}
     note("enter", **where, size=elastic.size(), step=state.step, digest=digest())
-    fresh = args.log / f"{seat}.new"
+    fresh = args.log / f"{slot_id}.new"
     fresh.write_text(f"{elastic.generation()} {elastic.rank()} {os.getpid()}")
-    fresh.replace(args.log / f"{seat.rpartition('-')[0]}.at")
+    fresh.replace(args.log / f"{slot_id.rpartition('-')[0]}.at")
     ddp = DistributedDataParallel(model, init_sync=False)
     while True:
         for batch in batches():
@@ -108,6 +118,7 @@ def train(state: elastic.TorchState) -> int:
             one_step(ddp, batch)
             time.sleep(args.step_seconds)
             state.step += 1
+            state.ballast = torch.full((state.step % 4 << 18,), float(state.step))
             before = state.commits[0]
             state.commit(every=COMMIT_EVERY)
             note("tick", **where, step=state.step)

@@ -18,12 +18,12 @@ import psutil
 import elasticstate
 
 SCRIPTS = Path(__file__).parent / "scripts"
-PACKAGE = Path(elasticstate.__file__).parents[1]  # the one under test, installed or not
+PACKAGE = Path(elasticstate.__file__).parents[1]  # the package under test, installed or not
 Line = dict[str, Any]
 
 
 class Job:
-    """One run of ``elasticrun``. Use it as a context manager: what is left at the end of a failed test is killed."""
+    """One run of ``elasticrun``. Use it as a context manager: after a failed test it kills all processes of the job."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Job:
         self.start(*arguments)
 
     def start(self, *arguments: str) -> None:
-        """Start ``elasticrun``; again, after it was killed."""
+        """Start ``elasticrun``, or start it again after it was killed."""
         with open(self.output_file, "ab") as output:
             self.process = subprocess.Popen(
                 [*self._elasticrun, *arguments],
@@ -58,7 +58,7 @@ class Job:
             )
 
     def kill_driver(self) -> None:
-        """SIGKILL, and nothing of it is left."""
+        """Kill the driver with SIGKILL, and wait until the process is gone."""
         self.process.kill()
         assert self.process.wait() == -signal.SIGKILL
 
@@ -84,13 +84,13 @@ class Job:
             try:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:
-                if error is None:  # else that is what is told
+                if error is None:  # else the first error is raised
                     raise
             finally:
                 self.process.kill()
                 self.process.wait()
 
-    # ------------------------------------------------------------------------------------------------------ looking
+    # -------------------------------------------------------------------------------------------------- observation
 
     @property
     def output(self) -> str:
@@ -100,21 +100,21 @@ class Job:
         return [e for e in _lines(self.events_file) if name is None or e["event"] == name]
 
     def log(self, what: str | None = None) -> list[Line]:
-        """The workers' own lines, by time."""
+        """Return the log lines of the workers, ordered by time."""
         lines = [line for path in sorted(self.logs.glob("*.jsonl")) for line in _lines(path)]
         return sorted((line for line in lines if what is None or line["what"] == what), key=lambda line: line["time"])
 
     def log_of(self, host: str) -> list[Line]:
-        """The lines of one host's workers, by time."""
+        """Return the log lines of the workers of one host, ordered by time."""
         lines = [line for path in self.logs.glob(f"{host}-*.jsonl") for line in _lines(path)]
         return sorted(lines, key=lambda line: line["time"])
 
     def fired(self) -> int:
-        """How many faults have really struck."""
+        """Return the number of faults that took effect."""
         return len(list(self.logs.glob("fired-*")))
 
     def pid_of(self, rank: int, generation: int | None = None) -> int:
-        """The process that has this rank in the newest (or the given) generation that is training."""
+        """Return the process that has this rank in the given generation, or in the newest that has begun to train."""
         entered = [e for e in self.log("enter") if e["rank"] == rank]
         if generation is not None:
             entered = [e for e in entered if e["generation"] == generation]
@@ -122,7 +122,7 @@ class Job:
         return int(newest["pid"])
 
     def wait_for(self, what: str, condition: Callable[[], Any], timeout: float = 60.0) -> Any:
-        """Wait until ``condition()`` is true, and return it; on time-out say what was missing."""
+        """Wait until ``condition()`` is true, and return its value. A time-out error names ``what``."""
         deadline = time.monotonic() + timeout
         while not (found := condition()):
             ended = self.process.poll()
@@ -133,7 +133,7 @@ class Job:
         return found
 
     def wait_for_while_gone(self, what: str, condition: Callable[[], Any], timeout: float = 60.0) -> None:
-        """The same while the driver is killed."""
+        """Wait until ``condition()`` is true, while the driver is dead."""
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, f"no {what} within {timeout} s:\n{self.output[-6000:]}"
@@ -148,12 +148,12 @@ class Job:
         return event
 
     def kill(self, *slots: int) -> None:
-        """SIGKILL for the workers in these slots of localhost."""
-        seats = tuple(f"localhost:{slot}:" for slot in slots)
+        """Send SIGKILL to the workers in these slots of localhost."""
+        slot_ids = tuple(f"localhost:{slot}:" for slot in slots)
         workers = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # a discovery script comes and goes
-                if process.environ().get("ELASTICSTATE_WORKER", "").startswith(seats):
+            with suppress(psutil.NoSuchProcess):  # discovery scripts among the children end at any time
+                if process.environ().get("ELASTICSTATE_WORKER", "").startswith(slot_ids):
                     workers.append(process)
         assert len(workers) == len(slots)
         for process in workers:
@@ -170,10 +170,10 @@ class Job:
             raise AssertionError(f"the job has not ended within {timeout} s:\n{self.output[-6000:]}") from None
         assert self.process.returncode == status, self.output[-6000:]
 
-    # ----------------------------------------------------------------------------------------------------- checking
+    # ------------------------------------------------------------------------------------------------------- checks
 
     def check_survival(self, faults: int | None = None) -> None:
-        """What holds in every job that survived: no committed step lost, members equal at each start and at the end."""
+        """Check a job that survived: no committed step lost, members equal at the start of each world and the end."""
         if faults is not None:
             assert self.fired() == faults, f"{self.fired()} of {faults} faults have struck:\n{self.output[-4000:]}"
         self._check_members_equal("enter")
@@ -193,7 +193,7 @@ class Job:
         assert not unequal, unequal
 
     def _check_no_committed_step_lost(self) -> None:
-        """A step that all members had committed is never trained again."""
+        """Check that a step that all members had committed is never trained again."""
         members: dict[int, int] = {}
         for line in self.log("enter"):
             members[line["generation"]] = max(members.get(line["generation"], 0), line["size"])
@@ -204,7 +204,7 @@ class Job:
         entered: dict[int, list[Line]] = {}
         for line in self.log("enter"):
             entered.setdefault(line["generation"], []).append(line)
-        safe: dict[int, int] = {}  # generation -> the last step that all its members have committed
+        safe: dict[int, int] = {}  # generation -> last step that all its members have committed
         for (generation, step), count in committed.items():
             if count >= members[generation]:
                 safe[generation] = max(safe.get(generation, 0), step)
@@ -218,12 +218,12 @@ class Job:
 def _lines(path: Path) -> Iterator[Line]:
     if path.exists():
         for line in path.read_text().splitlines():
-            if line.endswith("}"):  # a killed worker may have left half a line
+            if line.endswith("}"):  # a killed worker may leave half a line
                 yield json.loads(line)
 
 
 class Hosts:
-    """A hosts file with a discovery script over it: what a cluster says of itself, changed at will."""
+    """A hosts file with a discovery script that prints it. A test changes the file at any time."""
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / "hosts"

@@ -1,4 +1,4 @@
-"""Processes that are ranks of one store, told what to do on their stdin: they answer in lines of JSON."""
+"""Processes that are ranks of one store. They read commands from stdin, and answer with lines of JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 import torch.distributed as dist
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SOON_S = 15.0  # a wait that is not cut lasts 120 s, or five times as long
+SOON_S = 15.0  # a wait that is not cut takes 120 s, or five times as long
 Asked = Callable[[Any], None]
 
 
 class Rank:
-    """A process that makes groups when told. ``asked`` is called with what it asks for in between."""
+    """A process that makes groups on command. ``asked`` is called with each question that it asks in between."""
 
     def __init__(self, script: str, arguments: Sequence[str], all_ranks: list[Rank], asked: Asked | None) -> None:
         self.process = subprocess.Popen(
@@ -39,7 +39,7 @@ class Rank:
         self.process.stdin.write(f"{command}\n".encode())
 
     def hear(self, key: str, within_s: float = SOON_S) -> dict[str, Any]:
-        """The next line that has this key. What the others ask for meanwhile is answered."""
+        """Return the next line that has this key. Meanwhile, answer the questions of the other processes."""
         deadline = time.monotonic() + within_s
         while True:
             while self._lines:
@@ -83,7 +83,7 @@ class Rank:
 
 
 class Ranks:
-    """Ranks of one script; ``arguments``: of the script, in which STORE stands for the store's port."""
+    """Ranks of one script. ``arguments``: arguments of the script; STORE is replaced by the port of the store."""
 
     def __init__(self, script: str, *arguments: str, asked: Asked | None = None) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

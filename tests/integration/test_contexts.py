@@ -1,8 +1,9 @@
-"""What the run loop asks of a context holds for each backend: one suite, real processes."""
+"""The contract between run loop and context, for each backend: one suite, real processes."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from ranks import SOON_S, Rank, Ranks
 
 from elasticstate.driver.mpirun import Mpirun
 from elasticstate.net.messages import Applicant
+from elasticstate.private import open_directory, write_file
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU, and torch sees none here")
 BACKENDS = ["gloo", "mpi", pytest.param("nccl", marks=NO_GPU)]
@@ -22,7 +24,7 @@ BACKENDS = ["gloo", "mpi", pytest.param("nccl", marks=NO_GPU)]
 
 @pytest.fixture
 def mpirun(tmp_path: Path) -> Iterator[Mpirun]:
-    """Starts when the first rank asks for an identity, as in a job."""
+    """The mpirun of the test. It starts when the first rank asks for an identity, as in a job."""
     running = Mpirun(tmp_path, SOON_S)
     yield running
     running.stop()
@@ -38,15 +40,17 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def give_identities(mpirun: Mpirun, members: list[Applicant]) -> None:
-    """As the driver and the agents do."""
+    """Give identities to the ranks, as the driver and the agents do."""
     mpirun.ask(members)
     deadline = time.monotonic() + SOON_S
     for member in members:
         while (identity := mpirun.identity(member)) is None:
-            assert time.monotonic() < deadline, f"no identity for {member}: {mpirun.last_words()}"
+            assert time.monotonic() < deadline, f"no identity for {member}: {mpirun.last_output()}"
             time.sleep(0.002)
-        Path(f"{identity.path}.new").write_text(json.dumps(dict(identity.environment)))
-        Path(f"{identity.path}.new").rename(identity.path)
+        path = Path(identity.path)
+        directory = open_directory(path.parent)
+        write_file(directory, path.name, json.dumps(dict(identity.environment)).encode())
+        os.close(directory)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -93,7 +97,7 @@ def test_collectives_in_worlds_that_shrink_and_grow(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_collective_is_cut_from_another_thread(ranks: Ranks, victim: int) -> None:
-    """One of them stands still, and is killed while the others are being freed, as its agent would do."""
+    """One rank is stopped, and killed while the others are being severed, as its agent would do."""
     members = ranks.boot(3)
     ranks.create("first", members)
     stopped = members.pop(victim)
@@ -116,7 +120,7 @@ def test_all_live_and_the_generation_is_cut(ranks: Ranks) -> None:
     members = ranks.boot(3)
     ranks.create("first", members)
     for rank in members[:2]:
-        rank.begin("hang")  # the third is elsewhere
+        rank.begin("hang")  # the third rank does not take part
     for rank in members:
         rank.tell("sever")
     for rank in members[:2]:
@@ -155,7 +159,7 @@ def test_what_an_error_says(ranks: Ranks) -> None:
 
 
 def test_fifty_worlds_leave_nothing_behind(ranks: Ranks) -> None:
-    """Every other one is cut in the middle of a collective."""
+    """Every second world is severed in the middle of a collective."""
     members = ranks.boot(2)
     kept = []
     for number in range(50):

@@ -1,9 +1,10 @@
-"""The driver is killed, and another one goes on: the workers train meanwhile, and what has happened is dealt with."""
+"""The driver is killed while the workers train. A new driver reattaches, and handles all that has happened."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def newest_step(job: Job) -> int:
 
 
 def kill_the_driver(job: Job, name: str) -> None:
-    """In mid-training; the workers train on."""
+    """Kill the driver in mid-training, and wait until the workers have made more steps."""
     record = find_job(name)
     assert record is not None
     job.kill_driver()
@@ -77,17 +78,24 @@ def test_a_death_while_there_is_no_driver_is_dealt_with_by_the_next_one(tmp_path
         exited = job.wait_for_event("worker_exited", pid=victim)
         assert (exited["signal"], exited["rank"], exited["generation"]) == (signal.SIGKILL, 1, 1)
         job.wait_for_event("world_formed", count=2)
-        job.wait_for_event("world_formed", size=4, count=2, timeout=90)  # the slot has another worker
+        job.wait_for_event("world_formed", size=4, count=2, timeout=90)  # after a new worker has started in the slot
         job.stop_file.touch()
         job.finish(0)
         job.check_survival()
+        assert job.events("training_resumed")[0]["lower_bounds"] == ["downtime_s"], "it had stood still before"
+        finished = job.events("job_finished")[-1]
+        assert (finished["driver"], finished["lower_bounds"]) == (2, ["downtime_s"])
+        assert finished["downtime_s"] > 0
+        assert re.search(
+            r"of driver 2, which has seen: 3 generations, downtime at least [\d.]+ s, 0 commits", job.output
+        )
 
 
 def test_an_agent_and_its_workers_that_die_with_the_driver_are_replaced(tmp_path: Path, name: str) -> None:
     with Job(tmp_path, *TWO_HOSTS, *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
         job.wait_for_step(5)
         agent = psutil.Process(job.wait_for_event("agent_joined", host="127.0.0.2")["pid"])
-        os.kill(agent.pid, signal.SIGSTOP)  # it must not see the driver die first
+        os.kill(agent.pid, signal.SIGSTOP)  # so that the agent does not see the driver die first
         job.kill_driver()
         agent.kill()
         psutil.wait_procs([agent], timeout=10)
@@ -101,7 +109,7 @@ def test_an_agent_and_its_workers_that_die_with_the_driver_are_replaced(tmp_path
 
 
 def test_when_all_processes_of_a_job_are_killed_it_goes_on_from_memory(tmp_path: Path, name: str) -> None:
-    """What a supervisor does that kills the whole group of what it restarts."""
+    """A supervisor may kill the whole process group of the job that it restarts."""
     with Job(tmp_path, "-np", "2", *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
         job.wait_for_step(20)
         children = psutil.Process(job.process.pid).children(recursive=True)
@@ -169,8 +177,11 @@ def test_the_name_of_a_job_that_waits_for_its_driver_is_not_given_to_another(tmp
         kill_the_driver(job, name)
         for arguments, complaint in (
             (["-np", "1", "--job-name", name, "--", "true"], "has lost its driver: wait for --orphan-timeout"),
-            (["--reattach", name, "-np", "3"], "takes the name of a job, and no option but --reattach-timeout"),
-            (["--reattach", "nobody"], "takes a job of yours that has lost its driver"),
+            (
+                ["--reattach", name, "-np", "3"],
+                "--reattach: '-np 3': must not be given. A job keeps the command and the options",
+            ),
+            (["--reattach", "nobody"], "this user has no such job on this machine"),
         ):
             other = subprocess.run(
                 [sys.executable, "-m", "elasticstate", *arguments], capture_output=True, text=True, timeout=30
@@ -187,11 +198,7 @@ def test_the_name_of_a_job_that_waits_for_its_driver_is_not_given_to_another(tmp
 def test_what_is_on_disk_is_for_nobody_else(tmp_path: Path, name: str) -> None:
     with Job(tmp_path, "-np", "1", *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
         job.wait_for_step(2)
-        (directory,) = [
-            Path(found.rpartition("=")[2]).parent
-            for found in psutil.Process(job.pid_of(0)).environ().values()
-            if found.rpartition("=")[2].startswith("/") and name in found and "agent-" in found
-        ]
+        directory = Path(psutil.Process(job.pid_of(0)).environ()["ELASTICSTATE_SOCKET"]).parent
         assert directory.stat().st_mode & 0o777 == 0o700
         record = directory / "driver.json"
         assert record.stat().st_mode & 0o777 == 0o600

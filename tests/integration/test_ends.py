@@ -1,4 +1,4 @@
-"""How jobs end, and how workers leave: signals to the driver and to workers, hangs, errors of use."""
+"""Ends of jobs and departures of workers: signals to the driver and to workers, hangs, usage errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_signal_in_mid_training_ends_the_job_and_leaves_nothing(tmp_path: Path
         job.wait_for_step(5)
         started = [int(line["pid"]) for line in job.log("enter")]
         job.process.send_signal(number)
-        job.finish(status, timeout=15)  # they leave when asked: nobody waits for the stop time-out
+        job.finish(status, timeout=15)  # the workers exit on request, so the driver does not wait for the stop time-out
         assert not [pid for pid in started if psutil.pid_exists(pid)]
 
 

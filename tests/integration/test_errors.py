@@ -1,4 +1,4 @@
-"""What a worker ends by is printed last and raised by ``launch()``, as the root cause; not what followed from it."""
+"""The root cause is printed last and raised by ``launch()``: the error that ended a worker, not its consequences."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import elasticstate as elastic
 from elasticstate.failures import WorkerFailure
 
 OPTIONS: dict[str, Any] = {"np": 2, "failure_grace": 0.5, "max_no_progress": 1}
-MEMORY = Path("/sys/fs/cgroup/memory")  # version 1; where there is version 2 alone: /sys/fs/cgroup
+MEMORY = Path("/sys/fs/cgroup/memory")  # cgroup version 1; with version 2 only, the directory is /sys/fs/cgroup
 Fails = Callable[..., tuple[elastic.WorkerFailedError, list[str]]]
 
 
 @pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
-    """Launch a job that fails: what is raised, and what is printed from the root cause on."""
+    """Launch a job that fails. Return the exception, and the printed lines from the root cause on."""
 
     def launch(what: Any, hosts: str = "localhost:2") -> tuple[elastic.WorkerFailedError, list[str]]:
         with pytest.raises(elastic.WorkerFailedError) as caught:
@@ -41,7 +41,7 @@ def script(what: str) -> list[str]:
     return [sys.executable, str(SCRIPTS / "errors.py"), what]
 
 
-def seats(failures: tuple[WorkerFailure, ...]) -> set[tuple[str | None, int | None]]:
+def slot_ids(failures: tuple[WorkerFailure, ...]) -> set[tuple[str | None, int | None]]:
     return {(failure.host, failure.slot) for failure in failures}
 
 
@@ -55,6 +55,8 @@ def seats(failures: tuple[WorkerFailure, ...]) -> set[tuple[str | None, int | No
         ("record", "exited with 1", "ValueError: of a script without run"),
         ("torch", "exited with 1", "ValueError: that torch wrote down"),
         ("import", "exited with 1", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("mesh", "exited with 1", "See MIGRATION.md, 'From torchrun'."),
+        ("no-run", "exited with 1", "with @elasticstate.run and pass it this state."),
     ],
 )
 def test_the_error_of_one_worker_is_the_root_cause(fails: Fails, what: str, how: str, last: str) -> None:
@@ -63,7 +65,7 @@ def test_the_error_of_one_worker_is_the_root_cause(fails: Fails, what: str, how:
     assert said[-1].endswith(last)
     assert "closed by peer" not in "".join(said), "what the others got from it"
     cause = raised.root_cause
-    assert (cause.host, cause.slot) in seats(raised.failures)
+    assert (cause.host, cause.slot) in slot_ids(raised.failures)
     if what in {"raise", "segv", "exit", "unpicklable"}:
         assert (cause.slot, cause.rank, cause.generation) == (1, 1, 1)
     if what == "segv":
@@ -71,7 +73,7 @@ def test_the_error_of_one_worker_is_the_root_cause(fails: Fails, what: str, how:
         assert "Fatal Python error: Segmentation fault" in cause.error
         assert "in fail" in cause.error
     else:
-        # An own error is told, and found by others, before its process has ended.
+        # The worker reports its error before its process ends, and others detect the error before that, too.
         assert cause.exit_code == (3 if what == "exit" else 1) or how.endswith("an error of its own")
         assert cause.error.rstrip().endswith(last)
 
@@ -97,14 +99,14 @@ def test_of_two_hosts_that_fail_together_the_first_is_named(fails: Fails) -> Non
     assert said[0].endswith("127.0.0.2:0#1 exited with 1")
     assert said[-1].endswith("ValueError: of rank 1")
     assert raised.root_cause.host == "127.0.0.2"
-    assert seats(raised.failures) == {("localhost", 0), ("127.0.0.2", 0)}
+    assert slot_ids(raised.failures) == {("localhost", 0), ("127.0.0.2", 0)}
     times = {failure.host: failure.time_ns for failure in raised.failures}
     assert 0 < times["localhost"] - times["127.0.0.2"] < 300_000_000, "the later one's process has ended first"
 
 
 @pytest.fixture
 def small_memory() -> Iterator[str]:
-    """A memory cgroup of 1.5 GB: the file to which a process writes its id to be in it."""
+    """Memory cgroup of 1.5 GB. Yields the file to which a process writes its id to enter the group."""
     group = MEMORY / f"elasticstate-test-{os.getpid()}"
     try:
         group.mkdir()

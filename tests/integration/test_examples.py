@@ -1,4 +1,4 @@
-"""Every example runs, under elasticrun and with plain python, and does what it says."""
+"""Each example runs under elasticrun and with plain python, and gives the result that it promises."""
 
 from __future__ import annotations
 

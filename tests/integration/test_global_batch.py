@@ -1,4 +1,4 @@
-"""The loss curve of the GPT example is that of four undisturbed workers, whatever becomes of the world."""
+"""The loss curve of the GPT example equals that of four undisturbed workers, for all changes of the world."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gpt(folder: Path, hosts: Hosts, *script: str) -> Job:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """By step; one that was trained again counts as it was the last time."""
+    """Return the loss of each step. For a step that was trained again, the last loss counts."""
     file = folder / "losses"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return {int(step): float(loss) for step, loss in map(str.split, lines)}

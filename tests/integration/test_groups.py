@@ -1,4 +1,4 @@
-"""Groups that user code makes inside ``train``, in a world in which some had to be brought up to date."""
+"""Groups that user code makes inside ``train``, in a world in which some members received the state in a sync."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import elasticstate as elastic
 
 
 def test_a_group_made_by_its_members_alone_is_the_same_on_all_of_them() -> None:
-    """torch names such a group after how many the process has: the sync of some ranks must not count."""
+    """torch names such a group by the number of groups made in the process. Groups of a sync must not count."""
 
     def main() -> tuple[int, float]:
         import torch
@@ -21,7 +21,7 @@ def test_a_group_made_by_its_members_alone_is_the_same_on_all_of_them() -> None:
                 dist.all_reduce(torch.ones(1))
                 state.step += 1
                 if state.step == 5 and elastic.rank() == 2:
-                    os.kill(os.getpid(), signal.SIGKILL)  # the others have a commit more
+                    os.kill(os.getpid(), signal.SIGKILL)  # the other ranks have one more commit
                 state.commit()
             total = torch.ones(1)
             if elastic.rank() > 0:

@@ -1,4 +1,4 @@
-"""Workers that stand still: found within the option's time, their stacks in the log, killed; the others train on."""
+"""Hanging workers are detected in time and killed, their stacks are in the log, and the other workers train on."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TWO = ("-np", "2", "--min-np", "1")
 
 
 def let_it_end(job: Job, stop: Path) -> None:
-    """The other trains on: it may end as soon as the one that hung is killed."""
+    """End the job as soon as the worker that hung is killed. The other worker trains until then."""
     job.wait_for_event("world_formed", generation=2)
     job.wait_for_event("worker_exited", signal=signal.SIGKILL)
     stop.touch()
 
 
 def check_that_the_other_went_on(job: Job, within_s: float, since: float) -> None:
-    """One was found, killed and replaced in the world within so many seconds; its stacks are in the log."""
+    """Check that one worker was detected in time and killed, that the other trained on, and that stacks were logged."""
     (found,) = job.events("worker_unresponsive")
     assert found["time"] - since < within_s
     assert job.events("worker_exited")[0]["signal"] == signal.SIGKILL
@@ -61,7 +61,7 @@ def test_a_worker_that_hangs_is_found_and_the_others_train_on(kind: str, tmp_pat
 
 
 def test_slow_workers_are_not_killed(tmp_path: Path) -> None:
-    """Three heartbeat time-outs without a tick, half of that with the GIL held, and a hang time-out that is longer."""
+    """No tick for three heartbeat time-outs, half of them with the GIL held. The hang time-out is longer."""
     faults = ["busy@10:rank=0", "busy@10:rank=1"]
     with Job(tmp_path, *TWO, "--heartbeat-timeout", "2", "--hang-timeout", "30", steps=20, fault=faults) as job:
         job.finish()

@@ -1,4 +1,4 @@
-"""elasticstate.horovod in real jobs: what it computes on three ranks, and scripts in Horovod's style."""
+"""elasticstate.horovod in real jobs: its results on three ranks, and scripts in Horovod's style."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 from job import SCRIPTS, Job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod_style.py"
-SOURCES = [(SCRIPTS / name).read_text() for name in ("horovod_checks.py", "horovod_join_checks.py")]
+SOURCES = [
+    (SCRIPTS / name).read_text()
+    for name in ("horovod_checks.py", "horovod_join_checks.py", "horovod_mismatch_checks.py")
+]
 CHECKS = re.findall(r"^def (check_\w+)", "\n".join(SOURCES), re.MULTILINE)
 OPTIONS = (
     "-np",
@@ -34,7 +37,7 @@ def script(name: str, log: Path, *arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checked(runtime_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], str]:
-    """The checks that were passed on each rank, and what the job has said."""
+    """Run the checks. Return the checks that passed on each rank, and the output of the job."""
     folder = tmp_path_factory.mktemp("checks")
     with Job(folder, "-np", "3", command=script("horovod_checks.py", folder / "logs")) as job:
         job.wait_for("end", lambda: job.process.poll() is not None)
@@ -86,7 +89,7 @@ def test_an_elastic_script_survives_a_death_inside_backward_and_takes_the_worker
         seen = line["seen"]
         if line["epoch"] in whole:
             assert set(seen) == {1}, f"epoch {line['epoch']}: {seen}"
-        else:  # a world that changes in mid-epoch may share out the rest unevenly
+        else:  # a world that changes in mid-epoch may distribute the rest unevenly
             assert min(seen) == 1
             assert sum(seen) <= len(seen) + 4
 
@@ -97,13 +100,13 @@ def has_learnt(job: Job) -> bool:
 
 
 def whole_epochs(job: Job, generation: int) -> set[int]:
-    """Those that have begun and ended in this generation or a later one."""
+    """Return the epochs that began and ended in this generation or a later one."""
     first = [line["epoch"] for line in job.log("enter") if line["generation"] == generation]
     return {line["epoch"] for line in job.log("epoch") if first and line["epoch"] > max(first)}
 
 
 def check_joins(job: Job) -> None:
-    """All ranks have the same weights after each join of each world, and at the end."""
+    """Check that all ranks have the same weights after each join of each world, and at the end."""
     finals = job.log("final")
     assert len({line["digest"] for line in finals}) == 1
     joined: dict[tuple[int, int], list[str]] = {}
@@ -113,6 +116,40 @@ def check_joins(job: Job) -> None:
     epochs = {epoch for _, epoch in joined}
     assert epochs == set(range(1, max(epochs) + 1))
     assert max(epochs) >= 6
+
+
+def test_models_that_become_unlike_end_the_job_with_the_same_error_on_all_ranks(tmp_path: Path) -> None:
+    """The models differ after steps that were correct. Some ranks detect it after they have begun to send gradients."""
+    program = (
+        "import torch, elasticstate.horovod as hvd\n"
+        "hvd.init()\n"
+        "weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]\n"
+        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights[:1], lr=0.25))\n"
+        "state = hvd.elastic.TorchState(optimizer=optimizer, step=0)\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    for state.step in range(state.step, 5):\n"
+        "        if state.step == 3 and hvd.rank() == 1:\n"
+        "            optimizer.add_param_group({'params': weights[1:]})\n"
+        "        optimizer.zero_grad()\n"
+        "        sum(weights).sum().backward()\n"
+        "        optimizer.step()\n"
+        "        assert weights[0].tolist() == [0.75 - 0.25 * state.step] * 2\n"
+        "        state.commit()\n"
+        "train(state)\n"
+    )
+    with Job(tmp_path, "-np", "2", command=[sys.executable, "-c", program]) as job:
+        job.finish(1)
+        message = (
+            "elasticstate.errors.UsageError: the ranks do not make the same call: rank 0: a step of "
+            "DistributedOptimizer(op=Average, compression=Unchanged, backward_passes_per_step=1) with nothing more; "
+            "rank 1: a step of DistributedOptimizer(op=Average, compression=Unchanged, backward_passes_per_step=1) "
+            "with parameter 1: float32[2]."
+        )
+        exits = job.events("worker_exited")
+        ended = {event["worker"] for event in exits if message in event["error"]}
+        assert ended == {"localhost:0#1", "localhost:1#1"}
+        assert len(job.events("world_formed")) == 1
 
 
 @pytest.mark.parametrize("whom", ["a joined rank", "a training rank"])

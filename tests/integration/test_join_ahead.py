@@ -1,4 +1,4 @@
-"""A worker that is in a world before it has a state: what it may do there, and what it survives."""
+"""A worker that joins a world before it makes a state: its allowed operations, and the failures that it survives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_job_goes_on_wherever_a_worker_dies(tmp_path: Path, dies: str) -> None
 def test_commits_that_were_told_of_and_are_damaged_are_made_up_for(tmp_path: Path) -> None:
     with Job(tmp_path, *OPTIONS, command=command(tmp_path / "logs", "in training", "--damages")) as job:
         job.finish(0)
-        assert job.output.count("its checksum is wrong; it is given up") == 2
+        assert job.output.count(" is damaged: ") == 2
         generations = [line["generation"] for line in job.log("enter") if line["incarnation"] == 2]
         assert generations[0] > 2, "not in the world that was told of them"
         assert [line["weight"] for line in job.log("final")] == pytest.approx([20, 20])

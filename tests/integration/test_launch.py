@@ -1,4 +1,4 @@
-"""``launch()``: from a script, from ``python -``, from a notebook's kernel; and however its processes end."""
+"""``launch()`` from a script, from ``python -`` and from the kernel of a notebook, with all ends of its processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 
 import elasticstate as elastic
 
-# A function with what is hard for pickle: a class, a closure, a decorated function. Rank 1 is killed in its first
-# world; the others go on.
+# A function that is hard to pickle: it uses a class, a closure and a decorated function. Rank 1 is killed in its first
+# world; the others continue.
 PROGRAM = """
 import json, os, signal
 import elasticstate as elastic
@@ -108,7 +108,7 @@ def test_only_some_ranks_are_shown_and_files_get_all(tmp_path: Path, capsys: pyt
         assert f"rank {rank} warns" in (tmp_path / f"localhost-{rank}.err").read_text()
 
 
-# ---------------------------------------------------------------------------------------------------- however it ends
+# --------------------------------------------------------------------------------------------------------------- ends
 
 WAITS = """
 import elasticstate as elastic
@@ -132,7 +132,7 @@ print(elastic.launch(lambda: train(elastic.ObjectState(step=0)), np=2))
 
 
 class Launched:
-    """A script that has launched a job whose two workers train until it is told to stop."""
+    """A script that has launched a job whose two workers train until the stop file exists."""
 
     def __init__(self, directory: Path) -> None:
         self.started, self.stop = directory / "started", directory / "stop"
@@ -202,22 +202,22 @@ def test_an_elasticrun_that_is_killed_is_replaced(launched: Launched) -> None:
     launched.stop.touch()
     assert launched.finish() == 0, launched.output.read_text()
     said = launched.output.read_text()
-    assert "has ended by SIGKILL: another one takes over" in said
+    assert "ended: SIGKILL; starting another one, which reattaches" in said
     assert "[True, True]" in said
     assert len(launched.workers()) == 2, "nobody was started anew"
 
 
-# -------------------------------------------------------------------------------------------------------- a notebook
+# ---------------------------------------------------------------------------------------------------------- notebook
 
 
 class Kernel:
-    """A real kernel of a notebook, spoken with as a notebook does."""
+    """A real kernel of a notebook, used with the protocol of notebooks."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def run(self, code: str, interrupt: Callable[[str], bool] = lambda text: False) -> tuple[str, str]:
-        """What a cell prints, and by which exception it ends; interrupted once ``interrupt`` says so of the former."""
+        """Run a cell; interrupt it once ``interrupt(output)`` is true. Return its output and its exception's name."""
         asked = self._client.execute(code)
         printed, error, interrupted = "", "", False
         while True:

@@ -1,6 +1,6 @@
-"""Jobs with ``--backend mpi``: the deaths, joins and leaves of test_survival.py that make sense there, with DDP.
+"""Jobs with ``--backend mpi``: deaths, joins and leaves as in test_survival.py where MPI supports them, with DDP.
 
-Who survives keeps its process: nobody exits whom the test has not killed.
+Survivors keep their processes: only the workers that the test kills end.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ def survived(job: Job, deaths: int, generations: int = 2) -> None:
     job.check_survival()
     assert {line["backend"] for line in job.log("enter")} == {"mpi"}
     exited = job.events("worker_exited")
-    unclean = [event for event in exited if event["exit_code"] != 0 and event["rank"] is not None]  # not in boot
+    # not during the start
+    unclean = [event for event in exited if event["exit_code"] != 0 and event["rank"] is not None]
     assert len(unclean) == deaths, unclean
     assert len(job.events("world_formed")) >= generations, job.events("world_formed")
     nothing_is_left(job)
 
 
 def nothing_is_left(job: Job) -> None:
-    """Of mpirun, and of what it has started."""
+    """Check that mpirun and all processes that it started are gone."""
     name = job.events("job_started")[0]["job"]
     assert not [process for process in psutil.process_iter() if f"-{name}/mpi" in command_of(process)]
 
 
 def command_of(process: psutil.Process) -> str:
-    """ "" when it has ended."""
+    """Return the command line of a process; "" if the process has ended."""
     try:
         return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
     except psutil.Error:
@@ -51,13 +52,13 @@ def command_of(process: psutil.Process) -> str:
 
 
 def test_a_request_that_cannot_be_met_does_not_end_mpirun(tmp_path: Path) -> None:
-    """That would be the end of all workers."""
+    """The end of mpirun would end all workers."""
     mpirun, dead = Mpirun(tmp_path, 30), subprocess.Popen(["true"])
     dead.wait()
     gone, here = (Applicant("localhost", pid, str(tmp_path)) for pid in (dead.pid, os.getpid()))
     try:
-        mpirun.ask([])  # a job of no processes
-        wait_until(lambda: "no holders for []" in mpirun.last_words(), "the refusal")
+        mpirun.ask([])  # a request for no processes
+        wait_until(lambda: "no holders for []" in mpirun.last_output(), "the refusal")
         mpirun.ask([gone])
         mpirun.ask([here])
         wait_until(lambda: mpirun.identity(here) is not None, "an identity")
@@ -138,11 +139,11 @@ def test_a_worker_that_stands_still_is_killed_and_the_others_go_on(tmp_path: Pat
 
 
 def test_a_worker_that_is_late_is_replaced_and_the_others_go_on(tmp_path: Path) -> None:
-    """It stands in code of the user's, and lives: the others could not shrink their communicator."""
+    """The late worker is alive in user code. The others could not shrink their communicator."""
     options = ("-np", "4", "--min-np", "2", "--max-np", "4", *MPI, "--regroup-timeout", "3")
     with Job(tmp_path, *options, steps=60, fault=["spin@10:rank=1"]) as job:
         job.wait_for("the spin", lambda: job.fired() == 1)
-        os.kill(job.pid_of(3), signal.SIGKILL)  # the others wait for the one that spins
+        os.kill(job.pid_of(3), signal.SIGKILL)  # the others wait for the spinning worker
         job.wait_for_event("worker_exited", rank=1)
         resumed = job.wait_for_event("training_resumed")
         assert resumed["generation"] == 2

@@ -1,4 +1,4 @@
-"""The NCCL backend, and what becomes of a worker that has lost its device."""
+"""The NCCL backend, and workers that have lost their device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_worker_that_has_lost_its_device_is_replaced_and_resumes(tmp_path: Pat
 
 
 def test_all_members_may_lose_their_device(tmp_path: Path) -> None:
-    """A world of which nobody is left is no bug of the user's at the same step of all."""
+    """All members restart at the same step. That must not count as a bug of the user at that step."""
     with lost_device(tmp_path, "-np", "2", "--backend", "gloo", lose=0) as job:
         job.wait_for_step(10)
         os.kill(job.pid_of(1), signal.SIGKILL)

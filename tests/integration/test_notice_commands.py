@@ -1,4 +1,4 @@
-"""The notice commands for two clouds, against a server that behaves as their metadata services are documented to."""
+"""The preemption commands for two clouds, against a server that behaves like their documented metadata services."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ACTION = {"action": "terminate", "time": "2026-09-18T08:22:00Z"}
 
 
 class Metadata:
-    """Both services in one. ``answers``: path -> status and text, to a request that proves what has to be proved."""
+    """Both metadata services in one. ``answers``: path -> status and text, for requests with the required headers."""
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, str]] = {}
@@ -71,12 +71,12 @@ def metadata() -> Iterator[Metadata]:
 
 
 def asked(script: str, address: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command that asks the service at this address."""
+    """Run a preemption command against the service at this address. Return exit status, stdout and stderr."""
     environment = {
         **os.environ,
         "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{address}",
         "GCE_METADATA_HOST": address,
-        "http_proxy": "http://127.0.0.1:1",  # of no concern to a service of the machine itself
+        "http_proxy": "http://127.0.0.1:1",  # must not be used for a service of the machine itself
     }
     command = [sys.executable, str(EXAMPLES / script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -114,7 +114,7 @@ def test_a_vm_of_compute_engine(metadata: Metadata, preempted: str, maintenance:
 @pytest.mark.parametrize("script", ["ec2.py", "gce.py"])
 def test_a_service_that_is_not_there_is_an_error(script: str) -> None:
     metadata = Metadata()
-    metadata.close()  # nobody listens there now
+    metadata.close()  # the port is closed now
     status, said, error = asked(script, metadata.address)
     assert (status, said) == (2, "")
     assert error.startswith("the metadata ser")

@@ -11,7 +11,7 @@ from job import Hosts, Job
 
 FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
 STEPS = 60
-PACE_S = 0.004  # for each of eight tensors: a commit takes as long as several steps
+PACE_S = 0.004  # per tensor, of eight: a commit takes as long as several steps
 
 
 def weights(job: Job) -> set[str]:
@@ -20,7 +20,7 @@ def weights(job: Job) -> set[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The final weights of a job without such a device, to which nothing happens."""
+    """Return the final weights of an undisturbed job without such a device."""
     with Job(tmp_path_factory.mktemp("undisturbed"), "-np", "2", steps=STEPS) as job:
         job.finish()
         return weights(job)
@@ -57,7 +57,7 @@ def test_a_planned_change_in_mid_copy_loses_nothing(commit_every: int, tmp_path:
         hosts.set("localhost:3")
         job.wait_for_event("world_formed", size=3)
         job.wait_for_event("training_resumed")
-        os.kill(job.pid_of(1), signal.SIGTERM)  # it has notice, and leaves
+        os.kill(job.pid_of(1), signal.SIGTERM)  # drains the worker
         job.wait_for_event("training_resumed", 2)
         job.stop_file.touch()
         job.finish()

@@ -1,4 +1,4 @@
-"""Notice before preemption: who has it drains, by one interrupt, nothing is lost, and the host is left alone then."""
+"""Preemption notices: the host drains by one interrupt, loses no tick, and then enters its preemption cooldown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAST = ("--min-np", "1", "--failure-grace", "0.5", "--min-interrupt-distance", "
 
 
 def notice_command(directory: Path) -> tuple[str, str]:
-    """It gives notice to the hosts for which there is a file."""
+    """Return the options for a command that announces the preemption of each host for which a file exists."""
     given = f'test -e "{directory}/notice-$ELASTICSTATE_HOST" && echo "spot instance: terminate at noon"'
     return "--preemption-command", f"sh -c '{given}'"
 
@@ -29,7 +29,7 @@ def agent_of(job: Job, host: str) -> int:
 
 
 def drained(job: Job, *leavers: str) -> Line:
-    """The one planned end of the first generation, at whose tick all have left it, and these have exited with 0."""
+    """Check the only end of generation 1: planned, all workers leave at its tick, and the drained ones exit with 0."""
     resumed = job.wait_for_event("training_resumed")
     assert resumed["ticks_lost"] == 0
     (end,) = job.events("end")
@@ -58,10 +58,10 @@ def test_a_notice_command_drains_its_host_and_discovery_may_name_it_anew(tmp_pat
         (tmp_path / "notice-127.0.0.2").touch()
         end = drained(job, "127.0.0.2")
         reason = "spot instance: terminate at noon"
-        assert job.wait_for_event("host_leaving")["reason"] == reason
+        assert job.wait_for_event("host_draining")["reason"] == reason
         assert end["cause"] == f"127.0.0.2:0#1 leaves: notice: {reason}"
-        rests = job.wait_for_event("host_cooldown", host="127.0.0.2", seconds=600.0)
-        later = rests["time"] + 2.5  # its agent would be there within a second
+        is_in_preemption_cooldown = job.wait_for_event("host_cooldown", host="127.0.0.2", seconds=600.0)
+        later = is_in_preemption_cooldown["time"] + 2.5  # without the cooldown, its agent would join within a second
         job.wait_for("training to go on", lambda: any(line["time"] > later for line in job.log("commit")))
         assert len(job.events("agent_joined")) == 3, "it is left alone, though discovery names it"
         (tmp_path / "notice-127.0.0.2").unlink()
@@ -83,10 +83,10 @@ def test_hosts_with_notice_within_a_second_cost_one_interrupt(tmp_path: Path, by
                 (tmp_path / f"notice-{host}").touch()
             else:
                 os.kill(agent_of(job, host), signal.SIGTERM)
-            job.wait_for_event("host_leaving", host=host)
+            job.wait_for_event("host_draining", host=host)
             time.sleep(0.3)
         end = drained(job, *HOSTS[1:])
-        first, second = job.events("host_leaving")
+        first, second = job.events("host_draining")
         assert 0.25 < second["time"] - first["time"] < 1.0 < end["time"] - first["time"]
         ends_well(job)
 

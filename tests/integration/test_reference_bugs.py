@@ -1,4 +1,4 @@
-"""Bugs of the reference, numbered as in its users' reports: each test here fails on that behaviour.
+"""Bugs of the reference, numbered as in the reports of its users. Each test here fails with that behaviour.
 
 Numbers 2 to 5 (a newcomer's optimizer state, its learning rate, the sampler after a removal, in-place changes of lists)
 are in ``tests/unit/state``; 7b (cooldown against min-np) is in ``tests/simulation``; 7c, 8 and 9a (below min-np after a
@@ -19,7 +19,7 @@ FAST = ("--failure-grace", "0.5", "--join-window", "1", "--min-interrupt-distanc
 def test_1_a_joiner_holds_the_synced_state_before_its_first_commit(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("localhost:1")
     stop = tmp_path / "stop"
-    fault = ["kill@backward:rank=0:generation=2"]  # the only old worker, before anybody has committed there
+    fault = ["kill@backward:rank=0:generation=2"]  # the only old worker, before the first commit of generation 2
     with Job(tmp_path, "-np", "1", *hosts.options, *FAST, steps=10, until=stop, fault=fault, commit_every=3) as job:
         job.wait_for_step(12)
         hosts.set("localhost:2")
@@ -40,17 +40,17 @@ def test_6_no_notice_of_hosts_is_lost_while_the_job_boots_regroups_or_changes_tw
     hosts = Hosts(tmp_path).set("localhost:1")
     with Job(tmp_path, "-np", "1", *hosts.options, *FAST, steps=10, until=tmp_path / "stop") as job:
         job.wait_for_event("worker_started")
-        hosts.set("localhost:1", "127.0.0.2:1")  # nobody has registered yet
+        hosts.set("localhost:1", "127.0.0.2:1")  # before a worker has registered
         job.wait_for_event("host_added", host="127.0.0.2")
         job.wait_for_event("world_formed", size=2)
         hosts.set("localhost:2", "127.0.0.2:1")
-        hosts.set("localhost:2", "127.0.0.2:1", "127.0.0.3:1")  # twice within a discovery interval
+        hosts.set("localhost:2", "127.0.0.2:1", "127.0.0.3:1")  # two changes within a discovery interval
         job.wait_for_event("hold")
-        hosts.set("localhost:2", "127.0.0.3:1")  # in the middle of an interrupt
+        hosts.set("localhost:2", "127.0.0.3:1")  # during an interrupt
         job.wait_for_event("host_removed", host="127.0.0.2")
         worlds = len(job.events("world_formed"))
         os.kill(job.pid_of(0), signal.SIGKILL)
-        hosts.set("localhost:1", "127.0.0.3:1")  # in the middle of a recovery
+        hosts.set("localhost:1", "127.0.0.3:1")  # during a recovery
         job.wait_for(
             "world of the last answer of discovery",
             lambda: (
@@ -77,7 +77,7 @@ def test_7_a_newcomer_that_never_gets_ready_blocks_nobody(tmp_path: Path) -> Non
         job.wait_for_step(5)
         hosts.set("localhost:3", "127.0.0.2:1")
         job.wait_for_event("worker_started", host="127.0.0.2")
-        job.wait_for_event("world_formed", size=3)  # the other newcomer is let in all the same
+        job.wait_for_event("world_formed", size=3)  # the other newcomer is admitted without it
         job.stop_file.touch()
         job.finish(0)
         job.check_survival()

@@ -1,4 +1,4 @@
-"""Real deaths, joins and leaves in the middle of epochs; every sample counts exactly once in each."""
+"""Real deaths, joins and leaves in the middle of epochs. Every sample counts exactly once in each epoch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-dis
 
 
 def trained_once(job: Job) -> int:
-    """Check all epochs; returns how many there were. A step that was trained again counts as it was the last time."""
+    """Check all epochs. Return their number. For a step that was trained again, the last time counts."""
     lines = job.log("trained")
     last = {line["step"]: 0 for line in lines}
     for line in lines:
@@ -32,7 +32,7 @@ def trained_once(job: Job) -> int:
 
 
 def mid_epoch(job: Job, generation: int) -> None:
-    """The world of this generation is between two steps of an epoch."""
+    """Wait until the world of this generation has trained five steps."""
 
     def found() -> bool:
         steps = {line["step"] for line in job.log("trained") if line["generation"] == generation}

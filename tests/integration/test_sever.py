@@ -1,4 +1,4 @@
-"""Whoever waits for a peer that is gone is freed at once: in init, in new_group, in the store, in a collective."""
+"""A worker that waits for a dead peer is freed at once: in init, in new_group, in the store, in a collective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def go_on(ranks: Ranks, survivors: list[Rank], name: str = "next") -> None:
-    """The survivors leave, make the next generation without the dead, and use it."""
+    """Let the survivors leave, form the next generation without the dead ranks, and use it."""
     for rank in survivors:
         assert rank.do("leave")["error"] is None
     ranks.create(name, survivors)
@@ -33,7 +33,7 @@ def go_on(ranks: Ranks, survivors: list[Rank], name: str = "next") -> None:
 
 def test_a_peer_dies_in_init_after_it_has_published_its_address(ranks: Ranks) -> None:
     first, *others = ranks.boot(4)
-    for attempt in range(4):  # who has to connect and who to accept is a coin flip for each pair
+    for attempt in range(4):  # in each pair, chance decides which rank connects and which accepts
         victim = ranks.boot(1)[0]
         members = [others[0], victim, others[1], others[2]]
         keys = ranks.store.num_keys()
@@ -41,7 +41,7 @@ def test_a_peer_dies_in_init_after_it_has_published_its_address(ranks: Ranks) ->
             rank.begin(f"create broken{attempt} {number} 5")
         ranks.wait_for_keys(keys + 4)
         victim.end()
-        first.begin(f"create broken{attempt} 4 5")  # the last address: now all connect, the victim's is dead
+        first.begin(f"create broken{attempt} 4 5")  # the last address: now all ranks connect, also to the dead victim
         ranks.wait_for_keys(keys + 5)
         survivors = [*others, first]
         for rank in survivors:
@@ -82,7 +82,7 @@ def test_the_end_comes_before_there_is_a_socket(ranks: Ranks) -> None:
 def test_the_end_comes_in_the_middle_of_a_store_wait(ranks: Ranks) -> None:
     members = ranks.boot(2)
     for number, rank in enumerate(members):
-        rank.begin(f"create ended {number} 3")  # the third never comes
+        rank.begin(f"create ended {number} 3")  # the third rank never joins
     ranks.wait_for_keys(2)
     for rank in members:
         rank.tell("sever")
@@ -134,7 +134,7 @@ def test_a_collective_with_a_stopped_peer_is_cut_and_broken_says_so(ranks: Ranks
 
 @pytest.mark.parametrize("root", [0, 1], ids=["while_sending", "while_receiving"])
 def test_a_peer_dies_in_the_middle_of_a_large_tensor(ranks: Ranks, root: int) -> None:
-    """Gloo wakes what waits to begin, and forgets what is half done: it would sleep until the time-out of 120 s."""
+    """Gloo wakes operations that have not begun, but not those in progress. These would wait for 120 s."""
     survivor, victim = ranks.boot(2)
     ranks.create("first", [survivor, victim])
     for rank in (survivor, victim):

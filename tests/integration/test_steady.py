@@ -1,4 +1,4 @@
-"""What may not grow, and what may not happen at all, while all is well."""
+"""Resources that must not grow, and operations that must not happen, while a job runs undisturbed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_hundred_regroups_leave_threads_descriptors_and_memory_where_they_were
         for generation in range(2, GENERATIONS):
             job.wait_for_event("training_resumed", generation - 1, timeout=120)
             if generation % 2 == 0:
-                continue  # of one worker: the next one is being started, which takes pipes for a moment
+                continue  # a world of one worker; the start of the next worker opens pipes for a moment
             for name, process in (("driver", driver), ("agent", agent)):
                 held[name].append(_holds(process))
         job.finish(0, timeout=120)

@@ -1,4 +1,4 @@
-"""Real workers die in every way and place; the others go on, and nothing that was committed is lost."""
+"""Real workers die in every way and place. The others continue, and no commit is lost."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_second_death_twenty_milliseconds_after_the_first(tmp_path: Path) -> N
         job.wait_for_step(10)
         first, second = job.pid_of(1), job.pid_of(2)
         kill(first)
-        threading.Event().wait(0.02)  # the fault itself: the second death comes in the middle of the recovery
+        threading.Event().wait(0.02)  # the fault itself: a second death during the recovery
         kill(second)
         job.wait_for_event("worker_exited", 2, signal=9)
         survived(job)

@@ -1,4 +1,4 @@
-"""Commits that are cut off, damaged, or rubbish: there is always one whole commit, and never a wrong one."""
+"""Interrupted, damaged and random commit files: one whole commit always remains, and no wrong one is ever read."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from scripts.torn_writers import OWNER, FileSpace
+from scripts.torn_writers import OWNER, FileStorage
 
 from elasticstate import TorchState
-from elasticstate._native import ControlPage, checksum
+from elasticstate._native import checksum
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError
 from elasticstate.state import rng
 from elasticstate.state.layout import digest
 from elasticstate.state.snapshot import Snapshot
+from tests.pages import page_at
 
 WRITERS = Path(__file__).parent / "scripts" / "torn_writers.py"
 KILLS = 320
@@ -39,7 +40,7 @@ def shared_memory(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-# ---------------------------------------------------------------------------------------------------------- cut off
+# ---------------------------------------------------------------------------------------------- interrupted commits
 
 
 def test_after_a_kill_at_any_moment_of_a_commit_a_whole_one_is_there(shared_memory: Path) -> None:
@@ -56,21 +57,21 @@ def test_after_a_kill_at_any_moment_of_a_commit_a_whole_one_is_there(shared_memo
     for kill in kills:
         assert kill["signal"] == 9
         held = {int(tick): wrong for tick, wrong in kill["held"].items()}
-        assert kill["newest"] in (kill["ended"], kill["begun"]), kill  # nothing whose commit() returned is lost
+        assert kill["newest"] in (kill["ended"], kill["begun"]), kill  # no commit whose commit() returned is lost
         assert held.keys() <= {kill["begun"], kill["ended"], kill["ended"] - 1}, kill
         assert all(wrong == [] for wrong in held.values()), kill
     inside = [kill for kill in kills if kill["begun"] > kill["ended"]]
-    torn = [kill for kill in inside if len(kill["held"]) == 1]  # one buffer had lost its seal, and not got the new one
+    torn = [kill for kill in inside if len(kill["held"]) == 1]  # one buffer had lost its seal, and had no new seal yet
     print(f"{len(inside)} of {KILLS} kills struck inside a commit, {len(torn)} while a buffer was being written")
     assert len(inside) >= 0.6 * KILLS
     assert len(torn) >= 0.2 * KILLS
 
 
 def test_a_seal_that_is_half_written_is_none(tmp_path: Path) -> None:
-    """A process that dies has written some of the words of a change, in order: the seal is the old one or the new."""
+    """A process that dies has written some words of a change, in order. The seal must be the old one or the new one."""
     path = tmp_path / "control"
     path.write_bytes(bytes(4096))
-    page = ControlPage(str(path))
+    page = page_at(path)
     images, seals = [path.read_bytes()], [page.sealed(0, OWNER)]
     changes = [
         lambda: page.seal(0, OWNER, 1, 1, 2, 3, 4),
@@ -87,20 +88,20 @@ def test_a_seal_that_is_half_written_is_none(tmp_path: Path) -> None:
     for step in range(len(changes)):
         before, after = (np.frombuffer(image, dtype=np.uint64) for image in images[step : step + 2])
         words = np.flatnonzero(before != after)
-        if seals[step + 1] is None:  # the place that counts, the first one here, is the last to be cleared
+        if seals[step + 1] is None:  # the deciding word, here the first one, is cleared last
             words = np.roll(words, len(words) // 2)
         for n in range(len(words) + 1):
             image = before.copy()
             image[words[:n]] = after[words[:n]]
             cut.write_bytes(image.tobytes())
-            assert ControlPage(str(cut)).sealed(0, OWNER) in (seals[step], seals[step + 1]), (step, n)
+            assert page_at(cut).sealed(0, OWNER) in (seals[step], seals[step + 1]), (step, n)
 
 
-# ---------------------------------------------------------------------------------------------------------- damaged
+# ---------------------------------------------------------------------------------------------------- damaged files
 
 
 def a_state(tick: int) -> TorchState:
-    """Small enough that ten thousand bits are a good part of it."""
+    """Return a state so small that 10,000 random bits cover a good part of it."""
     generator = torch.Generator().manual_seed(tick)
     model = torch.nn.Linear(20, 10)
     with torch.no_grad():
@@ -118,27 +119,27 @@ def content_of(state: TorchState) -> list[bytes]:
 
 
 @pytest.fixture
-def sealed(tmp_path: Path) -> FileSpace:
-    """Commits (1, 1) and (1, 2)."""
-    space = FileSpace(tmp_path / "slot")
-    snapshot = Snapshot(space)
+def sealed(tmp_path: Path) -> FileStorage:
+    """Storage with the commits (1, 1) and (1, 2)."""
+    storage = FileStorage(tmp_path / "slot")
+    snapshot = Snapshot(storage)
     for tick in (1, 2):
         snapshot.write(a_state(tick).capture(), rng.capture(), CommitId(1, tick))
-    return space
+    return storage
 
 
-def images_of(space: FileSpace) -> dict[str, np.ndarray]:
-    """The three files, to be changed in place."""
-    return {name: np.memmap(space.file(name), dtype=np.uint8, mode="r+") for name in NAMES}
+def images_of(storage: FileStorage) -> dict[str, np.ndarray]:
+    """Return writable maps of the three files."""
+    return {name: np.memmap(storage.file(name), dtype=np.uint8, mode="r+") for name in NAMES}
 
 
-def lengths_of(space: FileSpace) -> list[int]:
-    seals = [space.page.sealed(index, OWNER) for index in (0, 1)]
+def lengths_of(storage: FileStorage) -> list[int]:
+    seals = [storage.page.sealed(index, OWNER) for index in (0, 1)]
     assert None not in seals
     return [seal[3] for seal in seals if seal is not None]
 
 
-def test_no_bit_of_a_commit_can_change_unnoticed(sealed: FileSpace, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_bit_of_a_commit_can_change_unnoticed(sealed: FileStorage, caplog: pytest.LogCaptureFixture) -> None:
     older, newer = CommitId(1, 1), CommitId(1, 2)  # in buffer 0, in buffer 1
     expected = {commit: content_of(a_state(commit.tick)) for commit in (older, newer)}
     images, lengths = images_of(sealed), lengths_of(sealed)
@@ -159,34 +160,34 @@ def test_no_bit_of_a_commit_can_change_unnoticed(sealed: FileSpace, caplog: pyte
             seals_lost += previous is None
         elif name == "1.safetensors":
             assert (newest, previous) == (older, None), (name, at, bit)
-        elif previous is not None:  # nobody has read it yet
+        elif previous is not None:  # the older buffer has not been read yet
             assert (newest, previous) == (newer, older)
             with pytest.raises(StateError, match="damaged"):
                 state._snapshot.read(older)
         images[name][at] ^= bit
         images["control"][:] = pristine_page
         caplog.clear()
-    assert 20 < seals_lost < FLIPS / 10  # most of the page is no seal
+    assert 20 < seals_lost < FLIPS / 10  # most of the page is not part of a seal
 
 
-# ---------------------------------------------------------------------------------------------------------- rubbish
+# ----------------------------------------------------------------------------------------------------- random files
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of a space with two commits."""
-    space = FileSpace(tmp_path_factory.mktemp("whole") / "slot")
-    snapshot = Snapshot(space)
+    """Return the files of a commit storage with two commits."""
+    storage = FileStorage(tmp_path_factory.mktemp("whole") / "slot")
+    snapshot = Snapshot(storage)
     for tick in (1, 2):
         snapshot.write(a_state(tick).capture(), rng.capture(), CommitId(1, tick))
-    return {name: space.file(name).read_bytes() for name in NAMES}
+    return {name: storage.file(name).read_bytes() for name in NAMES}
 
 
 def read_all(folder: Path, files: dict[str, bytes]) -> dict[int, list[bytes]]:
-    """What a worker that comes upon these files takes for its commits: content by tick."""
+    """Return the commits that a new worker finds in these files: their content by tick."""
     for name in NAMES:
         (folder / f"slot.{name}").write_bytes(files[name])
-    snapshot = Snapshot(FileSpace(folder / "slot"))
+    snapshot = Snapshot(FileStorage(folder / "slot"))
     held = {}
     for commit in (snapshot.newest, snapshot.previous):
         if commit is None:
@@ -208,7 +209,7 @@ changes = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_
 
 
 def changed(data: bytes, edits: list[tuple[float, int, bytes]], within: int) -> bytes:
-    """Replace runs of bytes among the first ``within``; nothing moves behind them if the lengths agree."""
+    """Replace runs of bytes among the first ``within``. The rest keeps its place if the lengths are equal."""
     for where, length, new in edits:
         at = int(where * within)
         data = data[:at] + new + data[at + length :]
@@ -241,14 +242,14 @@ def test_of_changed_files_only_what_is_whole_is_read(
 def test_a_header_of_nonsense_crashes_nothing_even_with_a_right_seal(
     tmp_path: Path, whole: dict[str, bytes], edits: list[tuple[float, int, bytes]]
 ) -> None:
-    """Past all checksums: offsets, shapes and dtypes that cannot be are found before memory is touched."""
+    """All checksums match. Impossible offsets, shapes and dtypes must be detected before any access to memory."""
     data = whole["0.safetensors"]
     room = int.from_bytes(data[:8], "little")
     text = data[8 : 8 + room].rstrip(b" ")
     text = changed(text, edits, len(text))[:room].ljust(room)
     data = data[:8] + text + data[8 + room :]
     (tmp_path / "slot.control").write_bytes(bytes(4096))
-    page = ControlPage(str(tmp_path / "slot.control"))
+    page = page_at(tmp_path / "slot.control")
     buffer = np.frombuffer(data, dtype=np.uint8)
     length = 8 + room + (len(data) - 8 - room) // 2
     page.seal(0, OWNER, 1, 1, digest(data[: 8 + room]), length, checksum(buffer, 0, length))

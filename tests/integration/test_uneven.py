@@ -13,9 +13,9 @@ from job import SCRIPTS, Hosts, Job
 OPTIONS = ("--failure-grace", "0.5", "--min-interrupt-distance", "0.2", "--min-np", "2", "--join-window", "30")
 
 
-def start(folder: Path, hosts: Hosts, *batches: int, throw: bool = False, step_s: float = 0.02) -> Job:
+def start(folder: Path, hosts: Hosts, *batches: int, throw: bool = False, step_s: float = 0.02, epochs: int = 1) -> Job:
     script = [sys.executable, str(SCRIPTS / "uneven.py"), "--log", str(folder / "logs")]
-    script += ["--step-seconds", str(step_s)]
+    script += ["--step-seconds", str(step_s), "--epochs", str(epochs)]
     script += ["--batches", *map(str, batches), *["--throw"][: int(throw)]]
     return Job(folder, "-np", "3", *OPTIONS, *hosts.options, command=script)
 
@@ -25,7 +25,7 @@ def out(job: Job, rank: int) -> bool:
 
 
 def check(job: Job, steps: int) -> None:
-    """All ranks end with the state of those that had most to train, and nothing that all had committed is lost."""
+    """Check that all ranks end with the state of those with most inputs, and that no commit sealed by all is lost."""
     job.finish(0)
     finals = job.log("final")
     assert {line["step"] for line in finals} == {steps}
@@ -37,12 +37,13 @@ def check(job: Job, steps: int) -> None:
 
 
 def test_ranks_that_are_out_of_inputs_get_the_state_of_the_last_one(tmp_path: Path) -> None:
-    with start(tmp_path, Hosts(tmp_path).set("localhost:3"), 5, 40, 20) as job:
-        check(job, 40)
+    with start(tmp_path, Hosts(tmp_path).set("localhost:3"), 5, 40, 20, epochs=2) as job:
+        check(job, 80)
         assert len(job.events("world_formed")) == 1
-        joined = job.log("joined")
+        joined = [line for line in job.log("joined") if line["step"] == 40]
         assert len({line["digest"] for line in joined}) == 1, "the optimizer's state, too"
-        assert {line["step"] for line in joined} == {40}
+        assert len(joined) == 3
+        assert len({line["drawn"] for line in job.log("joined")}) == 6, "no rank draws the same numbers again"
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["joined", "training"])

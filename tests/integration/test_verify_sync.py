@@ -1,4 +1,4 @@
-"""``--verify-sync``: states that differ are found when a world begins, and not at the end of the training."""
+"""``--verify-sync`` detects different states when a world begins, and not only at the end of the training."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def test_states_that_differ_are_found_if_that_is_asked_for(verify: bool, tmp_pat
     assert ("StateDivergedError" in job.output) == verify
     if verify:
         assert "offset" in job.events("root_cause")[0]["error"]
+
+
+def test_batch_norms_under_ddp_are_no_divergence(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "batch_norm.py")]
+    with Job(tmp_path, "-np", "3", "--verify-sync", command=command) as job:
+        job.finish()
+    assert job.output.count("generation 2: 1 weights, 3 running means") == 3, job.output
+    assert job.output.count("check() leaves out values that differ by rank by design: ") == 1, job.output
+    assert "model.buffers.1.running_mean" in job.output

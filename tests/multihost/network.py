@@ -1,7 +1,7 @@
-"""Hosts that are real to all that runs on them: network namespaces on one bridge, each with an address, a name, a
-shared memory and an ssh server of its own; and what goes wrong with hosts and links.
+"""Simulated hosts: network namespaces on one bridge, with faults of hosts and links.
 
-Needs root, ``ip``, ``unshare``, ``nsenter``, ``sshd`` and ``iptables``: ``missing()`` says what is not there.
+Each host has an address, a name, a shared memory and an ssh server of its own. Needs root, ``ip``, ``unshare``,
+``nsenter``, ``sshd`` and ``iptables``: ``missing()`` names what is not available.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 import psutil
 
 _NEEDED = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "iptables")
-_SHELL_FILE = Path.home() / ".bashrc"  # bash reads it for commands over ssh, too
+_SHELL_FILE = Path.home() / ".bashrc"  # bash also reads it for commands over ssh
 _NET = "10.91.7"
 
 
 def missing() -> str:
-    """Why there can be no such hosts here; "" if there can."""
+    """Return the reason why such hosts are impossible here; "" if they are possible."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
     os.environ["PATH"] += os.pathsep + "/usr/sbin:/sbin"
@@ -38,7 +38,7 @@ def _run(*command: str) -> None:
 
 
 class _Namespaces:
-    """A process that does nothing but hold its namespaces."""
+    """A process whose only purpose is to keep its namespaces alive."""
 
     def __init__(self, *kinds: str) -> None:
         self._process = subprocess.Popen(["unshare", *(f"--{kind}" for kind in kinds), "sleep", "infinity"])
@@ -59,7 +59,7 @@ class _Namespaces:
         _run(*self.enter(*command))
 
     def kill(self) -> None:
-        """SIGKILL to all that is in it."""
+        """Send SIGKILL to all processes in the namespaces."""
         while others := [p for p in psutil.pids() if p != self.pid and self._has(p)]:
             for pid in others:
                 with suppress(ProcessLookupError):
@@ -69,11 +69,11 @@ class _Namespaces:
         self._process.wait()
 
     def pids(self) -> list[int]:
-        """All that is in it."""
+        """Return all processes in the namespaces."""
         return [pid for pid in psutil.pids() if pid != self.pid and self._has(pid)]
 
     def lines(self) -> list[str]:
-        """The command lines of all that is in it."""
+        """Return the command lines of all processes in the namespaces."""
         found = []
         for pid in psutil.pids():
             with suppress(psutil.Error):
@@ -101,7 +101,7 @@ def _comm(pid: int) -> str:
 
 
 class Host:
-    """One machine. ``power_on`` first."""
+    """One machine. Call ``power_on`` first."""
 
     def __init__(self, network: Network, name: str, number: int) -> None:
         self.name = name
@@ -109,69 +109,69 @@ class Host:
         self._network = network
         self._port = f"port{number}"
         self._number = number
-        self._space: _Namespaces | None = None
+        self._storage: _Namespaces | None = None
         self._sshd: subprocess.Popen[bytes] | None = None
 
     @property
     def has_power(self) -> bool:
-        return self._space is not None
+        return self._storage is not None
 
     @property
-    def space(self) -> _Namespaces:
-        assert self._space is not None, f"{self.name} has no power"
-        return self._space
+    def storage(self) -> _Namespaces:
+        assert self._storage is not None, f"{self.name} has no power"
+        return self._storage
 
     def power_on(self, ssh: bool = True) -> None:
-        """With a new, empty memory."""
-        space = self._space = _Namespaces("net", "mount", "uts")
-        self._network.namespaces.add(space.inode)
+        """Start the host, with a new, empty shared memory."""
+        storage = self._storage = _Namespaces("net", "mount", "uts")
+        self._network.namespaces.add(storage.inode)
         switch, number = self._network.switch, self._number
-        with suppress(AssertionError):  # the kernel takes its time to remove what it had before
+        with suppress(AssertionError):  # the kernel takes time to remove the link of the last run
             switch.run("ip", "link", "delete", self._port)
-        peer = ("peer", "name", "eth0", "address", f"02:00:00:00:00:{number:02x}", "netns", str(space.pid))
+        peer = ("peer", "name", "eth0", "address", f"02:00:00:00:00:{number:02x}", "netns", str(storage.pid))
         switch.run("ip", "link", "add", self._port, "type", "veth", *peer)
         switch.run("ip", "link", "set", self._port, "master", "bridge", "up")
-        space.run("ip", "link", "set", "lo", "up")
-        space.run("ip", "address", "add", f"{_NET}.{number}/24", "dev", "eth0")
-        space.run("ip", "link", "set", "eth0", "up")
-        space.run("hostname", self.name)
-        space.run("mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", "/dev/shm")
-        space.run("mount", "--bind", str(self._network.etc / "hosts"), "/etc/hosts")
-        space.run("mount", "--bind", str(self._network.etc / "ssh"), "/etc/ssh")
-        if _SHELL_FILE.exists():  # what it runs may hang for a minute when one like it was killed, as pyenv's does
-            space.run("mount", "--bind", "/dev/null", str(_SHELL_FILE))
+        storage.run("ip", "link", "set", "lo", "up")
+        storage.run("ip", "address", "add", f"{_NET}.{number}/24", "dev", "eth0")
+        storage.run("ip", "link", "set", "eth0", "up")
+        storage.run("hostname", self.name)
+        storage.run("mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", "/dev/shm")
+        storage.run("mount", "--bind", str(self._network.etc / "hosts"), "/etc/hosts")
+        storage.run("mount", "--bind", str(self._network.etc / "ssh"), "/etc/ssh")
+        if _SHELL_FILE.exists():  # programs that it starts, like pyenv, may hang for a minute after a kill
+            storage.run("mount", "--bind", "/dev/null", str(_SHELL_FILE))
         if ssh:
             Path("/run/sshd").mkdir(exist_ok=True)
             log = self._network.directory / f"sshd-{self.name}"
-            self._sshd = subprocess.Popen([*space.enter("/usr/sbin/sshd", "-D", "-E", str(log))])
+            self._sshd = subprocess.Popen([*storage.enter("/usr/sbin/sshd", "-D", "-E", str(log))])
             self._wait_for_sshd()
 
     def _wait_for_sshd(self) -> None:
         deadline = time.monotonic() + 10
-        while b":0016 " not in Path(f"/proc/{self.space.pid}/net/tcp").read_bytes():  # port 22
+        while b":0016 " not in Path(f"/proc/{self.storage.pid}/net/tcp").read_bytes():  # port 22
             assert time.monotonic() < deadline, "no sshd within 10 s"
             time.sleep(0.01)
 
     def power_off(self) -> None:
-        """Its link and all its processes at once: no FIN, no RST leaves it."""
+        """Cut the link and kill all processes: no FIN and no RST leaves the host."""
         self.cut()
         self.stop()
 
     def stop(self) -> None:
-        """All its processes; what their sockets have to say still gets out."""
-        if self._space is not None:
-            space, self._space = self._space, None
-            space.kill()
+        """Kill all processes. Their sockets can still send FIN and RST."""
+        if self._storage is not None:
+            storage, self._storage = self._storage, None
+            storage.kill()
         if self._sshd is not None:
             self._sshd.wait()
             self._sshd = None
 
     def processes(self) -> list[str]:
-        """The command lines of what runs there of ours."""
-        return [] if self._space is None else [line for line in self._space.lines() if "elasticstate" in line]
+        """Return the command lines of all elasticstate processes on the host."""
+        return [] if self._storage is None else [line for line in self._storage.lines() if "elasticstate" in line]
 
     def cut(self) -> None:
-        """The cable."""
+        """Cut the link, as if the cable were pulled."""
         self._network.switch.run("ip", "link", "set", self._port, "down")
 
     def is_cut(self) -> bool:
@@ -182,46 +182,46 @@ class Host:
         self._network.switch.run("ip", "link", "set", self._port, "up")
 
     def mute(self) -> None:
-        """Nothing gets out of it any more; what is sent to it arrives."""
-        self.space.run("iptables", "-A", "OUTPUT", "-o", "eth0", "-j", "DROP")
+        """Drop all packets that leave the host. Packets to the host still arrive."""
+        self.storage.run("iptables", "-A", "OUTPUT", "-o", "eth0", "-j", "DROP")
 
     def deafen(self) -> None:
-        """Nothing that is sent to it arrives any more."""
-        self.space.run("iptables", "-A", "INPUT", "-i", "eth0", "-j", "DROP")
+        """Drop all packets to the host."""
+        self.storage.run("iptables", "-A", "INPUT", "-i", "eth0", "-j", "DROP")
 
     def deafen_to(self, other: Host) -> None:
-        """Nothing from there arrives any more."""
-        self.space.run("iptables", "-A", "INPUT", "-i", "eth0", "-s", other.address, "-j", "DROP")
+        """Drop all packets from the other host."""
+        self.storage.run("iptables", "-A", "INPUT", "-i", "eth0", "-s", other.address, "-j", "DROP")
 
     def part_from(self, other: Host) -> None:
-        """Nothing passes between the two, either way; both reach all others."""
+        """Drop all packets between the two hosts, in both directions. Both still reach all other hosts."""
         self.deafen_to(other)
-        self.space.run("iptables", "-A", "OUTPUT", "-o", "eth0", "-d", other.address, "-j", "DROP")
+        self.storage.run("iptables", "-A", "OUTPUT", "-o", "eth0", "-d", other.address, "-j", "DROP")
 
     def lose(self, share: float) -> None:
-        """So many of the packets that are sent to it do not arrive."""
+        """Drop a random share of the packets to the host."""
         rule = ("-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP")
-        self.space.run("iptables", "-A", "INPUT", "-i", "eth0", *rule)
+        self.storage.run("iptables", "-A", "INPUT", "-i", "eth0", *rule)
 
     def dropped(self) -> int:
-        """Packets that rules have dropped so far: that a fault has really struck."""
-        command = self.space.enter("iptables", "-L", "-v", "-x", "-n")
+        """Return the number of packets dropped by rules so far, as proof that a fault took effect."""
+        command = self.storage.enter("iptables", "-L", "-v", "-x", "-n")
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         return sum(int(line.split()[0]) for line in text.splitlines() if " DROP " in line)
 
     def mend(self) -> None:
-        """No rule is left."""
-        self.space.run("iptables", "-F")
+        """Remove all rules."""
+        self.storage.run("iptables", "-F")
 
 
 class Network:
-    """A driver's host ``d`` and others. Use it as a context manager; nothing of it is left afterwards."""
+    """The driver's host ``d`` and others. Use it as a context manager; it removes everything at the end."""
 
     def __init__(self, directory: Path, *names: str) -> None:
         self.directory = directory / "network"
         self.etc = self.directory / "etc"
         (self.etc / "ssh").mkdir(parents=True)
-        self.namespaces: set[int] = set()  # of all hosts that there have been
+        self.namespaces: set[int] = set()  # of all hosts so far, also of removed ones
         self.hosts = {name: Host(self, name, number) for number, name in enumerate(("d", *names), start=1)}
         lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in self.hosts.values())]
         (self.etc / "hosts").write_text("\n".join(lines) + "\n")
@@ -265,7 +265,7 @@ class Network:
             self.switch.kill()
 
     def _wait_until_nothing_runs(self) -> None:
-        """The jobs are over: agents that nobody wants, or that were out of reach, end by themselves."""
+        """Wait for the end of all agents after the job: unwanted or unreachable agents exit by themselves."""
         deadline = time.monotonic() + 30
         while left := [f"{host.name}: {line}" for host in self.hosts.values() for line in host.processes()]:
             assert time.monotonic() < deadline, f"left on the hosts: {left}"
@@ -275,5 +275,5 @@ class Network:
         return self.hosts[name]
 
     def python(self, name: str, *arguments: str) -> Sequence[str]:
-        """A command that runs this Python on a host."""
-        return self[name].space.enter(sys.executable, *arguments)
+        """Return a command that runs this Python on a host."""
+        return self[name].storage.enter(sys.executable, *arguments)

@@ -1,4 +1,4 @@
-"""``elasticrun --check`` reaches the hosts that are named as a job would."""
+"""``elasticrun --check`` connects to the named hosts in the same way as a job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
 
 
 def check(network: Network, *options: str) -> tuple[int, str]:
-    """Exit status, and what is said of the hosts."""
+    """Run the command. Return its exit status and the part of its output about the hosts."""
     command = network.python("d", "-m", "elasticstate", "--check", "--connect-timeout", "2", *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout.partition("\nHosts:\n")[2]
@@ -53,7 +53,7 @@ def test_a_python_that_is_not_there(network: Network) -> None:
 
 def test_a_python_without_elasticstate(network: Network, tmp_path: Path) -> None:
     bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without what is installed
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # runs Python without site-packages
     bare.chmod(0o755)
     status, said = check(network, "-H", "a:1", "--remote-python", str(bare))
     assert status == 1

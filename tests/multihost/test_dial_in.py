@@ -28,7 +28,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
 
 @contextmanager
 def agent(network: Network, name: str, token: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """``elasticrun agent`` on a host, as a batch system would run it."""
+    """Run ``elasticrun agent`` on a host, as a batch system does."""
     command = ("-m", "elasticstate", "agent", "--join", f"d:{PORT}", "--token-file", str(token), *options)
     process = subprocess.Popen(
         network.python(name, *command),
@@ -46,15 +46,16 @@ def agent(network: Network, name: str, token: Path, *options: str) -> Iterator[s
 
 def listening_job(network: Network, tmp_path: Path, token: Path, *more: str, **script: object) -> Job:
     options = ("-np", "3", "--min-np", "1", "--listen", f"0.0.0.0:{PORT}", "--token-file", str(token))
-    within = network["d"].space.enter()
+    within = network["d"].storage.enter()
     return Job(tmp_path, *options, *QUICK, *more, within=within, until=tmp_path / "stop", steps=10, **script)
 
 
 def test_agents_dial_in_before_and_after_the_driver_comes_and_later(network: Network, tmp_path: Path) -> None:
     token = tmp_path / "token"
+    token.touch(mode=0o600)
     token.write_text("t" * 40)
     with ExitStack() as stack:
-        agents = [stack.enter_context(agent(network, "a", token, "--slots", "1"))]  # nobody listens yet
+        agents = [stack.enter_context(agent(network, "a", token, "--slots", "1"))]  # the driver does not listen yet
         job = stack.enter_context(listening_job(network, tmp_path, token))
         agents.append(stack.enter_context(agent(network, "b", token, "--slots", "1", "--name", "bee")))
         agents.append(stack.enter_context(agent(network, "c", token, "--slots", "1")))
@@ -89,6 +90,7 @@ def test_a_host_that_is_cut_off_dials_again(network: Network, tmp_path: Path) ->
 
 def test_an_agent_with_another_token_is_refused_and_the_job_goes_on(network: Network, tmp_path: Path) -> None:
     token, other = tmp_path / "token", tmp_path / "other"
+    other.touch(mode=0o600)
     other.write_text("o" * 40)
     with ExitStack() as stack:
         job = stack.enter_context(listening_job(network, tmp_path, token))
@@ -132,7 +134,7 @@ def test_a_signal_to_an_agent_lets_its_host_leave_and_it_may_dial_in_again(
         agents[1].send_signal(number)
         trains_with(job, 1)
         assert agents[1].wait(30) == 0
-        assert [event["reason"] for event in job.events("host_leaving")] == [f"{number.name} to its agent"]
+        assert [event["reason"] for event in job.events("host_draining")] == [f"{number.name} to its agent"]
         assert [event["at"] != "now" for event in job.events("end")] == [True]
         stack.enter_context(agent(network, "b", token, "--slots", "1"))
         trains_with(job, 2, count=2)

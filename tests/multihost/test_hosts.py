@@ -1,4 +1,4 @@
-"""Jobs on several hosts, started by ssh, and what happens to hosts and links: all of it really happens."""
+"""Jobs on several hosts, started by ssh, with real faults of hosts and links."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.multihost.network import Network, missing
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 HEARTBEAT_S = 2.0
-NEXT_STEP_S = 0.5  # from the detection of a host's death to the survivors' next step
+NEXT_STEP_S = 0.5  # from the detection of a host's loss to the survivors' next step
 QUICK = (
     *("--heartbeat-timeout", str(HEARTBEAT_S), "--min-interrupt-distance", "0.1", "--join-window", "5"),
     *("--cooldown-range", "0.2", "0.4", "--connect-timeout", "1", "--orphan-timeout", "20"),
@@ -33,14 +33,14 @@ def network(tmp_path: Path) -> Iterator[Network]:
 
 
 def job_on(network: Network, tmp_path: Path, *options: str, **script: object) -> Job:
-    """A worker on each of the hosts a, b and c; it trains until the file ``stop`` is there."""
+    """Run a job with a worker on each of the hosts a, b and c. It trains until the file ``stop`` exists."""
     hosts = ("-np", "3", "--min-np", "1", "-H", "a:1,b:1,c:1")
-    within = network["d"].space.enter()
+    within = network["d"].storage.enter()
     return Job(tmp_path, *hosts, *QUICK, *options, within=within, until=tmp_path / "stop", steps=10, **script)
 
 
 def trains_with(job: Job, size: int, count: int = 1) -> Line:
-    """The ``count``-th world of this size has completed a tick."""
+    """Wait until the ``count``-th world of this size has completed a tick."""
     event = job.wait_for_event("world_formed", count, size=size)
     generation = event["generation"]
     job.wait_for(
@@ -57,10 +57,10 @@ def ends_well(job: Job) -> None:
 
 
 def check_no_two_worlds(job: Job, what: str = "commit") -> None:
-    """Once a later world has made a tick, an older one may end the tick that all its members were in, and no other."""
-    ticks: dict[int, dict[int, float]] = {}  # generation -> step -> when the last member had made it
+    """Check that after the first tick of a later world, an older world ended at most the tick that was in progress."""
+    ticks: dict[int, dict[int, float]] = {}  # generation -> step -> time at which the last member ended it
     first: dict[int, float] = {}
-    for line in job.log(what):  # by time
+    for line in job.log(what):  # ordered by time
         ticks.setdefault(line["generation"], {})[line["step"]] = line["time"]
         first.setdefault(line["generation"], line["time"])
     later = inf
@@ -71,7 +71,7 @@ def check_no_two_worlds(job: Job, what: str = "commit") -> None:
 
 
 def next_step_after(job: Job, lost: Line) -> float:
-    """Seconds from the loss of a host to the first tick without it."""
+    """Return the seconds from the loss of a host to the first tick without it."""
     resumed = job.wait_for(
         "training resumed", lambda: [e for e in job.events("training_resumed") if e["time"] > lost["time"]]
     )
@@ -149,7 +149,7 @@ def test_a_host_that_is_lost_while_there_is_no_driver_is_missed_by_the_next_one(
 
 
 def test_a_host_that_is_rebooted_is_missed_at_once(network: Network, tmp_path: Path) -> None:
-    """Its sockets are closed, and tell so."""
+    """The kernel of the host closes its sockets, so the others detect the loss at once."""
     with job_on(network, tmp_path) as job:
         trains_with(job, 3)
         struck = _now(network["b"].stop)
@@ -204,7 +204,7 @@ def test_two_hosts_that_are_cut_off_together(network: Network, tmp_path: Path) -
 
 
 def test_a_host_that_only_the_driver_cannot_reach_stands_still(network: Network, tmp_path: Path) -> None:
-    """Workers reach each other all the time."""
+    """All workers can reach each other all the time."""
     with job_on(network, tmp_path) as job:
         trains_with(job, 3)
         network["b"].deafen_to(network["d"])
@@ -250,10 +250,10 @@ def test_an_agent_that_is_killed_or_stopped_is_replaced(
 def test_while_all_of_the_world_is_out_of_reach_no_other_world_is_made(
     backend: str, network: Network, tmp_path: Path
 ) -> None:
-    """Workers on a and b train; c comes when the driver's host is cut off from both."""
+    """The workers on a and b train. Host c is added after both have become unreachable for the driver."""
     hosts = tmp_path / "hosts"
     hosts.write_text("a:1\nb:1\n")
-    within = network["d"].space.enter()
+    within = network["d"].storage.enter()
     options = ("-np", "2", "--min-np", "1", "--max-np", "3", "--hostfile", str(hosts), "--discovery-interval", "0.1")
     options += (*QUICK, "--backend", backend, "--orphan-timeout", "60")
     with Job(tmp_path, *options, within=within, until=tmp_path / "stop", steps=10) as job:
@@ -273,21 +273,21 @@ def test_while_all_of_the_world_is_out_of_reach_no_other_world_is_made(
 
 
 def _command_lines() -> Iterator[bytes]:
-    """Of all processes of this machine."""
+    """Yield the command lines of all processes of this machine."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             yield path.read_bytes()
 
 
 def _now(strike: Callable[[], None]) -> float:
-    """Strike; the moment before."""
+    """Run ``strike``. Return the time just before it."""
     now = time.time()
     strike()
     return now
 
 
 def test_a_notice_command_on_another_host_lets_it_leave(network: Network, tmp_path: Path) -> None:
-    """It runs there, with the variables that are passed on; who fails is named at the driver."""
+    """The command runs on the host, with the forwarded variables. The driver reports the host whose command fails."""
     (tmp_path / "broken-c").touch()
     script = tmp_path / "notice"
     script.write_text(

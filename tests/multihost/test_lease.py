@@ -1,4 +1,4 @@
-"""Ticks without a collective: only the lease keeps two worlds from making progress side by side."""
+"""Ticks without a collective: only the lease prevents two worlds from making progress at the same time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def commits(job: Job, generation: int, host: str) -> list[Line]:
 def test_a_host_out_of_touch_stands_still_before_another_world_is_made(tmp_path: Path) -> None:
     with Network(tmp_path, "a", "b") as network:
         command = [sys.executable, str(SCRIPT), "--log", str(tmp_path / "logs"), "--until", str(tmp_path / "stop")]
-        with Job(tmp_path, *OPTIONS, command=command, within=network["d"].space.enter()) as job:
+        with Job(tmp_path, *OPTIONS, command=command, within=network["d"].storage.enter()) as job:
             job.wait_for("ticks on both", lambda: commits(job, 1, "a") and commits(job, 1, "b"))
             network["b"].part_from(network["d"])
             lost = job.wait_for_event("agent_lost", host="b")

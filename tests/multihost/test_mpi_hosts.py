@@ -1,4 +1,4 @@
-"""``--backend mpi`` on several hosts: only the driver's has an ``mpirun``; the loss of another ends its own workers."""
+"""``--backend mpi`` on several hosts: only the driver's host runs ``mpirun``. A lost host costs its workers only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mpi_job(network: Network, tmp_path: Path) -> Job:
 
 
 def unclean_ends(job: Job) -> list[tuple[str, int | None]]:
-    """Of those that were in a world."""
+    """Return the unclean exits of workers that were in a world."""
     ends = [event for event in job.events("worker_exited") if event["exit_code"] != 0 and event["rank"] is not None]
     return [(event["worker"], event["signal"]) for event in ends]
 
@@ -50,7 +50,7 @@ def test_a_worker_and_then_a_host_are_lost_and_come_back(network: Network, tmp_p
 
 
 def test_a_worker_that_mpi_has_lost_is_replaced_when_its_host_is_back(network: Network, tmp_path: Path) -> None:
-    """It has never ended; and what it still had to say reaches the others before they meet its successor."""
+    """The worker has never ended. Its last messages reach the other workers before its successor joins them."""
     with mpi_job(network, tmp_path) as job:
         trains_with(job, 3)
         network["b"].mute()

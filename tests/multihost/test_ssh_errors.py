@@ -1,4 +1,4 @@
-"""What goes wrong with ssh is said with its remedy, and ends the job when it must."""
+"""An error of ssh is reported with its remedy, and ends the job if it is permanent."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def network(tmp_path: Path) -> Iterator[Network]:
 
 
 def failed_job(network: Network, tmp_path: Path, *options: str) -> str:
-    """What a job says that cannot start its only host."""
+    """Run a job that cannot start its only host. Return its output."""
     given = ("-np", "1", "-H", "a:1", "--start-timeout", "2", "--connect-timeout", "1", *options)
-    with Job(tmp_path, *given, within=network["d"].space.enter(), steps=1) as job:
+    with Job(tmp_path, *given, within=network["d"].storage.enter(), steps=1) as job:
         job.finish(status=1)
         return job.output
 
@@ -37,7 +37,7 @@ def test_a_host_key_that_is_not_known(network: Network, tmp_path: Path) -> None:
 def test_host_keys_are_not_checked_if_so_told(network: Network, tmp_path: Path) -> None:
     (network.etc / "ssh" / "known_hosts").write_text("")
     options = ("-np", "1", "-H", "a:1", "--no-ssh-check-host-keys")
-    with Job(tmp_path, *options, within=network["d"].space.enter(), steps=3) as job:
+    with Job(tmp_path, *options, within=network["d"].storage.enter(), steps=3) as job:
         job.finish()
 
 
@@ -67,13 +67,14 @@ def test_a_python_that_is_not_there(network: Network, tmp_path: Path) -> None:
 
 
 def test_a_python_without_elasticstate(network: Network, tmp_path: Path) -> None:
-    said = failed_job(network, tmp_path, "--remote-python", "/usr/bin/env")  # any program that takes other arguments
+    # any program with other arguments than Python's
+    said = failed_job(network, tmp_path, "--remote-python", "/usr/bin/env")
     assert "exited with" in said
 
 
 def test_a_name_that_nobody_knows(network: Network, tmp_path: Path) -> None:
     options = ("-np", "1", "-H", "nobody:1", "--start-timeout", "2", "--connect-timeout", "1")
-    with Job(tmp_path, *options, within=network["d"].space.enter(), steps=1) as job:
+    with Job(tmp_path, *options, within=network["d"].storage.enter(), steps=1) as job:
         job.finish(status=1)
         assert "Could not resolve hostname nobody" in job.output
         assert "its name is not known here" in job.output

@@ -1,6 +1,7 @@
-"""The core and a fleet of machines on a simulated clock: how long each takes to connect and to boot, what is broken.
+"""Simulation of the core with a fleet of machines on a simulated clock.
 
-Nothing is random here: the machines say all. Events are delivered in the order of their times.
+Each machine defines how long it takes to connect and to boot, and which of its parts are broken. Nothing is random
+here. Events are delivered in the order of their times.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ Agents = Literal["connect", "refuse", "hang"]
 
 @dataclass(frozen=True)
 class Machine:
-    """A host and its ways. Before ``up_at`` its agents are as ``before``, and then as ``after``."""
+    """Model of a host. Before ``up_at`` its agents behave as ``before`` says, then as ``after`` says."""
 
     name: str
     slots: int = 1
     up_at: float = -inf
-    named_at: float = 0.0  # by discovery
+    named_at: float = 0.0  # the time at which discovery first names the host
     before: Agents = "refuse"
     after: Agents = "connect"
-    answers_in_s: float = 1.0  # connected, or refused
+    answers_in_s: float = 1.0  # until the agent is connected or refused
     boot_s: float = 5.0
     bad_slots: Mapping[int, Slots] | None = None
 
@@ -43,7 +44,7 @@ class Machine:
 
 
 class Fleet:
-    """A job on these machines. ``worlds``: when each was published, and its size; ``ended``: the end, if it came."""
+    """A job on these machines. ``worlds``: publication time and size of each world; ``ended``: the end of the job."""
 
     def __init__(self, policy: Policy, machines: list[Machine]) -> None:
         self.policy = policy
@@ -53,7 +54,7 @@ class Fleet:
         self.worlds: list[tuple[float, int]] = []
         self.ended: t.EndJob | None = None
         self.starts = 0
-        self.given_way = 0  # starts of agents and workers on hosts and in slots that were to be left alone
+        self.given_way = 0  # starts of agents and workers in spite of a cooldown or backoff
         self._coming: list[tuple[float, int, Callable[[], t.Event | None]]] = []
         self._numbers = count()
         for at in sorted({machine.named_at for machine in machines}):
@@ -63,7 +64,7 @@ class Fleet:
         heapq.heappush(self._coming, (self.now + in_s, next(self._numbers), event))
 
     def run(self, until: float, stop: Callable[[], bool] = lambda: False) -> None:
-        """Until the job ends, ``stop`` is true, or the clock says ``until``."""
+        """Run until the job ends, ``stop`` returns true, or the clock reaches ``until``."""
         while not (isinstance(self.m.phase, Over) or stop()):
             deadline = next_deadline(self.m)
             at = min(self._coming[0][0] if self._coming else inf, inf if deadline is None else deadline)
@@ -86,16 +87,16 @@ class Fleet:
                 host = before.hosts.get(effect.host)
                 self.given_way += host is not None and host.cooldown_until > self.now
             elif isinstance(effect, t.StartWorker):
-                slot = before.slots.get(effect.worker.seat)
+                slot = before.slots.get(effect.worker.slot_id)
                 self.given_way += slot is not None and slot.not_before > self.now
             self._carry_out(effect)
 
     def why(self) -> str:
-        """For the message of an assertion."""
+        """Return the text for a failed assertion: time, phase and reason."""
         end = self.ended.root_cause if self.ended is not None else None
         return f"{self.now:.1f} s, {self.m.phase_name}: {end.reason if end else waiting_for(self.m, self.now)}"
 
-    # -------------------------------------------------------------------------------------------- what is done
+    # ------------------------------------------------------------------------------------------ the effects
 
     def _discover(self) -> t.Event:
         named = [machine for machine in self.machines.values() if machine.named_at <= self.now]
@@ -127,7 +128,7 @@ class Fleet:
                 self.later(machine.answers_in_s, lambda: t.AgentJoined(machine.name))
             case "refuse":
                 self.later(machine.answers_in_s, lambda: t.AgentLost(machine.name, "connection refused"))
-            case "hang" if machine.after == "connect":  # whoever waits there comes through when it is up
+            case "hang" if machine.after == "connect":  # the attempt succeeds when the host is up
                 self.later(machine.up_at - self.now + 1.0, lambda: t.AgentJoined(machine.name))
 
     def _start_worker(self, worker: t.WorkerId) -> None:
@@ -146,5 +147,5 @@ class Fleet:
         return [t.HoldAnswered(worker, generation, 5, False, number) for worker in self._members(generation)]
 
     def _ready_again(self, generation: int) -> list[t.Event]:
-        """Nobody ever has a commit, so none can be lost."""
+        """Return a READY for each member, without a commit: no worker here has one, so no commit can be lost."""
         return [t.WorkerReady(worker, generation, None, None, f"{worker}:1", 6) for worker in self._members(generation)]

@@ -1,6 +1,6 @@
-"""What must be true after every step of the core (DESIGN.md, section 4), checked from the outside.
+"""Invariants that must be true after every step of the core (DESIGN.md, section 4), checked from the outside.
 
-The checker keeps its own books, made of events and effects only; the core's records are read for what has no event.
+The checker keeps its own records from events and effects. It reads the core's records only for facts without an event.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
-from elasticstate.core import memory, reach, types as t
+from elasticstate.core import partition, retained, types as t
 from elasticstate.core.cooldown import FAILURES_IN_A_ROW
+from elasticstate.core.losses import NAMES
 from elasticstate.core.membership import Membership, Transition, next_deadline
 from elasticstate.core.policy import Policy
+from elasticstate.core.reattach import Remains
 from elasticstate.core.records import Count, Finishing, Host, Over, Running, Waiting
-from elasticstate.core.takeover import Remains
 from tests.simulation.oracle import naive_placements
 
 ENDS = ("StateLostError", "no progress", "reset limit", "--elastic-timeout", "--start-timeout", "times in a row before")
@@ -33,16 +34,18 @@ def _is_counted_right(m: Membership) -> None:
     assert m.count == Count(
         booting=sum(worker.booting for worker in workers),
         ready=sum(worker.ready is not None and not worker.gone for worker in workers),
-        leaving=sum(bool(worker.leaving) and not worker.gone for worker in workers),
+        draining=sum(bool(worker.draining) and not worker.gone for worker in workers),
         suspects=sum(worker.suspect_at is not None for worker in workers),
     )
     assert Counter(m.living) == Counter(worker.host for worker in m.workers)
     assert {slot.worker for slot in m.slots.values()} - {None} == set(m.workers), "each in its slot, and nobody else"
-    assert all(seat.slot < m.hosts[seat.host].seats for seat, slot in m.slots.items() if slot.worker is not None)
+    assert all(
+        slot_id.slot < m.hosts[slot_id.host].slots_ever for slot_id, slot in m.slots.items() if slot.worker is not None
+    )
 
 
 class Checker:
-    """Follows one schedule. ``reached`` counts what the schedule came by, to show that schedules come by everything."""
+    """Checker of one schedule. ``reached`` counts the situations of the schedule, to show that schedules reach all."""
 
     def __init__(self) -> None:
         self.reached: Counter[str] = Counter()
@@ -55,26 +58,26 @@ class Checker:
         self._incarnations: dict[t.SlotId, int] = {}
         self._living: dict[t.SlotId, t.WorkerId] = {}
         self._unresponsive: set[t.WorkerId] = set()
-        self._ended: dict[int, list[int | None]] = {}  # generation: at which ticks
+        self._ended: dict[int, list[int | None]] = {}  # by generation: the ticks of its ENDs
         self._planned_at: float | None = None
         self._over = self._behind_gate = False
-        self._back: set[t.WorkerId] = set()  # in this step: those that are back in reach
-        self._severed: dict[t.WorkerId, int] = {}  # of these, those that were in a generation
-        self._leases: dict[str, float] = {}  # hosts out of reach with members of the newest world: how long they live
+        self._back: set[t.WorkerId] = set()  # workers that became reachable again in this step
+        self._severed: dict[t.WorkerId, int] = {}  # the ones of _back that were in a generation
+        self._leases: dict[str, float] = {}  # unreachable hosts with members of the newest world: the end of their time
         self._named: set[str] = set()  # by discovery
-        self._notices: dict[str, float] = {}  # hosts that had notice, and until when they rest
-        self._stands_still = False  # the newest world: one of its members is known to be out
+        self._notices: dict[str, float] = {}  # hosts with a preemption notice: the end of their cooldown
+        self._stands_still = False  # a member of the newest world is known to have left it
 
     def restart(self, remains: Remains, transition: Transition) -> None:
-        """Another core goes on: what the last one knew, and this one is not told, does not count."""
-        self._incarnations = {seat: slot.incarnation for seat, slot in transition.next.slots.items()}
-        self._living = {worker.seat: worker for worker in transition.next.workers}
+        """Follow a new core: facts that the last core had and the new one does not receive do not count."""
+        self._incarnations = {slot_id: slot.incarnation for slot_id, slot in transition.next.slots.items()}
+        self._living = {worker.slot_id: worker for worker in transition.next.workers}
         self._joined = {worker: known.joined for worker, known in transition.next.workers.items()}
         self._held = {}
         self._unresponsive, self._leases, self._planned_at = set(), {}, None
         self._named, self._notices = {host.name for host in remains.hosts if host.slots}, {}
         members = [placement.worker for placement in self.world.members] if self.world is not None else []
-        ages = dict(zip(members, remains.ages, strict=True))  # who was lost and came back is as old as it was
+        ages = dict(zip(members, remains.ages, strict=True))  # a lost worker that returns keeps its age
         self._ages = {worker: age for worker, age in ages.items() if worker in transition.next.workers}
         absent = [worker for worker in members if worker not in transition.next.workers]
         self._stands_still = bool(absent)
@@ -107,7 +110,7 @@ class Checker:
             assert not effects
             assert after is before
             return
-        agents: dict[str, str] = {}  # what has become of some in this step
+        agents: dict[str, str] = {}  # states of the agents that changed in this step
         for part in each(event):
             if isinstance(part, (t.AgentLost, t.AgentJoined)):
                 known = before.hosts.get(part.host)
@@ -125,15 +128,17 @@ class Checker:
         self._not_too_many(after, [effect.worker for effect in effects if isinstance(effect, t.StartWorker)])
 
     def _not_too_many(self, after: Membership, started: list[t.WorkerId]) -> None:
-        """No more than max_np, but for who is started where the newest commit is, when that is waited for."""
+        """Check max_np. Only a worker for the slot of an awaited newest commit may be started beyond it."""
         limit = after.policy.max_np
-        living = sum(not (w.leaving or w.gone) for w in after.workers.values())
+        living = sum(not (w.draining or w.gone) for w in after.workers.values())
         if limit is None or not started or living <= limit:
             return
-        kept = {name for name, host in after.hosts.items() if not (host.leaving and host.agent == "stopping")}
-        newest = max(slot.memory for seat, slot in after.slots.items() if slot.memory is not None and seat.host in kept)
+        kept = {name for name, host in after.hosts.items() if not (host.draining and host.agent == "stopping")}
+        newest = max(
+            slot.retained for slot_id, slot in after.slots.items() if slot.retained is not None and slot_id.host in kept
+        )
         assert self._waits_for_memory(after), "more workers were started than max_np"
-        assert [after.slots[worker.seat].memory for worker in started] == [newest], "more were started than max_np"
+        assert [after.slots[worker.slot_id].retained for worker in started] == [newest], "more were started than max_np"
         self.reached["beyond max_np"] += 1
 
     def _hear(self, before: Membership, event: t.Event) -> None:
@@ -144,25 +149,25 @@ class Checker:
                     self._held[worker] = commit
                     self._committed |= any(c is not None and c.tick > 0 for c in (commit, event.previous))
             case t.Heartbeat(worker=worker, commit=commit) | t.CommitSealed(worker=worker, commit=commit) if (
-                self._living.get(worker.seat) == worker
+                self._living.get(worker.slot_id) == worker
             ):
                 self._committed |= commit is not None and commit.tick > 0
-            case t.WorkerUnresponsive(worker=worker) if self._living.get(worker.seat) == worker:
+            case t.WorkerUnresponsive(worker=worker) if self._living.get(worker.slot_id) == worker:
                 self._unresponsive.add(worker)
-            case t.WorkerExited(worker=worker) if self._living.get(worker.seat) == worker:
-                del self._living[worker.seat]
+            case t.WorkerExited(worker=worker) if self._living.get(worker.slot_id) == worker:
+                del self._living[worker.slot_id]
                 self._ages.pop(worker, None)
                 members = self.world.members if self.world is not None else ()
                 self._stands_still |= any(placement.worker == worker for placement in members)
 
     def _hear_notice(self, agent: str, event: t.Event, policy: Policy, now: float) -> None:
-        """I17: from its notice until its rest is over, or discovery has ceased to name it, a host is left alone."""
+        """Follow I17: after a preemption notice a host stays unused until its cooldown ends or discovery removes it."""
         match event:
-            case t.AgentLeaving(host=host) if agent == "joined" and host in self._named:
+            case t.HostDraining(host=host) if agent == "joined" and host in self._named:
                 self._notices[host] = inf
                 self.reached["notice"] += 1
             case t.AgentLost(host=host) if self._notices.get(host) == inf:
-                self._notices[host] = now + policy.preemption_rest_s
+                self._notices[host] = now + policy.preemption_cooldown_s
             case t.HostsDiscovered(hosts=hosts):
                 self._named = {host.name for host in hosts if host.slots}
                 self._notices = {host: until for host, until in self._notices.items() if host in self._named}
@@ -170,7 +175,7 @@ class Checker:
     def _hear_agent(
         self, agents: dict[str, str], transition: Transition, event: t.AgentLost | t.AgentJoined, now: float
     ) -> None:
-        """Follow who lives on a host. ``agents``: their states up to this event."""
+        """Follow the living workers of a host. ``agents``: the states of the agents before this event."""
         host, known = event.host, agents[event.host]
         if known == "stopping" and isinstance(event, t.AgentJoined):
             assert any(isinstance(effect, t.StopAgent) and effect.host == host for effect in transition.effects)
@@ -182,38 +187,40 @@ class Checker:
                 self._stands_still |= lease is not None and not event.workers
                 started = [t.WorkerId(host, *known) for known in event.incarnations]
                 for worker in (*started, *(worker for worker, _ in event.workers)):
-                    self._incarnations[worker.seat] = max(self._incarnations.get(worker.seat, 0), worker.incarnation)
+                    self._incarnations[worker.slot_id] = max(
+                        self._incarnations.get(worker.slot_id, 0), worker.incarnation
+                    )
                 for worker, generation in event.workers:
-                    self._returns(transition, worker, generation)
+                    self._launch_results(transition, worker, generation)
         elif known not in ("", "none"):
             agents[host] = "none"
             for worker in [worker for worker in self._living.values() if worker.host == host]:
-                del self._living[worker.seat]
-                self._ages.pop(worker, None)  # if it is back it is a newcomer
+                del self._living[worker.slot_id]
+                self._ages.pop(worker, None)  # a worker that returns is a newcomer
                 if self._joined.get(worker, 0) != self.generation or not self.world:
                     continue
                 if event.may_live and known != "stopping":
-                    self._leases[host] = now + reach.lease_s(transition.next.policy)
+                    self._leases[host] = now + partition.lease_s(transition.next.policy)
                 else:
                     self._stands_still = True
 
-    def _returns(self, transition: Transition, worker: t.WorkerId, generation: int) -> None:
-        """It has lived on; the core takes it back, unless it cannot be true."""
-        if self._living.get(worker.seat) == worker:
-            return  # said twice
+    def _launch_results(self, transition: Transition, worker: t.WorkerId, generation: int) -> None:
+        """Check that the core takes back a worker that lived on, unless the report is impossible."""
+        if self._living.get(worker.slot_id) == worker:
+            return  # reported twice
         after, effects, _ = transition
         killed = any(isinstance(e, t.StopWorker) and e.worker == worker and e.kill for e in effects)
-        is_true = worker.seat not in self._living and self._incarnations.get(worker.seat) == worker.incarnation
+        is_true = worker.slot_id not in self._living and self._incarnations.get(worker.slot_id) == worker.incarnation
         if generation > self.generation or not is_true or (killed and worker not in after.workers):
             assert killed, "who cannot live there any more is killed"
             assert worker not in after.workers
             ended = generation < self.generation or bool(self._ended.get(generation)) or not self.world
-            ended = ended and not self._behind_gate  # there nobody is taken back
+            ended = ended and not self._behind_gate  # behind the gate the core takes no worker back
             assert not is_true or not ended or generation > self.generation, "who may live is taken back"
             self.reached["refused"] += 1
             return
         self._back.add(worker)
-        self._living[worker.seat] = worker
+        self._living[worker.slot_id] = worker
         self._joined[worker] = generation
         self._held.pop(worker, None)
         self._unresponsive.discard(worker)
@@ -223,7 +230,7 @@ class Checker:
 
     def _lives(self, before: Membership, worker: t.WorkerId) -> bool:
         gone = worker in before.workers and before.workers[worker].gone and worker not in self._back
-        return self._living.get(worker.seat) == worker and not gone and worker not in self._unresponsive
+        return self._living.get(worker.slot_id) == worker and not gone and worker not in self._unresponsive
 
     def _see_effect(
         self, before: Membership, after: Membership, effects: tuple[t.Effect, ...], effect: t.Effect, now: float
@@ -272,6 +279,10 @@ class Checker:
             case t.Note(event):
                 self.reached[f"note {event}"] += 1
                 self.reached["memory given up"] += "is given up" in str(effect.get("text"))
+                if event == "training_resumed":
+                    figures = [effect.get(name) for name in NAMES]
+                    assert all(isinstance(figure, int | float) and figure >= 0 for figure in figures), figures
+                    self.reached.update(name for name in NAMES if effect.get(name))
 
     # ---------------------------------------------------------------------------------------------------- worlds
 
@@ -307,14 +318,14 @@ class Checker:
         assert world.lacking == tuple(sorted(lacking)), "I3: all others need the state, and nobody else"
 
     def _who_is_in(self, after: Membership, members: list[t.WorkerId]) -> None:
-        leaving = [worker for worker in members if after.workers[worker].leaving]
-        if leaving:
-            assert len(leaving) == 1, "I5: no leaving worker in a world"
-            held = [(self._held.get(worker) or (0, 0), worker in leaving) for worker in members]
+        draining = [worker for worker in members if after.workers[worker].draining]
+        if draining:
+            assert len(draining) == 1, "I5: no leaving worker in a world"
+            held = [(self._held.get(worker) or (0, 0), worker in draining) for worker in members]
             assert max(held)[1], "I5: but for the only holder of the newest commit"
             assert len([1 for commit, _ in held if commit == max(held)[0]]) == 1
             self.reached["postponed leave"] += 1
-        left_out = [w for w in after.workers.values() if w.ready is not None and not w.leaving and not w.gone]
+        left_out = [w for w in after.workers.values() if w.ready is not None and not w.draining and not w.gone]
         assert not left_out or len(members) == after.policy.max_np, "I6: who is READY joins"
 
     def _grow_older(self, members: list[t.WorkerId]) -> None:
@@ -327,10 +338,10 @@ class Checker:
     # ------------------------------------------------------------------------------------------- starts and ends
 
     def _start(self, after: Membership, worker: t.WorkerId, now: float) -> None:
-        assert worker.seat not in self._living, "two workers in one slot"
-        assert worker.incarnation == self._incarnations.get(worker.seat, 0) + 1
-        self._incarnations[worker.seat] = worker.incarnation
-        self._living[worker.seat] = worker
+        assert worker.slot_id not in self._living, "two workers in one slot"
+        assert worker.incarnation == self._incarnations.get(worker.slot_id, 0) + 1
+        self._incarnations[worker.slot_id] = worker.incarnation
+        self._living[worker.slot_id] = worker
         host = after.hosts[worker.host]
         assert host.agent == "joined"
         assert worker.slot < host.slots
@@ -338,11 +349,11 @@ class Checker:
         self.reached["start"] += 1
 
     def _respect_cooldown(self, after: Membership, host: Host, now: float) -> None:
-        """I5: nothing starts on a host in cooldown, unless the others cannot make min_np. Not counted on are slots that
-        fail again and again, and what was asked for a long time ago."""
+        """Check I5: nothing starts on a host in cooldown, unless the other hosts cannot provide min_np. Slots that fail
+        repeatedly, and starts requested a long time ago, do not count."""
         until = self._notices.get(host.name, now)
         if until == inf:
-            holds = any(seat.host == host.name for seat, _ in memory.awaited(after))
+            holds = any(slot_id.host == host.name for slot_id, _ in retained.awaited(after))
             assert holds, "I17: nothing starts on a host between its notice and the end of its agent"
             self.reached["used once more"] += 1
             return
@@ -352,44 +363,44 @@ class Checker:
         self.reached["notice gave way"] += until > now
         elsewhere = 0
         for other in after.hosts.values():
-            usable = other.slots and not other.leaving and other.cooldown_until <= now
+            usable = other.slots and not other.draining and other.cooldown_until <= now
             usable = usable and not self._too_late(after, other.heard_at if other.agent == "asked" else now, now)
-            for index in range(other.seats):
+            for index in range(other.slots_ever):
                 slot = after.slots.get(t.SlotId(other.name, index))
                 worker = after.workers.get(slot.worker) if slot and slot.worker else None
                 hopeless = slot is not None and slot.failures >= FAILURES_IN_A_ROW
                 if worker is not None:
                     is_new = worker.started_at == now and other.cooldown_until > now
                     hopeless = worker.booting and (hopeless or self._too_late(after, worker.started_at, now))
-                    elsewhere += not (worker.leaving or worker.gone or is_new or hopeless)
+                    elsewhere += not (worker.draining or worker.gone or is_new or hopeless)
                 elif slot is not None and slot.finished:
                     elsewhere += 1
                 else:
                     elsewhere += bool(usable) and index < other.slots and not hopeless
-        holds = any(slot.memory is not None for seat, slot in after.slots.items() if seat.host == host.name)
+        holds = any(slot.retained is not None for slot_id, slot in after.slots.items() if slot_id.host == host.name)
         assert elsewhere < after.policy.min_np or (holds and self._waits_for_memory(after)), "I5"
         self.reached["cooldown gave way"] += 1
 
     def _too_late(self, after: Membership, asked_at: float, now: float) -> bool:
-        """Half of the time-out since it was asked for, or since the job waits, is over."""
+        """Return True if half of the time-out is over since ``asked_at``, or since the job began to wait."""
         if isinstance(after.phase, Waiting):
             asked_at = min(asked_at, after.phase.since)
         limit_s = after.policy.elastic_timeout_s if self.generation else after.policy.start_timeout_s
         return now >= asked_at + limit_s / 2
 
     def _waits_for_memory(self, after: Membership) -> bool:
-        return isinstance(after.phase, Waiting) and after.phase.memory_since is not None
+        return isinstance(after.phase, Waiting) and after.phase.retained_since is not None
 
     def _hold(self, before: Membership, after: Membership, generation: int, now: float) -> None:
         assert generation == self.generation
         assert generation not in self._ended
-        leaving = any(w.leaving for w in after.workers.values() if w.joined == generation and not w.gone)
-        ready = any(w.ready is not None and not w.leaving for w in after.workers.values())
-        assert leaving or ready, "I6: newcomers cause an interrupt only when they are ready"
+        draining = any(w.draining for w in after.workers.values() if w.joined == generation and not w.gone)
+        ready = any(w.ready is not None and not w.draining for w in after.workers.values())
+        assert draining or ready, "I6: newcomers cause an interrupt only when they are ready"
         distance_s = after.policy.min_interrupt_distance_s
-        assert leaving or self._planned_at is None or now >= self._planned_at + distance_s, "I6: minimum distance"
+        assert draining or self._planned_at is None or now >= self._planned_at + distance_s, "I6: minimum distance"
         self.reached["hold"] += 1
-        self.reached["drain"] += leaving
+        self.reached["drain"] += draining
 
     def _end(self, before: Membership, generation: int, at_tick: int | None, now: float) -> None:
         assert generation == self.generation, "I1: only the present generation is ended"
@@ -408,7 +419,7 @@ class Checker:
     def _verdict(self, before: Membership, after: Membership, worker: t.WorkerId, generation: int, now: float) -> None:
         assert generation == self.generation
         assert None not in self._ended.get(generation, []), "no verdict OWN on a generation that has failed"
-        here = [w for w in after.workers.values() if w.joined == generation]  # a suspect may be sent away at once
+        here = [w for w in after.workers.values() if w.joined == generation]  # a suspect may be stopped at once
         first = min(w.suspect_at for w in here if w.suspect_at is not None)
         proof_at = first + after.policy.failure_grace_s
         assert now >= proof_at

@@ -1,7 +1,7 @@
-"""A model of a whole job: the real core, links that deliver when they like (each in its order), workers, and faults.
+"""A model of a whole job: the real core, links with random delays (each in its order), workers, and faults.
 
-``Job(seed).run(actions)`` plays a schedule; everything follows from its arguments. While faults are injected the order
-of all things is random; then they stop, all hosts come back, and the job must end.
+``Job(seed).run(actions)`` plays a schedule that depends only on the arguments. The order of actions is random. After
+the time of faults all hosts return, and the job must end.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from elasticstate.core.membership import Transition, new_membership, next_deadli
 from elasticstate.core.policy import Policy
 from tests.simulation.invariants import Checker, each
 from tests.simulation.judge import Judge
-from tests.simulation.reach import Reach
+from tests.simulation.partition import Partition
 from tests.simulation.restart import Restart
-from tests.simulation.workers import Content, Group, Memory, Script, Worker
+from tests.simulation.workers import Content, Group, Retained, Script, Worker
 
 HOSTS = ("a", "b", "c")
 FAULTS = (
@@ -41,7 +41,7 @@ class Job:
             failure_grace_s=rng.choice((0.0, 1.0)),
             drain_timeout_s=10.0,
             preemption_window_s=rng.choice((0.0, 1.0)),
-            preemption_rest_s=rng.choice((1.0, 20.0)),
+            preemption_cooldown_s=rng.choice((1.0, 20.0)),
             driver_timeout_s=rng.choice((2.0, 10.0)),
             heartbeat_timeout_s=0.5,
             stop_timeout_s=0.5,
@@ -52,7 +52,7 @@ class Job:
             cooldown_min_s=1.0,
             cooldown_max_s=4.0,
         )
-        self.script = Script(batches=rng.randint(3, 12), every=rng.choice((1, 1, 2, 3)))
+        self.script = Script(batches=rng.randint(3, 12), every=rng.choice((1, 1, 2, 3)), uneven=rng.random() < 0.2)
         self.m = new_membership(self.policy)
         self.now = 0.0
         self.checker = Checker()
@@ -61,28 +61,28 @@ class Job:
         self.workers: dict[t.WorkerId, Worker] = {}
         self.exits: list[t.WorkerExited] = []
         self.agents: dict[str, str] = {}  # host: "asked", "up"
-        self.lost: list[str] = []  # agents whose loss is not yet known
-        self.reach = Reach(self)
+        self.lost: list[str] = []  # agents whose loss the core has not received yet
+        self.partition = Partition(self)
         self.restart = Restart(self)
-        self.deaf: set[str] = set()  # hosts that an effect does not reach any more
-        self.memory: dict[t.SlotId, Memory] = {}
+        self.deaf: set[str] = set()  # hosts that receive no more effects, because the driver dies
+        self.retained: dict[t.SlotId, Retained] = {}
         self.judge = Judge(self)
         self.hosts = tuple(t.HostSlots(host, rng.randint(1, 2)) for host in HOSTS[: rng.randint(1, 3)])
         self.end: t.EndJob | None = None
         self.log: list[tuple[float, t.Event, Transition]] = []
 
     def story(self, last: int = 60) -> str:
-        """The last events and what the core said to them."""
+        """Return the last events and the core's answers as text."""
         lines: list[str] = []
         for now, event, (after, effects, reason) in self.log[-last:]:
             lines += [f"{now:.3f} {event}", f"      {after.phase_name}: {reason}"]
             lines += [f"      {effect}" for effect in effects]
         return "\n".join(lines)
 
-    # ------------------------------------------------------------------------------------------------- the play
+    # ------------------------------------------------------------------------------------------------- the schedule
 
     def run(self, actions: int) -> None:
-        """``actions`` random ones with faults among them, then as many fair ones as the end of the job takes."""
+        """Run ``actions`` random actions with faults, then actions without faults until the job ends."""
         self.tell(t.HostsDiscovered(self.hosts))
         for _ in range(actions):
             if self.end is not None:
@@ -101,13 +101,13 @@ class Job:
         assert self.end is not None, f"the job does not end: {self.m.phase_name}"
 
     def _act(self) -> None:
-        """One thing happens: a main thread goes on, a message arrives, a death is seen, or nothing but time passes."""
+        """Take one action: a main thread runs, a message arrives, a death is detected, or only time passes."""
         if self.restart.is_down:
             self.restart.act()
             return
         self.now += 0.001
-        if self.reach.cuts:
-            self.reach.time_passes()
+        if self.partition.cuts:
+            self.partition.time_passes()
         living = list(self.workers.values())
         for _ in range(3):
             kind = self.rng.random()
@@ -118,7 +118,7 @@ class Job:
                 worker = self.rng.choice(living)
                 if self._worker_acts(worker, kind):
                     return
-        cuts = self.reach.cuts
+        cuts = self.partition.cuts
         quiet = not self.exits and not any(
             (w.down and not w.frozen) or (w.up and w.id.host not in cuts) for w in self.workers.values()
         )
@@ -126,12 +126,12 @@ class Job:
             self._time_passes()
 
     def _worker_acts(self, worker: Worker, kind: float) -> bool:
-        in_reach = worker.id.host not in self.reach.cuts
-        if kind < 0.4 and worker.up and in_reach:
+        reachable = worker.id.host not in self.partition.cuts
+        if kind < 0.4 and worker.up and reachable:
             self.tell(worker.up.popleft())
             return True
         if worker.exit is not None or worker.frozen:
-            if worker.exit is not None and not (worker.up and in_reach):
+            if worker.exit is not None and not (worker.up and reachable):
                 self.workers.pop(worker.id, None)
             return False
         moved = True
@@ -146,36 +146,36 @@ class Job:
     def _agents_and_exits(self) -> bool:
         if self.exits and self.rng.random() < 0.6:
             left = self.exits.pop(self.rng.randrange(len(self.exits)))
-            self.tell(t.Several((*self._last_words(left.worker), left)))
+            self.tell(t.Several((*self._last_lines(left.worker), left)))
             return True
         if self.lost:
             host = self.lost.pop()
             self.tell(t.AgentLost(host, "connection closed"))
             return True
         for host, state in self.agents.items():
-            if state == "asked" and host not in self.reach:
+            if state == "asked" and host not in self.partition:
                 self.agent_joins(host)
                 return True
             if state == "asked" and self.rng.random() < 0.1:
                 del self.agents[host]
                 self.tell(t.AgentLost(host, "out of reach for ssh"))
                 return True
-        return self.reach.something_happens()
+        return self.partition.something_happens()
 
     def _has_ended(self, exited: t.WorkerExited) -> None:
-        """Its agent sees it, and the core will hear of it, if it is in reach."""
+        """Record an exit. The agent detects it, and the core receives it later if the host is reachable."""
         self.restart.accounts.ended(exited)
-        if exited.worker.host not in self.reach and not self.restart.is_down:
+        if exited.worker.host not in self.partition and not self.restart.is_down:
             self.exits.append(exited)
 
     def agent_joins(
         self, host: str, workers: tuple[tuple[t.WorkerId, int], ...] = (), words: tuple[t.Event, ...] = ()
     ) -> None:
-        """It is connected, with what is in memory; ``words`` of ``workers`` that lived on."""
+        """Connect an agent with its host's retained commits. ``words``: the messages of surviving ``workers``."""
         self.agents[host] = "up"
         group = self.groups.get(self.m.generation)
-        if group is not None and group.in_reach is False:
-            group.in_reach = any(placement.worker.host == host for placement in group.world.members)
+        if group is not None and group.reachable is False:
+            group.reachable = any(placement.worker.host == host for placement in group.world.members)
         found = self.in_memory(host)
         incarnations = self.restart.accounts.incarnations.get(host, {})
         joined = t.AgentJoined(host, found, workers, tuple(incarnations.items()))
@@ -185,34 +185,34 @@ class Job:
         assert is_taken or is_over or host not in self.agents, f"the agent of {host} is neither taken nor told to stop"
 
     def in_memory(self, host: str) -> tuple[tuple[int, t.CommitId], ...]:
-        """The newest commit in each of its slots."""
-        slots = [(seat.slot, memory) for seat, memory in self.memory.items() if seat.host == host]
-        return tuple((slot, memory.commit[0]) for slot, memory in slots if memory.commit)
+        """Return the newest commit in each slot of a host."""
+        slots = [(slot_id.slot, retained) for slot_id, retained in self.retained.items() if slot_id.host == host]
+        return tuple((slot, retained.commit[0]) for slot, retained in slots if retained.commit)
 
     def workers_on(self, host: str) -> list[Worker]:
-        """The living ones."""
+        """Return the living workers on a host."""
         return [worker for worker in self.workers.values() if worker.id.host == host and worker.exit is None]
 
-    def _last_words(self, worker: t.WorkerId) -> list[t.Event]:
-        """The agent looks once more at what a dead worker has left."""
-        held = self.memory[worker.seat].commit if worker.seat in self.memory else None
+    def _last_lines(self, worker: t.WorkerId) -> list[t.Event]:
+        """Return the agent's last reading of a dead worker's slot."""
+        held = self.retained[worker.slot_id].commit if worker.slot_id in self.retained else None
         return [t.Heartbeat(worker, "train", -1, 0, held[0])] if held is not None else []
 
     def _time_passes(self) -> None:
-        """A second at most, up to the deadline; the agents tell who lives, and who does not respond."""
+        """Advance the clock by a second at most, up to the deadline. Agents report the liveness of their workers."""
         deadline = next_deadline(self.m)
         self.now = min(self.now + 1.0, deadline if deadline is not None else self.now + 1.0)
-        self.reach.time_passes()
+        self.partition.time_passes()
         beats: list[t.Event] = [t.TimePassed()]
         for worker in self.workers.values():
             if worker.exit is not None:
                 continue
             if not worker.frozen:
-                if worker.id.host not in self.reach:
+                if worker.id.host not in self.partition:
                     worker.up.append(worker.heartbeat())
                     assert worker.id in self.m.workers or worker.down, f"{worker.id} lives, and the core knows nothing"
             elif self.rng.random() < 0.2:
-                if worker.id.host not in self.reach:
+                if worker.id.host not in self.partition:
                     beats.append(t.WorkerUnresponsive(worker.id, "no stamp"))
                 self.kill(worker)
         self.tell(t.Several(tuple(beats)))
@@ -232,7 +232,7 @@ class Job:
         self.judge.see(transition)
 
     def replace(self, transition: Transition) -> None:
-        """What the core says is done, in its order; unless the driver dies in the middle of it."""
+        """Carry out the core's effects in their order, unless the driver dies in the middle."""
         had_commit = self.m.ledger.highest is not None
         self.m, effects = transition.next, transition.effects
         if effects or (self.m.ledger.highest is not None and not had_commit):
@@ -257,16 +257,16 @@ class Job:
                 pass
             case t.StartAgent(host):
                 self.agents[host] = "asked"
-            case t.StopAgent(host) if host in self.reach:
+            case t.StopAgent(host) if host in self.partition:
                 if self.agents.pop(host, None) is not None:
-                    self.reach.stop(host)
+                    self.partition.stop(host)
                     self.judge.forget(host)
             case t.StopAgent(host):
                 self._stop_agent(host, with_memory=True)
-            case t.StartWorker(worker) if self.agents.get(worker.host) == "up" and worker.host not in self.reach:
+            case t.StartWorker(worker) if self.agents.get(worker.host) == "up" and worker.host not in self.partition:
                 content = Content(str(worker), 0, 0)
-                memory = self.memory.setdefault(worker.seat, Memory())
-                self.workers[worker] = Worker(worker, self.script, self.groups, self.rng, content, memory)
+                retained = self.retained.setdefault(worker.slot_id, Retained())
+                self.workers[worker] = Worker(worker, self.script, self.groups, self.rng, content, retained)
                 self.restart.accounts.started(worker)
             case t.PublishWorld(world):
                 if world.generation - 1 in self.groups:
@@ -279,14 +279,14 @@ class Job:
                 self.judge.nothing_made_is_lost(world)
             case t.StopWorker(worker) | t.ConfirmOwnError(worker) | t.Leave(worker) | t.Sever(worker):
                 if isinstance(effect, t.Leave):
-                    self.judge.leaver_holds_nothing_back(worker)
+                    self.judge.draining_worker_holds_nothing_back(worker)
                 self._send(worker, effect)
                 if isinstance(effect, t.Sever) and self._reaches(worker.host):
                     self.restart.accounts.ends[worker.host] = effect.generation
             case t.Hold() | t.Release() | t.End() | t.OpenGate():
                 group = self.groups[effect.generation]
-                if isinstance(effect, t.End) and group.in_reach is None:
-                    group.in_reach = any(p.worker.host not in self.reach for p in group.world.members)
+                if isinstance(effect, t.End) and group.reachable is None:
+                    group.reachable = any(p.worker.host not in self.partition for p in group.world.members)
                 for worker in self.workers:
                     self._send(worker, effect)
                 told = {host: effect.generation for host in self.agents if self._reaches(host)}
@@ -303,10 +303,10 @@ class Job:
             self.workers[worker].down.append(message)
 
     def _reaches(self, host: str) -> bool:
-        return host not in self.reach and host not in self.deaf
+        return host not in self.partition and host not in self.deaf
 
     def _stop_agent(self, host: str, *, with_memory: bool) -> None:
-        """The agent and its workers die. What they have committed is still there, unless the host dies, too."""
+        """End the agent and its workers. Their commits remain, unless the host dies, too (``with_memory``)."""
         if self.agents.pop(host, None) is not None:
             self.restart.accounts.forget(host)
             for worker in [worker for worker in self.workers.values() if worker.id.host == host]:
@@ -317,14 +317,14 @@ class Job:
                 self.host_is_cleared(host)
 
     def host_is_cleared(self, host: str) -> None:
-        """No worker and no commit is left there."""
+        """Remove all workers and commits of a host."""
         for worker in self.workers_on(host):
             self.vanish(worker)
-        self.memory = {seat: memory for seat, memory in self.memory.items() if seat.host != host}
+        self.retained = {slot_id: retained for slot_id, retained in self.retained.items() if slot_id.host != host}
         self.judge.forget(host)
 
     def vanish(self, worker: Worker) -> None:
-        """It dies with its agent: nobody hears of it again."""
+        """End a worker together with its agent: no exit is reported."""
         if worker.exit is None:
             worker.die(None, 9)
         self.workers.pop(worker.id, None)
@@ -340,19 +340,19 @@ class Job:
     def _fault(self) -> None:
         living = [worker for worker in self.workers.values() if worker.exit is None]
         kind = self.rng.choice(FAULTS)
-        agents = [host for host in self.agents if host not in self.reach]
+        agents = [host for host in self.agents if host not in self.partition]
         if kind == "hosts":
             hosts = [t.HostSlots(host, self.rng.randint(1, 2)) for host in HOSTS if self.rng.random() < 0.8]
             self.tell(t.HostsDiscovered(tuple(hosts)))
         elif kind == "cut ones gone":
-            self.tell(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS if host not in self.reach)))
+            self.tell(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS if host not in self.partition)))
         elif kind == "driver":
             self.restart.die()
         elif kind == "driver in the middle":
             self.restart.is_about_to_die = True
         elif kind == "host notice" and agents:
             for host in self.rng.sample(agents, self.rng.randint(1, len(agents))):
-                notice = self.restart.accounts.notices[host] = t.AgentLeaving(host, "SIGTERM to its agent")
+                notice = self.restart.accounts.notices[host] = t.HostDraining(host, "SIGTERM to its agent")
                 if not self.restart.is_down:
                     self.tell(notice)
         elif kind in ("agent", "host") and agents:
@@ -360,7 +360,7 @@ class Job:
         elif kind.startswith("cut") and agents:
             members = {placement.worker.host for placement in self.m.world.members} if self.m.world else set(agents)
             count = {"cut": 1, "cut two": 2, "cut all": len(agents)}.get(kind, 0)
-            self.reach.cut(self.rng.sample(agents, min(count, len(agents))) if count else sorted(members))
+            self.partition.cut(self.rng.sample(agents, min(count, len(agents))) if count else sorted(members))
         elif kind == "all own" and self.rng.random() < 0.2:
             self.script.bug_at = self.rng.randrange(self.script.batches)
         elif living:
@@ -381,17 +381,17 @@ class Job:
             elif kind == "freeze":
                 victim.frozen = True
             elif kind == "notice":
-                victim.up.append(t.WorkerLeaving(victim.id, "SIGTERM to the worker"))
+                victim.up.append(t.WorkerDraining(victim.id, "SIGTERM to the worker"))
         self.reached[f"fault {kind}"] += 1
 
     def _all_is_well_again(self) -> None:
-        while self.reach.cuts and self.end is None:
-            self.reach.heal(self.rng.choice(list(self.reach.cuts)))
+        while self.partition.cuts and self.end is None:
+            self.partition.heal(self.rng.choice(list(self.partition.cuts)))
         self.tell(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS)))
 
 
 def play(seed: int, actions: int) -> Counter[str]:
-    """One schedule; what it came by."""
+    """Play one schedule. Return the counted situations."""
     job = Job(seed)
     try:
         job.run(actions)
@@ -400,6 +400,6 @@ def play(seed: int, actions: int) -> Counter[str]:
     for group in job.groups.values():
         if group.ticks_after is not None:
             job.reached["I16 with 1"] += group.ticks_after
-            job.reached["I16 with 0"] += not group.in_reach
+            job.reached["I16 with 0"] += not group.reachable
     job.reached["restored"] += sum(worker.restored for worker in job.workers.values())
     return job.reached

@@ -1,4 +1,4 @@
-"""A second implementation of the ranks, slow and simple on purpose: who comes before whom is decided pair by pair."""
+"""A second implementation of the ranks, slow and simple on purpose: it compares workers pair by pair."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elasticstate.core.types import Placement, WorkerId
 def naive_placements(
     workers: Sequence[WorkerId], ages: Mapping[WorkerId, int], host_order: Sequence[str]
 ) -> tuple[Placement, ...]:
-    """Place ``workers``; those without an age are newcomers, younger than all others; see ``assignment.assign``."""
+    """Place ``workers``. Workers without an age are newcomers, younger than all others; see ``assignment.assign``."""
 
     def oldest(host: str) -> float:
         return min(age_of(worker) for worker in workers if worker.host == host)

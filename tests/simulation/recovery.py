@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elasticstate.core import reach, types as t
+from elasticstate.core import partition, types as t
 from elasticstate.core.membership import Membership, next_deadline, step
 from elasticstate.core.records import Finishing, Forming, Over, Running
 
 
 def world_or_end_is_reached(m: Membership, now: float, *, one_is_deaf: bool) -> None:
-    """Answer everything that is asked, from ``m`` on. A running world is broken first; one member may never answer."""
+    """Answer all messages of the core, starting in ``m``. A running world is broken first. With ``one_is_deaf`` one
+    member never answers."""
     policy = m.policy
     bound = now + policy.start_timeout_s + policy.elastic_timeout_s + policy.regroup_timeout_s + policy.join_window_s
-    bound += reach.lease_s(policy)
+    bound += partition.lease_s(policy)
     if isinstance(m.phase, Running):
         member = next(w for w in m.workers.values() if w.joined == m.generation and not w.gone)
         m, effects, _ = step(m, t.WorkerExited(member.id, None, 9), now)

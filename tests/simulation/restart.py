@@ -1,6 +1,6 @@
-"""The death of the driver in the model of a job, in the middle of what it does, and the next one, which takes over.
+"""Death of the driver in the model of a job, also in the middle of its effects, and the reattach of the next driver.
 
-What is written (the record) and what is told (by the agents) goes through the driver's own code.
+The record and the reports of the agents go through the driver's own code.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import msgspec
 
 from elasticstate.config import Options
 from elasticstate.core import types as t
-from elasticstate.core.takeover import take_over
+from elasticstate.core.reattach import reattach
+from elasticstate.driver.reattach import Reattachment, newer
 from elasticstate.driver.record import Record
-from elasticstate.driver.takeover import Takeover, newer
 from elasticstate.net import messages
-from tests.simulation.reach import Cut
+from tests.simulation.partition import Cut
 
 if TYPE_CHECKING:
     from tests.simulation.job import Job
@@ -25,17 +25,17 @@ NOBODY = Options(command=("train",), np=1, min_np=1)
 
 
 class Accounts:
-    """What the agents of a job keep for a driver that was not there (agent/account.py)."""
+    """Facts that the agents of a job keep for the next driver (agent/host_report.py)."""
 
     def __init__(self) -> None:
-        self.exits: dict[str, list[t.WorkerExited]] = {}  # by host: since it was given a world
+        self.exits: dict[str, list[t.WorkerExited]] = {}  # by host: since it received a world
         self.incarnations: dict[str, dict[int, int]] = {}
         self.gates: dict[str, int] = {}
         self.ends: dict[str, int] = {}
-        self.notices: dict[str, t.AgentLeaving] = {}
+        self.notices: dict[str, t.HostDraining] = {}
 
     def forget(self, host: str) -> None:
-        """The agent is gone, and another one knows nothing."""
+        """Forget a host whose agent is gone: a new agent starts without these facts."""
         for kept in (self.exits, self.incarnations, self.gates, self.ends, self.notices):
             kept.pop(host, None)
 
@@ -47,26 +47,26 @@ class Accounts:
 
 
 class Restart:
-    """The driver of a job, as far as it may die."""
+    """Death and restart of the driver of a job."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.accounts = Accounts()
         self.record = Record("job", "id", 1, "token", (), NOBODY, "/")
         self.is_down = False
-        self.is_about_to_die = False  # in the middle of the next effects
+        self.is_about_to_die = False  # dies in the middle of the next effects
         self._since = 0.0
 
     def keep(self) -> None:
-        """What a driver writes before it does anything."""
+        """Write the record, as a driver does before it carries out effects."""
         self.record = newer(self.record, self.job.m, ()) or self.record
 
     def die(self) -> None:
-        """Whatever was on its way is lost, each agent ends a hold."""
+        """End the driver. Messages to and from it are lost, and each agent ends a hold."""
         job = self.job
         self.is_down, self.is_about_to_die, self._since = True, False, job.now
         for worker in job.workers.values():
-            if worker.id.host not in job.reach and worker.exit is None:
+            if worker.id.host not in job.partition and worker.exit is None:
                 worker.lose_messages()
         for worker in job.workers.values():
             worker.up.clear()
@@ -75,7 +75,7 @@ class Restart:
         job.reached["driver died"] += 1
 
     def act(self) -> None:
-        """One thing happens without a driver, or there is one again."""
+        """Take one action without a driver, or start the next driver."""
         job = self.job
         job.now += 0.001
         chance = job.rng.random()
@@ -98,28 +98,28 @@ class Restart:
         elif chance < 0.1:
             job.kill(worker)
         if job.now >= self._since + job.policy.driver_timeout_s:
-            for host in [host for host in job.agents if host not in job.reach]:
+            for host in [host for host in job.agents if host not in job.partition]:
                 job.reached["agent gave up"] += bool(job.workers_on(host))
                 del job.agents[host]
                 self.accounts.forget(host)
                 job.host_is_cleared(host)
-        job.reach.time_passes()
+        job.partition.time_passes()
 
     def _come_back(self) -> None:
         job, self.is_down = self.job, False
         job.workers = {worker.id: worker for worker in job.workers.values() if worker.exit is None}
         self.record = msgspec.structs.replace(self.record, epoch=self.record.epoch + 1)
-        takeover = Takeover(self.record)
-        back = [host for host in job.agents if host not in job.reach]
+        takeover = Reattachment(self.record)
+        back = [host for host in job.agents if host not in job.partition]
         job.rng.shuffle(back)
         events: list[t.Event] = []
         for host in back:
             workers = job.workers_on(host)
             reports = {worker.id: worker.report() for worker in workers}
-            serving = self._serving(host, workers, {name: given for name, (given, _) in reports.items()})
-            takeover.joined(host, serving)
+            host_report = self._reports(host, workers, {name: given for name, (given, _) in reports.items()})
+            takeover.joined(host, host_report)
             joined = t.AgentJoined(
-                host, serving.commits, tuple((w.id, reports[w.id][0]) for w in workers), serving.incarnations
+                host, host_report.commits, tuple((w.id, reports[w.id][0]) for w in workers), host_report.incarnations
             )
             words = [word for worker in workers for word in (worker.heartbeat(), *reports[worker.id][1])]
             events += [*self.accounts.exits.get(host, []), joined, *words]
@@ -129,13 +129,13 @@ class Restart:
                 worker.up.clear()
         lost = takeover.lost()
         for host in lost:
-            if (cut := job.reach.cuts.get(host)) is not None:
-                cut.is_told, cut.is_refused = True, False
+            if (cut := job.partition.cuts.get(host)) is not None:
+                cut.is_informed, cut.is_refused = True, False
                 job.agents.pop(host, None)
         self._forget_those_asked_for()
-        may_live = [host for host in lost if host in job.reach or job.rng.random() < 0.5]
+        may_live = [host for host in lost if host in job.partition or job.rng.random() < 0.5]
         events = [*(t.AgentLost(host, "not back", host in may_live) for host in lost), *events]
-        transition = take_over(job.policy, takeover.remains(), job.now)
+        transition = reattach(job.policy, takeover.remains(), job.now)
         job.reached["taken over"] += 1
         job.reached["the world goes on"] += bool(self.record.world) and transition.next.phase_name[:7] == "RUNNING"
         job.reached["the world cannot go on"] += any(isinstance(effect, t.End) for effect in transition.effects)
@@ -147,13 +147,13 @@ class Restart:
             job.tell(t.Several(tuple(events)))
 
     def _forget_those_asked_for(self) -> None:
-        """Hosts that were cut off before: those of a driver that is dead are refused nothing."""
-        for host, cut in list(self.job.reach.cuts.items()):
+        """Reset hosts that were cut off before: the new driver refuses no agent of the dead driver."""
+        for host, cut in list(self.job.partition.cuts.items()):
             if self.job.agents.get(host) == "up":
-                self.job.reach.cuts[host] = Cut(cut.since, is_told=True, has_given_up=cut.has_given_up)
+                self.job.partition.cuts[host] = Cut(cut.since, is_informed=True, has_given_up=cut.has_given_up)
                 del self.job.agents[host]
 
-    def _serving(self, host: str, workers: list[Worker], given: dict[t.WorkerId, int]) -> messages.Serving:
+    def _reports(self, host: str, workers: list[Worker], given: dict[t.WorkerId, int]) -> messages.HostReport:
         job = self.job
         reports = tuple(
             messages.WorkerReport(
@@ -176,4 +176,4 @@ class Restart:
         )
         incarnations = tuple(self.accounts.incarnations.get(host, {}).items())
         gate, ended = self.accounts.gates.get(host, 0), self.accounts.ends.get(host, 0)
-        return messages.Serving(job.in_memory(host), reports, exits, incarnations, gate, ended)
+        return messages.HostReport(job.in_memory(host), reports, exits, incarnations, gate, ended)

@@ -1,7 +1,7 @@
 """Random schedules for the core alone: events made from the present state, most of them likely, some of them rubbish.
 
-The maker knows what a real job would say next (who may be READY, who is held, who has been told to stop), and lies now
-and then: an older incarnation, another generation, a worker nobody knows, an order of things that cannot be.
+The maker draws events that a real job could send next (from workers that may be READY, are held, or were stopped). Some
+events are wrong: an older incarnation, another generation, an unknown worker, an impossible order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOSTS = ("a", "b", "c", "d")
 
 
 def random_policy(rng: random.Random) -> Policy:
-    """Short time-outs, so that schedules of some tens of events run into all of them."""
+    """Return a policy with short time-outs, so that schedules of some tens of events reach all of them."""
     np = rng.randint(1, 4)
     return Policy(
         np=np,
@@ -35,7 +35,7 @@ def random_policy(rng: random.Random) -> Policy:
         join_window_s=rng.choice((0.0, 2.0)),
         min_interrupt_distance_s=rng.choice((0.0, 2.0)),
         preemption_window_s=rng.choice((0.0, 1.0)),
-        preemption_rest_s=rng.choice((1.0, 8.0)),
+        preemption_cooldown_s=rng.choice((1.0, 8.0)),
         gate_timeout_s=rng.choice((None, 3.0)),
         reset_limit=rng.choice((None, None, 3)),
         max_no_progress=rng.randint(2, 4),
@@ -46,12 +46,12 @@ def random_policy(rng: random.Random) -> Policy:
 
 
 class EventMaker:
-    """Draws the next event for a membership. ``commits`` is what each worker has sealed, as far as the maker let it."""
+    """Source of the next event for a membership. ``commits``: the newest commit that the maker let each worker seal."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.commits: dict[t.WorkerId, t.CommitId | None] = {}
-        self.away: dict[str, list[tuple[t.WorkerId, int]]] = {}  # by host out of reach: who may live, and was in what
+        self.away: dict[str, list[tuple[t.WorkerId, int]]] = {}  # by unreachable host: living workers, generations
         self._hosts: tuple[t.HostSlots, ...] = ()
 
     def draw(self, m: Membership) -> t.Event:
@@ -60,7 +60,7 @@ class EventMaker:
         return self._one(m)
 
     def published(self, world: t.World) -> None:
-        """Mostly the sync succeeds, and seals (g, 0) in everybody."""
+        """Let the sync of a world seal (g, 0): it succeeds on most members."""
         for placement in world.members:
             if self.rng.random() < 0.95:
                 self.commits[placement.worker] = t.CommitId(world.generation, 0)
@@ -79,10 +79,10 @@ class EventMaker:
         if any(host.agent == "asked" for host in m.hosts.values()):
             some.append((self._agent_joins, 8.0))
         if any(host.agent != "none" for host in m.hosts.values()):
-            some += [(self._agent_lost, 0.4), (self._out_of_reach, 0.5), (self._agent_leaving, 0.2)]
-            some.append((self._all_out_of_reach, 0.1))
+            some += [(self._agent_lost, 0.4), (self._unreachable, 0.5), (self._host_draining, 0.2)]
+            some.append((self._all_unreachable, 0.1))
         if self.away:
-            some.append((self._back_in_reach, 3.0))
+            some.append((self._reachable_again, 3.0))
         workers = list(m.workers.values())
         if not workers:
             return some
@@ -91,7 +91,7 @@ class EventMaker:
             (self._heartbeat, 3.0),
             (self._sealed, 0.3),
             (self._unresponsive, 0.2),
-            (self._leaving, 0.3),
+            (self._draining, 0.3),
         ]
         if any(w.ready is None and (not w.joined or not isinstance(m.phase, Running)) for w in workers):
             some.append((self._ready, 14.0))
@@ -126,30 +126,30 @@ class EventMaker:
 
     def _agent_joins(self, m: Membership) -> t.Event:
         host = self.rng.choice([h.name for h in m.hosts.values() if h.agent == "asked"])
-        self.away.pop(host, None)  # it has taken the place of the one that was there before
+        self.away.pop(host, None)  # the new agent has replaced the unreachable one
         return t.AgentJoined(host, self._left_on(host))
 
     def _left_on(self, host: str) -> tuple[tuple[int, t.CommitId], ...]:
-        seats = [(seat, commit) for seat, commit in self._newest_by_seat().items() if seat.host == host]
-        found = [(seat.slot, commit) for seat, commit in seats if self.rng.random() < 0.8]
+        slot_ids = [(slot_id, commit) for slot_id, commit in self._newest_by_slot().items() if slot_id.host == host]
+        found = [(slot_id.slot, commit) for slot_id, commit in slot_ids if self.rng.random() < 0.8]
         return tuple(found)
 
-    def _out_of_reach(self, m: Membership) -> t.Event:
+    def _unreachable(self, m: Membership) -> t.Event:
         host = self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"])
         living = [(w.id, w.joined) for w in m.workers.values() if w.id.host == host and w.gone != "failed"]
         if living:
             self.away[host] = living
         return t.AgentLost(host, "was silent", may_live=True)
 
-    def _all_out_of_reach(self, m: Membership) -> t.Event:
-        """All hosts of the newest world."""
+    def _all_unreachable(self, m: Membership) -> t.Event:
+        """Make all hosts of the newest world unreachable."""
         hosts = {w.id.host for w in m.workers.values() if w.joined == m.generation}
         for host in sorted(hosts):
             self.away[host] = [(w.id, w.joined) for w in m.workers.values() if w.id.host == host]
         return t.Several(tuple(t.AgentLost(host, "was silent", may_live=True) for host in sorted(hosts)))
 
-    def _back_in_reach(self, m: Membership) -> t.Event:
-        """Most of those who may live there, and now and then somebody who cannot."""
+    def _reachable_again(self, m: Membership) -> t.Event:
+        """Return an agent with most of the workers that may live on its host, and sometimes one that cannot."""
         rng = self.rng
         host = rng.choice(list(self.away))
         workers = [(worker, given) for worker, given in self.away.pop(host) if rng.random() < 0.8]
@@ -170,22 +170,22 @@ class EventMaker:
         host = self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"])
         return t.AgentLost(host, "connection closed")
 
-    def _agent_leaving(self, m: Membership) -> t.Event:
-        return t.AgentLeaving(self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"]), "SIGTERM")
+    def _host_draining(self, m: Membership) -> t.Event:
+        return t.HostDraining(self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"]), "SIGTERM")
 
     # ------------------------------------------------------------------------------------------------ workers
 
     def _any(self, m: Membership) -> Worker:
         return self.rng.choice(list(m.workers.values()))
 
-    def _newest_by_seat(self) -> dict[t.SlotId, t.CommitId]:
-        """What is left in memory: the commits of the last worker of each slot."""
+    def _newest_by_slot(self) -> dict[t.SlotId, t.CommitId]:
+        """Return the retained commits: the commit of the last worker of each slot."""
         newest = sorted((worker, commit) for worker, commit in self.commits.items() if commit is not None)
-        return {worker.seat: commit for worker, commit in newest}
+        return {worker.slot_id: commit for worker, commit in newest}
 
     def _ready_of(self, m: Membership, worker: Worker) -> t.Event:
         if not worker.joined and worker.id not in self.commits and self.rng.random() < 0.8:
-            self.commits[worker.id] = self._newest_by_seat().get(worker.id.seat)
+            self.commits[worker.id] = self._newest_by_slot().get(worker.id.slot_id)
         commit = self.commits.get(worker.id)
         phase = m.phase
         if worker.joined and isinstance(phase, Forming) and phase.at_tick is not None and self.rng.random() < 0.95:
@@ -241,8 +241,8 @@ class EventMaker:
     def _unresponsive(self, m: Membership) -> t.Event:
         return t.WorkerUnresponsive(self._any(m).id, "no stamp for 10 s")
 
-    def _leaving(self, m: Membership) -> t.Event:
-        return t.WorkerLeaving(self._any(m).id, "SIGTERM")
+    def _draining(self, m: Membership) -> t.Event:
+        return t.WorkerDraining(self._any(m).id, "SIGTERM")
 
     def _tick(self, m: Membership) -> t.Event:
         return t.FirstTick(self._any(m).id, m.generation)
@@ -278,12 +278,12 @@ class EventMaker:
 
 
 def rubbish(worker: t.WorkerId, generation: int, commit: t.CommitId) -> list[t.Event]:
-    """One event of each kind about this worker and generation."""
+    """Return one event of each kind about this worker and generation."""
     return [
         t.WorkerReady(worker, generation, commit, None, f"{worker}:1"),
         t.WorkerExited(worker, 0, None),
         t.WorkerUnresponsive(worker, "?"),
-        t.WorkerLeaving(worker, "?"),
+        t.WorkerDraining(worker, "?"),
         t.HoldAnswered(worker, generation, 3, False, 1),
         t.FailureReported(worker, generation, True, "?"),
         t.FailureReported(worker, generation, False, "?"),
@@ -293,5 +293,5 @@ def rubbish(worker: t.WorkerId, generation: int, commit: t.CommitId) -> list[t.E
         t.FirstTick(worker, generation),
         t.AgentJoined("z"),
         t.AgentLost("z", "?"),
-        t.AgentLeaving("z", "?"),
+        t.HostDraining("z", "?"),
     ]

@@ -1,8 +1,7 @@
-"""Every wait is an option: hosts that arrive from 0 to 30 minutes apart, because they pull their images at different
-speeds, are waited for as long as --start-timeout says, and by nothing else for less long.
+"""Late hosts: hosts may arrive up to 30 minutes apart, because they pull their images at different speeds.
 
-There are three ways to come late: discovery names the host when it is there; it refuses connections before; or it lets
-whoever connects wait.
+The job waits for them as long as --start-timeout allows, and nothing else shortens this wait. A host can be late in
+three ways: discovery names it later, it refuses connections at first, or it lets connections wait.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from tests.simulation.fleet import Fleet, Machine
 Way = Literal["named", "refuse", "hang"]
 WAYS: tuple[Way, ...] = ("named", "refuse", "hang")
 SLOTS = 2
-BOOT_S = 60.0  # at most, with a pull of the last layers; from when the agent is connected
-CONNECT_S = 10.0  # to be refused, or connected
-SOON_S = MAX_BACKOFF_S * (1 + JITTER) + 2 * CONNECT_S + BOOT_S  # from when a host is up, if it is needed
+BOOT_S = 60.0  # the longest boot after the agent is connected, with a pull of the last layers
+CONNECT_S = 10.0  # the longest time until a connection is refused or accepted
+SOON_S = MAX_BACKOFF_S * (1 + JITTER) + 2 * CONNECT_S + BOOT_S  # after a host is up, if the job needs the host
 
 
 def _late(rng: random.Random, spread_s: float, hosts: int, way: Way) -> list[Machine]:
@@ -74,7 +73,7 @@ def test_with_min_np_the_job_starts_with_those_who_are_there_and_takes_the_other
     ups = sorted(map(_up, machines))
     assert size >= policy.min_np
     assert ups[enough - 1] <= at
-    if size < np:  # the window: nobody was added to them for so long
+    if size < np:  # the join window has passed without all hosts
         assert at >= min(_up(machine) + machine.boot_s for machine in machines) + policy.join_window_s
     assert at <= ups[enough - 1] + SOON_S + policy.join_window_s
     fleet.run(spread_s + 2 * policy.cooldown_max_s, lambda: fleet.worlds[-1][1] == np)

@@ -1,7 +1,7 @@
-"""Cooldown never leaves a job stuck that could run: whenever there are enough good slots for min-np, a world forms.
+"""Cooldown never blocks a job that could run: whenever enough slots for min-np are good, a world forms.
 
-The jobs here have machines that fail in every way, and some that do not; how long anything is left alone must not
-decide whether the job goes on. Replay a failure with ``play(seed)``: hypothesis prints the number.
+The jobs here have machines that fail in every way, and some that do not fail. The length of cooldowns and backoffs must
+not decide if the job goes on. Replay a failure with ``play(seed)``: hypothesis prints the number.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from elasticstate.core.records import Waiting
 from tests.simulation.fleet import Fleet, Machine, Slots
 
 SCHEDULES = 1_000
-FAULTS_SHARE = 0.2  # of the time-out: for so long the good ones fail, too
-BOUND_SHARE = 0.7  # of the time-out, from when on the good ones are good: half of it, several attempts, and a boot
+FAULTS_SHARE = 0.2  # the part of the time-out in which good machines fail, too
+BOUND_SHARE = 0.7  # the part of the time-out, after the good machines work: half of it, several attempts, and a boot
 reached: Counter[str] = Counter()
 
 
 def play(seed: int) -> Fleet:
-    """One job: it loses its world, or never had one; bad machines stay bad, good ones are good after a while."""
+    """Play one job that loses its world, or never had one. Bad machines stay bad, good ones fail only for a while."""
     rng = random.Random(seed)
     limit_s = rng.choice((60.0, 300.0, 600.0, 3600.0))
     machines = [_machine(rng, f"h{i}", limit_s) for i in range(rng.randint(2, 6))]
@@ -33,7 +33,7 @@ def play(seed: int) -> Fleet:
         return play(seed + (1 << 64))
     policy = Policy(
         np=good,
-        min_np=rng.randint(max(1, good - 2), good),  # often all of them are needed
+        min_np=rng.randint(max(1, good - 2), good),  # often the job needs all of them
         start_timeout_s=limit_s,
         elastic_timeout_s=limit_s,
         cooldown_min_s=rng.choice((1.0, 10.0, 100.0)),
@@ -77,7 +77,7 @@ def _machine(rng: random.Random, name: str, limit_s: float) -> Machine:
 
 
 def _break_all(rng: random.Random, fleet: Fleet, machines: list[Machine], limit_s: float) -> float:
-    """From now on agents are lost and workers die, again and again, also on good machines. Until when."""
+    """Lose agents and kill workers repeatedly, also on good machines. Return the time at which the faults end."""
     until = fleet.now + FAULTS_SHARE * limit_s
     fleet.machines = {machine.name: replace(machine, up_at=fleet.now + machine.up_at) for machine in machines}
     while fleet.now < until and fleet.ended is None:

@@ -26,14 +26,14 @@ MUST_BE_REACHED = (
     *(f"end: {name}" for name in ENDS),
     *("note host_cooldown", "note agent_lost", "note waiting", "note warning", "note training_resumed"),
     *("note worker_unresponsive", "note host_removed", "note root_cause", "memory awaited", "memory given up"),
-    *("notice", "notice gave way", "note host_leaving"),
+    *("notice", "notice gave way", "note host_draining", "commits_lost", "ticks_lost"),
     *("returned", "refused", "joined while stopped", "lease waited for", "lease over"),
 )
 reached: Counter[str] = Counter()
 
 
 def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
-    """One schedule; the transcript of it. Everything follows from the two numbers."""
+    """Run one schedule and return its transcript. The result depends only on the two numbers."""
     rng = random.Random(seed)
     maker, checker = EventMaker(rng), Checker()
     m, now = new_membership(random_policy(rng)), 0.0
@@ -47,7 +47,7 @@ def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
             if isinstance(effect, t.PublishWorld):
                 maker.published(effect.world)
         m = transition.next
-        transcript.append((now, event, transition.effects, transition.reason, m.deadline))
+        transcript.append((now, event, transition.effects, transition.reason, next_deadline(m)))
         if rng.random() < 0.015:
             _what_is_stale_has_no_effect(rng, m, now)
         checker.reached["below min-np"] += m.phase_name == "WAITING" and m.generation > 0
@@ -64,7 +64,7 @@ def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
 
 
 def _next_time(rng: random.Random, m: Membership, now: float) -> float:
-    """Mostly at once, often a little later, sometimes exactly at the deadline; never beyond it."""
+    """Return the time of the next event: mostly now, often a little later, sometimes the deadline; never beyond it."""
     deadline = next_deadline(m)
     kind = rng.random()
     later = now + (0.0 if kind < 0.4 else rng.random() * 0.6 if kind < 0.9 else rng.random() * 4.0)
@@ -74,23 +74,29 @@ def _next_time(rng: random.Random, m: Membership, now: float) -> float:
 
 
 def _what_is_stale_has_no_effect(rng: random.Random, m: Membership, now: float) -> None:
-    """I1: older incarnations, other generations, strangers. And the decision rests: asked again, it says no more."""
+    """Check I1: events of older incarnations, other generations and unknown workers have no effect. Nor has
+    TimePassed before the deadline."""
     again = step(m, t.TimePassed(), now)
     assert not again.effects, again.effects
-    assert replace(again.next, deadline=m.deadline) == m
-    assert (m.deadline or inf) <= (again.next.deadline or inf), "a deadline was missed"
+    assert replace(again.next, deadlines=m.deadlines) == m
+    assert (next_deadline(m) or inf) <= (next_deadline(again.next) or inf), "a deadline was missed"
+    deadline = next_deadline(m)
+    early = now + 0.999 * rng.random() * ((now + 100 if deadline is None else deadline) - now)
+    before = step(m, t.TimePassed(), early)
+    assert not before.effects, f"before the deadline: {before.effects}"
+    assert replace(before.next, deadlines=m.deadlines) == m, "the state changes before its deadline"
     worker = rng.choice(list(m.workers) or [t.WorkerId("a", 0, 1)])
     stranger = rng.choice((worker._replace(incarnation=worker.incarnation - 1), t.WorkerId("z", 0, 1)))
     for event in rubbish(stranger, m.generation, t.CommitId(m.generation, 1)):
         stale = step(m, event, now)
-        if isinstance(event, t.AgentJoined) and not isinstance(m.phase, Over):  # of no host: it must not stay for ever
+        if isinstance(event, t.AgentJoined) and not isinstance(m.phase, Over):  # an agent of no host must be stopped
             assert [(type(effect), getattr(effect, "host", "")) for effect in stale.effects] == [(t.StopAgent, "z")]
         else:
             assert not stale.effects, (event, stale.effects)
-        assert replace(stale.next, deadline=m.deadline) == m, event
+        assert replace(stale.next, deadlines=m.deadlines) == m, event
     for event in rubbish(worker, m.generation + 1, t.CommitId(1, 0)):
         if isinstance(event, t.WorkerReady | t.HoldAnswered | t.FailureReported | t.GateEntered | t.FirstTick):
-            assert replace(step(m, event, now).next, deadline=m.deadline) == m, event
+            assert replace(step(m, event, now).next, deadlines=m.deadlines) == m, event
 
 
 @settings(max_examples=SCHEDULES, deadline=None, database=None, derandomize=True, phases=[Phase.generate])

@@ -1,6 +1,6 @@
-"""I10, I11, I14, I15 (and I1 to I9 again) in a model of whole jobs: core, links, workers, sentinels, faults.
+"""The invariants I10, I11, I14, I15 (and I1 to I9 again) in a model of whole jobs: core, links, workers, faults.
 
-Replay a failure with ``play(seed, actions)``: hypothesis prints both numbers, the error shows the last sixty events.
+Replay a failure with ``play(seed, actions)``: hypothesis prints both numbers, and the error shows the last 60 events.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every sample exactly once per epoch: the loader and commits of real states, under random changes of the world.
+"""Every sample counts exactly once per epoch: real loaders and commits of real states, with random world changes.
 
 Replay a failure with ``run_schedule(seed)``: hypothesis prints the number.
 """
@@ -20,7 +20,7 @@ reached: Counter[str] = Counter()
 
 
 class World:
-    """The ranks of one generation after the other, each with a state of its own, in lockstep."""
+    """The ranks of successive generations, each rank with a state of its own, in lockstep."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -51,7 +51,7 @@ class World:
         return {id(state.loader): rank for rank, state in enumerate(self.states)}
 
     def train(self, epochs: int, ticks: int) -> bool:
-        """``train`` on all ranks until it returns (True), or for so many steps (False)."""
+        """Run ``train`` on all ranks. Return True if it returned, False if it stopped after ``ticks`` steps."""
         every = self.rng.randint(1, 3)
         for epoch in zip(*(state.loader.epochs(epochs) for state in self.states), strict=True):
             assert len(set(epoch)) == 1
@@ -96,7 +96,7 @@ class World:
         self.pending = []
 
     def change(self) -> None:
-        """Some die, or leave; some join; the others go on."""
+        """Change the world: some ranks die or leave, some join, the others continue."""
         if self.rng.random() < 0.5:
             reached["death"] += 1
             reached["rollback"] += bool(self.pending)
@@ -105,12 +105,12 @@ class World:
                 state.restore()
         else:
             reached["interrupt"] += 1
-            self.commit()  # the save at the tick; what is live stays as it is, but for another world
+            self.commit()  # the save at the tick; the live state stays, and only the world changes
         stay = self.rng.sample(self.states, self.rng.randint(1, len(self.states)))
         survivors = [state for state in self.states if state in stay]
         self.states = survivors + [self._state() for _ in range(self.rng.randint(0, 3))]
         reached["join"] += len(self.states) > len(survivors)
-        for state in self.states:  # sync, and for the others another generation
+        for state in self.states:  # the sync for newcomers, a new generation for survivors
             state.loader.load_state_dict(survivors[0].loader.state_dict())
             state.commit()
 

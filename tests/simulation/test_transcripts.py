@@ -1,4 +1,4 @@
-"""The golden transcripts: what the core says in the scenarios that matter, byte for byte, to be read by people."""
+"""The golden transcripts: the core's answers in the important scenarios, byte for byte, in a readable form."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A model of a worker process: main thread and sentinel as two sequences of atomic steps.
 
-The content of a state is its history: who made it, how many batches it has seen, and a hash over the generations and
-ticks in which it saw them. Two replicas that have diverged once never agree again, so every collective can tell (I11).
+The content of a state is its history: its origin, the number of batches seen, and a hash over the generations and ticks
+of these batches. Two replicas that have diverged once never agree again, so every collective can detect it (I11).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HOLD = 1 << 63
 
 
 class Content(NamedTuple):
-    """What a replica holds: equal means bitwise equal."""
+    """Content of a replica: equal means bitwise equal."""
 
     origin: str
     batches: int
@@ -27,11 +27,12 @@ class Content(NamedTuple):
 
 @dataclass
 class Script:
-    """The user's program: ``batches`` steps, a commit every ``every`` of them, a check on the others."""
+    """The user's program: ``batches`` steps, with a commit after every ``every`` steps and a check after the others."""
 
     batches: int
     every: int
-    bug_at: int | None = None  # all ranks raise in this batch, whenever they come to it
+    bug_at: int | None = None  # all ranks raise in this batch, each time they reach it
+    uneven: bool = False  # ranks run out of inputs at different ticks, and end the ticks of the others (torch's Join)
 
 
 class Group:
@@ -41,11 +42,12 @@ class Group:
         self.world = world
         self.arrived: dict[object, dict[t.WorkerId, Content]] = {}
         self.cut: set[t.WorkerId] = set()  # members whose sockets are closed
-        self.synced: dict[t.WorkerId, Content] = {}  # what each began to train from
-        self.sealed: dict[t.WorkerId, t.CommitId] = {}  # the newest commit that each has made here
-        self.ticks: dict[t.WorkerId, int] = {}  # how many each has counted
-        self.in_reach: bool | None = None  # whether any member has been since it was ended; None: not ended
-        self.ticks_after: int | None = None  # completed since there is a newer world; None: there is none
+        self.synced: dict[t.WorkerId, Content] = {}  # the content from which each member began to train
+        self.sealed: dict[t.WorkerId, t.CommitId] = {}  # the newest commit of each member in this generation
+        self.ticks: dict[t.WorkerId, int] = {}  # the ticks that each member has counted
+        self.out: set[t.WorkerId] = set()  # members that are out of inputs: they train nothing and seal nothing
+        self.reachable: bool | None = None  # True: a member was reachable since the end; None: not ended
+        self.ticks_after: int | None = None  # ticks completed after a newer world was published; None: no newer world
 
     def arrive(self, key: object, worker: t.WorkerId, content: Content) -> None:
         was_complete = self.complete(key)
@@ -53,24 +55,26 @@ class Group:
         if self.ticks_after is None or was_complete or not self.complete(key) or not isinstance(key, tuple):
             return
         self.ticks_after += 1
-        assert self.in_reach, f"I16: {key} of {self.world.generation}, all of it out of reach, after a newer world"
+        assert self.reachable, f"I16: {key} of {self.world.generation}, all of it out of reach, after a newer world"
         assert self.ticks_after <= 1, f"I16: {key} of {self.world.generation}, the second after a newer world"
 
     def count(self, worker: t.WorkerId, ticks: int) -> None:
-        """``worker`` has completed its tick number ``ticks``."""
+        """Record that ``worker`` has completed its tick number ``ticks``."""
         assert ticks == self.ticks.get(worker, 0) + 1, f"I16: {worker} counts {ticks} after {self.ticks.get(worker)}"
         self.ticks[worker] = ticks
 
     def made(self) -> t.CommitId | None:
-        """The newest commit that all members have sealed."""
-        return min(self.sealed.values()) if len(self.sealed) == self.world.size else None
+        """Return the newest commit that all members have sealed, except members that are out of inputs."""
+        if len(self.sealed) < self.world.size:
+            return None
+        return min(commit for worker, commit in self.sealed.items() if worker not in self.out)
 
     def complete(self, key: object) -> bool:
         return len(self.arrived.get(key, ())) == self.world.size
 
 
 class Failed(Exception):
-    """CollectiveError, or what Gloo raises."""
+    """CollectiveError, or an error raised by Gloo."""
 
 
 class Interrupted(Exception):
@@ -83,7 +87,7 @@ class OwnError(Exception):
 
 @dataclass
 class Sentinel:
-    """What the sentinel of a worker knows; the same words as the real one."""
+    """State of a worker's sentinel, with the same names as in the real one."""
 
     generation: int = 0
     word: int = 0
@@ -98,8 +102,8 @@ class Sentinel:
 
 
 @dataclass
-class Memory:
-    """The two buffers of a slot: they outlive its workers."""
+class Retained:
+    """The two buffers of a slot, which outlive its workers."""
 
     commit: tuple[t.CommitId, Content] | None = None
     previous: tuple[t.CommitId, Content] | None = None
@@ -107,34 +111,35 @@ class Memory:
 
 @dataclass(eq=False)
 class Worker:
-    """One process. ``step`` runs the main thread to its next wait or atomic action; ``receive`` one message."""
+    """One process. ``step`` runs the main thread to its next wait or atomic action; ``receive`` takes one message."""
 
     id: t.WorkerId
     script: Script
     groups: dict[int, Group]
     rng: random.Random
     content: Content
-    memory: Memory
+    retained: Retained
     sentinel: Sentinel = field(default_factory=Sentinel)
     up: deque[t.Event] = field(default_factory=deque)  # to the core, in order
     down: deque[t.Effect] = field(default_factory=deque)  # from the core, in order
     exit: t.WorkerExited | None = None  # set: dead
     frozen: bool = False
-    busy_until: float = 0.0  # its batch takes so long
+    busy_until: float = 0.0  # the end of its present batch
     crash: bool = False  # fault: the next batch raises an exception of this worker's own
-    words: list[t.Event] = field(default_factory=list)  # the lasting ones: its agent can say them again
+    words: list[t.Event] = field(default_factory=list)  # the lasting messages: its agent can send them again
     restored: int = 0
     passed_gate: bool = False
+    is_out: bool = False  # out of inputs in its last generation
 
     def __post_init__(self) -> None:
         self._main = self._run()
-        self._restore()  # what the last one in its slot has left
-        self.noticed = self.rng.random() < 0.5  # whether it sees a cut of another's socket by itself
+        self._restore()  # from the retained commit of its slot
+        self.noticed = self.rng.random() < 0.5  # True: the worker detects the closed socket of another one by itself
 
     # ------------------------------------------------------------------------------------------ the main thread
 
     def step(self) -> bool:
-        """One step of the main thread. False: it could only wait."""
+        """Run one step of the main thread. Return False if it could only wait."""
         moved = next(self._main, None)
         return bool(moved)
 
@@ -148,7 +153,7 @@ class Worker:
             group.cut.add(self.id)
 
     def _run(self) -> Iterator[bool]:
-        """The loop of ``run``. Yields True after something was done, False while it waits."""
+        """Run the loop of ``run``. Yield True after an action, False while the worker waits."""
         yield True  # boot
         while True:
             yield from self._ready()
@@ -162,7 +167,9 @@ class Worker:
                 return
             except Interrupted:
                 here = t.CommitId(generation, self.ticks)
-                if self.commit is None or self.commit[0] != here:
+                if self.is_out:
+                    self._restore()
+                elif self.commit is None or self.commit[0] != here:
                     self._seal(here)
             except Failed:
                 self._restore()
@@ -184,14 +191,14 @@ class Worker:
 
     @property
     def commit(self) -> tuple[t.CommitId, Content] | None:
-        return self.memory.commit
+        return self.retained.commit
 
     @property
     def ticks(self) -> int:
         return self.sentinel.word & (HOLD - 1)
 
     def _seal(self, commit: t.CommitId) -> None:
-        self.memory.previous, self.memory.commit = self.memory.commit, (commit, self.content)
+        self.retained.previous, self.retained.commit = self.retained.commit, (commit, self.content)
         group = self.groups[commit.generation]
         group.sealed[self.id] = commit
         if commit.tick == 1:
@@ -205,7 +212,7 @@ class Worker:
     def _ready(self) -> Iterator[bool]:
         sentinel = self.sentinel
         sentinel.place = "regroup"
-        commit, previous = self.memory.commit, self.memory.previous
+        commit, previous = self.retained.commit, self.retained.previous
         if commit is not None:
             assert self.content == commit[1], "I10: READY, but the live state is not the commit"
         self._say(
@@ -216,6 +223,7 @@ class Worker:
                 previous[0] if previous else None,
                 f"{self.id}:1",
                 self.ticks,
+                behind=self.is_out,
             )
         )
         joined = sentinel.generation
@@ -225,11 +233,12 @@ class Worker:
                 return
             yield False
         world = sentinel.world
+        self.is_out = False
         sentinel.generation, sentinel.word, sentinel.held, sentinel.end_tick = world.generation, 0, False, None
         yield True
 
     def _collective(self, key: object) -> Iterator[bool]:
-        """Arrive, and wait for all; or fail, when the generation is severed or a peer is seen to be gone."""
+        """Arrive, and wait for all members. Fail if the generation is severed or the worker detects a lost peer."""
         generation = self.sentinel.generation
         group = self.groups[generation]
         group.arrive(key, self.id, self.content)
@@ -265,24 +274,43 @@ class Worker:
     def _train(self, generation: int) -> Iterator[bool]:
         yield from self._sync(generation)
         self.sentinel.place = "train"
-        while self.content.batches < self.script.batches:
-            if self.crash or self.script.bug_at == self.content.batches:
+        group = self.groups[generation]
+        batches = self.content.batches
+        while batches < self.script.batches:
+            if self.script.uneven and len(group.out) < group.world.size - 1 and self.rng.random() < 0.1:
+                group.out.add(self.id)
+                self.is_out = True
+            if self.crash or self.script.bug_at == batches:
                 self.crash = False
                 raise OwnError
             key = ("tick", self.ticks)
             yield from self._collective(key)
-            contents = self.groups[generation].arrived[key]
-            assert len(set(contents.values())) == 1, f"I11: the replicas have diverged: {contents}"
-            history = hash((self.content.history, generation, self.ticks))
-            self.content = Content(self.content.origin, self.content.batches + 1, history)
-            yield True
-            if self.content.batches % self.script.every == 0:
-                self._seal(t.CommitId(generation, self.ticks + 1))
+            contents = {content for worker, content in group.arrived[key].items() if worker not in group.out}
+            assert len(contents) <= 1, f"I11: the replicas have diverged: {contents}"
+            batches += 1
+            if not self.is_out:
+                history = hash((self.content.history, generation, self.ticks))
+                self.content = Content(self.content.origin, batches, history)
                 yield True
+                if batches % self.script.every == 0:
+                    self._seal(t.CommitId(generation, self.ticks + 1))
+                    yield True
             yield from self._tick(generation)
+        if self.script.uneven:
+            yield from self._follow_the_last(generation)
+
+    def _follow_the_last(self, generation: int) -> Iterator[bool]:
+        """Send the state to members that ran out of inputs early, as the commit of one more tick."""
+        group, key = self.groups[generation], ("join", self.ticks)
+        yield from self._collective(key)
+        self.content = next(content for worker, content in group.arrived[key].items() if worker not in group.out)
+        self._seal(t.CommitId(generation, self.ticks + 1))
+        self.is_out = False
+        yield True
+        yield from self._tick(generation)
 
     def _tick(self, generation: int) -> Iterator[bool]:
-        """The end of a tick: fetch_add, and a look at the returned word."""
+        """End a tick: fetch_add, and a check of the returned word."""
         sentinel = self.sentinel
         old = sentinel.word
         sentinel.word += 1
@@ -318,7 +346,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------ the sentinel
 
     def receive(self) -> None:
-        """Take one message, as the sentinel does at any moment between two steps of the main thread."""
+        """Take one message, as the sentinel does at any time between two steps of the main thread."""
         sentinel, message = self.sentinel, self.down.popleft()
         match message:
             case t.PublishWorld(world):
@@ -352,7 +380,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------ its agent
 
     def lose_messages(self) -> None:
-        """Its host is out of reach: of what is on its way to it a random rest is lost, and the agent ends a hold."""
+        """Lose messages of an unreachable host: some of the messages to it, and all from it. The agent ends a hold."""
         for _ in range(self.rng.randint(0, len(self.down))):
             self.down.pop()
         sentinel = self.sentinel
@@ -368,7 +396,7 @@ class Worker:
         self.up.clear()
 
     def report(self) -> tuple[int, list[t.Event]]:
-        """The newest generation that it was given a world of, and its lasting words since then."""
+        """Return the newest generation whose world the worker received, and its lasting messages since then."""
         worlds = [message.world for message in self.down if isinstance(message, t.PublishWorld)]
         world = worlds[-1] if worlds else self.sentinel.world
         given = world.generation if world is not None else 0

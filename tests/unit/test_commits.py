@@ -1,4 +1,4 @@
-"""The commit directory: whose it is, who may remove it, and when."""
+"""The commit directory: its owner, and the processes that may remove it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.commits import CommitDirectory, control_file, owner_of, refuse, remove_dead, remove_job
+from elasticstate.commits import CommitDirectory, owner_of, refuse, remove_dead, remove_job
 from elasticstate.driver.record import JobDirectory
 
 JOB = "c0ffee"
@@ -32,12 +32,18 @@ def base(tmp_path: Path) -> str:
 
 
 def die(directory: CommitDirectory) -> None:
-    """What the kernel does at the death of an agent."""
-    os.close(directory._lock)
+    """Unlock the directory, as the kernel does when an agent dies."""
+    os.close(directory.fd)
+
+
+def make_page(directory: CommitDirectory, slot: int) -> None:
+    fd = directory.open_file(f"{slot}.control", os.O_RDWR | os.O_CREAT)
+    os.write(fd, b"page")
+    os.close(fd)
 
 
 def outdate(directory: CommitDirectory) -> None:
-    """What time does to it."""
+    """Let the time pass until which the directory is kept."""
     path = directory.path / "job"
     kept_until = path.stat().st_mtime
     assert time.time() + KEEP_S - 60 < kept_until <= time.time() + KEEP_S
@@ -45,14 +51,14 @@ def outdate(directory: CommitDirectory) -> None:
 
 
 def end(job: JobDirectory) -> None:
-    """The death of the driver and of all agents."""
+    """Unlock the job directory, as when the driver and all agents die."""
     os.close(job._lock)
     os.close(job._driver_lock)
 
 
 def test_each_job_host_and_slot_has_an_owner_of_its_own() -> None:
-    seats = [(JOB, "h", 0), (JOB, "h", 1), (JOB, "i", 0), ("c0ffe0", "h", 0)]
-    owners = {owner_of(*seat) for seat in seats}
+    slot_ids = [(JOB, "h", 0), (JOB, "h", 1), (JOB, "i", 0), ("c0ffe0", "h", 0)]
+    owners = {owner_of(*slot_id) for slot_id in slot_ids}
     assert len(owners) == 4
     assert {len(owner) for owner in owners} == {16}
 
@@ -62,20 +68,19 @@ def test_only_this_user_may_look_into_it(base: str, job: JobDirectory) -> None:
     assert directory.path.parent == Path(base)
     assert directory.path.name == f"elasticstate-{os.getuid()}-{JOB}-h"
     assert directory.path.stat().st_mode & 0o777 == 0o700
-    page = Path(directory.make_page(3))
-    assert page == directory.path / "3.control" == Path(control_file(directory.prefix(3)))
-    assert page.stat().st_size == 4096
-    assert page.stat().st_mode & 0o777 == 0o600
+    make_page(directory, 3)
+    assert (directory.path / "3.control").stat().st_mode & 0o777 == 0o600
+    assert directory.slots() == [3]
     directory.remove()
     assert not directory.path.exists()
 
 
 def test_an_agent_after_another_finds_what_was_there(base: str, job: JobDirectory) -> None:
     first = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
-    Path(first.make_page(0)).write_bytes(b"x" * 4096)
+    make_page(first, 0)
     die(first)
     second = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
-    assert Path(second.make_page(0)).read_bytes() == b"x" * 4096
+    assert (second.path / "0.control").read_bytes() == b"page"
     second.remove()
 
 
@@ -86,13 +91,19 @@ def test_two_agents_never_have_it(base: str, job: JobDirectory) -> None:
     first.remove()
 
 
-def test_a_directory_that_others_may_read_is_refused(base: str, job: JobDirectory) -> None:
+def test_a_directory_that_others_may_read_is_left_alone_and_another_name_taken(base: str, job: JobDirectory) -> None:
     planted = Path(base, f"elasticstate-{os.getuid()}-{JOB}-h")
     planted.mkdir()
     planted.chmod(0o755)
-    with pytest.raises(PermissionError, match="this user alone"):
-        CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
-    assert remove_dead(base) == []
+    directory = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
+    assert directory.path.name == planted.name + "~1"
+    make_page(directory, 0)
+    assert not list(planted.iterdir())
+    planted.rmdir()
+    die(directory)
+    again = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
+    assert again.path == directory.path, "what is there counts, whatever name it has"
+    again.remove()
 
 
 def test_what_dead_jobs_have_left_is_removed_and_nothing_of_living_ones(base: str, job: JobDirectory) -> None:
@@ -128,7 +139,7 @@ def test_what_dead_jobs_have_left_is_removed_and_nothing_of_living_ones(base: st
 def test_what_has_just_died_is_kept_for_who_starts_it_again(base: str, job: JobDirectory) -> None:
     page = Path(base, f"elasticstate-{os.getuid()}-{JOB}-h", "0.control")
     directory = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
-    directory.make_page(0)
+    make_page(directory, 0)
     outdate(directory)
     directory.keep()
     die(directory)
@@ -186,7 +197,7 @@ def test_whoever_loses_the_race_against_a_removal_makes_it_anew(base: str, job: 
     try:
         for _ in range(200):
             directory = CommitDirectory(base, JOB, "h", str(job.path), "/socket", PATIENCE_S, KEEP_S)
-            directory.make_page(0)
+            make_page(directory, 0)
             assert Path(directory.path, "0.control").exists()
             directory.remove()
     finally:
@@ -197,7 +208,7 @@ def test_whoever_loses_the_race_against_a_removal_makes_it_anew(base: str, job: 
 def test_what_cannot_be_a_commit_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert refuse(str(tmp_path)) == ""
-    assert refuse(str(tmp_path / "none")) == "nothing can be made in it (No such file or directory)"
-    assert refuse(str(tmp_path / "file")) == "nothing can be made in it (Not a directory)"
-    assert refuse("/proc").startswith("nothing can be made in it")
+    assert refuse(str(tmp_path / "none")) == "cannot create a directory in it (No such file or directory)"
+    assert refuse(str(tmp_path / "file")) == "cannot create a directory in it (Not a directory)"
+    assert refuse("/proc").startswith("cannot create a directory in it")
     assert not list(tmp_path.glob("elasticstate-*"))

@@ -49,7 +49,7 @@ def test_state_has_the_methods_of_the_design() -> None:
 
 
 def test_all_options_of_the_design_are_there_and_no_others() -> None:
-    options = section(3).split("Discovery script:")[0].replace("--lr", "")
+    options = section(3).split("Options of torchrun")[0].replace("--lr", "")
     named = set(re.findall(r"--[a-z-]+", options))
     ours = {name for option in config.option_names().values() for name in option.names if name.startswith("--")}
     assert ours | {"--version", "--reattach", "--check"} == named - LATER_OPTIONS

@@ -1,4 +1,4 @@
-"""What ``launch()`` refuses before anything is started."""
+"""Errors of ``launch()`` before any process is started."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ def nothing() -> None: ...
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"np": 0}, r"^-np/--num-proc: '0': takes a whole number"),
-        ({"np": 2, "min_np": 3}, r"^--min-np: 3: takes a number up to -np"),
-        ({"np": 2, "hosts": ["a:2", "b:x"]}, r"^-H/--hosts: 'a:2,b:x': takes host or host:slots"),
-        ({"np": 2, "elastic_timout": 3}, r"no option 'elastic_timout': is it 'elastic_timeout'\?$"),
-        ({"np": 2, "qqq": 3}, r"no option 'qqq'$"),
-        ({"np": 2, "cooldown_range": (5, 1)}, r"^--cooldown-range/.*: '5 1': takes two times"),
-        ({"np": 2, "tag_output": "perhaps"}, r"^--tag-output: 'perhaps': takes"),
+        ({"np": 0}, r"^-np/--num-proc: '0': must be a whole number"),
+        ({"np": 2, "min_np": 3}, r"^--min-np: 3: must be at most -np"),
+        ({"np": 2, "hosts": ["a:2", "b:x"]}, r"^-H/--hosts: 'a:2,b:x': must be host or host:slots"),
+        ({"np": 2, "elastic_timout": 3}, r"unknown option 'elastic_timout'\. Did you mean 'elastic_timeout'\?$"),
+        ({"np": 2, "qqq": 3}, r"unknown option 'qqq'\. elasticrun --help lists all options\.$"),
+        ({"np": 2, "cooldown_range": (5, 1)}, r"^--cooldown-range/.*: '5 1': must be two times"),
+        ({"np": 2, "tag_output": "perhaps"}, r"^--tag-output: 'perhaps': must be"),
         ({"np": 2, "commit_dir": "/no/such/directory"}, r"^--commit-dir: '/no/such/directory': takes a directory"),
     ],
 )
-def test_a_bad_option_names_option_value_and_what_is_taken(options: dict[str, Any], said: str) -> None:
+def test_a_bad_option_names_option_value_and_valid_values(options: dict[str, Any], said: str) -> None:
     with pytest.raises(elastic.OptionError, match=said):
         elastic.launch(nothing, **options)
 
 
 @pytest.mark.parametrize("what", ["python train.py", [], 5, b"x"])
 def test_what_is_no_function_and_no_command_is_refused(what: Any) -> None:
-    with pytest.raises(elastic.UsageError, match="takes a function, or a command as a list of words"):
+    with pytest.raises(elastic.UsageError, match="must be a function, or a command as a list of words"):
         elastic.launch(what, np=1)
 
 
 def test_what_cannot_be_pickled_or_is_too_large_is_refused_with_the_remedy() -> None:
     with pytest.raises(elastic.UsageError, match=r"nothing or its arguments cannot be pickled: .*lock"):
         elastic.launch(nothing, (threading.Lock(),), np=1)
-    with pytest.raises(elastic.UsageError, match=r"take 5\.0 MB pickled, and 4\.1 MB is the most: give it the path"):
+    with pytest.raises(
+        elastic.UsageError, match=r"have 5\.0 MB pickled, more than the limit of 4\.1 MB\. Pass the path"
+    ):
         elastic.launch(nothing, (b"x" * 5_000_000,), np=1)
 
 

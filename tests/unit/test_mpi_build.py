@@ -1,15 +1,15 @@
-"""What an MPI says of itself, and what follows from it. For trials see tests/integration/test_check.py."""
+"""Version texts of MPI libraries, and the error for an unusable MPI. Trials are in tests/integration/test_check.py."""
 
 from __future__ import annotations
 
 import pytest
 
 from elasticstate.errors import OptionError
-from elasticstate.mpi_build import Mpi, short_version, usable
+from elasticstate.mpi_build import MpiInstallation, short_version, usable
 
 
 @pytest.mark.parametrize(
-    ("told", "short"),
+    ("text", "short"),
     [
         ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11\0", "Open MPI 5.0.11"),
         ("mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n", "Open MPI 5.0.11"),
@@ -19,15 +19,15 @@ from elasticstate.mpi_build import Mpi, short_version, usable
         ("", "an unknown MPI"),
     ],
 )
-def test_a_version_in_short(told: str, short: str) -> None:
-    assert short_version(told) == short
+def test_a_version_in_short(text: str, short: str) -> None:
+    assert short_version(text) == short
 
 
 def test_an_mpi_without_a_problem_can_be_used() -> None:
-    found = Mpi(mpi4py="4.1.2")
+    found = MpiInstallation(mpi4py="4.1.2")
     assert usable(found) is found
 
 
-def test_a_problem_names_option_value_and_what_it_takes() -> None:
-    with pytest.raises(OptionError, match=r"^--backend: 'mpi': takes an mpirun, and there is none$"):
-        usable(Mpi(problem="an mpirun, and there is none"))
+def test_a_problem_names_option_and_value() -> None:
+    with pytest.raises(OptionError, match=r"^--backend: 'mpi': there is no mpirun\. Run pip\.$"):
+        usable(MpiInstallation(problem="there is no mpirun. Run pip."))

@@ -1,4 +1,4 @@
-"""Commands that are asked: nothing of one is left, whenever its caller gives up."""
+"""Commands run by ``ask``: no process of a command is left, whenever its caller gives up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticstate.processes import TookTooLong, ask
 
 @pytest.mark.parametrize("turns", range(6))
 def test_a_command_ends_with_its_caller_however_often_that_is_cancelled(tmp_path: Path, turns: int) -> None:
-    """At the end of an event loop all tasks are cancelled, also those that were cancelled just before."""
+    """The end of an event loop cancels all tasks, including tasks that were cancelled just before."""
     told = tmp_path / "pid"
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""Every wait is an option: numbers of seconds in the code that are not in ``config/`` have a reason here.
+"""Every wait is an option. Each number of seconds outside ``config/`` needs a reason in this file.
 
 What can end, kill or fail something is an option, or follows from one. What is left is how often one looks, how long a
 moment is, and what stands in the contract.
@@ -20,36 +20,43 @@ from elasticstate.core.policy import Policy
 
 PACKAGE = Path(elasticstate.__file__).parent
 NATIVE = PACKAGE.parent / "native"
-OPTIONS = {"config.options", "core.policy"}  # the one has them, the other repeats the defaults of some
+OPTIONS = {"config.options", "core.policy"}  # the options, and the defaults of some that the policy repeats
 
 ALLOWED = {
-    # how often one looks; nothing ends by it
-    "agent.claim: _LOOK_INTERVAL_S": "between two looks; --heartbeat-timeout decides",
-    "agent.leftovers: _LEAST_INTERVAL_S": "between two looks for leftovers",
-    "agent.agent: LOOK_INTERVAL_S": "between two looks at the stamps; --heartbeat-timeout and --hang-timeout decide",
-    "agent.pulse: _STAMPS_INTERVAL_S": "between two messages with them, at most",
-    "agent.contact: _FIRST_PAUSE_S": "between two attempts to dial; --orphan-timeout decides",
-    "agent.contact: _LONGEST_PAUSE_S": "the same",
+    # intervals between two looks; nothing ends by them
+    "agent.host_lock: _LOOK_INTERVAL_S": "between two attempts to lock; --heartbeat-timeout decides",
+    "agent.stale_files: _LEAST_INTERVAL_S": "between two searches for stale files",
+    "agent.supervisor: LOOK_INTERVAL_S": "between two looks at the stamps; --heartbeat-timeout decides",
+    "agent.deleted_files: _LOOK_INTERVAL_S": "between two checks of files that another process may delete",
+    "driver.reattach: _LOOK_INTERVAL_S": "the same",
+    "agent.liveness: _STAMPS_INTERVAL_S": "between two messages with heartbeats",
+    "agent.driver_connection: _FIRST_PAUSE_S": "between two attempts to dial; --orphan-timeout decides",
+    "agent.driver_connection: _LONGEST_PAUSE_S": "the same",
     "commits: time.sleep(0.01)": "between two looks at a lock",
-    "driver.agents: _LONGEST_INTERVAL_S": "between two looks at who is silent; --heartbeat-timeout decides",
-    "driver.driver: _LONGEST_DELAY_S": "collects what is not urgent",
+    "driver.agents: _LONGEST_INTERVAL_S": "between two searches for silent agents; --heartbeat-timeout decides",
+    "driver.driver: _LONGEST_DELAY_S": "collects changes that are not urgent",
     "driver.launcher: interval_s": "at least one second, the least that ssh takes; --heartbeat-timeout decides",
+    "driver.output_troubles: _LOOK_INTERVAL_S": "between two looks at output that is not written",
     "driver.record: time.sleep(0.01)": "between two looks at a lock",
     "net.control: _BREATH_S": "before the next connection is accepted, when there is no descriptor left",
     "net.control: _NEXT_ADDRESS_S": "RFC 8305: before the next address is tried, too; --connect-timeout decides",
     "worker.contexts.gloo_groups: time.sleep(0.001)": "between two looks",
-    "mpi.broker: _LOOK_INTERVAL_S": "between two looks whether the job is over",
+    "loop_watch: SLOW_S": "a longer callback is reported in tests; nothing ends by it",
+    "writing: BLOCKED_S": "a write that lasts longer is reported; output waits no longer for it, and nothing else ends",
+    "writing: _RETRY_INTERVAL_S": "between two attempts to write data",
+    "mpi.broker: _LOOK_INTERVAL_S": "between two checks for the end of the job",
     "driver.identities: _LOOK_INTERVAL_S": "between two looks; --start-timeout decides",
     "worker.contexts.nccl: _LOOK_INTERVAL_S": "between two looks",
     "worker.contexts.mpi.identity: _LOOK_INTERVAL_S": "between two looks; --regroup-timeout decides",
     "worker.contexts.mpi.context: _LOOK_INTERVAL_S": "between two looks; --regroup-timeout decides",
     "worker.contexts.mpi.world: _LOOK_INTERVAL_S": "between two looks; the end of the generation decides",
-    "worker.contexts.mpi.operation: _SHORTEST_PAUSE_S": "between two tests of what is under way",
+    "worker.contexts.mpi.operation: _SHORTEST_PAUSE_S": "between two tests of an operation that is under way",
     "worker.contexts.mpi.operation: _LONGEST_PAUSE_S": "the same",
     "worker.sentinel: _SWEEP_INTERVAL_S": "between two cuts",
     "worker.regroup: _SLICE": "of the wait for the store; --regroup-timeout decides",
-    # what is over already is given a moment to be tidy
-    "agent.agent: _STACKS_TIMEOUT_S": "for the stacks of a worker whose kill is decided",
+    # a moment for something that has ended already to clean up
+    "agent.supervisor: _STACKS_TIMEOUT_S": "for the stacks of a worker whose kill is decided",
+    "agent.output: _MOMENT_S": "for a terminal or file to take the last output; it is written later all the same",
     "agent.worker_process: _DRAIN_TIMEOUT_S": "for the output of a process that has ended",
     "driver.agents: _LAST_MOMENT_S": "for a process to end whose sockets are closed, so that its status is known",
     "net.stream: _LAST_MOMENT_S": "for the other end of a connection that is being closed",
@@ -64,9 +71,9 @@ ALLOWED = {
     "worker.contexts.mpi.context: _STUCK_AFTER_S": "for MPI to come back from a generation that has ended; then the "
     "worker is replaced, and a longer wait would not help",
     "worker.contexts.gloo_groups: _QUIET_TIMEOUT_S": "for operations that were cut; then it goes on all the same",
-    # what decides by itself
-    "driver.record: _LOCK_TIMEOUT_S": "a living driver keeps this lock for good, who only looks for microseconds",
-    # the contract: DESIGN.md, sections 3 and 4; they delay a start, and give way
+    # limits that decide by themselves
+    "driver.record: _LOCK_TIMEOUT_S": "a driver keeps this lock until it ends, other processes for microseconds",
+    # the contract: DESIGN.md, sections 3 and 4; these delay a start, and give way
     "core.cooldown: MAX_BACKOFF_S": "restarted after 0, 1, 2, 4 ... 60 s",
     "core.cooldown: SAME_DEATH_S": "deaths within 1 s on one host count once",
     "core.ending: QUIET_S": "not before the new world's first tick or 1 s",
@@ -77,7 +84,7 @@ ALLOWED_NATIVE = {
     "gloo_waits.cpp: ASLEEP_FOR{60}": "then a sleeper of an ended generation is woken",
     "gloo_waits.cpp: HOPELESS_AFTER{5}": "250 attempts to wake it: the worker cannot leave an ended generation, and is "
     "replaced; it ends no job, and a longer wait would not help",
-    "sentinel.cpp: LEAVE_BOOT_WITHIN{1}": "a worker that was told to leave before it had begun, exits",
+    "sentinel.cpp: LEAVE_BOOT_WITHIN{1}": "a worker that gets a preemption notice before it has begun, exits",
     "sentinel.cpp: poll(&log, 1, 100)": "for a line in the log; given up if the reader is stuck",
     "sentinel.hpp: BEAT_INTERVAL{250}": "between two stamps",
     "sentinel.hpp: SWEEP_INTERVAL{3}": "between two sweeps",
@@ -102,7 +109,7 @@ _NATIVE_CALL = re.compile(r"\b(?:p?poll|usleep|sleep_for|sleep|nanosleep)\([^()]
 
 
 def waits(source: str) -> Iterator[str]:
-    """Names that are given a number of seconds in ``source``, and calls that wait for one."""
+    """Yield the names in ``source`` that get a number of seconds, and the calls that wait for one."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         match node:
@@ -131,7 +138,7 @@ def _defaults(arguments: ast.arguments) -> Iterator[str]:
 
 
 def _has_a_number(value: ast.expr) -> bool:
-    """Other than 0, alone or added to something; a number that scales something else is none."""
+    """Return True for a number other than 0, alone or in a sum. A number that scales a value does not count."""
     match value:
         case ast.Constant(value=bool()):
             return False
@@ -147,7 +154,7 @@ def _has_a_number(value: ast.expr) -> bool:
 
 
 def _is_value_of_a_name(tree: ast.AST, call: ast.Call) -> bool:
-    """``_SLICE = timedelta(seconds=1)`` is told of once."""
+    """Return True for the call in ``_SLICE = timedelta(seconds=1)``, which counts by its name already."""
     return any(isinstance(node, ast.Assign) and node.value is call for node in ast.walk(tree))
 
 

@@ -1,5 +1,7 @@
-"""What the run loop knows of the way in which tensors travel: a :class:`Backend` per process, a :class:`Context` per
-generation. One module (or package) here for each backend; none of them knows the loop, or another one."""
+"""Interface between the run loop and a backend: one :class:`Backend` per process, one :class:`Context` per generation.
+
+Each backend is one module (or package) in this folder. No backend depends on the loop or on another backend.
+"""
 
 from __future__ import annotations
 
@@ -18,71 +20,71 @@ from elasticstate.net.messages import FromWorkerBody
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where, as whom and for how long a worker meets the other members of a generation."""
+    """Data with which a worker meets the other members of a generation."""
 
-    store: Store  # of this generation alone
-    name: str  # of the generation, unlike that of any other: "job/number"
-    worker: str  # who this is, in whatever generation
+    store: Store  # store of this generation alone
+    name: str  # unique name of the generation: "job/number"
+    worker: str  # name of this worker, the same in all generations
     rank: int
     size: int
-    init_timeout: timedelta  # for all members to be there
-    collective_timeout: timedelta  # of every group afterwards, those of user code included
-    check: Callable[[], None]  # raises CollectiveError once the generation has ended
+    init_timeout: timedelta  # maximum time until all members have arrived
+    collective_timeout: timedelta  # timeout of the collectives of every group, including those of user code
+    check: Callable[[], None]  # raises CollectiveError after the generation has ended
 
 
 class Fault(Enum):
-    """What an exception says of its generation."""
+    """Meaning of an exception for its generation."""
 
-    UNKNOWN = auto()  # may be the worker's own mistake as well: Gloo's errors are all plain RuntimeErrors
-    GENERATION = auto()  # a member is gone, or the generation's communication is
-    DEVICE = auto()  # nothing in this process can use its device again: another process has to take over
+    UNKNOWN = auto()  # may also be the worker's own error: Gloo's errors are all plain RuntimeErrors
+    GENERATION = auto()  # a member died, or the generation's communication broke
+    DEVICE = auto()  # nothing in this process can use its device again: another process must replace it
 
 
 class Context(Protocol):
-    """All process groups of one generation. Made, used and left on the main thread; ``sever`` is for any thread."""
+    """All process groups of one generation. Used on the main thread only. Any thread may call ``sever``."""
 
-    severs_in_python: bool  # ``sever`` has more to cut than ``sockets``
+    severs_in_python: bool  # ``sever`` cuts more than ``sockets``
 
     @property
     def sockets(self) -> GlooSockets:
-        """What the sentinel cuts, without Python."""
+        """The sockets that the sentinel cuts without Python."""
 
     def watch_store(self, address: tuple[str, int]) -> None:
-        """From now on ``sever`` also cuts this process's connections to the store at ``address``."""
+        """Make ``sever`` also cut this process's connections to the store at ``address``."""
 
     def create(self, rendezvous: Rendezvous) -> None:
-        """Make the default process group of the generation.
+        """Create the default process group of the generation.
 
-        Raises what the backend raises when a member is missing, or the generation is severed meanwhile.
+        Raises the backend's errors when a member is missing, or when the generation is severed during the call.
         """
 
     def subgroup(self, ranks: tuple[int, ...]) -> Any:
-        """A group of these ranks, ascending, made by them alone; it lasts until ``destroy``."""
+        """Return a group of these ranks, ascending. Only these ranks call it. The group lasts until ``destroy``."""
 
     def sever(self) -> None:
-        """Cut everything: whoever is inside a collective, an init or a store wait, or enters one, gets an error.
+        """Cut all communication: a thread that is in, or enters, a collective, an init or a store wait gets an error.
 
-        Level, not edge: it is called again and again until the generation has been left.
+        The sentinel calls it repeatedly until the generation has been left, because new connections may appear.
         """
 
     def broken(self) -> bool:
-        """The fact behind a failure: the generation's communication is cut, here or by the loss of a member."""
+        """Return True if the generation's communication is cut: by this process, or by the loss of a member."""
 
     def classify(self, error: BaseException) -> Fault:
-        """What one exception (not its causes) says."""
+        """Return the meaning of one exception, without its causes."""
 
     def usable(self) -> bool:
-        """After a failure: whether this process can be a member of another generation."""
+        """Return True if this process, after a failure, can be a member of another generation."""
 
     def destroy(self) -> None:
-        """Take the groups down. Nothing of the generation is left afterwards: no thread, no descriptor."""
+        """Destroy the groups. No thread and no descriptor of the generation remains afterwards."""
 
 
 class Backend(Protocol):
-    """One way in which tensors travel, for the life of the process."""
+    """One way to send tensors, for the life of the process."""
 
     def prepare(self, environment: WorkerEnvironment, say: Callable[[FromWorkerBody], None]) -> None:
-        """What takes time, before the first READY. ``say`` tells the agent something."""
+        """Do slow preparations before the first READY. ``say`` sends a message to the agent."""
 
     def context(self) -> Context:
-        """For the next generation. The one before it has been destroyed."""
+        """Return a context for the next generation. The one before it has been destroyed."""

@@ -1,4 +1,4 @@
-"""Whether this process can still use its CUDA device."""
+"""Checks for a lost CUDA device, which this process can never use again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 
-# cudaError_t after which "the process must be terminated and relaunched", as the documentation of CUDA's runtime says:
+# cudaError_t after which "the process must be terminated and relaunched", according to the CUDA runtime documentation:
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 _LASTING = {
     700,  # cudaErrorIllegalAddress
@@ -24,8 +24,10 @@ _LASTING = {
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether ``error`` says that no process can use the device any more in which it was raised. torch keeps the number
-    of CUDA's error with it."""
+    """Return True if ``error`` means that the process which raised it can never use the device again.
+
+    torch stores CUDA's error number in the exception.
+    """
     accelerator_error = getattr(torch, "AcceleratorError", None)  # since torch 2.8
     if accelerator_error is None or not isinstance(error, accelerator_error):
         return False
@@ -33,7 +35,10 @@ def is_lost(error: BaseException) -> bool:
 
 
 def answers(scratch: torch.Tensor, timeout: timedelta) -> bool:
-    """Whether a kernel on the device of ``scratch``, which it changes, comes to its end. False: it fails, or hangs."""
+    """Return True if a kernel on the device of ``scratch`` completes in time, False if it fails or hangs.
+
+    The kernel changes ``scratch``.
+    """
 
     def probe() -> None:
         scratch.add_(1)
@@ -44,7 +49,7 @@ def answers(scratch: torch.Tensor, timeout: timedelta) -> bool:
 
 
 class Aside:
-    """A call on a thread of its own: it may hang for ever, who waits for it does not."""
+    """A call on a thread of its own. If the call hangs, its caller does not."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
@@ -59,6 +64,6 @@ class Aside:
             self.error = error
 
     def join(self, timeout_s: float) -> bool:
-        """Whether it has come back by then."""
+        """Wait for the call. Return True if it has ended before the timeout."""
         self._thread.join(max(0.0, timeout_s))
         return not self._thread.is_alive()

@@ -1,4 +1,4 @@
-"""Gloo: sockets between all pairs of a group, which native/gloo_sockets.hpp finds and cuts without Python."""
+"""Gloo backend: sockets between all pairs of a group, which native/gloo_sockets.hpp finds and cuts without Python."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from elasticstate.worker.contexts.gloo_groups import GlooGroups
 from elasticstate.worker.contexts.groups import TorchGroups
 
 
-class Gloo:
-    """The backend (see context.Backend): nothing lasts longer than a generation."""
+class GlooBackend:
+    """The Gloo backend (see context.Backend). None of its objects outlives a generation."""
 
     def prepare(self, environment: WorkerEnvironment, say: Callable[[FromWorkerBody], None]) -> None: ...
 
@@ -25,7 +25,7 @@ class Gloo:
 
 
 class GlooContext:
-    """See context.Context."""
+    """The Gloo groups of one generation. See context.Context."""
 
     severs_in_python = False
 
@@ -35,7 +35,7 @@ class GlooContext:
         self._groups = TorchGroups(self.sockets.begin_group, self.sockets.end_group)
         self._rendezvous: Rendezvous | None = None
 
-    # ------------------------------------------------------------------------------------------------ main thread
+    # ------------------------------------------------------------------------------------------------------ main thread
 
     def watch_store(self, address: tuple[str, int]) -> None:
         self.sockets.watch_store(*address)
@@ -69,11 +69,11 @@ class GlooContext:
     def usable(self) -> bool:
         return True
 
-    # ------------------------------------------------------------------------------------------------- any thread
+    # ------------------------------------------------------------------------------------------------------- any thread
 
     def sever(self) -> None:
         self.sockets.sever()
 
     def broken(self) -> bool:
-        """A pair of one of the groups has lost its connection, or all were cut here."""
+        """Return True if a pair in one of the groups has lost its connection, or this process has cut all of them."""
         return self.sockets.broken()

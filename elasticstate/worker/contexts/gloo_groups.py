@@ -1,5 +1,7 @@
-"""The Gloo groups of one generation, which native/gloo_sockets.hpp finds and cuts without Python: all of them, or those
-for the tensors in the memory of the CPU."""
+"""Gloo groups of one generation, which native/gloo_sockets.hpp finds and cuts without Python.
+
+With the gloo backend these are all groups, with the nccl backend those for CPU tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,22 @@ from elasticstate._native import GlooSockets
 from elasticstate.errors import CollectiveError
 from elasticstate.worker.contexts.context import Rendezvous
 
-_CUT_AFTER_S = 0.05  # when a generation is left; what has ended is cleared away sooner
-_QUIET_TIMEOUT_S = 5.0  # for operations that were cut to end
+_CUT_AFTER_S = 0.05  # on leaving a generation, cut operations that take longer; ended ones are cleared sooner
+_QUIET_TIMEOUT_S = 5.0  # maximum time until cut operations end
 
 
 class GlooGroups:
-    """Their sockets, and the groups that are not torch's. On the main thread, but for ``sockets``."""
+    """Sockets of the groups, and the groups that torch does not manage. Main thread only, except ``sockets``."""
 
     def __init__(self) -> None:
         self.sockets = GlooSockets()
         self._own: list[tuple[tuple[int, ...], Any]] = []
 
     def subgroup(self, at: Rendezvous, ranks: tuple[int, ...]) -> Any:
-        """Not by torch's ``new_group``: that counts the groups of this process, and names the next one after the count.
-        User code would get groups of different names on different ranks, and hang.
+        """Create a group of these ranks without torch's ``new_group``.
+
+        ``new_group`` counts the groups of this process, and names the next one after the count. User code would get
+        groups with different names on different ranks, and hang.
         """
         times = sum(known == ranks for known, _ in self._own)
         name = f"elasticstate/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:32]}/{times}"  # ranks may be thousands
@@ -43,10 +47,10 @@ class GlooGroups:
         return group
 
     def be_quiet(self) -> None:
-        """Let no operation be under way, not even one that has failed and is being cleared away.
+        """Wait until no operation is running, including the cleanup of failed operations.
 
-        That takes the GIL on a thread of the group, and whoever drops the last reference to the group, which may be
-        DDP's with the GIL held, waits for that thread: a deadlock in torch 2.13.
+        That cleanup takes the GIL on a thread of the group. The code that drops the last reference to the group waits
+        for that thread, and may hold the GIL, as DDP's does: a deadlock in torch 2.13.
         """
         begun = time.monotonic()
         while self.sockets.busy() and (waited_s := time.monotonic() - begun) < _QUIET_TIMEOUT_S:
@@ -55,5 +59,5 @@ class GlooGroups:
             time.sleep(0.001)
 
     def clear(self) -> None:
-        """Drop what is not torch's."""
+        """Drop the groups that torch does not manage."""
         self._own.clear()

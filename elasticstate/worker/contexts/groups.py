@@ -1,6 +1,8 @@
-"""The groups that torch makes in one generation: the default one, and those of user code's ``new_group``,
-``split_group`` and ``DeviceMesh``. All of them come by one of two places in torch, where they are noted and get the
-world's time-out."""
+"""TorchGroups: the groups that torch creates in one generation.
+
+These are the default group and those of user code's ``new_group``, ``split_group`` and ``DeviceMesh``. torch creates
+all of them in one of two functions. TorchGroups wraps both, to register each group and to set the world's timeout.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ _DEFAULT_TIMEOUTS = (
 
 
 class TorchGroups:
-    """From ``create`` to ``destroy`` every group of this process is noted. On the main thread only."""
+    """Registry of all groups of this process from ``create`` to ``destroy``. Main thread only."""
 
     def __init__(self, begin: Callable[[int], bool], end: Callable[[], None]) -> None:
-        """``begin`` is called with its size before a group is made (False: the generation has ended), ``end`` after."""
+        """Set the callbacks: ``begin(size)`` before the creation of a group (False stops it), ``end()`` afterwards."""
         self._begin = begin
         self._end = end
         self._timeout = timedelta()
@@ -33,7 +35,7 @@ class TorchGroups:
         self._torch_split: Any = None
 
     def create(self, backend: str, collective_timeout: timedelta, **options: Any) -> None:
-        """``init_process_group(backend, **options)``, whose time-out becomes ``collective_timeout`` afterwards."""
+        """Call ``init_process_group(backend, **options)``. Later groups get the timeout ``collective_timeout``."""
         self._timeout = collective_timeout
         excepthook = sys.excepthook
         self._torch_helper = distributed_c10d._new_process_group_helper
@@ -43,25 +45,25 @@ class TorchGroups:
         try:
             dist.init_process_group(backend, **options)
         finally:
-            sys.excepthook = excepthook  # each init_process_group wraps it once more
+            sys.excepthook = excepthook  # each init_process_group wraps it again
 
     def destroy(self) -> None:
-        """Take down what was made, if anything was."""
+        """Destroy the groups, if any were created."""
         if self._torch_helper is not None:
             distributed_c10d._new_process_group_helper = self._torch_helper
             self._split_by(self._torch_split)
             self._torch_helper = self._torch_split = None
         if dist.is_initialized():
             dist.destroy_process_group()
-        # A group that failed to be made has been counted all the same, and the count is part of the next one's name.
+        # A group whose creation failed is counted too, and the count is part of the next group's name.
         distributed_c10d._world.group_count = 0
 
     def _noted_helper(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's ``_new_process_group_helper``: the size of the group comes first."""
+        """Replace torch's ``_new_process_group_helper``, whose first argument is the size of the group."""
         return self._noted(self._torch_helper, args[0], *args, **kwargs)
 
     def _noted_split(self) -> Callable[..., Any]:
-        """torch's ``ProcessGroup.split_group``: the ranks of the group come first. A function, to be its method."""
+        """Return a replacement for torch's ``ProcessGroup.split_group``. It must be a function to work as a method."""
         return lambda parent, ranks, **kwargs: self._noted(self._torch_split, len(ranks), parent, ranks, **kwargs)
 
     def _noted(self, make: Callable[..., Any], size: int, *args: Any, **kwargs: Any) -> Any:

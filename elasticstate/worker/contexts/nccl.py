@@ -1,7 +1,7 @@
-"""NCCL for the tensors on CUDA devices, and Gloo for those in the memory of the CPU: torch's ``cpu:gloo,cuda:nccl``.
+"""NCCL backend for tensors on CUDA devices, with Gloo for CPU tensors: torch's ``cpu:gloo,cuda:nccl``.
 
-A generation is cut in two: Gloo's sockets and the store by the sentinel's native thread, NCCL's communicators by an
-abort, on the sentinel's Python thread.
+A generation is cut in two parts: the sentinel's native thread cuts Gloo's sockets and the store, and the sentinel's
+Python thread aborts NCCL's communicators.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from elasticstate.worker.contexts.gloo_groups import GlooGroups
 from elasticstate.worker.contexts.groups import TorchGroups
 from elasticstate.worker.replacement import be_replaced
 
-_TOGETHER_TIMEOUT_S = 5.0  # for all members to be through with what they do in a generation that is left
+_TOGETHER_TIMEOUT_S = 5.0  # maximum time until all members have completed their last operations
 _LOOK_INTERVAL_S = 0.005
 _CUDA = torch.device("cuda")
 _CPU = torch.device("cpu")
 
 
-class Nccl:
-    """The backend (see context.Backend). The CUDA context of the process outlives all generations."""
+class NcclBackend:
+    """The NCCL backend (see context.Backend). The CUDA context of the process outlives all generations."""
 
     def __init__(self) -> None:
         self._scratch: torch.Tensor | None = None
 
     def prepare(self, environment: WorkerEnvironment, say: Callable[[FromWorkerBody], None]) -> None:
-        """Raises UsageError when this slot has no device, or torch no NCCL."""
+        """Prepare the device and NCCL's settings.
+
+        Raises UsageError when this slot has no device, or this torch has no NCCL.
+        """
         slot = environment.worker.slot
         _make_sure_of_device(slot)
         nccl_settings.warn(nccl_settings.apply_settings(nccl_settings.nccl_version()))
@@ -65,30 +68,32 @@ def _make_sure_of_device(slot: int) -> None:
 
 
 class NcclContext:
-    """See context.Context."""
+    """The NCCL and Gloo groups of one generation. See context.Context."""
 
     severs_in_python = True
 
     def __init__(self, scratch: torch.Tensor | None) -> None:
-        """``scratch``: one number on the device, made before the first generation."""
+        """``scratch``: a tensor with one number on the device, made before the first generation."""
         self._scratch = scratch
         self._gloo = GlooGroups()
         self.sockets = self._gloo.sockets
         self._groups = TorchGroups(self._begin_group, self._end_group)
         self._rendezvous: Rendezvous | None = None
-        self._lock = threading.Lock()  # for the three below
+        self._lock = threading.Lock()  # for the three attributes below
         self._severed = False
-        self._making = False  # a group
+        self._making = False  # True while a group is created
         self._aborted: set[Any] = set()
 
-    # ------------------------------------------------------------------------------------------------ main thread
+    # ------------------------------------------------------------------------------------------------------ main thread
 
     def watch_store(self, address: tuple[str, int]) -> None:
         self.sockets.watch_store(*address)
 
     def create(self, rendezvous: Rendezvous) -> None:
-        """Gloo's half comes first, for which all members have to be there: NCCL, which cannot be cut as it begins, has
-        only to wait for those that die in that moment."""
+        """Create the Gloo part first, which needs all members to arrive.
+
+        NCCL's start cannot be cut. So NCCL only has to wait for members that die in the moment between the two parts.
+        """
         assert self._scratch is not None, "prepare() comes first"
         self._rendezvous = rendezvous
         nccl_settings.bound_init(rendezvous.init_timeout)
@@ -114,7 +119,7 @@ class NcclContext:
             self._making = False
 
     def subgroup(self, ranks: tuple[int, ...]) -> Any:
-        """Of Gloo alone: what passes through it is in the memory of the CPU."""
+        """Return a Gloo group, because only CPU tensors are sent in it."""
         assert self._rendezvous is not None, "there is a generation"
         return self._gloo.subgroup(self._rendezvous, ranks)
 
@@ -131,10 +136,11 @@ class NcclContext:
         self.sockets.forget()
 
     def _be_through_together(self) -> None:
-        """Wait until no member is in the middle of an operation: the last bytes of one that has ended here may still be
-        on their way, and an abort takes them back. Whoever leaves alone waits in vain, but not for long.
+        """Wait, for a limited time, until no member is inside an operation.
 
-        Not by torch's own shutdown: aborting a communicator while that destroys it is not safe.
+        The last bytes of an operation that has ended here may still be in transit, and an abort cancels them. A member
+        that leaves alone waits until the timeout. torch's own shutdown is not used: aborting a communicator during that
+        shutdown is not safe.
         """
         cpu: Any = distributed_c10d._get_default_group()._get_backend(_CPU)
         device = self._scratch.device if self._scratch is not None else _CUDA
@@ -161,38 +167,42 @@ class NcclContext:
         return Fault.GENERATION if isinstance(error, dist.DistError) else Fault.UNKNOWN
 
     def usable(self) -> bool:
-        """What poisons a CUDA context shows with the next thing that is asked of it, whatever it was called before (by
-        NCCL, say, "unhandled cuda error"). The communicators are aborted meanwhile, so their kernels end."""
+        """Return True if the device still runs a kernel.
+
+        An error that poisons a CUDA context shows at the next CUDA call, even if it was reported under another name
+        before (by NCCL as "unhandled cuda error", for example). The communicators are aborted at the same time, so
+        their kernels end.
+        """
         if self._scratch is None or self._rendezvous is None:
             return True
         return devices.answers(self._scratch, self._rendezvous.init_timeout)
 
-    # ------------------------------------------------------------------------------------------------- any thread
+    # ------------------------------------------------------------------------------------------------------- any thread
 
     def sever(self) -> None:
         self.sockets.sever()
         with self._lock:
             self._severed = True
             if self._making:
-                return  # it ends by itself: Gloo's half is cut, NCCL's has its time-out; then comes the next sweep
+                return  # the creation ends by itself: Gloo's part is cut, NCCL's times out; the next sweep aborts
         self._abort()
 
     def _abort(self) -> None:
-        """Abort all communicators that there are, once. No more can come: the store is cut.
+        """Abort all communicators, each once. No new ones can appear, because the store is cut.
 
-        All groups at once, each on a thread: the abort of one waits for the device, on which the kernel of another one
-        may hang (https://github.com/pytorch/pytorch/issues/119797). torch's ``_abort_process_group`` puts them between
-        ncclGroupStart and ncclGroupEnd, but each group aborts on another thread, for which these do not count; and it
-        takes the groups away while the main thread uses them.
+        All groups are aborted at the same time, each on its own thread: an abort waits for the device, on which another
+        group's kernel may hang (https://github.com/pytorch/pytorch/issues/119797). torch's ``_abort_process_group``
+        wraps the aborts in ncclGroupStart and ncclGroupEnd, but each group aborts on another thread, where these have
+        no effect. It also removes the groups while the main thread uses them.
         """
         rendezvous = self._rendezvous
         if rendezvous is None:
-            return  # there is no group yet, or no more
+            return  # no group exists yet, or any more
         with self._lock:
             groups = [group for group in list(distributed_c10d._world.pg_map) if group not in self._aborted]
             self._aborted.update(groups)
         aborts = [devices.Aside(backend.abort) for backend in map(_nccl_of, groups) if backend is not None]
-        deadline = time.monotonic() + 2 * rendezvous.init_timeout.total_seconds()  # it may wait for an init
+        deadline = time.monotonic() + 2 * rendezvous.init_timeout.total_seconds()  # an abort may wait for an init
         for abort in aborts:
             if not abort.join(deadline - time.monotonic()):
                 be_replaced("NCCL does not come back from aborting its communicators")
@@ -200,15 +210,18 @@ class NcclContext:
                 sys.stderr.write(f"elasticstate: NCCL's abort of a communicator has failed: {abort.error}\n")
 
     def broken(self) -> bool:
-        """Cut here, or a pair of Gloo's half has lost its connection, which goes with the process at its other end."""
+        """Return True if this process has cut the generation, or a pair of the Gloo part has lost its connection.
+
+        A dead process loses its Gloo connections.
+        """
         return self._severed or self.sockets.broken()
 
 
 def _nccl_of(group: Any) -> Any:
-    """NCCL's part of a group, if it has one."""
+    """Return the NCCL part of a group; None if it has none."""
     try:
         backend = group._get_backend(_CUDA)
     except RuntimeError:
         return None
-    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-    return backend if backend.name() == "nccl" else None  # a group of Gloo takes CUDA tensors, too
+    backend = getattr(backend, "wrapped_pg", backend)  # wrapped with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return backend if backend.name() == "nccl" else None  # a Gloo group also accepts CUDA tensors

@@ -1,7 +1,7 @@
-"""What torch and NCCL are told by environment variables, so that a process outlives the failure of its communicators.
+"""Environment variables for torch and NCCL that let a process outlive the failure of its communicators.
 
-Sources, where nothing else is named: ``ProcessGroupNCCL.hpp`` of torch 2.13 (torch/csrc/distributed/c10d),
-``ProcessGroupNCCL.cpp`` and ``NCCLUtils.cpp`` of a version near it, and
+Sources, unless named otherwise: ``ProcessGroupNCCL.hpp`` of torch 2.13 (torch/csrc/distributed/c10d),
+``ProcessGroupNCCL.cpp`` and ``NCCLUtils.cpp`` of a similar version, and
 https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 """
 
@@ -18,59 +18,59 @@ from elasticstate.config import set_unless_given
 
 
 class Setting(NamedTuple):
-    """A variable, what it has to say, and what happens otherwise."""
+    """A variable, its required value, and the effect of other values."""
 
-    names: tuple[str, ...]  # the older ones last
+    names: tuple[str, ...]  # current name first, older names last
     value: str
     otherwise: str
 
 
 _ALWAYS = (
-    # Watchdog::runLoop() hands each failed or overdue operation to handleException(), which throws on the watchdog's
-    # thread with 1 and 3 (the default), and so ends the process; 2 aborts beside us. With 0 nothing is done: who ends a
-    # generation is the sentinel.
+    # Watchdog::runLoop() passes each failed or overdue operation to handleException(). With 1 and 3 (the default) that
+    # throws on the watchdog's thread and so ends the process; with 2 it aborts in parallel to elasticstate. With 0 it
+    # does nothing: the sentinel ends generations.
     Setting(
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
         "0",
         "torch's watchdog deals with a failed collective itself, and mostly by ending the process",
     ),
-    # Watchdog::run() rethrows what its queries of events meet (a CUDA error, an aborted communicator) on its own
-    # thread, where nobody catches it: std::terminate().
+    # Watchdog::run() rethrows the errors of its event queries (a CUDA error, an aborted communicator) on its own
+    # thread, where nothing catches them: std::terminate().
     Setting(
         ("TORCH_NCCL_RETHROW_CUDA_ERRORS",),
         "0",
         "torch's watchdog ends the process when it meets a CUDA error",
     ),
-    # HeartbeatMonitor::runLoop() calls std::abort() when the watchdog stands still for a while, as it does when an
-    # abort takes long, or the process is stopped. --heartbeat-timeout and --hang-timeout are there for that.
+    # HeartbeatMonitor::runLoop() calls std::abort() when the watchdog stops for a while, for example during a long
+    # abort or while the process is stopped. --heartbeat-timeout and --hang-timeout cover these cases.
     Setting(
         ("TORCH_NCCL_ENABLE_MONITORING",),
         "0",
         "torch's heartbeat monitor ends the process when the watchdog stands still",
     ),
-    # The source says that the switch above goes away one day: then a day has to be long enough. (More than 24 days in
-    # milliseconds do not fit into its int.)
+    # The source announces that the switch above will be removed. After that, a timeout of one day must suffice. (More
+    # than 24 days, in milliseconds, do not fit into torch's int.)
     Setting(
         ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",),
         "86400",
         "torch's heartbeat monitor may end the process when the watchdog stands still for so long",
     ),
-    # With 1 (the default) the monitor asks the store of the default group every second whether another rank wants a
-    # dump; the store of a generation that has ended is cut.
+    # With 1 (the default) the monitor asks the store of the default group every second for dump requests of other
+    # ranks. The store of an ended generation is cut.
     Setting(
         ("TORCH_NCCL_DUMP_ON_TIMEOUT",),
         "0",
         "torch's heartbeat monitor goes on asking the store of a generation that has ended",
     ),
-    # Watchdog::runLoop() sleeps for four times that (15 s) once it has found a failed operation, so that others may
-    # write their dumps; who destroys the group joins the watchdog, and would wait as long.
+    # Watchdog::runLoop() sleeps for four times this value (15 s) after it finds a failed operation, so that other ranks
+    # can write their dumps. Destroying the group joins the watchdog, and would wait as long.
     Setting(
         ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",),
         "0",
         "each failure may hold up the recovery by four times as many milliseconds",
     ),
-    # Programs that use NVIDIA's own in-process restart (nvidia-resiliency-ext) set it; what fails otherwise is not
-    # known here, nor measured. It costs bandwidth on machines with NVSwitch.
+    # Programs that use NVIDIA's in-process restart (nvidia-resiliency-ext) set it. The failure that it prevents is
+    # neither known here nor measured. It costs bandwidth on machines with NVSwitch.
     Setting(
         ("NCCL_NVLS_ENABLE",),
         "0",
@@ -78,17 +78,20 @@ _ALWAYS = (
     ),
 )
 _NONBLOCKING = Setting(
-    # Otherwise ncclCommInitRank() returns when all members are there, or never.
+    # Without it, ncclCommInitRank() returns only when all members have arrived, or never.
     ("TORCH_NCCL_USE_COMM_NONBLOCKING",),
     "1",
     "nothing bounds the wait for the other members when a communicator is made",
 )
-_NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds; 1800 unless it is set
+_NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds; default 1800
 
 
 def apply_settings(nccl: tuple[int, ...]) -> list[str]:
-    """Set what the user has not; what the user has set otherwise is kept, and told. ``nccl``: its version."""
-    # Non-blocking communicators of 2.26 hang now and then: https://github.com/pytorch/pytorch/pull/154055
+    """Set the variables that the user has not set. Keep the user's other values, and return a warning for each.
+
+    ``nccl``: version of NCCL.
+    """
+    # Non-blocking communicators of 2.26 sometimes hang: https://github.com/pytorch/pytorch/pull/154055
     wanted = _ALWAYS if (2, 26) <= nccl < (2, 27) else (*_ALWAYS, _NONBLOCKING)
     warnings = []
     for setting in wanted:
@@ -107,12 +110,14 @@ def warn(warnings: list[str]) -> None:
 
 
 def bound_init(timeout: timedelta) -> None:
-    """How long a communicator may take to be made (and to be aborted), if the user has not said so. torch looks once in
-    the life of a process."""
+    """Limit the time to create (and to abort) a communicator, unless the user has set a limit.
+
+    torch reads the limit once in the life of a process.
+    """
     set_unless_given(str(math.ceil(timeout.total_seconds())), _NONBLOCKING_TIMEOUT)
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the library that is loaded."""
+    """Return the version of the loaded NCCL library."""
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return tuple(version[:3])

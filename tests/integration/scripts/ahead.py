@@ -1,4 +1,4 @@
-"""Workers that join a world at the top of their script, before there is a state; see test_join_ahead.py."""
+"""Workers that join a world at the top of their script, before they make a state; see test_join_ahead.py."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ def die(once: Callable[[], bool] = lambda: True) -> None:
 
 
 def all_have(what: str) -> bool:
-    """Noted this, both slots, in their first incarnation."""
+    """Return True if both slots have logged ``what`` in their first incarnation."""
     logs = [args.log / f"{slot}-1.jsonl" for slot in (0, 1)]
     return all(f'"what": "{what}"' in log.read_text() for log in logs)
 
 
 def spoil() -> None:
-    """What lies behind the header of each buffer, so that its checksum is wrong."""
+    """Damage the tensor in each buffer. A worker detects the damage when it reads the buffer, not when it opens it."""
     for index in (0, 1):
         with open(f"{environment.commits}.{index}.safetensors", "r+b") as buffer:
             length = int.from_bytes(buffer.read(8), "little")
-            buffer.seek(8 + length)
+            begin, _ = json.loads(buffer.read(length))["weights"]["data_offsets"]
+            buffer.seek(8 + length + begin)
             buffer.write(b"\xff" * 64)
 
 

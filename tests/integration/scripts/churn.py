@@ -1,4 +1,4 @@
-"""Regroups without end: rank 1 kills itself soon after it has joined; the oldest worker writes down what it holds."""
+"""Endless regroups: rank 1 kills itself soon after it has joined. The oldest worker logs the resources it holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import elasticstate as elastic
 
-log = open(sys.argv[1], "a", buffering=1)  # noqa: SIM115 - open for life
+log = open(sys.argv[1], "a", buffering=1)  # noqa: SIM115 - open until the process ends
 generations = int(sys.argv[2])
 torch.set_num_threads(1)
 model = torch.nn.Linear(64, 64)

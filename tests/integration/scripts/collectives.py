@@ -1,4 +1,4 @@
-"""Every collective that a DDP or FSDP job uses, on the default group and on a sub-group, with its values checked."""
+"""All collectives of DDP and FSDP jobs, on the default group and on a sub-group, with checks of the values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_all(device: torch.device, directory: Path) -> None:
 
 
 def _pairs_of_neighbours() -> Any:
-    """The group of this rank among (0, 1), (2, 3) ...; the last one may be alone."""
+    """Return the group of this rank among (0, 1), (2, 3) ...; the last rank may be alone."""
     mine = None
     for begin in range(0, dist.get_world_size(), 2):
         ranks = [rank for rank in (begin, begin + 1) if rank < dist.get_world_size()]
@@ -38,7 +38,7 @@ def _pairs_of_neighbours() -> Any:
 
 def check_group(device: torch.device, group: Any) -> None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    total = size * (size + 1) // 2  # of rank + 1
+    total = size * (size + 1) // 2  # sum of rank + 1
 
     def mine(shape: Any = (5, 3), dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full(shape, rank + 1, dtype=dtype, device=device)
@@ -55,7 +55,7 @@ def check_group(device: torch.device, group: Any) -> None:
         dist.all_reduce(tensor, op, group=group)
         same(tensor, value)
     works = []
-    tensors = [mine((1 << shift,)) for shift in range(0, 18, 3)]  # under way together, as DDP's buckets
+    tensors = [mine((1 << shift,)) for shift in range(0, 18, 3)]  # reduced concurrently, like the buckets of DDP
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
     for work, tensor in zip(works, tensors, strict=True):
         work.wait()
@@ -102,7 +102,7 @@ def check_group(device: torch.device, group: Any) -> None:
     assert got.tolist() == list(range(size))
     sent = [torch.full((number + 1,), float(rank), device=device) for number in range(size)]
     taken = [torch.empty(rank + 1, device=device) for _ in range(size)]
-    if device.type != "cpu" or dist.get_backend(group) != "gloo":  # Gloo has none of lists
+    if device.type != "cpu" or dist.get_backend(group) != "gloo":  # Gloo has no all_to_all on lists of tensors
         dist.all_to_all(taken, sent, group=group)
         for number, tensor in enumerate(taken):
             same(tensor, number)

@@ -1,8 +1,8 @@
-"""One rank of test_contexts.py: ``context_rank.py BACKEND STORE_PORT DIRECTORY``; does what it is told on stdin.
+"""One rank of test_contexts.py: ``context_rank.py BACKEND STORE_PORT DIRECTORY``. Reads commands from stdin.
 
 Commands, one per line: ``create NAME RANK SIZE`` · ``collectives`` · ``hang`` (an all-reduce whose values are wrong if
-it comes back) · ``subgroup RANKS`` · ``error KIND`` · ``held`` · ``leave`` · ``sever`` (at once, until ``leave``).
-Each but ``sever`` answers with a JSON line.
+it returns) · ``subgroup RANKS`` · ``error KIND`` · ``held`` · ``leave`` · ``sever`` (at once, until ``leave``). Each
+command except ``sever`` answers with a JSON line.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def sweep() -> None:
     while True:
         severed.wait()
         with leaving:
-            if severed.is_set():  # still, or it would be the next world's context
+            if severed.is_set():  # check again: the next world's context must not be severed
                 context.sever()
         time.sleep(0.003)
 
@@ -78,7 +78,7 @@ def device() -> torch.device:
 
 
 def subgroup(ranks: tuple[int, ...]) -> None:
-    """Of a sync: made by its members alone, for tensors in the memory of the CPU."""
+    """Use a group as in a sync: only its members create the group, for CPU tensors."""
     group = context.subgroup(ranks)
     options = dist.BroadcastOptions()
     options.rootRank = len(ranks) - 1
@@ -147,7 +147,14 @@ def carry_out(words: list[str]) -> dict[str, Any]:
 
 
 environment = WorkerEnvironment(
-    "", WorkerId("localhost", 0, 1), "job", "job", "127.0.0.1", str(directory / str(os.getpid())), backend=backend_name
+    socket="",
+    agent="",
+    worker=WorkerId("localhost", 0, 1),
+    job="job",
+    job_id="job",
+    local_address="127.0.0.1",
+    commits=str(directory / str(os.getpid())),
+    backend=backend_name,
 )
 backend = contexts.choose(backend_name)
 backend.prepare(environment, lambda message: say(asks=message.members))

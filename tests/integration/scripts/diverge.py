@@ -1,4 +1,4 @@
-"""Three workers whose reset callback depends on the rank, which it must not: after a death two of them differ."""
+"""Three workers with a reset callback that wrongly depends on the rank. After a death two of the states differ."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def train(state: elastic.ObjectState) -> None:
         state.step += 1
         state.commit()
     if elastic.generation() == 1:
-        dist.barrier()  # all have committed the same
+        dist.barrier()  # all ranks have committed equal states
         if elastic.rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Two or three workers, some of which end by an error, in many ways; see test_errors.py."""
+"""Two or three workers, some of which end by an error of a selected kind; see test_errors.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import elasticstate as elastic
 
 parser = argparse.ArgumentParser()
 parser.add_argument(
-    "what", choices=["raise", "both", "segv", "exit", "unpicklable", "record", "torch", "hog", "import"]
+    "what",
+    choices=["raise", "both", "segv", "exit", "unpicklable", "record", "torch", "hog", "import", "mesh", "no-run"],
 )
 args = parser.parse_args()
 
@@ -30,7 +31,7 @@ class Unpicklable(Exception):
 
 
 def together(at_ns: int) -> None:
-    """Both ranks fail, rank 1 a tenth of a second before the other; but its process takes its time to end."""
+    """Fail on both ranks, on rank 1 0.1 s earlier than on rank 0. The process of rank 1 then takes 0.5 s to exit."""
     agreed = torch.tensor([at_ns])
     dist.broadcast(agreed, 0)
     at_s = agreed.item() / 1e9 + (0.0 if elastic.rank() == 1 else 0.1)
@@ -56,7 +57,7 @@ def fail() -> None:
             hoard = []
             while True:
                 hoard.append(bytearray(os.urandom(1 << 20) * 16))
-    dist.all_reduce(torch.ones(1))  # in which the others get their errors
+    dist.all_reduce(torch.ones(1))  # fails on the other ranks
 
 
 @elastic.run
@@ -81,5 +82,9 @@ elif args.what == "record":
     recorded()
 elif args.what == "torch":
     recorded_by_torch()
+elif args.what == "mesh":
+    torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+elif args.what == "no-run":
+    elastic.ObjectState(step=0).commit()
 else:
     train(elastic.ObjectState(step=0))

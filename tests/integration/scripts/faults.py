@@ -1,4 +1,4 @@
-"""Faults as data, for train.py: what happens, where, at which step, to which rank. Each fires once per job."""
+"""Faults as data, for train.py: kind, point, step and rank. Each fault fires once per job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POINTS = ("import", "step", "backward", "new_group", "callback", "gate", "init",
 
 @dataclass(frozen=True)
 class Fault:
-    """``kill@30:rank=1`` · ``raise@30:rank=all`` · ``kill@init:generation=2`` · ``exit0@step=40:rank=0``."""
+    """A fault: ``kill@30:rank=1``, ``raise@30:rank=all``, ``kill@init:generation=2`` or ``exit0@step=40:rank=0``."""
 
     what: str  # kill | raise | exit0 | exit3 | segv | abort | oom | gil | spin | deadlock | busy
     point: str
@@ -58,14 +58,14 @@ class Fault:
 
 
 def hold_the_gil_for_ever() -> None:
-    """As an extension that waits for a lock without letting go of the GIL; no signal gets it out of there."""
+    """Wait for a lock without releasing the GIL, like a faulty extension. No signal handler of Python can run."""
     library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
 
 
 class Faults:
-    """Fires the faults of one worker; files in ``directory`` make each fire once (``times``) per job, and prove it."""
+    """Faults of one worker. Files in ``directory`` make each fault fire once (``times``) per job, as proof, too."""
 
     def __init__(self, faults: list[Fault], directory: Path) -> None:
         self._faults = list(enumerate(faults))
@@ -79,10 +79,10 @@ class Faults:
                 continue
             if fault.generation is not None and fault.generation != elastic.generation():
                 continue
-            if self._claim(number, fault, rank):
+            if self._take_lock(number, fault, rank):
                 self._fire(fault)
 
-    def _claim(self, number: int, fault: Fault, rank: int | None) -> bool:
+    def _take_lock(self, number: int, fault: Fault, rank: int | None) -> bool:
         everybody = fault.rank is None and fault.point in ("step", "backward")
         for turn in range(fault.times):
             who = f"-rank{rank}" if everybody else ""
@@ -116,7 +116,7 @@ class Faults:
                 lock.acquire()
                 lock.acquire()
             case "busy":
-                ctypes.PyDLL(None).usleep(int(BUSY_S / 2 * 1e6))  # with the GIL held
+                ctypes.PyDLL(None).usleep(int(BUSY_S / 2 * 1e6))  # holds the GIL
                 until = time.monotonic() + BUSY_S / 2
                 while time.monotonic() < until:
                     pass
@@ -128,7 +128,7 @@ class Faults:
                 raise ValueError(f"a bug of the user's at {fault.point}")
 
     def arm(self) -> None:
-        """Put the faults that strike inside elasticstate and torch where they belong."""
+        """Install the faults that strike inside elasticstate and torch."""
         environment = worker_environment()
         kind: Any = type(contexts.choose("auto" if environment is None else environment.backend).context())
         create = kind.create
@@ -153,7 +153,7 @@ class Faults:
 
 
 class _Watched(dist.Store):
-    """A store that tells when its user has published its address (``init``), and when it is about to (``store``)."""
+    """Store that calls ``tell`` before (``store``) and after (``init``) its user publishes an address."""
 
     def __init__(self, store: dist.Store, tell: Any) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What elasticstate.horovod does on three ranks, without elastic.run; see test_horovod.py.
+"""Checks of elasticstate.horovod on three ranks, without elastic.run; see test_horovod.py.
 
-Each function ``check_...`` is called on all ranks, in order. A rank writes the names of those that were well, a line
-each, into ``<log>/<rank>.txt``; the first that is not ends the job with its traceback.
+All ranks call each function ``check_...``, in order. Each rank writes the names of the checks that passed, a line each,
+into ``<log>/<rank>.txt``. The first check that fails ends the job with its traceback.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from horovod_join_checks import check_join, check_join_refuses_what_takes_all_ranks  # noqa: F401 - found by name
+from horovod_join_checks import *  # noqa: F403 - the loop below finds the checks by name
+from horovod_mismatch_checks import *  # noqa: F403
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import elasticstate.horovod as hvd
 from elasticstate import NotInWorldError, UsageError
@@ -50,11 +52,15 @@ def check_allreduce() -> None:
     assert half.tolist() == [1, 2, 3, 4]
 
 
-def check_integers_are_rounded_down() -> None:
-    assert hvd.allreduce(torch.tensor([hvd.rank(), 1, -hvd.rank() - 1, 5])).tolist() == [1, 1, -2, 5]
-    assert hvd.allreduce(torch.tensor([1 if hvd.rank() == 0 else 0])).tolist() == [0]
-    assert hvd.allreduce(torch.tensor([-1 if hvd.rank() == 0 else 0])).tolist() == [-1]
+def check_integers_are_rounded_towards_zero() -> None:
+    rank = hvd.rank()
+    assert hvd.allreduce(torch.tensor([rank, 1, -rank - 1, 5])).tolist() == [1, 1, -2, 5]
+    assert hvd.allreduce(torch.tensor([(-4, -1, 0)[rank], (4, 1, 0)[rank]])).tolist() == [-1, 1]
+    assert hvd.allreduce(torch.tensor([-1 if rank == 0 else 0])).tolist() == [0]
     assert hvd.allreduce(torch.tensor([5]), op=hvd.Sum, postscale_factor=0.5).tolist() == [7]
+    assert hvd.allreduce(torch.tensor([rank + 4]), postscale_factor=0.5).tolist() == [2]
+    assert hvd.allreduce(torch.tensor([(5, 2, 1)[rank]]), postscale_factor=3).tolist() == [8], "rounded once"
+    assert hvd.allreduce(torch.tensor([2**60 + 3 * rank])).tolist() == [2**60 + 3], "exactly"
 
 
 def check_in_place_and_asynchronous() -> None:
@@ -99,7 +105,7 @@ def check_broadcast() -> None:
     assert hvd.broadcast_(across, 2) is across
     assert mine.tolist() == [[2] * 3] * 2
     assert hvd.synchronize(hvd.broadcast_async_(mine, 0)) is mine
-    with pytest.raises(UsageError, match="ranks 0 to 2"):
+    with pytest.raises(UsageError, match="rank of the world, 0 to 2"):
         hvd.broadcast(mine, 3)
 
 
@@ -117,7 +123,7 @@ def check_alltoall() -> None:
     received, counts = hvd.alltoall(torch.full((3, 2), rank), splits=torch.tensor([0, 1, 2]))
     assert counts.tolist() == [rank] * 3
     assert received.tolist() == [[r, r] for r in range(3) for _ in range(rank)]
-    with pytest.raises(UsageError, match="share out"):
+    with pytest.raises(UsageError, match="add up to the first dimension"):
         hvd.alltoall(torch.zeros(4))
 
 
@@ -130,18 +136,47 @@ def check_gradients_flow() -> None:
     mine = torch.ones(rank + 1, requires_grad=True)
     (hvd.allgather(mine) * torch.arange(6.0)).sum().backward()
     assert mine.grad is not None
-    assert mine.grad.tolist() == [[0], [3, 6], [9, 12, 15]][rank]
+    assert mine.grad.tolist() == [[0], [1, 2], [3, 4, 5]][rank], "the average, as in Horovod"
     mine = torch.ones(2, requires_grad=True)
-    (hvd.broadcast(mine, 1) * 2).sum().backward()
+    (hvd.broadcast(mine, 1) * (rank + 1)).sum().backward()
     assert mine.grad is not None
-    assert mine.grad.tolist() == ([6, 6] if rank == 1 else [0, 0])
+    assert mine.grad.tolist() == ([2, 2] if rank == 1 else [0, 0]), "the average, as in Horovod"
+    mine = torch.ones(3, 2, requires_grad=True)
+    output, counts = hvd.alltoall(mine, splits=[0, 1, 2])
+    assert counts.dtype == torch.int32
+    assert not counts.requires_grad
+    (output * (rank + 1)).sum().backward()
+    assert mine.grad is not None
+    assert mine.grad.tolist() == [[2, 2], [3, 3], [3, 3]], "of the rank that each row went to"
+    mine = torch.ones(3, requires_grad=True)
+    output = hvd.alltoall(mine)
+    (output * (rank + 1)).sum().backward()
+    assert mine.grad is not None
+    assert mine.grad.tolist() == [1, 2, 3]
 
 
 def check_barrier() -> None:
     hvd.barrier()
 
 
-# ----------------------------------------------------------------------------------------------------------- the start
+def check_the_length_of_a_sampler_is_fixed_until_a_reset() -> None:
+    """Warm the learning rate up as in Horovod's ImageNet example. The last epoch ends with its full value."""
+    data = range(24)
+    sampler = hvd.elastic.ElasticSampler(data)
+    loader = DataLoader(data, 2, sampler=sampler)  # type: ignore[arg-type]  # a range is a dataset
+    rates, seen = [], []
+    for epoch in range(2):  # without set_epoch for one of the epochs
+        for i, indices in enumerate(loader):
+            rates.append((epoch + (i + 1) / len(loader)) * (hvd.size() - 1) / 2 + 1)
+            sampler.record_batch(i, len(indices))
+            seen += indices.tolist()
+    assert rates == [1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0]
+    assert sorted(i for own in hvd.allgather_object(seen) for i in own) == sorted([*data, *data])
+    sampler.reset()
+    assert len(loader) == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- start
 
 
 def check_parameters_of_the_root() -> None:
@@ -154,12 +189,12 @@ def check_parameters_of_the_root() -> None:
         model[0].weight.add_(hvd.rank())
     hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
     assert len(set(hvd.allgather_object(digest(model.state_dict().values())))) == 1
-    with pytest.raises(UsageError, match="rank 1 are not those"):
+    with pytest.raises(UsageError, match=r"rank 1: .* w: float32\[2\]"):
         hvd.broadcast_parameters({"w": torch.zeros(2 if hvd.rank() == 1 else 3)})
 
 
 def check_optimizer_state_of_the_root() -> None:
-    """Only the root has one; no step is taken elsewhere: weight decay would make other weights of it."""
+    """Broadcast the optimizer state of the root. No other rank makes a step: weight decay would change weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (1 + hvd.rank()), weight_decay=0.1)
@@ -182,11 +217,11 @@ def check_optimizer_state_of_the_root() -> None:
     assert len(set(hvd.allgather_object(digest(model.parameters())))) == 1, "and goes on alike"
 
 
-# ------------------------------------------------------------------------------------------------------- the optimizer
+# ----------------------------------------------------------------------------------------------------------- optimizer
 
 
 class Net(nn.Module):
-    """Many parameters of several sizes, two of them one, and one that nobody uses."""
+    """Model with many parameters of several sizes. Two layers share a weight, and one layer is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +244,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def compare(tolerance: float, passes: int = 1, branches: bool = False, **options: Any) -> None:
-    """Five steps with DistributedOptimizer give what DDP gives."""
+    """Check that five steps with DistributedOptimizer give the same result as with DDP."""
     torch.manual_seed(1)
     mine, theirs = Net(), Net()
     theirs.load_state_dict(mine.state_dict())
@@ -248,7 +283,7 @@ def compare(tolerance: float, passes: int = 1, branches: bool = False, **options
         reference.step()
         for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=0, atol=tolerance * float(q.detach().abs().max()))
-        theirs.load_state_dict(mine.state_dict())  # what rounding does to later steps is not the question
+        theirs.load_state_dict(mine.state_dict())  # ignore the effect of rounding on later steps
     assert len(set(hvd.allgather_object(digest(mine.parameters())))) == 1
 
 
@@ -289,6 +324,17 @@ def check_sum() -> None:
     assert weight.tolist() == [-6, -6]
 
 
+def check_gradients_are_sent_during_backward_once_all_ranks_agree_on_them() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    for step in range(3):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        assert optimizer._reducer._launched == (1 if step > 0 else 0)
+        optimizer.step()
+    assert weight.tolist() == [-3, -3]
+
+
 def check_a_rank_without_a_backward_pass() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
@@ -315,7 +361,7 @@ def check_clipping_before_the_step() -> None:
 
 
 def check_what_comes_later_is_reduced() -> None:
-    """A parameter that was frozen, and a group that is added."""
+    """Check a parameter that was frozen at first, and a parameter group that is added later."""
     frozen, later = nn.Parameter(torch.zeros(2), requires_grad=False), nn.Parameter(torch.zeros(2))
     weight = nn.Parameter(torch.zeros(2))
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([frozen, weight], lr=1.0))

@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model.named_parameters())
-log = open(args.log / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - open for life
+log = open(args.log / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - open until the process ends
 
 
 def note(what: str, **fields: object) -> None:
@@ -46,7 +46,7 @@ def lines() -> list[dict[str, object]]:
 
 
 def strike(epoch: int, batch: int) -> None:
-    """In the first world, once rank 0 has joined: rank 2 kills it, or itself, and has batches left."""
+    """In the first world, after rank 0 has joined: rank 2, which has batches left, kills rank 0 or itself."""
     if (elasticstate.generation(), hvd.rank(), epoch, batch) != (1, 2, 1, 6):
         return
     while not (found := [line for line in lines() if line["what"] == "joins" and line["epoch"] == epoch]):
@@ -76,7 +76,7 @@ def train(state: hvd.elastic.TorchState) -> None:
         state.epoch += 1
         note("joined", epoch=state.epoch)  # before the commit, which may end the generation
         state.commit()
-        time.sleep(0.02)  # epochs are short, and the newcomer takes seconds: fewer lines to read
+        time.sleep(0.02)  # epochs are short and a newcomer takes seconds: limits the number of log lines
 
 
 train(hvd.elastic.TorchState(model, optimizer, epoch=0))

@@ -1,4 +1,4 @@
-"""What Horovod's join() does on three ranks, without elastic.run; called by horovod_checks.py."""
+"""Checks of Horovod's join() on three ranks, without elastic.run. Called by horovod_checks.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticstate import UsageError
 
 
 def check_join() -> None:
-    """Ranks have 2, 4 and 3 batches, with gradients of 1, 2 and 3: who has none left counts as zeros."""
+    """Join with 2, 4 and 3 batches, and gradients of 1, 2 and 3. A rank without batches counts as zeros."""
     weight = nn.Parameter(torch.zeros(3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     for epoch in range(2):

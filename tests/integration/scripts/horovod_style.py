@@ -1,4 +1,4 @@
-"""Training written for Horovod, with ``import elasticstate.horovod as hvd`` for its import; see test_horovod.py.
+"""Training in Horovod's style, with ``import elasticstate.horovod as hvd`` as its import; see test_horovod.py.
 
 The lines of ``<log>/<pid>.jsonl`` are::
 
@@ -43,7 +43,7 @@ model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(),
 optimizer = torch.optim.Adam(model.parameters(), lr=LR * hvd.size())
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-log = open(args.log / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - open for life
+log = open(args.log / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - open until the process ends
 
 
 def note(what: str, **fields: object) -> None:
@@ -68,7 +68,7 @@ def train_batch(x: torch.Tensor, y: torch.Tensor, dies: bool = False) -> torch.T
     optimizer.zero_grad()
     middle = model[:3](x)
     if dies:
-        middle.register_hook(die)  # when the gradients of the last layer are under way
+        middle.register_hook(die)  # while the gradients of the last layer are being reduced
     loss = nn.functional.mse_loss(model[3:](middle), y)
     loss.backward()
     optimizer.step()

@@ -1,6 +1,6 @@
-"""A worker that cannot use its device any more, after a real failure of another member: said to be so, there is no GPU.
+"""A worker that can no longer use its device after the real failure of another member. The loss is simulated on a CPU.
 
-With ``--cuda`` it is really so: a kernel of one worker trips over an assert on the device.
+With ``--cuda`` the loss is real: a kernel of one worker triggers a device-side assert.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--lose", type=int, default=-1, help="the slot whose device is lost when another member has failed")
 parser.add_argument("--cuda", type=int, default=0, help="the step at which slot 0 loses its device on its own account")
 args = parser.parse_args()
-seat = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
+slot_id = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
 slot = elastic.local_rank()
-log = open(args.log / f"{seat}.jsonl", "a", buffering=1)  # noqa: SIM115 - open for life
+log = open(args.log / f"{slot_id}.jsonl", "a", buffering=1)  # noqa: SIM115 - open until the process ends
 
 
 def note(what: str, **fields: object) -> None:
@@ -33,7 +33,7 @@ def note(what: str, **fields: object) -> None:
 
 
 def once(name: str) -> bool:
-    """True for the first who asks in the whole job."""
+    """Return True for the first caller in the whole job."""
     try:
         os.close(os.open(args.log / name, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -53,7 +53,7 @@ state = elastic.TorchState(weight=torch.zeros(4, device=device), step=0)
 @elastic.run
 def train(state: elastic.TorchState) -> int:
     g, rank = elastic.generation(), elastic.rank()
-    # The world is fixed: its members differ by a step at most.
+    # The size of the world is fixed: its members differ by one step at most.
     note("enter", generation=g, rank=rank, size=elastic.size(), step=state.step, digest=str(state.weight.tolist()))
     while state.step < args.steps:
         total = torch.ones(4, device=device)

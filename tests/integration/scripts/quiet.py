@@ -1,4 +1,4 @@
-"""Counts all operations of all process groups over a hundred commits, by torch's flight recorder."""
+"""Counts the operations of all process groups over a hundred commits, with torch's flight recorder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains with ElasticDataLoader, and writes down each sample before it is trained; see test_samples.py.
+"""Trains with ElasticDataLoader, and logs each sample before the step that trains on it; see test_samples.py.
 
 The lines of ``<log>/<host>-<slot>-<incarnation>.jsonl`` are::
 
@@ -32,8 +32,8 @@ parser.add_argument("--micro-batch-size", type=int)
 parser.add_argument("--num-workers", type=int, default=0)
 args = parser.parse_args()
 
-seat = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
-log = open(args.log / f"{seat}.jsonl", "a", buffering=1)  # noqa: SIM115 - open for life
+slot_id = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
+log = open(args.log / f"{slot_id}.jsonl", "a", buffering=1)  # noqa: SIM115 - open until the process ends
 torch.set_num_threads(1)
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -54,7 +54,7 @@ def note(what: str, **fields: object) -> None:
 
 
 def is_last_epoch(epoch: int) -> bool:
-    """Whether the file exists is rank 0's to say, once for each epoch."""
+    """Return True if this epoch is the last one. Rank 0 checks for the file once per epoch, and broadcasts that."""
     if state.last_epoch < 0 and state.loader.consumed == 0:
         flag = torch.tensor([int(args.until.exists())])
         dist.broadcast(flag, 0)

@@ -1,8 +1,8 @@
-"""One rank of test_sever.py: makes groups when told on stdin, and is severed by a thread when told.
+"""One rank of test_sever.py. Makes groups on commands from stdin; a thread severs them on command.
 
-Commands, one per line: ``create NAME RANK SIZE`` · ``new_group`` · ``all_reduce`` · ``connect PORT`` ·
-``broadcast ROOT VICTIM`` (the one that receives kills this process in the middle of it) · ``leave`` ·
-``sever`` (at once and for good, until ``leave``) · ``quit``. Each but ``sever`` and ``quit`` answers with a JSON line.
+Commands, one per line: ``create NAME RANK SIZE`` · ``new_group`` · ``all_reduce`` · ``connect PORT`` · ``broadcast ROOT
+VICTIM`` (the receiver kills process VICTIM in the middle of it) · ``leave`` · ``sever`` (at once and permanently, until
+``leave``) · ``quit``. Each command except ``sever`` and ``quit`` answers with a JSON line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elasticstate.worker.contexts.context import Rendezvous
 from elasticstate.worker.contexts.gloo import GlooContext
 
 LONG = timedelta(seconds=120)
-SLICE = timedelta(seconds=1)  # short, as in regroup: torch goes on trying for so long
+SLICE = timedelta(seconds=1)  # short, as in regroup: torch retries for that long
 context = GlooContext()
 severed = threading.Event()
 commands: queue.Queue[list[str]] = queue.Queue()
@@ -48,7 +48,7 @@ def sweep() -> None:
 
 
 class UsersOwnSockets:
-    """A connection and an event loop of the user's, made before and while groups are: nobody may touch them."""
+    """A connection and an event loop of the user, which elasticstate must not touch."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -68,7 +68,7 @@ class UsersOwnSockets:
 
 
 def kill_when_it_comes(tensor: torch.Tensor, victim: int) -> None:
-    """As soon as the first bytes are there, and long before the last."""
+    """Kill the victim after the first bytes have arrived, and long before the last."""
     while not tensor[0]:
         time.sleep(0.0005)
     os.kill(victim, signal.SIGKILL)

@@ -1,6 +1,7 @@
-"""A device that there need not be: its queue is a thread that copies memory later than it was told to.
+"""A simulated device for machines without one: its queue is a thread that copies memory later than requested.
 
-It copies what the memory holds *then*, as a device does: whoever writes before that is seen in the copy.
+The thread copies the content that the memory has at the time of the copy, as a device does. So a write before that time
+is visible in the copy.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from elasticstate.state.snapshot import Snapshot
 
 
 class SlowDevice:
-    """A queue (``elasticstate.state.queue.Queue``) for tensors of the CPU.
+    """A copy stream (``elasticstate.state.copy_stream.CopyStream``) for CPU tensors.
 
-    ``pace_s``: it takes a step so often, by itself. None: it never moves but when told to: by ``advance`` and
-    ``finish``, or because the training gives it something to do that has to come behind a copy (``hold_back``).
+    ``pace_s``: seconds per step of the device. None: the device makes no step by itself, but only on ``advance`` and
+    ``finish``, or when the training submits work that has to follow a copy (``hold_back``).
     """
 
     def __init__(self, pace_s: float | None = None) -> None:
         self.pinned: dict[int, int] = {}  # bytes at each address
         self.brought = 0
         self.held_back = 0
-        self.error: Exception | None = None  # what it raises from now on
+        self.error: Exception | None = None  # raised by every later call
         self._pace_s = pace_s
         self._steps: list[Callable[[], object] | None] = []
         self._allowed = self._done = 0
@@ -37,7 +38,7 @@ class SlowDevice:
         self._thread = threading.Thread(target=self._run, name="slow device", daemon=True)
         self._thread.start()
 
-    # --------------------------------------------------------------------------------------------- for who has a queue
+    # -------------------------------------------------------------------------------------- interface of a copy stream
 
     def pin(self, memory: torch.Tensor) -> None:
         assert memory.data_ptr() not in self.pinned
@@ -48,7 +49,7 @@ class SlowDevice:
         del self.pinned[memory.data_ptr()]
 
     def begin(self) -> None:
-        """The training of a CPU has nothing under way."""
+        """Do nothing: a training on the CPU has no work under way."""
 
     def copy(self, places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         self._check()
@@ -70,18 +71,18 @@ class SlowDevice:
                 target.copy_(place)
         self.brought += len(targets)
 
-    # ------------------------------------------------------------------------------------------------- for who tests it
+    # ---------------------------------------------------------------------------------------------- interface for tests
 
     @property
     def is_busy(self) -> bool:
         return self._done < len(self._steps)
 
     def advance(self, steps: int = 1) -> None:
-        """Take so many steps, if there are so many."""
+        """Make ``steps`` steps, or as many as remain."""
         self.advance_to(min(self._done + steps, len(self._steps)))
 
     def finish(self) -> None:
-        """Do all that it was told to."""
+        """Make all steps that were requested."""
         self.advance_to(len(self._steps))
 
     def advance_to(self, step: int) -> None:
@@ -128,7 +129,7 @@ class SlowDevice:
                 self._change.notify_all()
 
     def _copy(self, place: torch.Tensor, source: weakref.ref[torch.Tensor]) -> None:
-        memory = source()  # a device does not keep it
+        memory = source()  # a device holds no reference to it
         if memory is None:
             self.fail(RuntimeError("the memory was given back before it was copied"))
         else:
@@ -152,5 +153,5 @@ class Mark:
 
 
 def use(device: SlowDevice) -> None:
-    """From now on, and for good, the tensors of new states are on this device."""
-    base.Snapshot = functools.partial(Snapshot, queue_of=lambda _: device)
+    """Put the tensors of all new states on this device, permanently."""
+    base.Snapshot = functools.partial(Snapshot, copy_stream_of=lambda _: device)

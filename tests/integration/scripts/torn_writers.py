@@ -1,6 +1,6 @@
-"""Writers that are killed in mid-commit, one after the other over the same files. One line of JSON for each kill.
+"""Writers that are killed in mid-commit, one after the other over the same files. Prints a line of JSON for each kill.
 
-Run as ``python torn_writers.py FOLDER KILLS SEED``. This process imports torch once, and is every writer's parent.
+Run as ``python torn_writers.py FOLDER KILLS SEED``. This process imports torch once, and is the parent of every writer.
 """
 
 from __future__ import annotations
@@ -29,20 +29,25 @@ OWNER = b"the torn commits"
 SIZES = [4_000_000, 1, 30_000, 0, 300_000, *[1_000] * 100, 600_000]  # elements
 
 
-class FileSpace:
-    """Two buffers and a page that are files, as an agent makes them."""
+class FileStorage:
+    """Two buffers and a page in files, like those that an agent makes."""
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         self.owner = OWNER
+        self.key = b"the key of the job"
         if not self.file("control").exists():
             self.file("control").write_bytes(bytes(4096))
             for index in (0, 1):
                 self.file(f"{index}.safetensors").touch()
-        self.page = ControlPage(str(self.file("control")))
+        with self.file("control").open("r+b") as file:
+            self.page = ControlPage(file.fileno())
 
     def file(self, name: str) -> Path:
         return self.prefix.with_name(f"{self.prefix.name}.{name}")
+
+    def renew(self) -> None:
+        raise AssertionError("these files keep their names")
 
     def open(self, index: int) -> torch.Tensor:
         with self.file(f"{index}.safetensors").open("r+b") as file:
@@ -84,15 +89,15 @@ class Session:
 
 
 def content(tick: int) -> Iterator[tuple[str, int, float]]:
-    """(name, elements, value) of each tensor at the end of a tick; every fifth tick has more of them than the last."""
+    """Yield (name, elements, value) of each tensor at the end of a tick. Every five ticks their number changes."""
     for i, size in enumerate(SIZES):
         yield f"tensor {i}", size, float(tick * 1000 + i)
     for i in range(tick // 5 % 4):
-        yield f"lazy {i}", 20_000 + 1_000 * (tick // 5), float(-tick)  # the buffers grow, too
+        yield f"lazy {i}", 20_000 + 1_000 * (tick // 5), float(-tick)  # makes the buffers grow, too
 
 
 def fill(state: TorchState, tick: int) -> None:
-    """Make ``state`` what it is at the end of ``tick``."""
+    """Give ``state`` the content of the end of ``tick``."""
     tensors = state.tensors
     wanted = {name: (size, value) for name, size, value in content(tick)}
     for name in tensors.keys() - wanted.keys():
@@ -105,7 +110,7 @@ def fill(state: TorchState, tick: int) -> None:
 
 
 def wrong(values: dict[str, object], tick: int) -> list[str]:
-    """What of the content of a commit is not as it was at the end of ``tick``."""
+    """Return the names of values that differ from the content at the end of ``tick``."""
     wanted = {f"tensors.{name}": (size, value) for name, size, value in content(tick)}
     found = {name for name, value in values.items() if isinstance(value, torch.Tensor)}
     bad = sorted(found ^ wanted.keys())
@@ -118,9 +123,10 @@ def wrong(values: dict[str, object], tick: int) -> list[str]:
 
 
 class Marks:
-    """How far a writer has come, in words that its parent sees: the ticks whose commit has begun and ended, and when.
+    """Progress of a writer in memory shared with its parent: the ticks whose commit has begun and ended, and the time.
 
-    Each word is written at once and alone (``struct.pack_into`` clears all of them first, and a kill may strike there).
+    Each word is written with a single store. (``struct.pack_into`` first clears all of them, and a kill may strike
+    then.)
     """
 
     def __init__(self) -> None:
@@ -138,11 +144,11 @@ class Marks:
 
     @property
     def at(self) -> float:
-        """When the last of the two happened, on the monotonic clock, in seconds."""
+        """Time of the last call of begin() or end(), on the monotonic clock, in seconds."""
         return float(self._at[0])
 
     def start(self, ended: int) -> None:
-        """A new writer goes on after the tick ``ended``: none has begun."""
+        """Prepare for a new writer, which continues after tick ``ended``: no commit has begun."""
         self._ticks[0], self._ticks[1] = 0, ended
 
     def begin(self, tick: int) -> None:
@@ -155,7 +161,7 @@ class Marks:
 
 
 class Stateful(dict):
-    """Tensors by name, some of which come and go."""
+    """Tensors by name. Some of them are added and removed."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return dict(self)
@@ -166,9 +172,9 @@ class Stateful(dict):
 
 
 def write(prefix: Path, marks: Marks) -> None:
-    """Go on from the last commit for ever."""
+    """Continue from the last commit, forever."""
     state = TorchState(tensors=Stateful(), note="")
-    state._attach(FileSpace(prefix))
+    state._attach(FileStorage(prefix))
     last = state.commits[0]
     if last is not None and not state._resume():
         raise RuntimeError("what the parent has seen whole cannot be resumed from")
@@ -193,17 +199,17 @@ def fork(prefix: Path, marks: Marks) -> int:
 
 
 def wait_for(pid: int, marks: Marks, tick: int) -> float:
-    """Wait until a writer has begun to commit ``tick``; returns when that was."""
+    """Wait until a writer has begun to commit ``tick``. Return the time at which it began."""
     while True:
         if marks.begun >= tick:
             return marks.at
         if os.waitpid(pid, os.WNOHANG) != (0, 0):
             raise RuntimeError("a writer has ended by itself")
-        time.sleep(5e-5)  # both cores are the writer's
+        time.sleep(5e-5)  # leaves both cores to the writer
 
 
 def measure(prefix: Path, marks: Marks) -> float:
-    """How long a commit takes, in seconds."""
+    """Return the duration of a commit in seconds."""
     pid = fork(prefix, marks)
     took = []
     for tick in range(1, 20):
@@ -223,7 +229,7 @@ def main(folder: str, kills: int, seed: int) -> None:
     commit_s = measure(prefix, marks)
     rng = random.Random(seed)
     for _ in range(kills):
-        newest = Snapshot(FileSpace(prefix)).newest
+        newest = Snapshot(FileStorage(prefix)).newest
         first = newest.tick + 1 if newest is not None else 1
         marks.start(first - 1)
         pid = fork(prefix, marks)
@@ -232,7 +238,7 @@ def main(folder: str, kills: int, seed: int) -> None:
         time.sleep(max(0.0, until - time.monotonic()))
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        snapshot = Snapshot(FileSpace(prefix))
+        snapshot = Snapshot(FileStorage(prefix))
         held = {}
         for commit in (snapshot.newest, snapshot.previous):
             if commit is not None:

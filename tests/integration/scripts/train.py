@@ -1,7 +1,7 @@
-"""The training script of the fault tests: tiny, deterministic, and it writes down all that it does.
+"""The training script of the fault tests: tiny, deterministic, and it logs every action.
 
-Faults are data: ``--fault kill@40:rank=1`` (what, at which step, which rank). Each fires once in the whole job, and a
-file in the log directory says that it did. The lines of ``<log>/<host>-<slot>-<incarnation>.jsonl`` are::
+Faults are data: ``--fault kill@40:rank=1`` (what, at which step, which rank). Each fault fires once in the whole job,
+and leaves a file in the log directory as proof. The lines of ``<log>/<host>-<slot>-<incarnation>.jsonl`` are::
 
     {"what": "enter" | "commit" | "callback" | "gate" | "final", "generation": g, "rank": r, "step": s, ...}
 """
@@ -46,10 +46,10 @@ def options() -> argparse.Namespace:
 
 
 args = options()
-seat = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
+slot_id = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
 if args.slow_device:
     slow_device.use(slow_device.SlowDevice(args.slow_device))
-log = open(args.log / f"{seat}.jsonl", "a", buffering=1)  # noqa: SIM115 - open for life
+log = open(args.log / f"{slot_id}.jsonl", "a", buffering=1)  # noqa: SIM115 - open until the process ends
 faults = Faults(args.fault, args.log)
 
 
@@ -58,7 +58,7 @@ def note(what: str, **fields: object) -> None:
 
 
 class Wrapped(Exception):
-    """What a framework on top of torch might raise instead."""
+    """An exception that a framework on top of torch might raise instead."""
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -68,9 +68,9 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 faults.at("import")
-torch.manual_seed(int(os.environ["ELASTICSTATE_WORKER"].split(":")[1]) + 1)  # newcomers begin elsewhere
+torch.manual_seed(int(os.environ["ELASTICSTATE_WORKER"].split(":")[1]) + 1)  # newcomers start with other weights
 torch.set_num_threads(1)
-width = 16 + (int(seat.rpartition("-")[2]) if args.misfit else 0)
+width = 16 + (int(slot_id.rpartition("-")[2]) if args.misfit else 0)
 model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.01)
 state = elastic.TorchState(model=model, optimizer=optimizer, step=0, until=-1, ballast=torch.zeros(args.ballast << 18))
@@ -107,7 +107,7 @@ def evaluate(seconds: float) -> None:
 
 
 def done() -> bool:
-    """All ranks stop at the same step: whether the file exists is rank 0's to say, once in a while."""
+    """Return True at the same step on all ranks. Rank 0 checks for the file every 10 steps, and broadcasts that."""
     if args.until is None:
         return state.step >= args.steps
     if state.until < 0 and state.step % 10 == 0:
@@ -128,7 +128,7 @@ def train(state: elastic.TorchState) -> int:
         pair = dist.new_group(list(range(elastic.size())))
         dist.all_reduce(torch.ones(1), group=pair)
     ddp = DistributedDataParallel(model, init_sync=False)
-    steps: dict[tuple[int, int], int] = {}  # by the ids of their commits
+    steps: dict[tuple[int, int], int] = {}  # commit id -> step
     try:
         while not done():
             faults.at("step", rank=elastic.rank(), step=state.step)
@@ -141,7 +141,7 @@ def train(state: elastic.TorchState) -> int:
             steps[g, state._session.ticks + 1] = state.step
             state.commit(every=args.commit_every)
             newest = state.commits[0]
-            if newest != before:  # by now: it may be that of an earlier step
+            if newest != before:  # the newest sealed commit may be that of an earlier step
                 note("commit", generation=g, rank=rank, step=steps.get(newest, state.step), id=list(newest))
     except Exception as error:
         if args.wrap:

@@ -24,16 +24,17 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--log", type=Path, required=True)
 parser.add_argument("--batches", type=int, nargs="+", required=True, help="of each rank, in turn")
 parser.add_argument("--step-seconds", type=float, default=0.02)
+parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--throw", action="store_true", help="throw_on_early_termination")
 args = parser.parse_args()
 
-seat = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
-log = open(args.log / f"{seat}.jsonl", "a", buffering=1)  # noqa: SIM115 - open for life
+slot_id = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
+log = open(args.log / f"{slot_id}.jsonl", "a", buffering=1)  # noqa: SIM115 - open until the process ends
 torch.set_num_threads(1)
 torch.manual_seed(int(os.environ["ELASTICSTATE_WORKER"].split(":")[1]))
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-state = elastic.TorchState(model=model, optimizer=optimizer, step=0, is_done=False)
+state = elastic.TorchState(model=model, optimizer=optimizer, step=0, batch=0, epoch=0)
 
 
 def note(what: str, **fields: object) -> None:
@@ -51,20 +52,21 @@ def digest() -> str:
 def train(state: elastic.TorchState) -> None:
     note("enter", size=elastic.size(), digest=digest())
     ddp = DistributedDataParallel(model, init_sync=False)
-    if not state.is_done:
+    while state.epoch < args.epochs:
         with Join([ddp, state], throw_on_early_termination=args.throw):
-            for batch in range(state.step, args.batches[elastic.rank() % len(args.batches)]):
+            for batch in range(state.batch, args.batches[elastic.rank() % len(args.batches)]):
                 generator = torch.Generator().manual_seed(1000 * batch + elastic.rank())
                 optimizer.zero_grad()
                 ddp(torch.randn(4, 8, generator=generator)).square().mean().backward()
                 optimizer.step()
                 time.sleep(args.step_seconds)
                 state.step += 1
+                state.batch += 1
                 state.commit()
                 note("commit", id=list(state.commits[0]))
             note("out")
-        note("joined", digest=digest())
-        state.is_done = True
+        note("joined", digest=digest(), drawn=torch.rand(1).item())
+        state.epoch, state.batch = state.epoch + 1, 0
         state.commit()
 
 

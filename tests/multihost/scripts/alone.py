@@ -1,4 +1,4 @@
-"""Workers that train each for itself: their ticks have no collective. Lines of <log>/<host>-….jsonl, one per commit."""
+"""Workers that train independently: their ticks have no collective. Logs a line per commit in <log>/<host>-….jsonl."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--log", type=Path, required=True)
 parser.add_argument("--until", type=Path, required=True)
 args = parser.parse_args()
-seat = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
-log = open(args.log / f"{seat}.jsonl", "a", buffering=1)  # noqa: SIM115 - open for life
+slot_id = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
+log = open(args.log / f"{slot_id}.jsonl", "a", buffering=1)  # noqa: SIM115 - open until the process ends
 state = elastic.TorchState(model=torch.nn.Linear(2, 2), step=0)
 
 

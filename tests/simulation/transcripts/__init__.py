@@ -1,8 +1,8 @@
-"""Golden transcripts of the core: ``python -m tests.simulation.transcripts --update`` writes the answers anew.
+"""Golden transcripts of the core: ``python -m tests.simulation.transcripts --update`` writes the answers again.
 
-A transcript (``*.txt`` here) begins with comments that say which property it shows, and a line ``policy``. Then
-``> t=SECONDS EVENT`` (``EVENT + EVENT``: they arrive together), and below it what the core says: one line for each
-effect, and ``= PHASE: reason``, with the next deadline. What follows ``>`` is written by hand, the rest is made.
+A transcript (``*.txt`` here) begins with comments that name the property it shows, and a line ``policy``. Then follows
+``> t=SECONDS EVENT`` (``EVENT + EVENT``: they arrive together), and below it the core's answer: one line for each
+effect, and ``= PHASE: reason``, with the next deadline. Lines with ``>`` are written by hand, answers are generated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRANSCRIPTS = Path(__file__).parent
 
 
 def replay(text: str) -> str:
-    """The transcript with the core's answers of today."""
+    """Return the transcript with the answers of the present core."""
     lines: list[str] = []
     m = new_membership(Policy(np=1, min_np=1))
     for line in text.splitlines():
@@ -52,8 +52,8 @@ def _value(text: str) -> Any:
 
 
 def _worker(name: str) -> t.WorkerId:
-    seat, _, incarnation = name.partition("#")
-    host, _, slot = seat.rpartition(":")
+    slot_id, _, incarnation = name.partition("#")
+    host, _, slot = slot_id.rpartition(":")
     return t.WorkerId(host, int(slot), int(incarnation))
 
 
@@ -62,14 +62,15 @@ def _commit(text: str | None) -> t.CommitId | None:
 
 
 def _joined(host: str, words: list[str]) -> t.AgentJoined:
-    """``0=1.6``: slot 0 has this commit in memory. ``a:1#1=2``: this worker lives, and was given world 2 last."""
+    """Parse the words after the host. ``0=1.6``: slot 0 retains this commit. ``a:1#1=2``: this worker lives, and world
+    2 is the last one it received."""
     found = [(int(slot), t.CommitId(*map(int, text.split(".")))) for slot, text in _pairs(words) if "#" not in slot]
     workers = [(_worker(name), int(generation)) for name, generation in _pairs(words) if "#" in name]
     return t.AgentJoined(host, tuple(found), tuple(workers))
 
 
 def parse_event(words: list[str]) -> t.Event:
-    """``ready a:0#1 in=1 commit=1.6`` and so on; ``in`` is the generation."""
+    """Parse an event such as ``ready a:0#1 in=1 commit=1.6``; ``in`` is the generation."""
     kind, *rest = words
     if kind == "time":
         return t.TimePassed()
@@ -80,7 +81,7 @@ def parse_event(words: list[str]) -> t.Event:
             "agent-joined": lambda: _joined(rest[0], rest[1:]),
             "agent-lost": lambda: t.AgentLost(rest[0], " ".join(rest[1:])),
             "agent-away": lambda: t.AgentLost(rest[0], " ".join(rest[1:]), may_live=True),
-            "agent-leaving": lambda: t.AgentLeaving(rest[0], " ".join(rest[1:])),
+            "agent-draining": lambda: t.HostDraining(rest[0], " ".join(rest[1:])),
         }
         return events[kind]()
     worker, given = _worker(rest[0]), dict(_pairs(rest[1:]))
@@ -88,21 +89,22 @@ def parse_event(words: list[str]) -> t.Event:
     match kind:
         case "ready":
             store, paused_s = f"{worker.host}:5000", float(given.get("paused", "0"))
-            return t.WorkerReady(worker, generation, commit, None, store, ticks, paused_s)
+            sealed = _commit(given.get("sealed"))
+            return t.WorkerReady(worker, generation, commit, None, store, ticks, paused_s, sealed=sealed)
         case "exit":
             code, signal = (int(given[key]) if key in given else None for key in ("code", "signal"))
             return t.WorkerExited(worker, code, signal, given.get("error", ""), int(given.get("at", "0")))
         case "unresponsive":
             return t.WorkerUnresponsive(worker, "no stamp for 10 s")
-        case "leaving":
-            return t.WorkerLeaving(worker, "SIGTERM to the worker")
+        case "draining":
+            return t.WorkerDraining(worker, "SIGTERM to the worker")
         case "answer":
             return t.HoldAnswered(worker, generation, ticks, "gate" in given, int(given.get("to", "1")))
         case "failure" | "suspect":
             return t.FailureReported(worker, generation, kind == "failure", given.get("error", ""))
         case "gate":
             return t.GateEntered(worker, generation)
-        case "beat":
+        case "heartbeat":
             return t.Heartbeat(worker, "train", generation, ticks, commit)
         case "sealed":
             assert commit is not None
@@ -113,7 +115,7 @@ def parse_event(words: list[str]) -> t.Event:
 
 
 def say(effect: t.Effect) -> str:
-    """One line for an effect, made to be read."""
+    """Return one readable line for an effect."""
     match effect:
         case t.PublishWorld(world):
             hosts: dict[str, list[str]] = {}
@@ -143,7 +145,7 @@ def say(effect: t.Effect) -> str:
 
 
 def main() -> int:
-    """Replay all; with ``--update`` write the answers."""
+    """Replay all transcripts; with ``--update`` write the answers."""
     changed = 0
     for path in sorted(TRANSCRIPTS.glob("*.txt")):
         before = path.read_text()

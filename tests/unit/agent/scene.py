@@ -1,4 +1,4 @@
-"""A real agent process, driven by a server of the test; and what the workers are that it starts."""
+"""A real agent process, driven by a server of the test, and the programs of its workers."""
 
 from __future__ import annotations
 
@@ -37,21 +37,20 @@ SPEC = messages.JobSpec(
     lease_s=None,
     output=messages.Output(tagged=False),
     environment=(("GIVEN", "1"),),
-    preemption=messages.Preemption((signal.SIGTERM,), None, 0.05, 5.0),
+    preemption=messages.PreemptionOptions((signal.SIGTERM,), None, 0.05, 5.0),
 )
 
-# A worker that says hello and prints each order that it gets.
+# A worker that sends Hello, and prints each message that it receives.
 SPEAK = """
 import os, sys, time
 from elasticstate._native import ControlPage
-from elasticstate.commits import control_file
 from elasticstate.config import worker_environment
 from elasticstate.net import messages
-from elasticstate.net.link import WorkerLink
+from elasticstate.net.link import StorageLink, WorkerLink
 told = worker_environment()
+page = ControlPage(StorageLink(told.socket, told.worker).ask().page)
 link = WorkerLink(told.socket)
 link.connect()
-page = ControlPage(control_file(told.commits))
 page.enter(1)
 page.set_place(messages.Place.TRAIN)
 link.send(messages.Hello(told.worker, os.getpid(), messages.PROTOCOL_VERSION))
@@ -60,7 +59,7 @@ while True:
     try:
         order = link.receive()
     except BlockingIOError:
-        page.beat()
+        page.heartbeat()
         time.sleep(0.01)
         continue
     if order is None:
@@ -72,12 +71,14 @@ while True:
 SEAL = """
 import os
 from elasticstate._native import ControlPage
-from elasticstate.commits import control_file, owner_of
+from elasticstate.commits import owner_of
 from elasticstate.config import worker_environment
+from elasticstate.net.link import StorageLink
 told = worker_environment()
-page = ControlPage(control_file(told.commits))
+page = ControlPage(StorageLink(told.socket, told.worker).ask().page)
 owner = owner_of(told.job_id, told.worker.host, told.worker.slot)
-print(page.stamp()[1:], page.sealed(0, owner), flush=True)
+seal = page.sealed(0, owner)
+print(page.stamp()[1:], seal and seal[:5], flush=True)
 page.enter(4)
 page.set_place(2)
 page.word.add_tick()
@@ -87,7 +88,7 @@ os._exit(7)
 
 
 class Scene:
-    """A driver's server, an agent that it has started, and what the agent says."""
+    """The driver's server, an agent that it has started, and the messages of the agent."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -116,7 +117,7 @@ class Scene:
         self.refusals.append(reason)
 
     async def start(self, **changes: Any) -> None:
-        """Start an agent; the second time another one for the same host."""
+        """Start an agent. A second call starts another agent for the same host."""
         job = self.directory / "job"
         if not self.port:
             self.port = self.server.listen("127.0.0.1")
@@ -155,10 +156,10 @@ class Scene:
         return bool(self._streams)
 
     async def serve(self, *command: str, **changes: Any) -> None:
-        """Tell the agent the job, and let it start one worker."""
+        """Send the job to the agent, and let it start one worker."""
         await self.until(lambda: bool(self._streams), "an agent")
         self.send(self.spec(*command, **changes))
-        self.send(messages.Spawn(W))
+        self.send(messages.StartWorker(W))
 
     def spec(self, *command: str, **changes: Any) -> messages.JobSpec:
         return msgspec.structs.replace(SPEC, **{"command": command, "commit_dir": str(self.directory), **changes})
@@ -186,25 +187,25 @@ class Scene:
         await self.until(lambda: bool(found()), kind.__name__)
         return found()[0]
 
-    async def beat(self) -> None:
-        """What a driver does that lives."""
+    async def heartbeat(self) -> None:
+        """Send heartbeats forever, like a live driver."""
         while True:
-            self._streams[0].beat()
+            self._streams[0].heartbeat()
             await asyncio.sleep(0.05)
 
     async def cut(self) -> None:
-        """End the connection of the agent, which dials again."""
+        """Close the connection of the agent, and wait until it has dialled again."""
         stream = self._streams.pop()
         stream.abort("cut")
         await self.until(lambda: bool(self._streams), "the agent once more")
 
     async def line(self) -> str:
-        """The next line that a worker prints."""
+        """Return the next line that a worker prints."""
         assert self.agent.stdout is not None
         return (await asyncio.wait_for(self.agent.stdout.readline(), 60)).decode().strip()
 
     async def end(self) -> tuple[int, str]:
-        """Exit status of the agent, and the rest of what it and its workers have printed."""
+        """Wait for the end of the agent. Return its exit status, and its remaining output with that of its workers."""
         stdout, stderr = await asyncio.wait_for(self.agent.communicate(), 60)
         assert self.agent.returncode is not None
         return self.agent.returncode, (stdout + stderr).decode()

@@ -1,4 +1,4 @@
-"""A real agent process, driven by a server of this test: what it does with orders, and without a driver."""
+"""A real agent process, driven by a server of this test: its reactions to messages, and to the loss of its driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elasticstate.net import messages
 from tests.unit.agent.scene import SEAL, SPEAK, Scene, W, play
 
 LEAVE = """
-    if isinstance(order, messages.LeaveOrder):
+    if isinstance(order, messages.Leave):
         os._exit(0)
 """
 
@@ -25,10 +25,10 @@ def test_orders_reach_the_worker_and_its_words_the_driver(tmp_path: Path) -> Non
         assert await scene.hear(messages.FromWorker) == messages.FromWorker(W, messages.Gate(1))
         stamp = messages.Stamp(messages.Place.TRAIN, 1, 0, None)
         await scene.until(lambda: messages.Stamps(((W, stamp),)) in scene.heard, "its stamp")
-        scene.send(messages.ToWorkers(None, messages.GateOpen(1)))
-        scene.send(messages.ToWorkers((WorkerId("h", 7, 1), W), messages.OwnError(1)))
-        assert [await scene.line(), await scene.line()] == ["GateOpen", "OwnError"]
-        scene.send(messages.Stop(W, "", kill=True))
+        scene.send(messages.ToWorkers(None, messages.OpenGate(1)))
+        scene.send(messages.ToWorkers((WorkerId("h", 7, 1), W), messages.ConfirmOwnError(W, 1)))
+        assert [await scene.line(), await scene.line()] == ["OpenGate", "ConfirmOwnError"]
+        scene.send(messages.StopWorker(W, "", kill=True))
         exited = await scene.hear(messages.Exited)
         assert (exited.exit_code, exited.signal) == (None, signal.SIGKILL)
         scene.send(messages.Shutdown("done"))
@@ -42,8 +42,8 @@ def test_a_worker_that_does_not_leave_is_killed_after_the_stop_timeout(tmp_path:
         await scene.start()
         await scene.serve(sys.executable, "-c", SPEAK, stop_timeout_s=2)
         await scene.hear(messages.FromWorker)
-        scene.send(messages.ToWorkers((W,), messages.LeaveOrder()))
-        assert await scene.line() == "LeaveOrder"
+        scene.send(messages.ToWorkers((W,), messages.Leave(W)))
+        assert await scene.line() == "Leave"
         assert (await scene.hear(messages.Exited)).signal == signal.SIGKILL
         scene.send(messages.Shutdown("done"))
         assert (await scene.end())[0] == 0
@@ -69,14 +69,14 @@ def test_without_a_driver_a_hold_is_released_and_training_goes_on_for_a_while(tm
         await scene.start()
         await scene.serve(sys.executable, "-c", SPEAK + LEAVE, driver_timeout_s=1.0)
         await scene.hear(messages.FromWorker)
-        scene.send(messages.ToWorkers(None, messages.HoldOrder(1)))
-        assert await scene.line() == "HoldOrder"
+        scene.send(messages.ToWorkers(None, messages.Hold(1)))
+        assert await scene.line() == "Hold"
         await scene.server.stop()
-        assert await scene.line() == "ReleaseOrder"
+        assert await scene.line() == "Release"
         status, rest = await scene.end()
         assert status == 1
         assert "no driver for --driver-timeout of 1 s: stops its workers" in rest
-        assert "LeaveOrder" in rest
+        assert "Leave" in rest
         assert not (scene.directory / "job").exists()
 
     play(tmp_path, scenario)
@@ -87,11 +87,11 @@ def test_after_end_a_hold_is_not_released(tmp_path: Path) -> None:
         await scene.start()
         await scene.serve(sys.executable, "-c", SPEAK, driver_timeout_s=0.3, stop_timeout_s=0.1)
         await scene.hear(messages.FromWorker)
-        scene.send(messages.ToWorkers(None, messages.HoldOrder(1)))
-        scene.send(messages.ToWorkers(None, messages.EndOrder(1, 9, "a host joined")))
-        assert [await scene.line(), await scene.line()] == ["HoldOrder", "EndOrder"]
+        scene.send(messages.ToWorkers(None, messages.Hold(1)))
+        scene.send(messages.ToWorkers(None, messages.End(1, 9, "a host joined")))
+        assert [await scene.line(), await scene.line()] == ["Hold", "End"]
         await scene.server.stop()
-        assert "ReleaseOrder" not in (await scene.end())[1]
+        assert "Release" not in (await scene.end())[1]
 
     play(tmp_path, scenario)
 
@@ -103,7 +103,7 @@ def test_sigterm_is_told_and_not_obeyed(tmp_path: Path) -> None:
         await scene.hear(messages.Started)
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             os.kill(scene.agent.pid, number)
-        assert await scene.hear(messages.AgentNotice) == messages.AgentNotice("SIGTERM to its agent")
+        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGTERM to its agent")
         assert scene.agent.returncode is None
         scene.send(messages.Shutdown("drained"))
         assert (await scene.end())[0] == 0
@@ -114,10 +114,10 @@ def test_sigterm_is_told_and_not_obeyed(tmp_path: Path) -> None:
 def test_a_signal_that_is_no_notice_has_its_usual_effect(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.start()
-        await scene.serve("sleep", "100", preemption=messages.Preemption((signal.SIGUSR1,), None, 1.0, 1.0))
+        await scene.serve("sleep", "100", preemption=messages.PreemptionOptions((signal.SIGUSR1,), None, 1.0, 1.0))
         await scene.hear(messages.Started)
         scene.agent.send_signal(signal.SIGUSR1)
-        assert await scene.hear(messages.AgentNotice) == messages.AgentNotice("SIGUSR1 to its agent")
+        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGUSR1 to its agent")
         scene.agent.send_signal(signal.SIGTERM)
         assert (await scene.end())[0] == -signal.SIGTERM
 
@@ -130,8 +130,8 @@ def test_sigterm_before_there_is_a_driver_is_told_as_soon_as_there_is_one(tmp_pa
         await scene.until(lambda: scene.has_joined, "an agent")
         scene.agent.send_signal(signal.SIGTERM)
         await scene.serve("sleep", "100", stop_timeout_s=0.2)
-        assert await scene.hear(messages.AgentNotice) == messages.AgentNotice("SIGTERM to its agent")
-        assert [type(message) for message in scene.heard[:2]] == [messages.Serving, messages.AgentNotice]
+        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGTERM to its agent")
+        assert [type(message) for message in scene.heard[:2]] == [messages.HostReport, messages.HostPreemptionNotice]
         scene.send(messages.Shutdown("drained"))
         assert (await scene.end())[0] == 0
 
@@ -146,7 +146,7 @@ def test_the_last_commit_of_a_worker_is_told_before_its_end_and_outlives_it(tmp_
         exited = await scene.hear(messages.Exited)
         told = [s for m in scene.heard[: scene.heard.index(exited)] if isinstance(m, messages.Stamps) for s in m.stamps]
         assert told[-1] == (W, messages.Stamp(messages.Place.TRAIN, 4, 1, CommitId(4, 1)))
-        scene.send(messages.Spawn(WorkerId("h", 0, 2)))
+        scene.send(messages.StartWorker(WorkerId("h", 0, 2)))
         assert await scene.line() == "(0, 0, 0, 0) (4, 1, 0, 0, 0)", "a new process has no past but the seals"
         scene.send(messages.Shutdown("done"))
         assert (await scene.end())[0] == 0
@@ -159,13 +159,13 @@ def test_an_agent_after_one_that_was_killed_tells_what_that_has_left(tmp_path: P
     async def scenario(scene: Scene) -> None:
         await scene.start()
         await scene.serve(sys.executable, "-c", SEAL)
-        assert await scene.hear(messages.Serving) == messages.Serving((), ())
+        assert await scene.hear(messages.HostReport) == messages.HostReport((), ())
         await scene.hear(messages.Exited)
         scene.agent.kill()
         await scene.agent.wait()
         await scene.start()
         await scene.serve("sleep", "100")
-        await scene.until(lambda: messages.Serving(((0, CommitId(4, 1)),), ()) in scene.heard, "what was left")
+        await scene.until(lambda: messages.HostReport(((0, CommitId(4, 1)),), ()) in scene.heard, "what was left")
         scene.send(messages.Shutdown("done"))
         assert (await scene.end())[0] == 0
         assert not list(scene.directory.glob("elasticstate-*"))
@@ -173,11 +173,11 @@ def test_an_agent_after_one_that_was_killed_tells_what_that_has_left(tmp_path: P
     play(tmp_path, scenario)
 
 
-# A worker that asks for room twice, and prints the answers.
+# A worker that requests commit storage twice, and prints the answers.
 ASK = """
 import os
 from elasticstate.config import worker_environment
-from elasticstate.net import messages, orders
+from elasticstate.net import messages, worker_codec
 from elasticstate.net.link import WorkerLink
 told = worker_environment()
 link = WorkerLink(told.socket)
@@ -185,8 +185,8 @@ link.connect()
 link._socket.setblocking(True)
 link.send(messages.Hello(told.worker, os.getpid(), messages.PROTOCOL_VERSION))
 for size in (100_000, 1 << 60):
-    link.send(messages.NeedSpace(1, size))
-    print(orders.decode_to_worker(link._socket.recv(100_000)), flush=True)
+    link.send(messages.GrowBuffer(1, size))
+    print(worker_codec.decode_to_worker(link._socket.recv(100_000)), flush=True)
 print(os.stat(told.commits + ".1.safetensors").st_size, flush=True)
 """
 
@@ -195,7 +195,7 @@ def test_a_worker_is_given_room_for_its_commits_or_told_why_not(tmp_path: Path) 
     async def scenario(scene: Scene) -> None:
         await scene.start()
         await scene.serve(sys.executable, "-c", ASK)
-        assert await scene.line() == "Space(index=1, bytes=131072, error='')"
+        assert await scene.line() == "BufferGrown(index=1, bytes=131072, error='')"
         assert "commits do not fit into --commit-dir" in await scene.line()
         assert await scene.line() == "131072"
         scene.send(messages.Shutdown("done"))

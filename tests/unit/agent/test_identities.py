@@ -1,4 +1,4 @@
-"""A real agent that hands on who its workers are for MPI, and leads them to the driver's host."""
+"""A real agent that passes the MPI identities on to its workers, and connects them to the driver's host."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_on_the_drivers_host_an_identity_is_handed_on_as_it_is(tmp_path: Path) -
 
 
 def test_on_another_host_the_agent_leads_to_the_relay(tmp_path: Path) -> None:
-    """Two workers by one tunnel; what they are told in shared memory on the driver's host comes in messages."""
+    """Two workers share one tunnel. Data in the shared memory of the driver's host reaches them in messages."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(await reader.readexactly(5))

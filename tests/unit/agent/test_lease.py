@@ -1,4 +1,4 @@
-"""The lease on ticks, as the agent keeps it."""
+"""The lease on ticks, as kept by the agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tags, tails and logs."""
+"""Tags of output lines, last lines for error reports, and log files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.output import Audience, Pump, Tagger, Terminal
+from elasticstate.agent.output import Audience, Pump, Tagger
+from elasticstate.writing import Writer
 
 
 @pytest.mark.parametrize(
@@ -51,16 +52,23 @@ def pumped(
     rank: int | None = None,
     late: bool = False,
 ) -> tuple[bytes, Pump]:
-    """What arrives at the terminal, through real pipes. ``rank``: which the worker gets after its first line; or
-    ``late``, when something of that is shown."""
+    """Return the bytes that reach the terminal through real pipes, and the pump.
+
+    ``rank``: assigned to the worker after its first line, or with ``late`` after some of that line has been shown.
+    """
 
     async def run() -> tuple[bytes, Pump]:
         reader, writer = os.pipe()
         source, sink = os.pipe()
         for pipe in (writer, sink):
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)
-        terminal = Terminal(writer)
-        pump = Pump(terminal, tag, open(log, "ab", buffering=0) if log else None, audience)  # noqa: SIM115
+        terminal = Writer(writer)
+        pump = Pump(
+            terminal,
+            tag,
+            Writer(lambda: os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)) if log else None,
+            audience,
+        )
         running = asyncio.ensure_future(pump.run(os.fdopen(source, "rb", buffering=0)))
         first, line_end, rest = data.partition(b"\n")
         os.write(sink, first + line_end)
@@ -106,7 +114,7 @@ def test_a_command_that_never_has_a_rank_is_shown_in_the_end() -> None:
 
 
 def test_what_has_no_rank_is_not_kept_back_for_ever() -> None:
-    """Shown before the rank is known, which then hides the rest."""
+    """Long output is shown before the rank is known. The rank then hides the rest."""
     much = b"x" * 69_999 + b"\n"
     shown, _ = pumped(much + b"rest\n", "", None, Audience(((3, 3),)), rank=1, late=True)
     assert shown in (much, much + b"rest\n")

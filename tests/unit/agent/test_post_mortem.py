@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,15 +16,15 @@ from elasticstate.agent.worker_process import Ending
 def test_the_error_file_comes_before_the_end_of_stderr(tmp_path: Path) -> None:
     path = str(tmp_path / "error")
     error_file.write(path, error_file.describe(ValueError("mine"), 7))
-    assert cause_of_death(Ending(1, None, "noise"), path, 0, 0) == ("ValueError: mine\n", 7)
-    text, time_ns = cause_of_death(Ending(1, None, "noise"), str(tmp_path / "none"), 0, 0)
+    assert cause_of_death(Ending(1, None, "noise"), error_file.read(path), 0, 0) == ("ValueError: mine\n", 7)
+    text, time_ns = cause_of_death(Ending(1, None, "noise"), None, 0, 0)
     assert (text, time_ns > 7) == ("noise", True)
 
 
 def test_who_ends_well_has_no_cause(tmp_path: Path) -> None:
     path = str(tmp_path / "error")
     error_file.write(path, error_file.describe(ValueError("caught after all"), 7))
-    assert cause_of_death(Ending(0, None, "noise"), path, 0, 0)[0] == ""
+    assert cause_of_death(Ending(0, None, "noise"), error_file.read(path), 0, 0)[0] == ""
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,7 @@ def test_who_ends_well_has_no_cause(tmp_path: Path) -> None:
     ],
 )
 def test_a_sigkill_may_have_been_the_oom_killer(tmp_path: Path, number: int, counted: int, said: str) -> None:
-    assert cause_of_death(Ending(None, number, "stderr"), str(tmp_path / "none"), counted, 1)[0] == said
+    assert cause_of_death(Ending(None, number, "stderr"), None, counted, 1)[0] == said
 
 
 def test_oom_kills_are_counted_in_both_versions_of_cgroups(tmp_path: Path) -> None:
@@ -48,3 +51,42 @@ def test_oom_kills_are_counted_in_both_versions_of_cgroups(tmp_path: Path) -> No
     assert count_oom_kills(mine, tmp_path) == 5
     mine.write_text("0::/nowhere\n")
     assert count_oom_kills(mine, tmp_path) == 0
+
+
+def test_who_misses_the_variables_of_a_world_is_told_what_to_change(tmp_path: Path) -> None:
+    """torch, and scripts written for torchrun, read RANK at their start. It is set only inside a world."""
+    calls = [
+        "torch.distributed.init_process_group('gloo')",
+        "torch.distributed.device_mesh.init_device_mesh('cpu', (2,))",
+        "torch.distributed.fsdp.fully_shard(torch.nn.Linear(2, 2))",
+        "os.environ['LOCAL_RANK']",
+    ]
+    program = (
+        "import os, sys, traceback, torch.distributed.device_mesh, torch.distributed.fsdp\n"
+        "for call in sys.argv[1:]:\n"
+        "    try:\n        eval(call)\n    except Exception:\n        print(traceback.format_exc(), end='\\0')\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    command = [sys.executable, "-c", program, *calls]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=clean, timeout=60, check=True)
+    raised = done.stdout.removesuffix("\0").split("\0")
+    assert len(raised) == len(calls), "each fails without a world"
+    for stack in raised:
+        cause, _ = cause_of_death(Ending(1, None, stack), None, 0, 0)
+        assert cause.startswith(stack)
+        hint = cause.removeprefix(stack)
+        assert "inside a function decorated with @elasticstate.run" in hint
+        assert "remove init_process_group()" in hint
+
+
+def test_the_same_in_the_error_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "error")
+    error_file.write(path, error_file.describe(KeyError("RANK"), 7))
+    text, time_ns = cause_of_death(Ending(1, None, "noise"), error_file.read(path), 0, 0)
+    assert text.startswith("KeyError: 'RANK'\nelasticrun sets RANK")
+    assert time_ns == 7
+
+
+@pytest.mark.parametrize("text", ["KeyError: 'RANKS'", "KeyError: 'WORLD'", "ValueError: RANK is 3"])
+def test_other_errors_have_no_such_hint(text: str) -> None:
+    assert cause_of_death(Ending(1, None, text), None, 0, 0)[0] == text

@@ -1,4 +1,4 @@
-"""The notice command: asked by a real agent, until it says that the host is to be left."""
+"""The preemption command: a real agent runs it repeatedly until it announces a preemption."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.unit.agent.scene import Scene, play
 TERM = (signal.SIGTERM,)
 
 
-def asking(command: str, timeout_s: float = 5.0) -> messages.Preemption:
-    return messages.Preemption(TERM, command, 0.05, timeout_s)
+def asking(command: str, timeout_s: float = 5.0) -> messages.PreemptionOptions:
+    return messages.PreemptionOptions(TERM, command, 0.05, timeout_s)
 
 
 def script(directory: Path, body: str) -> str:
@@ -33,7 +33,9 @@ def times_asked(directory: Path) -> int:
 
 
 def notices(scene: Scene) -> list[messages.FromAgent]:
-    return [message for message in scene.heard if isinstance(message, messages.AgentNotice | messages.AgentWarning)]
+    return [
+        message for message in scene.heard if isinstance(message, messages.HostPreemptionNotice | messages.AgentWarning)
+    ]
 
 
 async def ends_well(scene: Scene) -> None:
@@ -44,7 +46,7 @@ async def ends_well(scene: Scene) -> None:
 
 
 def test_it_is_asked_until_it_gives_notice_and_not_after(tmp_path: Path) -> None:
-    """It runs in the job's directory, in the environment of the workers, and its first line is the reason."""
+    """The command runs in the job's directory, with the environment of the workers. Its first line is the reason."""
     body = 'test -e go || exit 1; echo "going: $PASSED $ELASTICSTATE_HOST"; echo more; echo oops >&2; exit 0'
 
     async def scenario(scene: Scene) -> None:
@@ -53,10 +55,10 @@ def test_it_is_asked_until_it_gives_notice_and_not_after(tmp_path: Path) -> None
         await scene.until(lambda: times_asked(tmp_path) >= 3, "three calls")
         assert notices(scene) == []
         (tmp_path / "go").touch()
-        assert await scene.hear(messages.AgentNotice) == messages.AgentNotice("going: on h")
+        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("going: on h")
         count = times_asked(tmp_path)
-        scene.agent.send_signal(signal.SIGTERM)  # too late to be told
-        scene.send(messages.Shutdown("drained"))  # takes the stop time-out
+        scene.agent.send_signal(signal.SIGTERM)  # too late for a second notice
+        scene.send(messages.Shutdown("drained"))  # waits for the stop time-out
         assert (await scene.end())[0] == 0
         assert times_asked(tmp_path) == count
         assert len(notices(scene)) == 1
@@ -71,7 +73,7 @@ def test_a_signal_ends_the_asking(tmp_path: Path) -> None:
         await scene.until(lambda: times_asked(tmp_path) == 1, "a call")
         asked = int((tmp_path / "asked").read_text())
         scene.agent.send_signal(signal.SIGTERM)
-        assert await scene.hear(messages.AgentNotice) == messages.AgentNotice("SIGTERM to its agent")
+        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGTERM to its agent")
         await scene.until(lambda: not psutil.pid_exists(asked), "the end of the command")
         await ends_well(scene)
 
@@ -101,7 +103,9 @@ def test_any_other_answer_is_warned_of_once_and_asking_goes_on(
         await scene.until(lambda: times_asked(tmp_path) >= count + 3, "more calls")
         assert notices(scene) == [warning]
         (tmp_path / "go").touch()
-        assert await scene.hear(messages.AgentNotice) == messages.AgentNotice(f"{command} exited with 0")
+        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice(
+            f"{command} exited with 0"
+        )
         pids = [int(line) for line in (tmp_path / "asked").read_text().split()]
         await scene.until(lambda: not any(map(psutil.pid_exists, pids)), "the end of all calls")
         await ends_well(scene)
@@ -127,7 +131,7 @@ def test_a_slow_command_holds_nothing_up_and_ends_with_the_agent(tmp_path: Path)
         await scene.serve("sleep", "100", preemption=asking(command, 60.0), stop_timeout_s=0.2)
         await scene.until(lambda: times_asked(tmp_path) == 1, "a call")
         asked = int((tmp_path / "asked").read_text())
-        await scene.hear(messages.Stamps)  # the agent's own sign of life
+        await scene.hear(messages.Stamps)  # heartbeat of the agent
         assert os.getsid(asked) == asked, "in a session of its own"
         scene.send(messages.Shutdown("done"))
         assert (await asyncio.wait_for(scene.end(), 60))[0] == 0

@@ -1,4 +1,4 @@
-"""Real processes: how they end is told, and nothing of their session stays."""
+"""Real worker processes: the report of their ends, and the cleanup of their sessions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.output import Audience, Terminal
-from elasticstate.agent.worker_process import Ending, WorkerProcess, make_pumps
+from elasticstate.agent.output import Audience, Outputs
+from elasticstate.agent.worker_process import Ending, WorkerProcess
 from elasticstate.core.types import WorkerId
 from elasticstate.net.messages import Output
 from elasticstate.processes import session_members
 
 W = WorkerId("h", 1, 1)
-
-
-_NO_TERMINALS = (Terminal(-1), Terminal(-1))  # nothing is printed
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -41,23 +38,19 @@ def run(
     """Run a command as a worker, with its output in log files."""
 
     async def scenario() -> Ending:
-        with open(os.devnull, "wb") as nowhere:
-            terminals = Terminal(nowhere.fileno()), Terminal(nowhere.fileno())
-            pumps = make_pumps(W, terminals, Output(log_dir=str(directory)), Audience(()))
-            process = WorkerProcess(W, command, dict(os.environ), str(directory), *pumps)
-            if meanwhile is not None:
-                await meanwhile(process)
-            ending = await asyncio.wait_for(process.ended(), 20)
-            assert not session_members(process.pid)
-            for terminal in terminals:
-                terminal.close()
-            return ending
+        pumps = Outputs("h").pumps(W, Output(log_dir=str(directory), tee=0), Audience(()))
+        process = WorkerProcess(W, command, dict(os.environ), str(directory), *pumps)
+        if meanwhile is not None:
+            await meanwhile(process)
+        ending = await asyncio.wait_for(process.ended(), 20)
+        await until(lambda: not session_members(process.pid), "the end of the killed processes of the session")
+        return ending
 
     return asyncio.run(scenario())
 
 
 def logged(log: Path) -> list[str]:
-    """What each process of the slot has printed."""
+    """Return the output of each process of the slot."""
     begin, *printed = re.split(rf"^--- {W} starts at [0-9T:.+-]{{29}}\n", log.read_text(), flags=re.MULTILINE)
     assert begin == ""
     return printed
@@ -93,11 +86,11 @@ def test_a_command_that_is_not_there_exits_with_127(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        WorkerProcess(W, ["true"], {}, str(tmp_path / "nope"), *make_pumps(W, _NO_TERMINALS, Output(), Audience(())))
+        WorkerProcess(W, ["true"], {}, str(tmp_path / "nope"), *Outputs("h").pumps(W, Output(), Audience(())))
 
 
 def test_what_a_command_leaves_in_its_session_ends_with_it(tmp_path: Path) -> None:
-    """Children in process groups of their own, too, that ignore every signal one can ignore."""
+    """Children may have process groups of their own, and ignore all signals that can be ignored."""
     seen = tmp_path / "seen"
     child = "import os, time; os.setpgid(0, 0); print('up', flush=True); time.sleep(100)"
     script = (
@@ -149,17 +142,17 @@ def test_terminate_and_kill(tmp_path: Path) -> None:
 
 
 def test_a_worker_dies_with_its_agent(tmp_path: Path) -> None:
-    """The agent is a process here that starts a worker as agents do, and is then killed."""
+    """The agent is simulated by a process that starts a worker as agents do. The test then kills it."""
     agent = f"""
 import asyncio, os, sys
-from elasticstate.agent.output import Audience, Terminal
-from elasticstate.agent.worker_process import WorkerProcess, make_pumps
+from elasticstate.agent.output import Audience, Outputs
+from elasticstate.agent.worker_process import WorkerProcess
 from elasticstate.core.types import WorkerId
 from elasticstate.net.messages import Output
 
 async def main():
     worker = WorkerId("h", 0, 1)
-    pumps = make_pumps(worker, (Terminal(1), Terminal(2)), Output(tagged=False), Audience(()))
+    pumps = Outputs("h").pumps(worker, Output(tagged=False), Audience(()))
     process = WorkerProcess(worker, ["sh", "-c", "echo $$; exec sleep 100"], os.environ, {str(tmp_path)!r}, *pumps)
     await process.ended()
 

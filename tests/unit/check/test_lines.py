@@ -1,4 +1,4 @@
-"""What is told of what was found, line by line."""
+"""Report lines of ``elasticrun --check`` for each result of a search."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import json
 import pytest
 
 from elasticstate.check.hosts import judge
-from elasticstate.check.local import file_system, room_line
+from elasticstate.check.local import file_system, shared_memory_line
 from elasticstate.check.mpi_lines import mpi_lines
 from elasticstate.check.report import Line, last_line, render
 from elasticstate.check.torch_build import Torch, read, torch_lines
-from elasticstate.mpi_build import Mpi
+from elasticstate.mpi_build import MpiInstallation
 from elasticstate.processes import Answer
 
 GOOD = {"torch": "2.13.0+cpu", "has_gloo": True, "has_nccl": False, "gloo_works": True, "at": ""}
 WITH_CUDA = {**GOOD, "torch": "2.13.0", "cuda_build": "13.0", "nccl": "2.28.9", "has_nccl": True}
 
 
-def lines_of(told: dict[str, object], failure: str = "", driver: str = "") -> list[str]:
-    return [str(line) for line in torch_lines(Torch(told, failure), "2.6", "x86_64", driver)]
+def lines_of(facts: dict[str, object], failure: str = "", driver: str = "") -> list[str]:
+    return [str(line) for line in torch_lines(Torch(facts, failure), "2.6", "x86_64", driver)]
 
 
 # ------------------------------------------------------------------------------------------------------------ lines
@@ -41,40 +41,42 @@ def test_the_last_line_that_says_something() -> None:
 
 def test_a_torch_for_the_cpu() -> None:
     version, cuda, nccl, gloo = lines_of(GOOD)
-    assert version == "    [X] torch 2.13.0+cpu (2.6 or later will do)"
-    assert "[ ] CUDA: this torch is built without it: install a build of torch for CUDA" in cuda
-    assert "[ ] NCCL: it is not built into this torch" in nccl
+    assert version == "    [X] torch 2.13.0+cpu (2.6 or later is required)"
+    assert "[ ] CUDA: this torch is built without CUDA: install a build of torch for CUDA" in cuda
+    assert "[ ] NCCL: this torch is built without NCCL" in nccl
     assert gloo == "    [X] Gloo: an all-reduce in a world of one"
 
 
 def test_a_torch_that_is_too_old() -> None:
-    assert lines_of({**GOOD, "torch": "2.5.1"})[0].startswith("    [ ] torch 2.5.1 (2.6 or later will do): pip install")
+    assert lines_of({**GOOD, "torch": "2.5.1"})[0].startswith(
+        "    [ ] torch 2.5.1 (2.6 or later is required): pip install"
+    )
 
 
 def test_a_driver_without_a_torch_for_it() -> None:
-    assert "but NVIDIA's driver 580.65.06 is there" in lines_of(GOOD, driver="580.65.06")[1]
+    assert "but NVIDIA's driver 580.65.06 is installed" in lines_of(GOOD, driver="580.65.06")[1]
 
 
 def test_devices_are_counted_by_name() -> None:
     cuda, nccl = lines_of({**WITH_CUDA, "devices": ["A", "A", "B"]}, driver="580.1")[1:3]
     assert cuda == "    [X] CUDA 13.0, driver 580.1: 2 x A, 1 x B"
-    assert nccl.startswith("    [X] NCCL 2.28.9\n        known: over InfiniBand")
+    assert nccl.startswith("    [X] NCCL 2.28.9\n        known bug: over InfiniBand")
 
 
 def test_why_there_is_no_device() -> None:
     cuda = lines_of({**WITH_CUDA, "no_cuda": "Found no NVIDIA driver on your system."})[1]
     assert cuda.startswith("    [ ] CUDA 13.0: Found no NVIDIA driver on your system.: install NVIDIA's driver")
-    assert "see nvidia-smi" in lines_of({**WITH_CUDA, "devices": []}, driver="580.1")[1]
+    assert "check nvidia-smi" in lines_of({**WITH_CUDA, "devices": []}, driver="580.1")[1]
 
 
 def test_a_gloo_that_does_not_work() -> None:
-    told = {**GOOD, "gloo_works": False, "no_gloo": "no address for this host name"}
-    assert "[ ] Gloo: no address for this host name: GLOO_SOCKET_IFNAME" in lines_of(told)[3]
-    assert "not built into this torch" in lines_of({**GOOD, "gloo_works": False, "has_gloo": False})[3]
+    facts = {**GOOD, "gloo_works": False, "no_gloo": "no address for this host name"}
+    assert "[ ] Gloo: no address for this host name: set GLOO_SOCKET_IFNAME" in lines_of(facts)[3]
+    assert "this torch is built without Gloo" in lines_of({**GOOD, "gloo_works": False, "has_gloo": False})[3]
 
 
 @pytest.mark.parametrize(
-    ("told", "backend"),
+    ("facts", "backend"),
     [
         (GOOD, "gloo"),
         (WITH_CUDA, "gloo"),
@@ -82,15 +84,15 @@ def test_a_gloo_that_does_not_work() -> None:
         ({**GOOD, "devices": ["A"]}, "gloo"),
     ],
 )
-def test_nccl_is_chosen_where_there_are_devices_and_nccl(told: dict[str, object], backend: str) -> None:
-    assert Torch(told).auto == backend
+def test_nccl_is_chosen_where_there_are_devices_and_nccl(facts: dict[str, object], backend: str) -> None:
+    assert Torch(facts).auto == backend
 
 
 # -------------------------------------------------------------------------------------------- how a probe has ended
 
 
-def said(*facts: dict[str, object]) -> str:
-    return "".join(json.dumps(fact) + "\n" for fact in facts)
+def said(*objects: dict[str, object]) -> str:
+    return "".join(json.dumps(each) + "\n" for each in objects)
 
 
 def test_what_others_print_is_no_answer() -> None:
@@ -120,7 +122,7 @@ def test_a_torch_that_hangs_is_told_with_the_place() -> None:
 
 def test_what_was_found_before_a_hang_is_told() -> None:
     torch = read(Answer(-9, said({**GOOD, "gloo_works": False}, {"at": "Gloo"}), ""), 10, is_late=True)
-    assert lines_of(torch.told, torch.failure)[3].startswith(
+    assert lines_of(torch.facts, torch.failure)[3].startswith(
         "    [ ] Gloo: Gloo takes longer than --start-timeout of 10 s"
     )
 
@@ -129,7 +131,7 @@ def test_what_was_found_before_a_hang_is_told() -> None:
 
 
 def test_all_of_mpi() -> None:
-    found = Mpi(
+    found = MpiInstallation(
         mpi4py="4.1.2",
         library="/p/lib/libmpi.so.40",
         version="Open MPI 5.0.11",
@@ -138,14 +140,14 @@ def test_all_of_mpi() -> None:
         has_ulfm=True,
         has_thread_multiple=True,
     )
-    assert [line.is_there for line in mpi_lines(found)] == [True] * 5
+    assert [line.is_available for line in mpi_lines(found)] == [True] * 5
 
 
 def test_the_first_that_is_missing_of_mpi_says_why() -> None:
-    lines = mpi_lines(Mpi(mpi4py="4.1.2", problem="an MPI library, and there is none"))
+    lines = mpi_lines(MpiInstallation(mpi4py="4.1.2", problem="there is no MPI library. Run pip."))
     assert [str(line) for line in lines] == [
         "    [X] mpi4py 4.1.2",
-        "    [ ] MPI library: needs an MPI library, and there is none",
+        "    [ ] MPI library: there is no MPI library. Run pip.",
         "    [ ] mpirun: not tried",
         "    [ ] ULFM: not tried",
         "    [ ] MPI_THREAD_MULTIPLE: not tried",
@@ -169,22 +171,24 @@ def host(answer: Answer) -> str:
 
 
 def test_a_host_that_is_well() -> None:
-    told = {"version": "0.1.0", "python": "3.12.1", "slots": 8, "has_directory": True}
-    told["has"] = {"torch": True, "mpi4py": True}
-    assert host(Answer(0, "welcome\n" + said(told), "")) == "    [X] h1: elasticstate 0.1.0, Python 3.12.1, 8 slots"
-    assert "it is 0.1.0 here: install the same there" in host(Answer(0, said({**told, "version": "0.0.9"}), ""))
-    assert "no torch: pip install torch there" in host(
-        Answer(0, said({**told, "has": {"torch": False, "mpi4py": True}}), "")
+    facts = {"version": "0.1.0", "python": "3.12.1", "slots": 8, "has_directory": True}
+    facts["has"] = {"torch": True, "mpi4py": True}
+    assert host(Answer(0, "welcome\n" + said(facts), "")) == "    [X] h1: elasticstate 0.1.0, Python 3.12.1, 8 slots"
+    assert "the version here is 0.1.0: install the same version there" in host(
+        Answer(0, said({**facts, "version": "0.0.9"}), "")
     )
-    absent = {**told, "has": {"torch": True, "mpi4py": False}}
+    assert "no torch: pip install torch there" in host(
+        Answer(0, said({**facts, "has": {"torch": False, "mpi4py": True}}), "")
+    )
+    absent = {**facts, "has": {"torch": True, "mpi4py": False}}
     assert "no mpi4py: pip install 'e[mpi]' there" in host(Answer(0, said(absent), ""))
-    assert "the same working directory" in host(Answer(0, said({**told, "has_directory": False}), ""))
+    assert "the same working directory" in host(Answer(0, said({**facts, "has_directory": False}), ""))
 
 
 def test_a_host_that_is_not() -> None:
     missing = "ModuleNotFoundError: No module named 'elasticstate'\n"
     assert host(Answer(1, "", missing)).startswith("    [ ] h1: /p/python there has no elasticstate: pip install it")
-    assert host(Answer(0, "-m elasticstate\n", "")).startswith("    [ ] h1: /p/python there has not answered as Python")
+    assert host(Answer(0, "-m elasticstate\n", "")).startswith("    [ ] h1: /p/python there did not answer as Python")
     assert host(Answer(3, "", "a\nb\n")) == "    [ ] h1: exited with 3: b"
 
 
@@ -206,9 +210,9 @@ def test_the_type_of_a_file_system(path: str, kind: str) -> None:
     assert file_system(path, MOUNTS) == kind
 
 
-def test_little_room_is_told_with_the_remedy() -> None:
-    text = str(room_line("/dev/shm", "tmpfs", 64 << 20, 60 << 20))
-    assert text.startswith("    [X] --commit-dir /dev/shm: tmpfs, 62.9 MB of 67.1 MB free\n        little: ")
+def test_little_space_has_a_note_with_the_remedy() -> None:
+    text = str(shared_memory_line("/dev/shm", "tmpfs", 64 << 20, 60 << 20))
+    assert text.startswith("    [X] --commit-dir /dev/shm: tmpfs, 62.9 MB of 67.1 MB free\n        little space: ")
     assert "docker run --shm-size=16g" in text
-    assert room_line("/dev/shm", "tmpfs", 8 << 30, 8 << 30).notes == ()
-    assert "not in memory" in str(room_line("/x", "ext4", 8 << 40, 8 << 40))
+    assert shared_memory_line("/dev/shm", "tmpfs", 8 << 30, 8 << 30).notes == ()
+    assert "not in memory" in str(shared_memory_line("/x", "ext4", 8 << 40, 8 << 40))

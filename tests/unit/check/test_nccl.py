@@ -1,4 +1,4 @@
-"""Which known bugs a version of NCCL has."""
+"""Known bugs of each version of NCCL."""
 
 from __future__ import annotations
 

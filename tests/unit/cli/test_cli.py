@@ -1,11 +1,16 @@
-"""The command line: what belongs to elasticrun, what to COMMAND, and one line for each mistake."""
+"""The command line: options of elasticrun, options of COMMAND, and one line of error for each mistake."""
 
 from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
 
 import pytest
 
 from elasticstate.cli import main, parse_options
 from elasticstate.config import option_names
+from elasticstate.errors import OptionError
 
 
 def test_options_of_the_command_are_untouched() -> None:
@@ -29,13 +34,22 @@ def test_tags_are_turned_off() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["-np", "x", "c"], "-np/--num-proc: 'x': takes a whole number, at least 1"),
-        (["-np"], "-np/--num-proc: expected one argument: takes a whole number, at least 1"),
-        (["--nope", "-np", "1", "c"], "unrecognized arguments: --nope"),
-        (["--min", "1", "-np", "1", "c"], "unrecognized arguments: --min"),
-        (["c"], "-np/--num-proc is missing: takes the number of workers to start with"),
+        (["-np", "x", "c"], "-np/--num-proc: 'x': must be a whole number, at least 1"),
+        (["-np"], "-np/--num-proc: expected one argument: must be a whole number, at least 1"),
+        (["--frobnicate", "-np", "1", "c"], "unknown option '--frobnicate'. elasticrun --help lists all options"),
+        (["--min", "1", "-np", "1", "c"], "unknown option '--min'. Did you mean --min-np?"),
+        (["--host-file", "f", "-np", "1", "c"], "unknown option '--host-file'. Did you mean --hostfile?"),
+        (["--min_np=1", "-np", "1", "c"], "unknown option '--min_np'. Did you mean --min-np?"),
+        (["--np=2", "c"], "unknown option '--np'. Did you mean -np?"),
+        (["-np2", "c"], "unknown option '-np2'. Write -np 2"),
+        (["c"], "-np/--num-proc is missing. Give the number of workers to start with."),
+        (
+            ["c", "-np", "2"],
+            "-np/--num-proc is missing: '-np' after COMMAND belongs to COMMAND. Write options before COMMAND.",
+        ),
+        ([], "COMMAND is missing"),
         (["-np", "1", "--events-file", "/nowhere/e", "c"], "--events-file: '/nowhere/e': takes a path to write to"),
-        (["status"], "status takes the name of one job: elasticrun status JOB"),
+        (["status"], "status: '': must be the name of one job. Use elasticrun status JOB."),
     ],
 )
 def test_a_mistake_is_told_in_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +81,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_status_of_a_job_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "no-such-job"]) == 1
-    assert capsys.readouterr().err == "elasticrun: no job 'no-such-job' of yours runs on this machine\n"
+    assert capsys.readouterr().err == "elasticrun: no job 'no-such-job' of this user runs on this machine\n"
 
 
 def test_an_elastic_command_line_of_horovodrun_means_the_same() -> None:
@@ -82,4 +96,73 @@ def test_an_elastic_command_line_of_horovodrun_means_the_same() -> None:
 
 def test_a_mistake_is_told_when_there_is_only_something_to_check_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check", "--backend", "smoke"]) == 2
-    assert capsys.readouterr().err == "elasticrun: --backend: 'smoke': takes auto, nccl, gloo or mpi\n"
+    assert capsys.readouterr().err == "elasticrun: --backend: 'smoke': must be auto, nccl, gloo or mpi\n"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--nproc-per-node 4", "-np 4"),
+        ("--nproc_per_node=4 --nnodes=1", "-np 4"),
+        ("--nnodes 1:1 --standalone --nproc-per-node 2 --max-restarts 3", "-np 2 --reset-limit 3"),
+        ("-n 2 --gloo", "-np 2 --backend gloo"),
+        ("-np 2 --mpi --output-filename logs", "-np 2 --backend mpi --log-dir logs"),
+        ("-np 2 --log-level DEBUG", "-np 2 --verbose"),
+        ("-np 2 --log-level info", "-np 2"),
+    ],
+)
+def test_options_of_other_launchers_mean_the_same(theirs: str, ours: str) -> None:
+    assert parse_options([*theirs.split(), "t.py"]) == parse_options([*ours.split(), "t.py"])
+
+
+def test_nproc_per_node_counts_the_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert parse_options(["--nproc-per-node", "cpu", "c"]).np == cores
+    monkeypatch.setattr("elasticstate.machine.glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidia2"])
+    assert (
+        parse_options(["--nproc-per-node", "gpu", "c"]).np == parse_options(["--nproc-per-node", "auto", "c"]).np == 3
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert parse_options(["--nproc-per-node", "gpu", "c"]).np == 2
+    monkeypatch.setattr("elasticstate.machine.glob", lambda pattern: [])
+    assert parse_options(["--nproc-per-node", "auto", "c"]).np == cores
+    with pytest.raises(OptionError, match=r"^--nproc-per-node: 'gpu': this machine has no NVIDIA GPU"):
+        parse_options(["--nproc-per-node", "gpu", "c"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--nnodes 2:4 --nproc-per-node 8", "--nnodes: '2:4': .* -np 32 --min-np 16 --max-np 32, .*-H, --hostfile"),
+        ("--nnodes 2", "--nnodes: '2': .* -np "),
+        ("--nnodes x", "--nnodes: 'x': must be"),
+        ("--nproc-per-node 0", "--nproc-per-node: '0': must be"),
+        ("--nproc-per-node 2 -np 3", "--nproc-per-node and -np exclude each other"),
+        ("--nproc-per-node 2 -H a:2", "--nproc-per-node.* -H"),
+        ("-np 2 -H a:2 --max-restarts 1", "--max-restarts counts .*--reset-limit"),
+        ("-np 2 --max-restarts x", "--reset-limit: 'x': must be a whole number"),
+        ("-np 2 --gloo --mpi", "--mpi and --backend exclude each other"),
+        ("-np 2 --log-level error", "--log-level: 'error': .*--verbose"),
+        ("-np 2 --rdzv-backend c10d", "--rdzv-backend: .*--listen"),
+        ("-np 2 --rdzv_endpoint=h:1", "--rdzv_endpoint: .*--listen"),
+        ("-np 2 --rdzv-id=x", "--rdzv-id: .*--job-name"),
+        ("-np 2 -m module", "-m: .*python -m"),
+        ("-np 2 --redirects 3", "--redirects: .*--log-dir"),
+        ("-np 2 --check-build", "--check-build: .*--check"),
+        ("-np 2 --fusion-threshold-mb 3", "--fusion-threshold-mb: "),
+    ],
+)
+def test_options_of_other_launchers_that_mean_something_else_name_ours(given: str, said: str) -> None:
+    with pytest.raises(OptionError, match=f"^{said}") as caught:
+        parse_options([*given.split(), "c"])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_busy_port_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        address = f"127.0.0.1:{busy.getsockname()[1]}"
+        assert main(["-np", "1", "--listen", address, "--token-file", str(tmp_path / "token"), "true"]) == 2
+    said = (
+        f"elasticrun: --listen: {address!r}: Address already in use. Give an address of this machine and a free port\n"
+    )
+    assert capsys.readouterr().err == said

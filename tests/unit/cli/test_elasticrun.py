@@ -48,7 +48,7 @@ class Job:
         def holds() -> bool:
             try:
                 return condition()
-            except psutil.NoSuchProcess:  # ended while we looked
+            except psutil.NoSuchProcess:  # the process ended in the meantime
                 return False
 
         while not holds():
@@ -68,7 +68,7 @@ class Job:
         return [worker for agent in self.agents() for worker in agent.children()]
 
     def end(self) -> tuple[int, str, str]:
-        """Exit status, stdout, stderr."""
+        """Return exit status, stdout and stderr."""
         try:
             stdout, stderr = self.process.communicate(timeout=30)
         except subprocess.TimeoutExpired:
@@ -89,7 +89,7 @@ def running(directory: Path, *argv: str) -> Iterator[Job]:
 
 
 def started(job: Job, count: int) -> list[psutil.Process]:
-    """The workers of a job whose command is ``sleep`` or a shell, when they have become it."""
+    """Wait until all workers run their command, ``sleep`` or a shell; return them."""
     found: list[psutil.Process] = []
 
     def look() -> bool:
@@ -101,7 +101,7 @@ def started(job: Job, count: int) -> list[psutil.Process]:
 
 
 def rewrite(file: Path, text: str) -> None:
-    """At once: a driver looks at it all the time."""
+    """Replace the content of a file atomically: a driver reads it again and again."""
     fresh = file.with_suffix(".new")
     fresh.write_text(text)
     fresh.replace(file)
@@ -247,7 +247,7 @@ def test_ctrl_c_ends_with_130_and_a_second_one_kills_at_once(tmp_path: Path) -> 
 
 
 def test_ctrl_c_reaches_only_the_driver(tmp_path: Path) -> None:
-    """The terminal sends SIGINT to the whole foreground group."""
+    """A terminal sends SIGINT to the whole foreground group, so agents and workers must not be in it."""
     with running(tmp_path, "-np", "2", "sleep", "100") as job:
         workers = started(job, 2)
         group = os.getpgid(job.process.pid)
@@ -268,11 +268,11 @@ def test_who_ignores_sigterm_is_killed_after_the_stop_timeout(tmp_path: Path) ->
 
 
 def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
-    """What is left, files too, is looked for after every test; here also within the driver time-out."""
+    """Agents and workers end within the driver timeout. After every test a fixture looks for left files, too."""
     with running(tmp_path, "-np", "2", "-H", "localhost,127.0.0.2", *QUICK, *STUBBORN) as job:
         workers, agents = started(job, 2), job.agents()
         job.process.kill()
-        stderr = job.end()[2]  # waits for all who hold the pipe
+        stderr = job.end()[2]  # waits for all processes that hold the pipe
         job.wait(lambda: all(map(is_gone, [*workers, *agents])), "the end of agents and workers")
     assert stderr.count("no driver for --driver-timeout of 0.5 s: stops its workers") == 2
 
@@ -321,21 +321,20 @@ def test_an_agent_that_stands_still_is_as_good_as_dead(tmp_path: Path) -> None:
 SPEAK = """
 import os, sys, time
 from elasticstate._native import ControlPage
-from elasticstate.commits import control_file
 from elasticstate.config import worker_environment
 from elasticstate.net import messages
-from elasticstate.net.link import WorkerLink
+from elasticstate.net.link import StorageLink, WorkerLink
 told = worker_environment()
+page = ControlPage(StorageLink(told.socket, told.worker).ask().page)
 link = WorkerLink(told.socket)
 link.connect()
-page = ControlPage(control_file(told.commits))
 link.send(messages.Hello(told.worker, os.getpid(), messages.PROTOCOL_VERSION))
 def receive():
     while True:
         try:
             return link.receive()
         except BlockingIOError:
-            page.beat()
+            page.heartbeat()
             time.sleep(0.02)
 print("up", flush=True)
 """
@@ -351,7 +350,7 @@ def test_a_worker_that_falls_silent_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_hangs_is_killed(tmp_path: Path) -> None:
-    script = SPEAK + "page.set_place(messages.Place.TRAIN)\nwhile True: page.beat(); time.sleep(0.02)"
+    script = SPEAK + "page.set_place(messages.Place.TRAIN)\nwhile True: page.heartbeat(); time.sleep(0.02)"
     argv = ["-np", "1", "--hang-timeout", "1", "--max-no-progress", "1"]
     with running(tmp_path, *argv, sys.executable, "-c", script) as job:
         assert job.end()[0] == 1
@@ -379,20 +378,20 @@ def test_a_worker_that_speaks_is_asked_to_leave_and_not_sent_sigterm(tmp_path: P
         job.process.terminate()
         status, stdout, _ = job.end()
     assert status == 143
-    assert stdout == "[localhost:0] LeaveOrder\n"
+    assert stdout == "[localhost:0] Leave\n"
 
 
 def test_worlds_and_the_gate_reach_the_workers_and_their_words_the_core(tmp_path: Path) -> None:
-    """A whole job: READY, world, first tick, gate, exit. Without torch."""
+    """A whole job without torch: READY, world, first tick, gate, exit."""
     script = SPEAK + (
         "link.send(messages.Ready(0, None, None, '127.0.0.1:9', 0, 0.0))\n"
         "world = receive()\n"
         "print(world.placement.rank, world.size, world.store, world.job == told.job, flush=True)\n"
         "link.send(messages.First(world.generation))\n"
         "link.send(messages.Synced(world.generation, 10, 0.5))\n"
-        "time.sleep(0.1)\n"  # of training: goodput is rounded
+        "time.sleep(0.1)\n"  # time of training: goodput is rounded
         "link.send(messages.Gate(world.generation))\n"
-        "assert receive() == messages.GateOpen(world.generation)\n"
+        "assert receive() == messages.OpenGate(world.generation)\n"
     )
     with running(tmp_path, "-np", "2", "-H", "localhost,127.0.0.2", sys.executable, "-c", script) as job:
         status, stdout, stderr = job.end()
@@ -413,21 +412,25 @@ def test_worlds_and_the_gate_reach_the_workers_and_their_words_the_core(tmp_path
 def test_a_signal_to_an_agent_drains_its_host_which_then_rests(
     tmp_path: Path, options: tuple[str, ...], number: int
 ) -> None:
-    argv = ("-np", "2", "--min-np", "1", "-H", "localhost,127.0.0.2", *QUICK, "--preemption-rest", "1.5", *options)
+    argv = ("-np", "2", "--min-np", "1", "-H", "localhost,127.0.0.2", *QUICK, "--preemption-cooldown", "1.5", *options)
     with running(tmp_path, *argv, *STUBBORN) as job:
         started(job, 2)
         agent = job.agents()[0]
         agent.send_signal(number)
         job.wait(lambda: is_gone(agent), "the end of the agent")
-        rests = job.wait_for("host_cooldown")[0]
+        is_in_preemption_cooldown = job.wait_for("host_cooldown")[0]
         again = job.wait_for("agent_joined", 3)[2]
         job.process.terminate()
         assert job.end()[0] == 143
     reason = f"{signal.Signals(number).name} to its agent"
     host = again["host"]
-    assert [(event["host"], event["reason"]) for event in job.events("host_leaving")] == [(host, reason)]
-    assert (rests["host"], rests["seconds"], rests["reason"]) == (host, 1.5, f"notice: {reason}")
-    assert again["time"] - rests["time"] >= 1.4
+    assert [(event["host"], event["reason"]) for event in job.events("host_draining")] == [(host, reason)]
+    assert (
+        is_in_preemption_cooldown["host"],
+        is_in_preemption_cooldown["seconds"],
+        is_in_preemption_cooldown["reason"],
+    ) == (host, 1.5, f"notice: {reason}")
+    assert again["time"] - is_in_preemption_cooldown["time"] >= 1.4
     assert job.events("agent_lost") == []
 
 
@@ -443,7 +446,7 @@ def test_a_host_with_notice_is_used_at_once_if_the_job_needs_it(tmp_path: Path) 
 
 
 def test_a_notice_command_that_fails_is_warned_of_once(tmp_path: Path) -> None:
-    """On whatever many hosts, and the job goes on."""
+    """There is one warning for any number of hosts, and the job continues."""
     script = tmp_path / "notice"
     script.write_text(f"#!/bin/sh\necho $ELASTICSTATE_HOST >> {tmp_path}/asked\necho no service >&2\nexit 2\n")
     script.chmod(0o755)
@@ -459,4 +462,4 @@ def test_a_notice_command_that_fails_is_warned_of_once(tmp_path: Path) -> None:
     said = "--preemption-command './notice' exited with 2: no service; it is asked again every 0.05 s"
     (warning,) = job.events("warning")
     assert any(warning["text"].startswith(f"host {host}: {said}") for host in hosts), warning
-    assert job.events("host_leaving") == []
+    assert job.events("host_draining") == []

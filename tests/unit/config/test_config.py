@@ -1,9 +1,10 @@
-"""Options: from texts, from the environment, from defaults; and the words for what cannot be used."""
+"""Options from texts, from the environment and from defaults, and the errors for invalid ones."""
 
 from __future__ import annotations
 
 import signal
 import sys
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from elasticstate.config import (
     option_names,
     read_options,
     read_options_to_check,
+    refusal_of_other_launchers,
     worker_environment,
 )
 from elasticstate.core.policy import Policy
@@ -110,39 +112,59 @@ def test_the_command_line_has_precedence_over_the_environment() -> None:
         ("job_name", ".."),
     ],
 )
-def test_a_bad_value_names_option_value_and_what_is_taken(name: str, text: str) -> None:
+def test_a_bad_value_names_option_value_and_valid_values(name: str, text: str) -> None:
     with pytest.raises(OptionError) as caught:
         read(**{name: text})
     said = str(caught.value)
     option = option_names()[name]
-    assert said == f"{'/'.join(option.names)}: {text!r}: takes {option.kind.takes}"
+    assert said == f"{'/'.join(option.names)}: {text!r}: must be {option.kind.valid}"
     assert "\n" not in said
 
 
 def test_what_the_terminal_does_not_get_must_go_to_files() -> None:
-    with pytest.raises(OptionError, match=r"^--tee: 1: takes 3 without --log-dir"):
+    with pytest.raises(OptionError, match=r"^--tee: 1: must be 3 without --log-dir"):
         read(tee="1")
     assert read(tee="1", log_dir="d").tee == 1
     assert read(only_ranks="0,4-7").only_ranks == ((0, 0), (4, 7))
 
 
 def test_a_bad_value_in_the_environment_names_the_variable() -> None:
-    with pytest.raises(OptionError, match=r"^ELASTICSTATE_ORPHAN_TIMEOUT: 'x': takes seconds"):
+    with pytest.raises(OptionError, match=r"^ELASTICSTATE_ORPHAN_TIMEOUT: 'x': must be a number of seconds"):
         read({"ELASTICSTATE_ORPHAN_TIMEOUT": "x"})
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"min_np": "3"}, "--min-np: 3: takes a number up to -np, which is 2"),
-        ({"max_np": "1"}, "--max-np: 1: takes a number from -np on, which is 2"),
-        ({"hosts": "a", "hostfile": "f"}, "--hosts and --hostfile are given: takes one of them"),
+        ({"min_np": "3"}, "--min-np: 3: must be at most -np, which is 2"),
+        ({"max_np": "1"}, "--max-np: 1: must be at least -np, which is 2"),
+        ({"hosts": "a", "hostfile": "f"}, "--hosts and --hostfile exclude each other. Give only one of them."),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(given: dict[str, str], said: str) -> None:
     with pytest.raises(OptionError) as caught:
         read(**given)
     assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"np": "4", "hosts": "localhost:2"}, "the hosts have 2 slots, fewer than -np, which is 4"),
+        ({"np": "4", "min_np": "3", "hosts": "a,b"}, "the hosts have 2 slots, fewer than --min-np, which is 3"),
+        ({"np": "1", "hosts": "localhost:0"}, "the hosts have 0 slots, fewer than -np, which is 1"),
+    ],
+)
+def test_hosts_that_can_never_be_enough_are_refused(given: dict[str, str], said: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        read(**given)
+    assert str(caught.value).startswith(f"-H/--hosts: {said}. ")
+
+
+def test_hosts_that_are_enough_for_min_np_or_may_become_enough_are_taken() -> None:
+    assert read(np="4", min_np="2", hosts="a:1,b:1").min_np == 2
+    assert read(np="4", hosts="a,b", slots_per_host="2").np == 4
+    assert read(np="4", hostfile="f").np == read(np="4", host_discovery_script="s").np == 4
 
 
 def test_signals_have_names_and_numbers() -> None:
@@ -162,7 +184,7 @@ def test_bytes_have_units_and_reach_the_workers() -> None:
     ]
     for text in ("", "M", "-1", "1.5G", "2GB"):
         with pytest.raises(
-            OptionError, match=r"--commit-device-memory: .*: takes a number of bytes, also as 512M or 2G"
+            OptionError, match=r"--commit-device-memory: .*: must be a number of bytes, for example 4096, 512M or 2G"
         ):
             read(commit_device_memory=text)
     told = dict(job_spec("job", "id", 1, read(commit_device_memory="1G")).environment)
@@ -170,7 +192,7 @@ def test_bytes_have_units_and_reach_the_workers() -> None:
 
 
 def test_a_signal_that_has_a_meaning_is_refused_by_name() -> None:
-    with pytest.raises(OptionError, match=r"^--preemption-signals: 'SIGCHLD': takes names .*none that .*SIGCHLD"):
+    with pytest.raises(OptionError, match=r"^--preemption-signals: 'SIGCHLD': must be names .*but none that .*SIGCHLD"):
         read(preemption_signals="SIGCHLD")
 
 
@@ -224,27 +246,76 @@ def test_hosts_are_read(text: str, host: HostSlots) -> None:
 
 @pytest.mark.parametrize("text", ["", ":4", "a:", "a:-1", "a:4:5", "a b", "$(x)"])
 def test_what_is_no_host_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="takes host or host:slots"):
+    with pytest.raises(ValueError, match="is not a host: must be host or host:slots"):
         parse_host(text, 1)
 
 
 def test_a_worker_reads_what_its_agent_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     told = WorkerEnvironment(
-        "/s", WorkerId("127.0.0.2", 1, 3), "job", "c0ffee", "127.0.0.2", "/dev/shm/x/1", 4096, (10, 15)
+        "/s", "/mark", WorkerId("127.0.0.2", 1, 3), "job", "c0ffee", "127.0.0.2", "/dev/shm/x/1", 4096, (10, 15)
     )
     for name, value in told.variables().items():
         monkeypatch.setenv(name, value)
     assert worker_environment() == told
     monkeypatch.setenv("ELASTICSTATE_WORKER", "x")
-    with pytest.raises(OptionError, match="variables of a worker"):
+    with pytest.raises(OptionError, match="other variables of a worker are missing or invalid"):
         worker_environment()
     monkeypatch.delenv("ELASTICSTATE_SOCKET")
     assert worker_environment() is None
 
 
+WORKER = WorkerEnvironment("socket", "mark", WorkerId("localhost", 0, 1), "job", "id", "127.0.0.1", "commits")
+LAUNCHERS = (
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "JSM_NAMESPACE_SIZE",
+    "HOROVOD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "WORLD_SIZE",
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "size"),
+    [
+        ({}, 0),
+        *(({name: "3"}, 3) for name in LAUNCHERS),
+        *(({name: "1"}, 0) for name in LAUNCHERS),
+        ({"SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_PROCID": "0"}, 0),  # a batch script: one process
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "OMPI_COMM_WORLD_SIZE": "1"}, 8),
+        ({"WORLD_SIZE": "2", **WORKER.variables()}, 0),  # set by elasticrun, in one of its worlds
+        ({"WORLD_SIZE": "many"}, 0),
+    ],
+)
+def test_processes_of_other_launchers_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], size: int
+) -> None:
+    for name in (*LAUNCHERS, "ELASTICSTATE_SOCKET"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (f"'elasticrun -np {size} python" in refusal_of_other_launchers()) == (size > 0)
+
+
 def test_the_record_of_a_job_is_kept_where_only_the_user_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert config.runtime_directory() == tmp_path
+    assert config.runtime_directory() == config.usable_runtime_directory() == tmp_path
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_a_runtime_directory_that_is_missing_is_told_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_set: bool
+) -> None:
+    missing = tmp_path / "1000"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(missing))
+    said = rf"^XDG_RUNTIME_DIR: '{missing}': there is no such directory\. .* unset it to use {tempfile.gettempdir()}\.$"
+    if not is_set:
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+        monkeypatch.setattr(tempfile, "tempdir", str(missing))
+        said = rf"^the directory for temporary files, '{missing}': there is no such directory\. Set TMPDIR"
+    with pytest.raises(OptionError, match=said):
+        config.usable_runtime_directory()
 
 
 def test_what_is_to_be_checked_needs_no_job() -> None:
@@ -254,5 +325,5 @@ def test_what_is_to_be_checked_needs_no_job() -> None:
 
 
 def test_what_contradicts_itself_cannot_be_checked() -> None:
-    with pytest.raises(OptionError, match="takes one of them"):
+    with pytest.raises(OptionError, match="Give only one of them"):
         read_options_to_check({"hosts": "a:1", "hostfile": "f"}, {})

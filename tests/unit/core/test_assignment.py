@@ -1,4 +1,4 @@
-"""Ranks: against the naive oracle, and the sentences of I2."""
+"""Assignment of ranks, compared with a naive oracle, and with the rules of I2."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.simulation.oracle import naive_placements
 def test_ranks_agree_with_a_naive_second_implementation() -> None:
     for seed in range(500):
         rng = random.Random(seed)
-        seats = [(host, slot) for host in "abcd" for slot in range(4)]
-        chosen = sorted(rng.sample(seats, rng.randint(1, 12)))
+        slot_ids = [(host, slot) for host in "abcd" for slot in range(4)]
+        chosen = sorted(rng.sample(slot_ids, rng.randint(1, 12)))
         workers = [WorkerId(host, slot, rng.randint(1, 3)) for host, slot in chosen]
         ages = {worker: age for age, worker in enumerate(rng.sample(workers, rng.randint(0, len(workers))))}
         placed = assign([(worker, ages.get(worker, NEWCOMER)) for worker in workers])

@@ -1,4 +1,4 @@
-"""The formulas of backoff and cooldown, by table; and what they are counted from."""
+"""The formulas of backoff and cooldown, as tables, and the failures that they count."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.unit.core.test_membership import RUNNING, drive
 )
 def test_a_slot_is_restarted_after_0_1_2_4_to_60_seconds_with_a_small_jitter(failures: int, seconds: float) -> None:
     assert backoff_s(failures) == seconds
-    for seat in ("a:0", "a:1", "b:0"):
-        assert seconds <= backoff_s(failures, seat) <= seconds * (1 + JITTER)
+    for slot_id in ("a:0", "a:1", "b:0"):
+        assert seconds <= backoff_s(failures, slot_id) <= seconds * (1 + JITTER)
 
 
 @pytest.mark.parametrize(("count", "seconds"), [(0, 10), (1, 20), (2, 40), (5, 320), (6, 600), (10_000, 600)])
@@ -40,7 +40,7 @@ def test_the_jitter_differs_by_name_and_is_the_same_every_time() -> None:
         assert first == [spread(name) for name in names]
 
 
-# ------------------------------------------------------------------------------------------- what a failure costs
+# ----------------------------------------------------------------------------------------------- counted failures
 
 BOOTS_FAIL = """
 0.0 hosts a:2 b:1

@@ -1,4 +1,4 @@
-"""Decisions that the transcripts do not show, one sentence each; driven by the same little language."""
+"""Decisions of the core that the transcripts do not cover, in the same script language."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNNING = """
 
 
 def drive(script: str, m: Membership | None = None, **policy: object) -> tuple[Membership, list[t.Effect]]:
-    """The membership after the script, and all effects of its last line."""
+    """Return the membership after the script, and all effects of its last line."""
     m = m or new_membership(replace(POLICY, **policy))  # type: ignore[arg-type]
     effects: tuple[t.Effect, ...] = ()
     for line in script.strip().splitlines():
@@ -61,7 +61,7 @@ def test_an_exit_with_0_in_mid_training_is_a_failure() -> None:
 
 
 def test_an_answer_to_a_hold_that_was_released_does_not_count() -> None:
-    script = RUNNING + "2.0 leaving a:2#1\n4.0 time\n9.0 time\n9.1 answer a:0#1 in=1 ticks=3"
+    script = RUNNING + "2.0 draining a:2#1\n4.0 time\n9.0 time\n9.1 answer a:0#1 in=1 ticks=3"
     script += " + answer a:1#1 in=1 ticks=3 + answer a:2#1 in=1 ticks=3"
     m, effects = drive(script)
     assert effects == [], "these were sent before the release: the workers have run on"
@@ -75,7 +75,7 @@ def test_an_answer_to_a_hold_that_was_released_does_not_count() -> None:
 
 def test_three_holds_in_a_row_that_fail_name_the_likely_mistake() -> None:
     _, effects = drive(
-        RUNNING + "2.0 leaving a:2#1\n4.0 time\n9.0 time\n11.0 time\n16.0 time\n18.0 time", drain_timeout_s=60.0
+        RUNNING + "2.0 draining a:2#1\n4.0 time\n9.0 time\n11.0 time\n16.0 time\n18.0 time", drain_timeout_s=60.0
     )
     warnings = [
         str(effect.get("text")) for effect in effects if isinstance(effect, t.Note) and effect.event == "warning"
@@ -86,7 +86,7 @@ def test_three_holds_in_a_row_that_fail_name_the_likely_mistake() -> None:
 
 
 def test_nobody_is_interrupted_while_a_member_stands_in_the_gate() -> None:
-    held, _ = drive(RUNNING + "2.0 leaving a:2#1")
+    held, _ = drive(RUNNING + "2.0 draining a:2#1")
     m, effects = drive("2.1 answer a:0#1 in=1 ticks=3 gate", held)
     assert kinds(effects) == ["Release", "release"]
     m, effects = drive("2.2 gate a:0#1 in=1\n8.0 time", m)
@@ -96,7 +96,7 @@ def test_nobody_is_interrupted_while_a_member_stands_in_the_gate() -> None:
 
 
 def test_train_returning_everywhere_before_tick_k_opens_the_gate() -> None:
-    script = RUNNING + "2.0 leaving a:2#1\n2.1 answer a:0#1 in=1 ticks=3 + answer a:1#1 in=1 ticks=3"
+    script = RUNNING + "2.0 draining a:2#1\n2.1 answer a:0#1 in=1 ticks=3 + answer a:1#1 in=1 ticks=3"
     script += " + answer a:2#1 in=1 ticks=3\n2.2 gate a:0#1 in=1 + gate a:1#1 in=1 + gate a:2#1 in=1"
     m, effects = drive(script)
     assert kinds(effects) == ["OpenGate"]
@@ -154,7 +154,7 @@ def test_a_world_waits_for_the_late_one_that_alone_may_hold_a_commit() -> None:
 
 
 def test_a_drain_that_is_not_reached_becomes_a_failure_without_the_leaver() -> None:
-    _, effects = drive(RUNNING + "2.0 leaving a:2#1\n4.0 time\n32.0 time")
+    _, effects = drive(RUNNING + "2.0 draining a:2#1\n4.0 time\n32.0 time")
     assert kinds(effects) == ["StopWorker", "End", "end"]
 
 
@@ -175,13 +175,13 @@ def test_the_start_time_out_lists_host_by_host_what_was_last_heard() -> None:
         1.0 agent-joined a
         2.0 agent-lost b no_route
         3.0 agent-joined e
-        4.0 agent-leaving e SIGTERM to its agent
+        4.0 agent-draining e SIGTERM to its agent
         5.0 ready a:0#1
         500.0 exit a:1#1 signal=9
         590.0 time
         597.0 agent-lost d connection_refused
         598.0 agent-joined f
-        599.0 beat a:2#1 in=0
+        599.0 heartbeat a:2#1 in=0
         599.5 exit a:1#2 code=3
         600.0 time
     """
@@ -215,8 +215,8 @@ def test_a_command_that_uses_run_after_all_has_its_finished_slots_restarted() ->
 
 def test_a_running_world_names_who_stands_behind_by_more_than_a_tick() -> None:
     _, effects = drive(
-        RUNNING + "3.0 beat a:0#1 in=1 ticks=8 + beat a:1#1 in=1 ticks=2 + beat a:2#1 in=1 ticks=8\n"
-        "33.0 beat a:0#1 in=1 ticks=9 + beat a:2#1 in=1 ticks=9 + beat a:1#1 in=1 ticks=2"
+        RUNNING + "3.0 heartbeat a:0#1 in=1 ticks=8 + heartbeat a:1#1 in=1 ticks=2 + heartbeat a:2#1 in=1 ticks=8\n"
+        "33.0 heartbeat a:0#1 in=1 ticks=9 + heartbeat a:2#1 in=1 ticks=9 + heartbeat a:1#1 in=1 ticks=2"
     )
     (note,) = [effect for effect in effects if isinstance(effect, t.Note)]
     assert (note.event, note.get("who")) == ("waiting", "a:1#1 (rank 1)")
@@ -288,7 +288,9 @@ def test_a_death_that_is_heard_with_what_others_report_is_the_cause() -> None:
 
 
 def test_what_others_find_broken_by_a_member_with_an_own_error_has_that_error_as_its_cause() -> None:
-    script = RUNNING + "2.0 suspect a:0#1 in=1 error=mine\n4.0 beat a:1#1 in=1 ticks=1 + beat a:2#1 in=1 ticks=1"
+    script = (
+        RUNNING + "2.0 suspect a:0#1 in=1 error=mine\n4.0 heartbeat a:1#1 in=1 ticks=1 + heartbeat a:2#1 in=1 ticks=1"
+    )
     m, effects = drive(script)
     assert kinds(effects) == ["ConfirmOwnError"]
     m, effects = drive("4.1 failure a:1#1 in=1 error=closed", m)
@@ -299,3 +301,26 @@ def test_what_others_find_broken_by_a_member_with_an_own_error_has_that_error_as
     cause = m.ledger.no_progress_cause
     assert cause is not None
     assert (cause.worker, cause.error) == (t.WorkerId("a", 0, 1), "mine")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        ("a:0", ("too few slots: the hosts have 0, and 2 workers are needed", "host a: named with 0 slots")),
+        ("a:1", ("too few slots: the hosts have 1, and 2 workers are needed",)),
+    ],
+)
+def test_hosts_with_too_few_slots_are_told(hosts: str, said: tuple[str, ...]) -> None:
+    m, _ = drive(f"0.0 hosts {hosts}")
+    assert waiting_for(m, 2.0)[: len(said)] == said
+    m, effects, _ = step(m, t.TimePassed(), 700.0)
+    cause = ended(list(effects)).root_cause
+    assert cause is not None
+    assert f"missing: {'; '.join(said)}" in cause.reason
+
+
+def test_a_host_named_with_0_slots_after_it_had_some_is_not_gone() -> None:
+    m, _ = drive("0.0 hosts a:2 b:2\n0.1 agent-joined a + agent-joined b\n0.2 hosts a:2 b:0")
+    assert "host b: named with 0 slots" in waiting_for(m, 1.0)
+    m, _ = drive("0.3 hosts a:2", m)
+    assert "host b: gone from discovery" in waiting_for(m, 1.0)

@@ -1,10 +1,11 @@
-"""The driver's side of agents, with real connections."""
+"""The driver's side of the agents, with real connections."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+import pytest
 from msgspec import structs
 
 from elasticstate.config import read_options
@@ -19,7 +20,7 @@ SPEC = structs.replace(FIRST_SPEC, epoch=2)
 
 
 def test_where_an_agent_has_dialled_in_again_no_other_one_is_started(tmp_path: Path) -> None:
-    """What it has to say may not have come, or may have to wait: the core does not know of it yet."""
+    """The messages of the agent may be late or delayed, so the core does not know the agent yet."""
     events: list[t.Event] = []
     said: list[tuple[str, messages.FromAgent]] = []
 
@@ -37,10 +38,10 @@ def test_where_an_agent_has_dialled_in_again_no_other_one_is_started(tmp_path: P
         assert await driver.receive() == SPEC
         agents.start("far")
         assert agents.pid_of("far") == 77
-        driver.send(messages.Serving((), ()))
+        driver.send(messages.HostReport((), ()))
         while not said:
             await asyncio.sleep(0.001)
-        assert said == [("far", messages.Serving((), ()))]
+        assert said == [("far", messages.HostReport((), ()))]
         await driver.close()
         while not events:
             await asyncio.sleep(0.001)
@@ -50,3 +51,28 @@ def test_where_an_agent_has_dialled_in_again_no_other_one_is_started(tmp_path: P
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
     assert [type(event) for event in events] == [t.AgentLost]
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred", "../../etc", "", "a\nelasticrun: b"])
+def test_an_agent_whose_name_is_no_host_name_is_refused(tmp_path: Path, name: str) -> None:
+    """The name would appear in paths and on the terminal."""
+    warnings: list[str] = []
+
+    async def scenario() -> None:
+        options = read_options({"np": "1", "listen": "127.0.0.1", "token_file": str(tmp_path / "token")}, ["true"], {})
+        agents = Agents(
+            SPEC, options, TOKEN, tmp_path, lambda _: None, lambda *_: None, str, warnings.append, lambda _: None
+        )
+        agents.listen()
+        driver = await DriverStream.dial((f"127.0.0.1:{agents.ports[0]}",), Trust(TOKEN), 60)
+        driver.send(messages.AgentHello(name, "id", 1, 0, 77, messages.PROTOCOL_VERSION, "1"))
+        with pytest.raises(ConnectionRefusedError, match="its name is not a host name"):
+            await driver.receive()
+        await driver.close()
+        assert agents.pid_of(name) is None
+        hurry = asyncio.Event()
+        hurry.set()
+        await agents.stop("the end", hurry)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert len(warnings) == 1

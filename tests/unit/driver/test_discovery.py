@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import stat
 import time
 from collections.abc import Awaitable, Callable
@@ -13,7 +12,7 @@ import pytest
 
 from elasticstate.config import Options, read_options
 from elasticstate.core.types import HostSlots
-from elasticstate.driver.discovery import Discovery, Fault, Hosts, parse_hosts, run_script
+from elasticstate.driver.discovery import Discovery, DiscoveryFault, Hosts, parse_hosts, run_script
 from elasticstate.errors import DiscoveryError
 
 
@@ -22,7 +21,7 @@ def hosts(*named: tuple[str, int]) -> Hosts:
 
 
 def script(path: Path, body: str) -> str:
-    """Put an executable in place of what is there, at once."""
+    """Put an executable in place of an existing one, atomically."""
     new = path.with_suffix(".new")
     new.write_text(f"#!/bin/sh\n{body}\n")
     new.chmod(new.stat().st_mode | stat.S_IXUSR)
@@ -35,7 +34,7 @@ def options(**given: str) -> Options:
 
 
 class Watch:
-    """Discovery that runs, with its answers and warnings."""
+    """A running discovery, with its answers and warnings."""
 
     def __init__(self, chosen: Options, refused: str = "") -> None:
         self.answers: list[Hosts] = []
@@ -72,9 +71,12 @@ def test_hosts_are_read_line_by_line() -> None:
     text = "# our hosts\na:2\n\n  b   # the slow one\nc slots=4\r\na:1\n"
     assert parse_hosts(text, 8) == hosts(("a", 3), ("b", 8), ("c", 4))
     assert parse_hosts("", 1) == ()
-    with pytest.raises(Fault, match="'oops, no' is no host") as caught:
+    with pytest.raises(DiscoveryFault, match="'oops, no' is not a host") as caught:
         parse_hosts("a:2\noops, no\n", 1)
     assert caught.value.kind == "rubbish"
+    with pytest.raises(DiscoveryFault, match="is not a host") as caught:
+        parse_hosts("a:" + "9" * 1_000_000, 1)
+    assert len(str(caught.value)) < 200
 
 
 def test_without_anything_the_host_is_localhost_with_np_slots() -> None:
@@ -115,7 +117,7 @@ def test_a_hostfile_is_read_again(tmp_path: Path) -> None:
     ("body", "timeout_s", "said"),
     [
         ("echo a:1; echo no luck >&2; exit 3", 60, r"exited with 3: no luck$"),
-        ("echo 'a:1:2'", 60, "'a:1:2' is no host: takes host or host:slots"),
+        ("echo 'a:1:2'", 60, "'a:1:2' is not a host: must be host or host:slots"),
         ("sleep 100", 0.5, "took longer than --discovery-timeout of 0.5 s"),
         ("echo far:1", 60, "far is refused"),
     ],
@@ -134,7 +136,7 @@ def test_the_first_answer_must_be_good(tmp_path: Path, body: str, timeout_s: flo
     ("body", "timeout_s", "said"),
     [
         ("exit 3", 60, "exited with 3: and said nothing on stderr"),
-        ("echo 'x y z'", 60, "'x y z' is no host"),
+        ("echo 'x y z'", 60, "'x y z' is not a host"),
         ("sleep 100", 2, "took longer than --discovery-timeout of 2 s"),
         ("echo far:1", 60, "far is refused"),
     ],
@@ -165,7 +167,7 @@ def test_an_empty_answer_counts_when_it_is_given_twice_in_a_row(tmp_path: Path) 
     script(path, "echo a:1")
 
     async def empty(watch: Watch) -> None:
-        script(path, f"echo >> {calls}\n[ $(wc -l < {calls}) -eq 2 ] || echo a:1")  # empty in the second call only
+        script(path, f"echo >> {calls}\n[ $(wc -l < {calls}) -eq 2 ] || echo a:1")  # empty on the second call only
         await watch.until(lambda: calls.exists() and calls.read_text().count("\n") >= 4)
         assert watch.answers == [hosts(("a", 1))]
         script(path, "")
@@ -182,7 +184,7 @@ def test_a_script_that_takes_too_long_is_killed_with_its_children(tmp_path: Path
     path = script(tmp_path / "discover.sh", f"sleep 100 &\necho $! $$ > {pids}\nwait")
 
     async def run() -> None:
-        with pytest.raises(Fault, match="took longer") as caught:
+        with pytest.raises(DiscoveryFault, match="took longer") as caught:
             await run_script(path, 2)
         assert caught.value.kind == "timeout"
 
@@ -209,19 +211,33 @@ def test_a_script_may_have_arguments_and_need_not_be_in_the_path(
     assert asyncio.run(run_script("discover.sh a 3", 5)) == "a:3\n"
 
 
+def test_a_command_may_be_a_pipeline_or_a_script_without_an_interpreter_line(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("b:1\na:2\nc:9\n")
+    command = f"sort {tmp_path}/hosts | grep -v '^c' && echo \"d:$((1 + 2))\""
+    assert asyncio.run(run_script(command, 5)) == "a:2\nb:1\nd:3\n"
+    plain = tmp_path / "with a blank.sh"
+    plain.write_text("echo a:1\n")
+    plain.chmod(0o700)
+    assert asyncio.run(run_script(str(plain), 5)) == "a:1\n"
+    assert asyncio.run(run_script(f"'{plain}' ignored", 5)) == "a:1\n"
+
+
 def test_a_script_that_cannot_be_run_says_why(tmp_path: Path) -> None:
-    (tmp_path / "plain").write_text("echo a")
-    if os.access(tmp_path / "plain", os.X_OK):
-        pytest.fail("a plain file is executable here")
-    for command in (str(tmp_path / "plain"), str(tmp_path / "nope")):
-        with pytest.raises(Fault, match="cannot be run"):
+    plain = tmp_path / "plain"
+    plain.write_text("echo a")
+    for command, said in (
+        (str(plain), rf"{plain} cannot be run: .*Permission denied.*\. Make it executable: chmod \+x {plain}$"),
+        (str(tmp_path / "nope"), "nope cannot be run: .*No such file"),
+        (f"{tmp_path}/nope | cat >&2; exit 3", "exited with 3: .*nope: not found"),
+    ):
+        with pytest.raises(DiscoveryFault, match=said):
             asyncio.run(run_script(command, 5))
 
 
 def test_a_cancellation_at_the_moment_a_script_ends_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """asyncio.wait_for, before Python 3.12, would return the answer, and the driver would wait for its end for ever."""
+    """Before Python 3.12, asyncio.wait_for would return the answer, and the driver would never end."""
     command = script(tmp_path / "discover", "echo a:1")
     wait, asked = asyncio.subprocess.Process.wait, 0
 
@@ -244,7 +260,7 @@ def test_a_cancellation_at_the_moment_a_script_ends_is_not_lost(
 
 @pytest.mark.parametrize("steps", range(0, 24, 2))
 def test_a_cancellation_while_a_script_is_started_leaves_nothing(tmp_path: Path, steps: int) -> None:
-    """Whether it was started by then or not: who is left behind is looked for after every test."""
+    """The script may have started by then or not. A check after every test finds processes that are left."""
     command = script(tmp_path / "discover", "sleep 100")
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""Goodput by hand-made times."""
+"""Goodput, computed from hand-made times."""
 
 from __future__ import annotations
 
@@ -42,4 +42,16 @@ def test_ticks_that_are_done_again_do_not_count() -> None:
 def test_the_present_generation_counts_up_to_now() -> None:
     goodput = Goodput(0.0)
     goodput.first_tick(1, 5.0)
+    assert goodput.share(10.0) == pytest.approx(0.5)
+
+
+def test_a_planned_end_is_that_of_the_first_worker_that_leaves_however_late_the_next_world_comes() -> None:
+    goodput = Goodput(0.0)
+    goodput.first_tick(1, 2.0)
+    goodput.left(1, 6.0)
+    goodput.left(1, 6.5)
+    goodput.end(9.0)  # the end of the next world
+    assert goodput.share(10.0) == pytest.approx(0.4)
+    goodput.first_tick(2, 9.0)
+    goodput.left(1, 9.5)  # a late report
     assert goodput.share(10.0) == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""Which names mean this machine, and how the others are reached."""
+"""Names that mean this machine, and commands that start agents on other hosts."""
 
 from __future__ import annotations
 

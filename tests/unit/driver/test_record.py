@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
+import threading
 from pathlib import Path
 
 import msgspec
@@ -12,8 +15,8 @@ from elasticstate.config import Options
 from elasticstate.core.assignment import assign
 from elasticstate.core.membership import new_membership, step
 from elasticstate.core.types import CommitId, HostsDiscovered, HostSlots, WorkerId, World
+from elasticstate.driver.reattach import Keeper, first_record, next_record
 from elasticstate.driver.record import JobDirectory, Record, find_job
-from elasticstate.driver.takeover import Keeper, first_record, next_record
 from elasticstate.errors import OptionError
 
 OPTIONS = Options(command=("python", "train.py"), np=2, min_np=1, hosts=("a:2",), cooldown_range_s=(1.0, 2.0))
@@ -29,7 +32,7 @@ def a_record() -> Record:
 
 
 def die(directory: JobDirectory) -> None:
-    """What the kernel does at the death of a driver."""
+    """Release the lock, as the kernel does when a driver dies."""
     os.close(directory._lock)
     os.close(directory._driver_lock)
 
@@ -45,6 +48,16 @@ def test_a_job_is_found_by_its_name_until_it_is_removed() -> None:
     directory.remove()
     assert find_job("a") is None
     assert not directory.path.exists()
+
+
+def test_without_a_runtime_directory_the_error_names_it_and_not_the_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "1000"))
+    with pytest.raises(OptionError, match=r"^XDG_RUNTIME_DIR: .*there is no such directory"):
+        JobDirectory("a")
+    with pytest.raises(OptionError, match=r"^XDG_RUNTIME_DIR: .*there is no such directory"):
+        find_job("a")
 
 
 def test_nobody_else_may_look_into_it() -> None:
@@ -102,6 +115,52 @@ def test_what_a_driver_has_left_that_died_at_once_is_nothing() -> None:
     directory.remove()
 
 
+def test_a_driver_that_dies_as_it_clears_up_leaves_nothing_to_take_over() -> None:
+    killed = JobDirectory("a")
+    killed.write_id("c0ffee")
+    asyncio.run(Keeper(killed, a_record(), lambda _: None).job_is_over())
+    die(killed)
+    over = find_job("a")
+    assert over is not None, "its agents may be stopping: its status can be asked for"
+    assert over.is_over
+    directory = JobDirectory("a")
+    assert directory.found is None
+    assert find_job("a") is None
+    directory.remove()
+
+
+def test_a_directory_that_was_deleted_is_made_anew_with_the_record() -> None:
+    directory, warnings = JobDirectory("a"), list[str]()
+    keeper = Keeper(directory, a_record(), warnings.append)
+    asyncio.run(keeper.look())
+    shutil.rmtree(directory.path)
+    asyncio.run(keeper.look())
+    assert find_job("a") == keeper.record
+    assert (directory.path / "id").read_text() == keeper.record.job_id
+    with pytest.raises(OptionError, match="its driver is process"):
+        JobDirectory("a")
+    assert len(warnings) == 1
+    assert "was deleted: it was made again" in warnings[0]
+    directory.remove()
+    assert not directory.path.exists()
+
+
+def test_a_directory_whose_name_another_has_taken_is_left_to_them() -> None:
+    directory, warnings = JobDirectory("a"), list[str]()
+    keeper = Keeper(directory, a_record(), warnings.append)
+    shutil.rmtree(directory.path)
+    directory.path.mkdir()
+    directory.path.chmod(0o777)
+    for _ in range(2):
+        asyncio.run(keeper.look())
+    assert len(warnings) == 1
+    assert "cannot be made again" in warnings[0]
+    asyncio.run(keeper.job_is_over())
+    assert not list(directory.path.iterdir()), "nothing of the job is written there: the record has its token"
+    directory.remove()
+    assert directory.path.exists()
+
+
 def test_what_cannot_be_read_is_not_thrown_away() -> None:
     killed = JobDirectory("a")
     killed.write(a_record())
@@ -131,7 +190,7 @@ def test_a_directory_that_another_may_write_to_is_not_touched(tmp_path: Path) ->
 
 
 def test_a_record_that_cannot_be_written_is_no_record() -> None:
-    """An old one would be worse. (A directory where the new file has to be stands for a full disk.)"""
+    """An outdated record would be worse than none. (A directory at the path of the new file simulates a full disk.)"""
     directory = JobDirectory("a")
     warnings: list[str] = []
     keeper = Keeper(directory, a_record(), warnings.append)
@@ -139,13 +198,43 @@ def test_a_record_that_cannot_be_written_is_no_record() -> None:
     obstacle = directory.path / "driver.json.new"
     obstacle.mkdir()
     m = step(new_membership(OPTIONS.policy()), HostsDiscovered((HostSlots("a", 2),)), 0.0).next
-    keeper.keep(m, (5, 6))
-    keeper.keep(m, (5, 6))
+    asyncio.run(keeper.keep(m, (5, 6)))
+    asyncio.run(keeper.keep(m, (5, 6)))
     assert find_job("a") is None
     assert len(warnings) == 1
     assert "cannot be written (Is a directory): no driver could take over" in warnings[0]
     obstacle.rmdir()
-    keeper.keep(m, (5, 6))
+    asyncio.run(keeper.keep(m, (5, 6)))
     assert find_job("a") == keeper.record
     assert keeper.record.hosts == (HostSlots("a", 2),)
+    directory.remove()
+
+
+def test_a_record_on_a_disk_that_hangs_delays_what_follows_from_it_and_not_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A write that waits for this test simulates the disk."""
+    directory = JobDirectory("j")
+    warnings: list[str] = []
+    keeper = Keeper(directory, a_record(), warnings.append)
+    disk, write = threading.Event(), directory.write
+
+    def hang(record: Record) -> None:
+        assert disk.wait(60), "the test has not let the disk go on"
+        write(record)
+
+    monkeypatch.setattr(directory, "write", hang)
+
+    async def scenario() -> None:
+        keeping = asyncio.ensure_future(keeper.keep(new_membership(OPTIONS.policy()), (7, 8)))
+        while not warnings:  # while the event loop continues
+            await asyncio.sleep(0.01)
+            assert not keeping.done()
+        disk.set()
+        await asyncio.wait_for(keeping, 60)
+
+    asyncio.run(scenario())
+    assert find_job("j") == keeper.record
+    assert keeper.record.ports == (7, 8)
+    assert warnings == [f"{directory.path} takes longer than 2 s to be written: the job waits for its record"]
     directory.remove()

@@ -1,15 +1,18 @@
-"""What a person reads, and what the event file holds."""
+"""Lines for people, and the content of the event file."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from elasticstate.core.losses import Losses
 from elasticstate.core.types import RootCause, WorkerId
-from elasticstate.driver.report import Report
+from elasticstate.driver.report import Outcome, Report, Totals
 from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
 
@@ -26,20 +29,35 @@ def formed(generation: int, size: int, hosts: int, joined: list[str], left: list
     return {"generation": generation, "size": size, "hosts": hosts, "joined": joined, "left": left}
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    captured = capsys.readouterr()
+@pytest.fixture
+def open_report() -> Iterator[Callable[..., Report]]:
+    reports = []
+
+    def opened(events_file: str | None = None, verbose: bool = False) -> Report:
+        reports.append(Report("j", events_file, verbose))
+        return reports[-1]
+
+    yield opened
+    for report in reports:
+        asyncio.run(report.close(60))
+
+
+def said(report: Report, capfd: pytest.CaptureFixture[str]) -> list[str]:
+    (terminal,) = report.writers["stderr"]
+    asyncio.run(terminal.flushed())
+    captured = capfd.readouterr()
     assert captured.out == ""
     return [line.removeprefix("elasticrun: ") for line in captured.err.splitlines()]
 
 
-def test_a_recovery_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("j", None, verbose=False)
+def test_a_recovery_is_one_line(open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]) -> None:
+    report = open_report()
     report.event("job_started", STARTED)
     report.event("world_formed", formed(1, 4, 2, ["a:0#1"], []))
     report.event("worker_exited", exited("b:1#1", 3, None, 9))
     report.event("world_formed", formed(4, 3, 2, [], ["b:1#1"]))
-    report.event("training_resumed", {"generation": 4, "downtime_s": 0.0912, "ticks_lost": 0})
-    assert said(capsys) == [
+    report.event("training_resumed", {"generation": 4, **Losses(0.0912).fields()})
+    assert said(report, capfd) == [
         "job j: 4 workers (2 to any number)",
         "generation 1: 4 workers on 2 hosts",
         "b:1 (rank 3) ended: SIGKILL",
@@ -47,42 +65,65 @@ def test_a_recovery_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_an_event_has_the_time_at_which_it_was(tmp_path: Path) -> None:
-    report = Report("j", str(tmp_path / "events"), verbose=False)
+def test_an_event_has_the_time_at_which_it_was(open_report: Callable[..., Report], tmp_path: Path) -> None:
+    report = open_report(str(tmp_path / "events"))
     began = time.time()
     report.event("warning", {"generation": 1, "text": "now"})
     ended = time.time()
     report.event("world_formed", formed(1, 4, 2, [], []), time.monotonic() - 100)
-    report.close()
+    asyncio.run(report.close(60))
     now, earlier = (json.loads(line)["time"] for line in (tmp_path / "events").read_text().splitlines())
     assert began - 1e-6 <= now <= ended + 1e-6
     assert now - 100 - 1e-6 <= earlier <= time.time() - 100 + 1e-6
 
 
-def test_planned_changes_and_ticks_to_do_again(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("j", None, verbose=False)
+def test_planned_changes_and_what_they_cost(
+    open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = open_report(None, False)
     report.event("world_formed", formed(2, 1, 1, ["c:0#1"], ["a:0#1"]))
-    report.event("training_resumed", {"generation": 2, "downtime_s": 1.0, "ticks_lost": 3})
-    assert said(capsys) == [
-        "generation 2: 1 worker on 1 host; without a:0; with c:0; back in 1.00 s, 0 commits lost, 3 ticks to do again"
+    report.event("training_resumed", {"generation": 2, **Losses(1.0, 1, 3).fields()})
+    bounds = frozenset({"downtime_s", "commits_lost", "ticks_lost"})
+    report.event("training_resumed", {"generation": 2, **Losses(0.5, 0, 0, bounds).fields()})
+    assert said(report, capfd) == [
+        "generation 2: 1 worker on 1 host; without a:0; with c:0; back in 1.00 s, 1 commit lost, 3 ticks redone",
+        "generation 2; back in at least 0.50 s, at least 0 commits lost, at least 0 ticks redone",
     ]
 
 
-def test_a_world_that_never_trained_is_not_kept_from_people(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("j", None, verbose=False)
+def test_a_world_that_never_trained_is_not_kept_from_people(
+    open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = open_report()
     report.event("world_formed", formed(2, 2, 1, [], []))
     report.event("world_formed", formed(3, 1, 1, [], []))
-    assert said(capsys) == ["generation 2: 2 workers on 1 host"]
-    fields = {"generation": 3, "status": "failed", "generations": 3, "downtime_s": 2.0, "goodput": None}
-    report.summary(fields, "failed", 12.34)
-    assert said(capsys) == [
+    assert said(report, capfd) == ["generation 2: 2 workers on 1 host"]
+    report.summary(Totals(3, Losses(2.0, 1), None), Outcome(1, "failed"), 12.34)
+    assert said(report, capfd) == [
         "generation 3: 1 worker on 1 host",
-        "job j failed after 12.3 s: 3 generations, downtime 2.00 s",
+        "job j failed after 12.3 s: 3 generations, downtime 2.00 s, 1 commit lost",
     ]
 
 
-def test_the_failures_of_workers_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("j", None, verbose=False)
+def test_the_summary_says_what_is_not_known(
+    open_report: Callable[..., Report], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = open_report(str(tmp_path / "events"), False)
+    report.summary(Totals(2, Losses(None, 0, 7), 0.5), Outcome(0, "succeeded"), 2.0, driver=3)
+    assert said(report, capfd) == [
+        "job j succeeded after 2.0 s of driver 3, which has seen: 2 generations, downtime unknown (no ticks), "
+        "0 commits lost, 7 ticks redone, goodput 50.0%"
+    ]
+    asyncio.run(report.close(60))
+    event = json.loads((tmp_path / "events").read_text())
+    figures = {"downtime_s": None, "commits_lost": 0, "ticks_lost": 7, "lower_bounds": [], "goodput": 0.5, "driver": 3}
+    assert figures.items() <= event.items()
+
+
+def test_the_failures_of_workers_are_kept(
+    open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = open_report(None, False)
     report.sent_away(WorkerId("a", 0, 1))
     report.event("worker_exited", exited("a:0#1", None, None, 15))
     report.event("worker_exited", exited("a:1#1", 1, 0, None))
@@ -91,19 +132,19 @@ def test_the_failures_of_workers_are_kept(capsys: pytest.CaptureFixture[str]) ->
     assert report.failures == [failure]
 
 
-def test_who_was_sent_away_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("j", None, verbose=False)
+def test_who_was_sent_away_is_no_news(open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]) -> None:
+    report = open_report()
     report.sent_away(WorkerId("a", 0, 1))
     report.event("worker_exited", exited("a:0#1", None, None, 15))
     report.event("worker_exited", exited("a:1#1", 1, 0, None))
-    assert said(capsys) == []
+    assert said(report, capfd) == []
 
 
-def test_the_root_cause_tells_all(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("j", None, verbose=False)
+def test_the_root_cause_tells_all(open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]) -> None:
+    report = open_report()
     cause = RootCause("b:1#2 exited with 1", WorkerId("b", 1, 2), 3, 4, exit_code=1, error="Traceback:\n  boom\n")
     report.root_cause(cause)
-    assert said(capsys) == [
+    assert said(report, capfd) == [
         "root cause: b:1#2 exited with 1",
         "  worker b:1 on host b, rank 3, generation 4, exit code 1",
         "  Traceback:",
@@ -111,33 +152,40 @@ def test_the_root_cause_tells_all(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_verbose_says_every_event_and_each_new_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("j", None, verbose=True)
+def test_verbose_says_every_event_and_each_new_reason(
+    open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = open_report(verbose=True)
     report.event("hold", {"generation": 1, "cause": "a host joined"})
     for reason in ("waits", "waits", "", "goes on"):
         report.reason(reason)
-    assert said(capsys) == ["hold generation=1 cause=a host joined", "because waits", "because goes on"]
+    assert said(report, capfd) == ["hold generation=1 cause=a host joined", "because waits", "because goes on"]
 
 
-def test_the_event_file_has_a_line_at_once_for_each_event(tmp_path: Path) -> None:
+def test_the_event_file_has_a_line_at_once_for_each_event(open_report: Callable[..., Report], tmp_path: Path) -> None:
     path = tmp_path / "events"
     path.write_text('{"event": "earlier"}\n')
-    report = Report("j", str(path), verbose=False)
+    report = open_report(str(path))
     report.event("hold", {"generation": 1, "cause": "x"})
+    asyncio.run(report.writers[f"--events-file {path}"][0].flushed())
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0] == {"event": "earlier"}
     assert list(lines[1]) == ["time", "event", "job", "generation", "cause"]
     assert isinstance(lines[1]["time"], float)
-    report.close()
 
 
-def test_a_full_disk_is_told_once_and_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("j", "/dev/full", verbose=False)
+def test_events_are_kept_while_their_disk_is_full_and_nothing_ends(
+    open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = open_report("/dev/full")
     for _ in range(3):
         report.event("hold", {"generation": 1, "cause": "x" * 10_000})
-    report.close()
-    said = capsys.readouterr().err
-    assert said.count("warning: --events-file: '/dev/full': No space left on device: the job goes on without it") == 1
+    (events,) = report.writers["--events-file /dev/full"]
+    asyncio.run(events.flushed())
+    assert events.trouble() == "No space left on device"
+    assert events.dropped_bytes == 0
+    asyncio.run(report.close(60))
+    assert events.dropped_bytes > 30_000
 
 
 def test_an_event_file_that_cannot_be_written_is_a_bad_option() -> None:

@@ -1,4 +1,4 @@
-"""The answer of ``elasticrun status``, made of states of the real core."""
+"""The answer to ``elasticrun status``, built from states of the real core."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -13,13 +15,12 @@ from elasticstate.horovod import elastic
 
 
 class Rank:
-    """One rank's sampler, and the world that it asks."""
+    """Sampler of one rank, and the world that it reads."""
 
-    def __init__(self, n: int, rank: int, size: int) -> None:
-        self.sampler = hvd.elastic.ElasticSampler(range(n), seed=3)
+    def __init__(self, patch: pytest.MonkeyPatch, n: int, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.sampler._plain._rank = lambda: rank
-        self.sampler._plain._size = lambda: size
+        self.take(patch)
+        self.sampler = hvd.elastic.ElasticSampler(range(n), seed=3)
 
     def take(self, patch: pytest.MonkeyPatch) -> Rank:
         patch.setattr(elastic, "_rank", lambda: self.rank)
@@ -33,12 +34,12 @@ class Rank:
     worlds=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6)), max_size=4),
 )
 def test_each_sample_is_seen_and_ranks_get_equally_many(n: int, worlds: list[tuple[int, int, int]]) -> None:
-    """Worlds of (size, batch size, steps before it ends), then one that goes to the end."""
+    """Each world is (size, batch size, number of steps). The last world runs to the end of the epoch."""
     seen: list[int] = []
     saved = hvd.elastic.ElasticSampler(range(n), seed=3).state_dict()
     with pytest.MonkeyPatch.context() as patch:
         for size, batch_size, steps in [*worlds, (3, 4, n)]:
-            ranks = [Rank(n, rank, size) for rank in range(size)]
+            ranks = [Rank(patch, n, rank, size) for rank in range(size)]
             for one in ranks:
                 one.take(patch).sampler.load_state_dict(saved)
             indices = [list(one.take(patch).sampler) for one in ranks]
@@ -59,18 +60,55 @@ def test_indices_are_recorded_in_their_order() -> None:
     sampler = hvd.elastic.ElasticSampler(range(10), seed=1)
     order = list(sampler)
     sampler.record_indices(order[:3])
-    assert list(sampler) == order[3:]
+    assert list(sampler) == order, "until a reset"
     with pytest.raises(UsageError, match="in their order"):
         sampler.record_indices(order[4:6])
+    sampler.reset()
+    assert list(sampler) == order[3:]
     sampler.record_indices(order[3:])
+    sampler.reset()
     assert list(sampler) == []
     assert len(sampler) == 0
-    sampler.reset()
     with pytest.raises(UsageError, match="consumed"):
         sampler.processed_indices  # noqa: B018
     sampler.set_epoch(1)
     assert sorted(sampler) == list(range(10))
     assert sampler.epoch == 1
+
+
+def test_the_length_is_fixed_until_a_reset(alone: None, next_world: Callable[[], None]) -> None:
+    """Scripts compute learning rates and progress from the length, like Horovod's ImageNet example."""
+    data = range(40)
+    sampler = hvd.elastic.ElasticSampler(data)
+    loader = DataLoader(data, 4, sampler=sampler)  # type: ignore[arg-type]  # a range is a dataset
+    for epoch in range(2):
+        fractions, percent, seen = [], [], []
+        for i, indices in enumerate(loader):
+            sampler.record_batch(i, len(indices))
+            fractions.append((i + 1) / len(loader))
+            percent.append(100 * i / len(loader))
+            seen += indices.tolist()
+        assert fractions == [i / 10 for i in range(1, 11)]
+        assert percent == [10 * i for i in range(10)]
+        assert sorted(seen) == list(data), f"pass {epoch} without set_epoch is complete"
+    saved = sampler.state_dict()
+    sampler.set_epoch(1)
+    assert len(sampler) == 40
+    sampler.record_batch(0, 10)
+    assert len(sampler) == 40
+    next_world()
+    assert len(list(sampler)) == len(sampler) == 30, "the rest is shared out over the new world"
+    sampler.load_state_dict(saved)
+    assert len(list(sampler)) == len(sampler) == 0, "an epoch that was consumed before the commit is not trained again"
+
+
+def test_a_sampler_made_before_the_world_is_not_reset_by_joining_it(fresh: None) -> None:
+    hvd.init()
+    sampler = hvd.elastic.ElasticSampler(range(10))
+    iterator = iter(sampler)
+    next(iterator)
+    sampler.record_batch(0, 4)
+    assert len(sampler) == len(list(sampler)) == 10
 
 
 def test_the_order_is_the_one_of_elasticstate() -> None:

@@ -18,7 +18,7 @@ from elasticstate.horovod.reducer import drop_all
 
 
 class Failure(RuntimeError):
-    """What a collective raises."""
+    """Error raised by a collective."""
 
 
 def make(**options: Any) -> tuple[nn.Sequential, Any]:
@@ -34,7 +34,7 @@ def backward(model: nn.Module) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
-    """The buckets that were started, in order."""
+    """The buckets that were launched, in order."""
     found: list[Bucket] = []
     launch = Bucket.launch
 
@@ -52,7 +52,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
 def test_buckets_are_filled_from_the_last_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "FIRST_BYTES", 8)
     monkeypatch.setattr(buckets, "BYTES", 16)
-    sizes = [1, 2, 3, 1, 1, 1]  # of 4 bytes
+    sizes = [1, 2, 3, 1, 1, 1]  # in elements of 4 bytes
     parameters = [torch.empty(n) for n in sizes]
     assert [[len(p) for p in bucket] for bucket in plan(parameters)] == [[1, 1], [1, 3], [2, 1]]
     mixed = [*parameters, torch.empty(9, dtype=torch.float64)]
@@ -76,7 +76,7 @@ def test_buckets_go_in_their_order_whatever_order_gradients_come_in(
     assert all(p.item() == -1 for p in parameters)
 
 
-# --------------------------------------------------------------------------------------------- like the plain optimizer
+# --------------------------------------------------------------------------------- differences from the plain optimizer
 
 
 def test_it_is_an_optimizer_of_the_same_class_with_the_same_state(alone: None) -> None:
@@ -103,7 +103,7 @@ def test_it_is_an_optimizer_of_the_same_class_with_the_same_state(alone: None) -
 
 @pytest.mark.parametrize("of_plain", [True, False])
 def test_a_scheduler_takes_either(alone: None, of_plain: bool, launched: list[Bucket]) -> None:
-    """No warning that the optimizer has not made a step, and steps are reduced."""
+    """The scheduler does not warn that the optimizer has made no step, and steps are reduced."""
     model = nn.Linear(3, 2)
     plain = torch.optim.SGD(model.parameters(), lr=1.0)
     early = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5) if of_plain else None
@@ -149,7 +149,7 @@ def test_it_cannot_be_copied_or_wrapped_twice(alone: None) -> None:
     with pytest.raises(UsageError, match="already"):
         hvd.DistributedOptimizer(optimizer)
     with pytest.raises(UsageError, match="takes an optimizer"):
-        hvd.DistributedOptimizer(nn.Linear(1, 1))  # type: ignore[type-var]  # what is tested
+        hvd.DistributedOptimizer(nn.Linear(1, 1))  # type: ignore[type-var]  # the wrong type
 
 
 def test_a_later_one_takes_the_place_of_an_earlier_one(alone: None, launched: list[Bucket]) -> None:
@@ -173,7 +173,7 @@ def test_names_are_checked() -> None:
     with pytest.raises(ValueError, match="1 parameters of the optimizer are not among them"):
         hvd.DistributedOptimizer(optimizer, [("bias", model.bias)])
     with pytest.raises(ValueError, match="pairs"):
-        hvd.DistributedOptimizer(optimizer, model.parameters())  # type: ignore[arg-type]  # what is tested
+        hvd.DistributedOptimizer(optimizer, model.parameters())  # type: ignore[arg-type]  # the wrong type
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_more_passes_than_were_said(alone: None) -> None:
     backward(model)
     with pytest.raises(UsageError, match="backward_passes_per_step=1"):
         backward(model)
-    optimizer.zero_grad()  # nothing is left of it
+    optimizer.zero_grad()  # drops everything that is pending
     optimizer.set_backward_passes_per_step(2)
     backward(model)
     with pytest.raises(UsageError, match="after step"):
@@ -263,7 +263,7 @@ def test_a_collective_that_fails_raises_its_own_error_and_leaves_nothing_pending
         return work
 
     monkeypatch.setattr(dist, "all_reduce", fails)
-    with pytest.raises(Failure, match="closed by peer"):  # noqa: PT012 - one of the two
+    with pytest.raises(Failure, match="closed by peer"):  # noqa: PT012 - either call raises
         backward(model)
         optimizer.step()
     assert not optimizer._reducer.pending
@@ -274,7 +274,7 @@ def test_a_collective_that_fails_raises_its_own_error_and_leaves_nothing_pending
 
 
 def test_an_error_of_the_script_inside_backward(alone: None, next_world: Callable[[], None]) -> None:
-    """Half of the gradients have come, and the world is left."""
+    """The error comes after half of the gradients. Then the world is left."""
     model, optimizer = make()
     middle = model[0](torch.ones(1, 3))
     middle.register_hook(lambda _: 1 / 0)

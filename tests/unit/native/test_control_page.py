@@ -1,4 +1,4 @@
-"""The page that worker and agent share: stamps of one moment, and seals that are whole or not there."""
+"""The page that worker and agent share: consistent stamps, and seals that are whole or absent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from elasticstate._native import ControlPage
+from tests.pages import page_at
 
 ME, OTHER = b"job, host, slot!", b"another job's..."
+NO_TAG = bytes(16)
 
 
 @pytest.fixture
@@ -19,60 +21,60 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_one_process_writes_another_reads(path: Path) -> None:
-    worker, agent = ControlPage(str(path)), ControlPage(str(path))
-    worker.beat()
-    worker.beat()
+    worker, agent = page_at(path), page_at(path)
+    worker.heartbeat()
+    worker.heartbeat()
     worker.progress()
     assert agent.stamp() == (2, 1, 0, 0, 0)
-    worker.seal(1, ME, 5, 9, 1234, 4096, 0xDEADBEEF)
-    assert agent.sealed(1, ME) == (5, 9, 1234, 4096, 0xDEADBEEF)
+    worker.seal(1, ME, 5, 9, 1234, 4096, 0xDEADBEEF, b"the tag of a job")
+    assert agent.sealed(1, ME) == (5, 9, 1234, 4096, 0xDEADBEEF, b"the tag of a job")
     assert agent.sealed(0, ME) is None
 
 
 def test_a_reset_forgets_all_but_the_seals(path: Path) -> None:
-    page = ControlPage(str(path))
+    page = page_at(path)
     page.seal(0, ME, 1, 2, 3, 4, 5)
     page.progress()
     page.reset()
     assert page.stamp()[1:] == (0, 0, 0, 0)
-    assert page.sealed(0, ME) == (1, 2, 3, 4, 5)
+    assert page.sealed(0, ME) == (1, 2, 3, 4, 5, NO_TAG)
 
 
 def test_the_last_seal_counts_and_none_after_unseal(path: Path) -> None:
-    page = ControlPage(str(path))
+    page = page_at(path)
     for tick in range(1, 6):
         page.seal(0, ME, 1, tick, 0, 0, 0)
-        assert page.sealed(0, ME) == (1, tick, 0, 0, 0)
+        assert page.sealed(0, ME) == (1, tick, 0, 0, 0, NO_TAG)
     page.unseal(0)
     assert page.sealed(0, ME) is None
 
 
 def test_a_seal_of_another_job_is_none(path: Path) -> None:
-    page = ControlPage(str(path))
+    page = page_at(path)
     page.seal(0, OTHER, 7, 7, 0, 0, 0)
     assert page.sealed(0, ME) is None
     assert page.sealed(0, OTHER) is not None
 
 
 def test_every_bit_of_a_seal_counts(path: Path) -> None:
-    page = ControlPage(str(path))
+    page = page_at(path)
     page.seal(0, ME, 5, 9, 1, 2, 3)
     data = bytearray(path.read_bytes())
     start = data.index(ME)
-    for bit in range(64 * 8):
+    for bit in range(80 * 8):
         data[start + bit // 8] ^= 1 << bit % 8
         path.write_bytes(data)
-        assert ControlPage(str(path)).sealed(0, ME) is None, bit
+        assert page_at(path).sealed(0, ME) is None, bit
         data[start + bit // 8] ^= 1 << bit % 8
 
 
 def test_a_page_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        ControlPage(str(tmp_path / "none"))
+    with pytest.raises(OSError, match="cannot look"):
+        ControlPage(1 << 20)
     short = tmp_path / "short"
     short.write_bytes(bytes(4095))
     with pytest.raises(ValueError, match="shorter"):
-        ControlPage(str(short))
+        page_at(short)
     page = ControlPage(None)
     with pytest.raises(ValueError, match="0 or 1"):
         page.seal(2, ME, 0, 0, 0, 0, 0)

@@ -56,7 +56,7 @@ def test_no_tick_of_many_threads_is_lost_or_seen_twice() -> None:
 
 
 def test_of_a_hold_and_the_end_of_a_tick_one_comes_first_and_both_know_which() -> None:
-    """A worker that counted the tick before the hold is in the hold's answer; one that counted it after sees the hold.
+    """The answer to a hold includes each tick counted before it. A worker that counts a tick later sees the hold.
 
     So the tick at which the worker first sees the hold is the one after the answer, in every schedule.
     """

@@ -1,6 +1,6 @@
-"""Copies between one flat buffer and pieces of memory, as Python sees them: bytes, bounds, threads.
+"""Copies between one flat buffer and pieces of memory, through the Python interface: bytes, bounds, threads.
 
-Random plans are compared with a plain loop in native/tests/test_pieces.cpp, under the sanitizers.
+native/tests/test_pieces.cpp compares random plans with a plain loop, under the sanitizers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def zeros(size: int) -> torch.Tensor:
 
 
 def pieces_of(tensors: list[torch.Tensor]) -> Pieces:
-    """The tensors end to end."""
+    """Return the tensors as pieces, one after the other without gaps."""
     sizes = [tensor.nbytes for tensor in tensors]
     return Pieces([tensor.data_ptr() for tensor in tensors], sizes, [0, *accumulate(sizes)][:-1])
 
@@ -138,7 +138,7 @@ def test_other_threads_run_during_a_copy() -> None:
     other = threading.Thread(target=run_when_wanted)
     switch_interval = sys.getswitchinterval()
     other.start()
-    # From here on a thread gets the GIL only when this one gives it away: nothing below does, except the copy.
+    # From here on, another thread gets the GIL only when this thread releases it. Only the copy below does that.
     sys.setswitchinterval(1_000)
     try:
         wanted.set()

@@ -1,4 +1,4 @@
-"""The programs of native/tests, built for a sanitizer or for coverage: each has to end well and without a report."""
+"""The programs of native/tests, built for a sanitizer or for coverage. Each must exit with 0 and without a report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRICT = {
 
 
 def run(*command: object, cwd: Path | None = None) -> str:
-    """The output of a program that has to end with 0."""
+    """Run a program that must exit with 0. Return its output."""
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
@@ -35,7 +35,7 @@ def run(*command: object, cwd: Path | None = None) -> str:
 
 
 def build(folder: Path, sanitize: str) -> list[Path]:
-    """The test programs, built for this sanitizer."""
+    """Build the test programs for this sanitizer."""
     run(*CMAKE, "-S", REPOSITORY, "-B", folder, "-DELASTICSTATE_TESTS=ON", f"-DELASTICSTATE_SANITIZE={sanitize}")
     run(*CMAKE, "--build", folder, "--parallel")
     programs = sorted((folder / "programs").iterdir())
@@ -52,7 +52,7 @@ def test_a_sanitizer_finds_nothing(tmp_path: Path, sanitize: str) -> None:
 
 
 def test_sanitizers_would_find_something(tmp_path: Path) -> None:
-    """That nothing is found means something only if a fault is."""
+    """Check that the sanitizers detect a known fault. Otherwise a run without reports proves nothing."""
     faults = {
         "address,undefined": "int main(int n, char **) { int *p = new int[2]; delete[] p; return p[n]; }",
         "thread": "#include <thread>\nint x; int main() { std::thread t([] { x = 1; }); x = 2; t.join(); return 0; }",
@@ -80,7 +80,7 @@ def test_how_much_of_the_code_the_programs_run(tmp_path: Path, capsys: pytest.Ca
 
 
 def line_coverage(gcov: str) -> dict[str, tuple[float, int]]:
-    """Percent and number of lines for each file of native/, its tests aside; of several figures the best."""
+    """Return percent and number of lines for each file of native/ without tests. Keeps the best of several figures."""
     found: dict[str, tuple[float, int]] = {}
     for name, percent, lines in re.findall(r"File '(.+)'\nLines executed:([\d.]+)% of (\d+)", gcov):
         path = Path(name)

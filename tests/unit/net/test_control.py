@@ -25,7 +25,7 @@ LOCALHOST = "127.0.0.1"
 
 
 class Driver:
-    """A server, and what it has seen."""
+    """A server that records its agents, messages and refusals."""
 
     def __init__(self, proof_timeout_s: float = 5.0) -> None:
         self.streams: list[AgentStream] = []
@@ -80,7 +80,7 @@ async def agent_at(
     return agent
 
 
-# ------------------------------------------------------------------------------------------------------- as agreed
+# ---------------------------------------------------------------------------------------------------- expected use
 
 
 def test_both_directions_are_first_in_first_out() -> None:
@@ -91,10 +91,10 @@ def test_both_directions_are_first_in_first_out() -> None:
             agent.send(message)
         await driver.until(lambda: len(driver.received) == 50)
         assert driver.received == said
-        orders = [messages.Spawn(WorkerId("h", slot, 1)) for slot in range(50)]
-        for order in orders:
+        worker_codec = [messages.StartWorker(WorkerId("h", slot, 1)) for slot in range(50)]
+        for order in worker_codec:
             driver.streams[0].send(codec.encode(order))
-        assert [await agent.receive() for _ in orders] == orders
+        assert [await agent.receive() for _ in worker_codec] == worker_codec
         await agent.close()
         await driver.until(lambda: len(driver.lost) == 1)
         assert driver.turned_away == []
@@ -119,7 +119,7 @@ def test_beats_say_that_the_other_end_lives_and_nothing_else() -> None:
         agent = await agent_at(port)
         await driver.until(lambda: bool(driver.streams))
         before = agent.heard_at
-        driver.streams[0].beat()
+        driver.streams[0].heartbeat()
         await driver.until(lambda: agent.heard_at > before)
         driver.streams[0].send(codec.encode(messages.Shutdown("over")))
         assert await agent.receive() == messages.Shutdown("over")
@@ -136,7 +136,7 @@ def test_the_status_is_answered() -> None:
 
 
 def test_the_first_address_that_is_the_drivers_is_taken() -> None:
-    """One where nobody listens, one where nobody answers, one where somebody else's job listens."""
+    """The other addresses: a closed port, a listener that does not answer, and the driver of another job."""
 
     async def scenario(driver: Driver, port: int) -> None:
         with silent_listener() as silent, socket.create_server((LOCALHOST, 0)) as bound:
@@ -163,14 +163,14 @@ def test_an_agent_learns_that_the_driver_is_gone() -> None:
         await driver.server.stop()
         with pytest.raises(ConnectionError):
             await agent.receive()
-        agent.send(messages.AgentNotice("SIGTERM"))
-        await agent.close()  # does not wait for ever
+        agent.send(messages.HostPreemptionNotice("SIGTERM"))
+        await agent.close()  # must not block forever
         assert len(driver.lost) == 1
 
     with_driver(scenario)
 
 
-# ------------------------------------------------------------------------------------------------------ not as agreed
+# ------------------------------------------------------------------------------------------------ protocol violations
 
 
 def test_a_connection_that_has_ended_can_be_given_up_once_more() -> None:
@@ -207,7 +207,7 @@ def test_an_agent_without_the_token_is_refused() -> None:
 
 
 def test_a_stranger_that_trusts_anybody_is_refused() -> None:
-    """It does not look at our certificate; ours looks at its."""
+    """The stranger does not verify our certificate, but our driver verifies the stranger's."""
 
     async def scenario(driver: Driver, port: int) -> None:
         for trust in (None, Trust("u" * 32)):
@@ -252,7 +252,7 @@ def test_another_protocol_is_refused_with_what_to_do() -> None:
 
 def test_the_first_message_must_be_a_hello() -> None:
     async def scenario(driver: Driver, port: int) -> None:
-        agent = await agent_at(port, first=messages.AgentNotice("SIGTERM"))
+        agent = await agent_at(port, first=messages.HostPreemptionNotice("SIGTERM"))
         with pytest.raises(ConnectionError):
             await agent.receive()
         await agent.close()
@@ -314,7 +314,7 @@ def test_random_bytes_are_turned_away_and_told_of() -> None:
 
 
 def test_who_proves_nothing_in_time_is_turned_away() -> None:
-    """Silent from the start; silent in the middle of TLS; slow, a byte now and then; proven, and then silent."""
+    """Four strangers: silent from the start, silent in the middle of TLS, byte by byte, silent after the handshake."""
 
     async def scenario(driver: Driver, port: int) -> None:
         silent, half, slow = (socket.create_connection((LOCALHOST, port)) for _ in range(3))
@@ -322,7 +322,7 @@ def test_who_proves_nothing_in_time_is_turned_away() -> None:
         half.sendall(hello[: len(hello) // 2])
         proven, _ = await dial(f"{LOCALHOST}:{port}", TRUST.client, NAME, 5.0)
         for i in range(len(hello)):
-            with suppress(ConnectionError):  # it may be turned away before another one
+            with suppress(ConnectionError):  # the driver may refuse it before the others
                 slow.sendall(hello[i : i + 1])
             await asyncio.sleep(0.02)
             if len(driver.turned_away) == 4:
@@ -358,7 +358,7 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out(door: None) -> None:
 
 
 def test_a_replayed_conversation_is_worth_nothing() -> None:
-    """All that an agent has sent, byte for byte, sent again."""
+    """A stranger sends all bytes again that an agent has sent."""
 
     async def scenario(driver: Driver, port: int) -> None:
         recorder = await asyncio.start_server(lambda r, w: _relay(r, w, port, recorded), LOCALHOST, 0)
@@ -392,7 +392,7 @@ async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, por
 
 
 def _client_hello() -> bytes:
-    """The first bytes of a TLS conversation."""
+    """Return the first bytes of a TLS conversation."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     talk = TRUST.client.wrap_bio(incoming, outgoing, server_hostname=NAME)
     with pytest.raises(ssl.SSLWantReadError):
@@ -401,7 +401,7 @@ def _client_hello() -> bytes:
 
 
 class silent_listener:
-    """Accepts, and says nothing."""
+    """A listener that accepts connections and sends nothing."""
 
     def __enter__(self) -> int:
         self._socket = socket.create_server((LOCALHOST, 0))

@@ -12,24 +12,26 @@ from pathlib import Path
 import pytest
 
 from elasticstate.core.types import CommitId, WorkerId
-from elasticstate.net import messages, orders
+from elasticstate.net import messages, worker_codec
 from elasticstate.net.link import MAX_DATAGRAM_BYTES, AgentSocket, WorkerLink
 
 W = WorkerId("h", 0, 1)
 HELLO = messages.Hello(W, os.getpid(), messages.PROTOCOL_VERSION)
-COMMITTED = messages.Committed(CommitId(3, 16))
+COMMITTED = messages.CommitSealed(W, CommitId(3, 16))
 
 
 class Agent:
-    """An agent's socket, and what it has received."""
+    """An agent's socket that records all messages."""
 
     def __init__(self, directory: Path, known: tuple[WorkerId, ...] = (W,)) -> None:
         self.received: list[tuple[WorkerId, object]] = []
         self.complaints: list[str] = []
+        self.files: list[int] = []  # passed to a worker for its commit storage
         self.socket = AgentSocket(
             str(directory / "agent"),
             lambda worker: "" if worker in known else "is no worker of this agent",
             lambda worker, message: self.received.append((worker, message)),
+            lambda worker, connection: connection.give(messages.Storage(b"key", False), self.files),
             self.complaints.append,
         )
         self.socket.open()
@@ -65,7 +67,7 @@ def with_agent(directory: Path, scenario: Callable[[Agent], Awaitable[None]]) ->
 def test_messages_of_a_worker_arrive_whole_and_in_order(tmp_path: Path) -> None:
     async def scenario(agent: Agent) -> None:
         link = link_to(agent)
-        sent = [HELLO, COMMITTED, messages.Gate(3), messages.Notice(15)]
+        sent = [HELLO, COMMITTED, messages.Gate(3), messages.WorkerPreemptionNotice(15)]
         for message in sent:
             link.send(message)
         await agent.until(lambda: len(agent.received) == 4)
@@ -83,8 +85,8 @@ def test_a_worker_reads_without_blocking_and_sees_the_end_of_its_agent(tmp_path:
         await agent.until(lambda: agent.socket.is_connected(W))
         with pytest.raises(BlockingIOError):
             link.receive()
-        agent.socket.send(W, orders.encode_to_worker(messages.HoldOrder(4)))
-        assert link.receive() == messages.HoldOrder(4)
+        agent.socket.send(W, worker_codec.encode_to_worker(messages.Hold(4)))
+        assert link.receive() == messages.Hold(4)
         agent.socket.close()
         assert link.receive() is None
         link.close()
@@ -97,16 +99,16 @@ def test_sending_to_a_worker_that_does_not_read_never_blocks_and_loses_nothing(t
         link = link_to(agent)
         link.send(HELLO)
         await agent.until(lambda: agent.socket.is_connected(W))
-        words = [messages.EndOrder(g, None, "x" * 10_000) for g in range(500)]  # far more than the socket holds
-        for order in words:
-            agent.socket.send(W, orders.encode_to_worker(order))
+        lasting = [messages.End(g, None, "x" * 10_000) for g in range(500)]  # far more than the socket holds
+        for order in lasting:
+            agent.socket.send(W, worker_codec.encode_to_worker(order))
         got = []
-        while len(got) < len(words):
+        while len(got) < len(lasting):
             try:
                 got.append(link.receive())
             except BlockingIOError:  # noqa: PERF203
                 await asyncio.sleep(0)
-        assert got == words
+        assert got == lasting
         link.close()
 
     with_agent(tmp_path, scenario)
@@ -143,8 +145,8 @@ def test_nobody_takes_the_place_of_a_connected_worker(tmp_path: Path) -> None:
         other.send(HELLO)
         await agent.until(lambda: bool(agent.complaints))
         assert "which is connected" in agent.complaints[0]
-        agent.socket.send(W, orders.encode_to_worker(messages.GateOpen(1)))
-        assert link.receive() == messages.GateOpen(1)
+        agent.socket.send(W, worker_codec.encode_to_worker(messages.OpenGate(1)))
+        assert link.receive() == messages.OpenGate(1)
         link.close()
         other.close()
 
@@ -169,7 +171,7 @@ def test_the_last_words_of_a_dead_worker_are_read(tmp_path: Path) -> None:
         link.send(HELLO)
         link.send(messages.Gate(1))
         link.close()
-        agent.socket.drain(W)  # without a turn of the loop: not even its connection was seen before
+        agent.socket.drain(W)  # before the event loop has run: even the connection was not accepted yet
         assert agent.received == [(W, HELLO), (W, messages.Gate(1))]
 
     with_agent(tmp_path, scenario)
@@ -179,10 +181,10 @@ def test_a_traceback_that_is_too_long_is_cut_in_its_middle(tmp_path: Path) -> No
     async def scenario(agent: Agent) -> None:
         link = link_to(agent)
         link.send(HELLO)
-        link.send(messages.Failure(1, False, "begin" + "é" * MAX_DATAGRAM_BYTES + "end"))
+        link.send(messages.GenerationFailure(1, False, "begin" + "é" * MAX_DATAGRAM_BYTES + "end"))
         await agent.until(lambda: len(agent.received) == 2)
         report = agent.received[1][1]
-        assert isinstance(report, messages.Failure)
+        assert isinstance(report, messages.GenerationFailure)
         assert report.error.startswith("begin")
         assert report.error.endswith("end")
         assert "... cut ..." in report.error
@@ -199,7 +201,7 @@ def test_a_worker_can_poll_its_link(tmp_path: Path) -> None:
         poller = select.poll()
         poller.register(link.fileno(), select.POLLIN)
         assert poller.poll(0) == []
-        agent.socket.send(W, orders.encode_to_worker(messages.LeaveOrder()))
+        agent.socket.send(W, worker_codec.encode_to_worker(messages.Leave(W)))
         assert [fd for fd, _ in poller.poll(1000)] == [link.fileno()]
         link.close()
 

@@ -1,4 +1,4 @@
-"""What the messages say in short, and that their decoders take nothing else."""
+"""The short descriptions of messages, and decoders that accept only valid messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SAID = [
     (codec.decode_opening, messages.AgentHello("h", "id", 0, 0, 1, 1, "1")),
     (
         codec.decode_from_agent,
-        messages.Serving(((0, CommitId(1, 1)),), (messages.WorkerReport(W, 1, 1, STAMP, ()),)),
+        messages.HostReport(((0, CommitId(1, 1)),), (messages.WorkerReport(W, 1, 1, STAMP, ()),)),
     ),
     (codec.decode_from_agent, messages.FromWorker(W, messages.Ready(1, None, CommitId(1, 1), "h:1", 2, 0.5))),
     (codec.decode_to_agent, messages.WorldsOnHost(((W, WORLD),))),
-    (codec.decode_to_agent, messages.ToWorkers(None, messages.EndOrder(1, None, "x"))),
+    (codec.decode_to_agent, messages.ToWorkers(None, messages.End(1, None, "x"))),
 ]
 
 
@@ -65,5 +65,5 @@ def test_a_damaged_message_is_refused_or_is_another_valid_one(said: tuple[object
             found = decode(damaged)
         except msgspec.DecodeError:
             continue
-        again = codec.encode(found)  # bytes, as a number may have become NaN, which equals nothing
+        again = codec.encode(found)  # compares bytes, because a damaged number may be NaN, which equals nothing
         assert codec.encode(decode(again)) == again

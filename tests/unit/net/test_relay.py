@@ -1,4 +1,4 @@
-"""The way to mpirun of another host: real sockets, real TLS, real strangers."""
+"""The tunnel to mpirun on another host: real sockets, real TLS, real strangers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOON_S = 30.0
 
 
 class Service:
-    """What asks nobody for a proof: says what it hears, in capitals."""
+    """A service without authentication. It sends back the bytes that it receives, in capitals."""
 
     def __init__(self) -> None:
         self.visitors = 0
@@ -37,7 +37,7 @@ class Service:
 
 @asynccontextmanager
 async def service(proof_timeout_s: float) -> AsyncIterator[tuple[Service, Relay, int]]:
-    """A service, a relay to it, and the port of that."""
+    """Yield a service, a relay to it, and the port of the relay."""
     asked, before = Service(), asyncio.all_tasks()
     server = await asyncio.start_server(asked.meet, LOCALHOST, 0)
     relay = Relay(port_of(server))
@@ -119,14 +119,14 @@ def test_a_host_that_is_dropped_is_not_heard_any_more_and_the_others_are() -> No
 
 
 def test_no_stranger_gets_through() -> None:
-    """Whether it says something, nothing, or has another token."""
+    """A stranger that sends data, one that is silent, one without a certificate, and one with another token."""
 
     async def main(asked: Service, _: Relay, port: int) -> None:
         for say in (b"", b"GET / HTTP/1.0\r\n\r\n"):
             reader, writer = await asyncio.open_connection(LOCALHOST, port)
             writer.write(say)
             with suppress(ConnectionError):
-                await reader.read()  # until it is turned away
+                await reader.read()  # until the relay closes the connection
             await end(writer)
         nameless = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         nameless.check_hostname, nameless.verify_mode = False, ssl.CERT_NONE

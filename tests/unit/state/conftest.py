@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from scripts.slow_device import SlowDevice
 
-from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId
-from elasticstate.errors import CommitSpaceError, HostsUpdatedInterrupt
-from elasticstate.state.overlap import Copy
-from tests.unit.state.overlapping import Job, Space
+from elasticstate.errors import CommitStorageError, HostsUpdatedInterrupt
+from elasticstate.state.async_commit import Copy
+from tests.pages import page_at
+from tests.unit.state.overlapping import CommitStorage, Job
 
 
 @dataclass
@@ -34,7 +34,7 @@ class World:
 
 @dataclass
 class Member:
-    """The session of one member. Counts what is asked of it."""
+    """Session of one member. It counts the calls of the state."""
 
     world: World
     rank: int = 0
@@ -43,7 +43,7 @@ class Member:
     commits: list[tuple[CommitId | None, CommitId | None]] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     groups: list[tuple[int, ...]] = field(default_factory=list)
-    collectives: list[int] = field(default_factory=list)  # bytes of each
+    collectives: list[int] = field(default_factory=list)  # number of bytes of each
     verify_sync: bool = False
     signs: int = 0
     is_over: bool = False
@@ -99,18 +99,22 @@ class Member:
         return Counted(dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), options), self.collectives)
 
 
-class FileSpace:
-    """Buffers and page in files, as an agent makes them: what is in them outlives the snapshot."""
+class FileStorage:
+    """Buffers and page in files, like those that an agent makes. Their content outlives the snapshot."""
 
     def __init__(self, folder: Path, owner: bytes = b"job, host, slot.", limit_bytes: int = 1 << 40) -> None:
         self.owner = owner
+        self.key = b"the key of the job"
         self.limit_bytes = limit_bytes
         self.control = folder / "slot.control"
         self.files = [folder / f"slot.{index}.safetensors" for index in (0, 1)]
         for file in (self.control, *self.files):
             file.touch()
         os.truncate(self.control, 4096)
-        self.page = ControlPage(str(self.control))
+        self.page = page_at(self.control)
+
+    def renew(self) -> None:
+        raise AssertionError("these files keep their names")
 
     def open(self, index: int) -> torch.Tensor:
         size = self.files[index].stat().st_size
@@ -118,13 +122,13 @@ class FileSpace:
 
     def grow(self, index: int, size_bytes: int) -> torch.Tensor:
         if size_bytes > self.limit_bytes:
-            raise CommitSpaceError(f"{size_bytes} bytes needed, {self.limit_bytes} free")
+            raise CommitStorageError(f"{size_bytes} bytes needed, {self.limit_bytes} free")
         os.truncate(self.files[index], size_bytes)
         return self.open(index)
 
 
 class Counted:
-    """A process group that counts its collectives; anything else is not there."""
+    """Process group that counts its collectives. It has only the methods that the state needs."""
 
     def __init__(self, group: Any, collectives: list[int]) -> None:
         self._group = group
@@ -143,7 +147,7 @@ class Counted:
 
 
 def in_threads(*functions: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Run all at once; the first error of any is raised here."""
+    """Run all functions at once. Raises the first error of any of them."""
     errors: list[BaseException] = []
 
     def guarded(function: Callable[[], object]) -> None:
@@ -164,9 +168,9 @@ def in_threads(*functions: Callable[[], object], timeout_s: float = 20.0) -> Non
 
 
 @pytest.fixture
-def file_space(tmp_path: Path) -> Callable[..., FileSpace]:
-    """Opens the one space of this test, again and again."""
-    return functools.partial(FileSpace, tmp_path)
+def file_storage(tmp_path: Path) -> Callable[..., FileStorage]:
+    """Return a function that opens the one commit storage of this test, as often as needed."""
+    return functools.partial(FileStorage, tmp_path)
 
 
 @pytest.fixture
@@ -186,7 +190,7 @@ def together() -> Callable[..., None]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDevice]:
-    """Moves only where somebody waits for it."""
+    """Device that copies only when a wait for a copy requires it."""
     device = SlowDevice()
     wait = Copy.wait
 
@@ -201,9 +205,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDevice]:
 
 
 @pytest.fixture
-def job(device: SlowDevice, file_space: Space, member: Any, world: Any) -> Job:
-    """It has trained, and made commit (1, 1)."""
-    job = Job(device, file_space(), member(world(1)))
+def job(device: SlowDevice, file_storage: CommitStorage, member: Any, world: Any) -> Job:
+    """A job that has trained, and made commit (1, 1)."""
+    job = Job(device, file_storage(), member(world(1)))
     job.train()
     job.commit()
     job.train()

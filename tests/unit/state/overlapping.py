@@ -1,4 +1,4 @@
-"""A worker alone in a world, whose tensors are on a device that is a thread (scripts/slow_device.py)."""
+"""A worker alone in a world, with tensors on a device that a thread simulates (scripts/slow_device.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.state import TorchState
 from elasticstate.state.snapshot import Snapshot
 
-Space = Callable[..., Any]
+CommitStorage = Callable[..., Any]
 
 
 def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -22,22 +22,22 @@ def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def contents(state: TorchState) -> str:
-    """All tensors to the last digit, by name, and the note."""
+    """Return all tensors by name, to the last digit, and the note."""
     values = {k: v.tolist() for k, v in state.capture().items() if isinstance(v, torch.Tensor | np.ndarray)}
     return repr([sorted(values.items()), state.note])
 
 
 class Job:
-    """A worker alone in a world, whose tensors are on a device."""
+    """A worker alone in a world, with tensors on a simulated device."""
 
-    def __init__(self, device: SlowDevice, space: Any, session: Any, **more: Any) -> None:
+    def __init__(self, device: SlowDevice, storage: Any, session: Any, **more: Any) -> None:
         torch.manual_seed(0)
         model, optimizer = parts()
         self.state = TorchState(model=model, optimizer=optimizer, **more, note=[0])
         self.device, self.session = device, session
-        self.state._snapshot = Snapshot(space, lambda _: device)
+        self.state._snapshot = Snapshot(storage, lambda _: device)
         self.state._bind(session)
-        self.was: dict[CommitId, str] = {}  # the content at each commit
+        self.was: dict[CommitId, str] = {}  # content at the time of each commit
 
     def train(self) -> None:
         self.forward().backward()
@@ -57,7 +57,7 @@ class Job:
         return commit
 
     def restored(self) -> CommitId:
-        """Go back; returns to which commit, whose content it is."""
+        """Restore, and check the content. Return the id of the restored commit."""
         self.state.restore()
         newest = self.state.commits[0]
         assert newest is not None
@@ -66,11 +66,11 @@ class Job:
 
 
 def note_of(content: str) -> list[int]:
-    """``note`` is the last value."""
+    """Return ``note``, the last value of the content."""
     return [int(content[content.rindex("[") + 1 : content.index("]", content.rindex("["))])]
 
 
-def found(file_space: Space) -> tuple[CommitId | None, CommitId | None]:
-    """What a new worker would hold, if this one died now."""
-    snapshot = Snapshot(file_space())
+def found(file_storage: CommitStorage) -> tuple[CommitId | None, CommitId | None]:
+    """Return the commits that a new worker would hold if this one died now."""
+    snapshot = Snapshot(file_storage())
     return snapshot.newest, snapshot.previous

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from elasticstate.core.types import CommitId
+from elasticstate.config import WorkerEnvironment
+from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.errors import HostsUpdatedInterrupt, StateError, UsageError
-from elasticstate.state import ObjectState, State
+from elasticstate.state import ObjectState, State, TorchState
 
 
 class Counter(State):
-    """A state of one's own, by capture and apply alone."""
+    """A state class that only defines capture and apply."""
 
     def __init__(self, n: int) -> None:
         super().__init__(n=n)
@@ -156,6 +157,37 @@ def test_binding_forgets_what_was_committed_outside_a_world(member: Any, world: 
     state.commit()
     state._bind(member(world(1)))
     assert state.commits == (None, None), "all ranks have a (0, 1), each with its own content"
+
+
+def test_a_worker_of_elasticrun_commits_nothing_outside_a_world(
+    member: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process would train a model of its own, and the job would end with status 0."""
+    told = WorkerEnvironment("socket", "mark", WorkerId("localhost", 0, 1), "job", "id", "127.0.0.1", "commits")
+    for name, value in told.variables().items():
+        monkeypatch.setenv(name, value)
+    state = ObjectState(n=0)
+    for call in (state.commit, state.save, state.sync, state.check_host_updates, lambda: state.commit(every=2)):
+        with pytest.raises(UsageError, match=r"outside .* @elasticstate\.run: .* pass it this state"):
+            call()
+    assert state.commits == (None, None)
+    state._bind(member(world(1)))
+    state.commit()
+    assert state.commits == (CommitId(1, 1), None)
+
+
+def test_an_empty_torch_state_warns() -> None:
+    with pytest.warns(UserWarning, match=r"TorchState\(\) has no values: .*TorchState\(model=model") as warned:
+        TorchState()
+    assert warned[0].filename == __file__, "the line that is to be changed"
+
+
+def test_a_torch_state_that_captures_by_itself_may_have_no_values() -> None:
+    class Own(TorchState):
+        def capture(self) -> dict[str, Any]:
+            return {"x": 1}
+
+    Own()
 
 
 def test_reset_callbacks_run_in_order() -> None:

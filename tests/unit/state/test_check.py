@@ -1,4 +1,4 @@
-"""check(): whether all ranks have committed the same, and what is not the same."""
+"""check() compares the commits of all ranks, and names the values that differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Check = Callable[[list[Any]], list[BaseException | None]]
 
 @pytest.fixture
 def check_all(together: Any) -> Check:
-    """Call check() on all ranks at once; returns what each raised."""
+    """Call check() on all ranks at once. Return the exception of each rank, or None."""
 
     def check_all(states: list[Any]) -> list[BaseException | None]:
         raised: list[BaseException | None] = [None] * len(states)
@@ -79,7 +79,8 @@ def test_a_tensor_that_differs_is_named_with_the_ranks_on_every_rank(world: Any,
     assert all(type(error) is StateDivergedError for error in raised)
     assert {str(error) for error in raised} == {
         "the members of this world have committed different states as (1, 1). "
-        "model.parameters.1.bias: ranks 0, 1 | ranks 2, 3; optimizer.state.0.momentum_buffer: ranks 0, 2, 3 | rank 1"
+        "model.parameters.1.bias: ranks 0, 1 | ranks 2, 3; optimizer.state.0.momentum_buffer: ranks 0, 2, 3 | rank 1. "
+        "Make them equal on all ranks, or, if they differ by design, name them: state.exclude_from_check(name)."
     }
 
 
@@ -92,7 +93,7 @@ def test_objects_that_differ_are_named(world: Any, member: Any, check_all: Check
     for state in states:
         state.commit()
     (message,) = {str(error) for error in check_all(states)}
-    names = message.partition(". ")[2].split("; ")
+    names = message.partition(". ")[2].partition(". ")[0].split("; ")
     assert names == [f"{name}: rank 0 | rank 1" for name in ("epoch", "optimizer.param_groups.0.lr", "tags")]
 
 
@@ -115,12 +116,12 @@ def test_of_many_names_some_are_told(world: Any, member: Any, check_all: Check) 
         state.commit()
     (message,) = {str(error) for error in check_all(states)}
     assert "t000: " in message
-    assert message.endswith("; 7 more")
+    assert "; 7 more. " in message
     assert message.count(": rank 0 | rank 1") == MAX_NAMES
 
 
 def test_equal_objects_that_are_pickled_otherwise_are_equal(world: Any, member: Any, check_all: Check) -> None:
-    """Pickle tells which strings are one object, and sets have any order: none of it says anything about the state."""
+    """Pickles differ if equal strings are different objects, and by the order of sets. The states are equal."""
     shared = "".join(["a", "b"])
     states = [
         ObjectState(names=[shared, shared], some={"x", "y", "z", "w"}, f=lambda: 1, buffer=torch.ones(3)),
@@ -207,7 +208,7 @@ def test_with_verify_sync_a_sync_ends_with_a_check(
         state._bind(member(world(1)))
         state.commit()
     with torch.no_grad():
-        states[1].model[0].weight[0, 0] += 1  # since the last commit
+        states[1].model[0].weight[0, 0] += 1  # changed since the last commit
     members = bound(states, world, member, generation=2, lacking=(2,))
     for session in members:
         session.verify_sync = verify_sync
@@ -229,6 +230,76 @@ def test_a_diverged_survivor_is_found_by_verify_sync(world: Any, member: Any, to
         session.verify_sync = True
     with pytest.raises(StateDivergedError, match=r"epoch: ranks 0, 2 \| rank 1"):
         together(*[state.sync for state in states])
+
+
+class Normed(torch.nn.Module):
+    """Buffers that may differ by rank in training, and buffers that must be equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = torch.nn.BatchNorm1d(3)
+        self.instance = torch.nn.InstanceNorm1d(3, track_running_stats=True)
+        self.sync = torch.nn.SyncBatchNorm(3)
+        self.register_buffer("average", torch.zeros(3))
+
+
+def committed_norms(n: int, world: Any, member: Any, *differ: str) -> tuple[list[TorchState], list[Any]]:
+    """Return committed states whose named buffers differ by rank."""
+    states = [TorchState(model=Normed(), epoch=0) for _ in range(n)]
+    members = bound(states, world, member)
+    for rank, state in enumerate(states):
+        for name in differ:
+            state.model.get_buffer(name).fill_(rank)
+        state.commit()
+    return states, members
+
+
+RUNNING = [
+    f"{layer}.{buffer}"
+    for layer in ("batch", "instance")
+    for buffer in ("num_batches_tracked", "running_mean", "running_var")
+]
+
+
+def test_running_statistics_are_each_ranks_own_and_named_once(
+    world: Any, member: Any, check_all: Check, caplog: pytest.LogCaptureFixture
+) -> None:
+    states, members = committed_norms(3, world, member, *RUNNING)
+    for _ in range(2):
+        assert check_all(states) == [None] * 3
+    assert [m.collectives for m in members] == [[5 * 8] * 2] * 3
+    names = ", ".join(f"model.buffers.{name}" for name in sorted(RUNNING))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"check() leaves out values that differ by rank by design: {names}"
+    ]
+
+
+@pytest.mark.parametrize("name", ["average", "sync.running_mean", "sync.num_batches_tracked"])
+def test_other_buffers_that_differ_are_named(name: str, world: Any, member: Any, check_all: Check) -> None:
+    states, _ = committed_norms(2, world, member, *RUNNING, name)
+    (message,) = {str(error) for error in check_all(states)}
+    assert f"as (1, 1). model.buffers.{name}: rank 0 | rank 1. " in message
+
+
+def test_what_the_user_excludes_is_not_compared(world: Any, member: Any, check_all: Check) -> None:
+    states = model_states(2)
+    bound(states, world, member)
+    states[1].tags.add("c")
+    states[1].epoch = 2
+    states[1].optimizer.param_groups[0]["lr"] = 0.2
+    with torch.no_grad():
+        states[1].model[1].bias.add_(1)
+        states[1].model[1].weight.add_(1)
+    for state in states:
+        state.commit()
+        state.exclude_from_check("model.parameters.1", "tags", "optimizer.param_groups", "epo")
+    (message,) = {str(error) for error in check_all(states)}
+    assert message.startswith(
+        "the members of this world have committed different states as (1, 1). epoch: rank 0 | rank 1. "
+    )
+    for state in states:
+        state.exclude_from_check("epoch")
+    assert check_all(states) == [None, None]
 
 
 def test_progress_is_passed_on(world: Any, member: Any) -> None:

@@ -1,4 +1,4 @@
-"""The commits of test_overlap.py on a real device; skipped where there is none."""
+"""The commits of test_async_commit.py on a real device. Skipped on machines without one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ A_WHILE = 2_000_000_000  # cycles: about a second
 
 
 class Net(torch.nn.Module):
-    """With buffers that its forward pass writes, and a parameter that is dense in another order."""
+    """Model with buffers that its forward pass writes, and with a parameter that is dense in another memory format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Net(torch.nn.Module):
 
 
 @pytest.fixture
-def state(file_space: Callable[..., Any], member: Any, world: Any) -> TorchState:
+def state(file_storage: Callable[..., Any], member: Any, world: Any) -> TorchState:
     torch.manual_seed(0)
     model = Net().cuda()
     state = TorchState(
@@ -41,7 +41,7 @@ def state(file_space: Callable[..., Any], member: Any, world: Any) -> TorchState
         mine=torch.ones(5, device="cuda"),
         cpu=torch.ones(3),
     )
-    state._attach(file_space())
+    state._attach(file_storage())
     state._bind(member(world(1)))
     return state
 
@@ -75,7 +75,7 @@ def test_each_commit_is_what_the_state_was_while_training_goes_on(state: TorchSt
 
 
 def test_a_commit_waits_for_nothing_and_the_step_after_it_waits_on_the_device(
-    state: TorchState, file_space: Callable[..., Any]
+    state: TorchState, file_storage: Callable[..., Any]
 ) -> None:
     train(state)
     state.commit()
@@ -87,7 +87,7 @@ def test_a_commit_waits_for_nothing_and_the_step_after_it_waits_on_the_device(
     assert not state._snapshot.is_copied
     train(state)
     assert not state._snapshot.is_copied, "Python has waited for the device"
-    assert Snapshot(file_space()).newest == CommitId(1, 1)
+    assert Snapshot(file_storage()).newest == CommitId(1, 1)
     state.restore()
     assert equal(contents(state), before)
     assert state.commits == (CommitId(1, 2), CommitId(1, 1))

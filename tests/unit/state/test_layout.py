@@ -1,4 +1,4 @@
-"""The format of a buffer, as others read it, and as a stranger may have written it."""
+"""The file format of a buffer, read by other tools, or forged by a stranger."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def opened(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         return {name: reader.get_tensor(name) for name in reader.keys()}, reader.metadata()  # noqa: SIM118
 
 
-def commit_of(values: dict[str, Any], space: Any) -> Snapshot:
-    snapshot = Snapshot(space)
+def commit_of(values: dict[str, Any], storage: Any) -> Snapshot:
+    snapshot = Snapshot(storage)
     snapshot.write(values, b"random", CommitId(1, 1))
     return snapshot
 
 
-def test_a_live_commit_is_read_by_safetensors(file_space: Callable[[], Any]) -> None:
+def test_a_live_commit_is_read_by_safetensors(file_storage: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
     model[2].weight = torch.nn.Parameter(torch.randn(5, 2).t())
@@ -50,11 +50,11 @@ def test_a_live_commit_is_read_by_safetensors(file_space: Callable[[], Any]) -> 
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
     state = TorchState(model=model, optimizer=optimizer, epoch=3)
-    space = file_space()
-    state._attach(space)
+    storage = file_storage()
+    state._attach(storage)
     for _ in range(2):
         state.commit()
-    for file in space.files:
+    for file in storage.files:
         tensors, metadata = opened(file)
         assert metadata["format"] == "pt"
         expected = {f"model.parameters.{name}": p for name, p in model.named_parameters()}
@@ -67,14 +67,14 @@ def test_a_live_commit_is_read_by_safetensors(file_space: Callable[[], Any]) -> 
 
 
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)
-def test_every_dtype_comes_back_and_can_be_read_by_others(dtype: torch.dtype, file_space: Callable[[], Any]) -> None:
+def test_every_dtype_comes_back_and_can_be_read_by_others(dtype: torch.dtype, file_storage: Callable[[], Any]) -> None:
     values = {"zero": filled(dtype), "some": filled(dtype, 3, 5), "none": filled(dtype, 0, 2)}
-    space = file_space()
-    back = commit_of(values, space).read(CommitId(1, 1))
+    storage = file_storage()
+    back = commit_of(values, storage).read(CommitId(1, 1))
     for name, tensor in values.items():
         assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape)
         assert bytes(back[name].view(-1).view(torch.uint8)) == bytes(tensor.view(-1).view(torch.uint8))
-    tensors, _ = opened(space.files[0])
+    tensors, _ = opened(storage.files[0])
     raw = tensors["some"].contiguous().view(-1).view(torch.uint8)
     assert bytes(raw) == bytes(values["some"].view(-1).view(torch.uint8))
 
@@ -87,10 +87,10 @@ def test_quantised_tensors_are_refused(dtype: torch.dtype) -> None:
         Snapshot().write({"odd": tensor}, b"", CommitId(1, 1))
 
 
-def test_the_data_is_aligned_and_a_small_change_leaves_it_in_place(file_space: Callable[[], Any]) -> None:
+def test_the_data_is_aligned_and_a_small_change_leaves_it_in_place(file_storage: Callable[[], Any]) -> None:
     starts = []
     for n in (3, 4):
-        snapshot = commit_of({f"layer.{i}.weight": torch.ones(i) for i in range(n)}, file_space())
+        snapshot = commit_of({f"layer.{i}.weight": torch.ones(i) for i in range(n)}, file_storage())
         snapshot.forget()
         starts.append(snapshot._newer.frame.tensors)
     assert starts[0] == starts[1]
@@ -103,7 +103,7 @@ def test_names_that_the_format_needs_are_refused(name: str) -> None:
         Snapshot().write({name: torch.ones(1)}, b"", CommitId(1, 1))
 
 
-def rich_commit(space: Any) -> Snapshot:
+def rich_commit(storage: Any) -> Snapshot:
     weight = torch.arange(12.0)
     values = {
         "weight": weight,
@@ -114,11 +114,11 @@ def rich_commit(space: Any) -> Snapshot:
         "empty": torch.ones(0, 3),
         "n": 5,
     }
-    return commit_of(values, space)
+    return commit_of(values, storage)
 
 
-def test_what_was_written_is_parsed(file_space: Callable[[], Any]) -> None:
-    snapshot = rich_commit(file_space())
+def test_what_was_written_is_parsed(file_storage: Callable[[], Any]) -> None:
+    snapshot = rich_commit(file_storage())
     frame, _ = parse(snapshot._newer.memory)
     assert frame == snapshot._newer.frame
 
@@ -152,15 +152,15 @@ def noted(header: dict[str, Any], **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_a_header_that_lies_is_no_commit(name: str, file_space: Callable[[], Any]) -> None:
-    memory = rich_commit(file_space())._newer.memory.clone()
+def test_a_header_that_lies_is_no_commit(name: str, file_storage: Callable[[], Any]) -> None:
+    memory = rich_commit(file_storage())._newer.memory.clone()
     content = memory.numpy()
-    room = int.from_bytes(content[:8].tobytes(), "little")
-    header = json.loads(content[8 : 8 + room].tobytes())
+    capacity = int.from_bytes(content[:8].tobytes(), "little")
+    header = json.loads(content[8 : 8 + capacity].tobytes())
     HEADERS[name](header)
-    text = json.dumps(header, separators=(",", ":")).encode().ljust(room)
-    assert len(text) == room
-    content[8 : 8 + room] = np.frombuffer(text, dtype=np.uint8)
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(capacity)
+    assert len(text) == capacity
+    content[8 : 8 + capacity] = np.frombuffer(text, dtype=np.uint8)
     with pytest.raises((ValueError, StateError)):
         parse(memory)
 
@@ -168,7 +168,7 @@ def test_a_header_that_lies_is_no_commit(name: str, file_space: Callable[[], Any
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_rubbish_is_never_more_than_an_error(data: st.DataObject) -> None:
-    """Whole rubbish, and a good header with rubbish in it."""
+    """Random bytes, or a valid header with random changes."""
     good = rich_commit(None)._newer.memory.clone()
     if data.draw(st.booleans()):
         memory = torch.frombuffer(bytearray(data.draw(st.binary(min_size=1, max_size=200))), dtype=torch.uint8)

@@ -63,7 +63,7 @@ def test_a_large_share_comes_in_micro_batches_of_one_step() -> None:
 
 
 class Model(nn.Module):
-    """Counts the backward passes in which it would exchange gradients."""
+    """Model that records if a backward pass would reduce gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_the_epochs_go_on_from_the_present_one() -> None:
             seen.append(epoch)
             state.commit()
     assert seen == [0, 1, 2]
-    state.restore()  # the last commit: the epoch is trained, and not over
+    state.restore()  # the last commit: all batches of the epoch are trained, but the epoch has not ended
     assert [epoch for epoch in state.loader.epochs(4) for _ in state.loader] == [3]
 
 
@@ -138,7 +138,7 @@ def test_a_for_over_the_loader_ends_with_a_restore() -> None:
 
 
 class Noise(Dataset[int]):
-    """What augmentation does: each sample has a random part."""
+    """Data set with augmentation: each sample has a random part."""
 
     def __len__(self) -> int:
         return 6

@@ -1,4 +1,4 @@
-"""Modules with all that a module may have."""
+"""Modules with all kinds of content that a module may have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elasticstate.state import TorchState
 
 
 class Odd(torch.nn.Module):
-    """All that a module may have: tied weights, hidden and late buffers, extra state, a 0-d and an empty parameter."""
+    """Module with tied weights, hidden and late buffers, extra state, a 0-d and an empty parameter."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -78,3 +78,50 @@ def test_tied_weights_are_stored_once() -> None:
     state.commit()
     offsets = {entry.name: entry.offset for entry in state._snapshot._newer.frame.layout.entries}
     assert offsets["model.parameters.head.weight"] == offsets["model.parameters.embedding.weight"]
+
+
+class Late(torch.nn.Module):
+    """Module that makes some of its buffers in ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.register_buffer("running", None)
+        self.register_buffer("hidden", None, persistent=False)
+        self.register_buffer("kept", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.running is None:
+            self.running, self.hidden = x.detach().mean(0), x.detach()
+            self.linear.register_buffer("late", torch.ones(3))
+            self.linear.register_buffer("passing", torch.ones(3), persistent=False)
+            self.kept = None
+        return self.linear(x)
+
+
+def buffers(module: torch.nn.Module) -> dict[str, Any]:
+    """Return all registered buffers, also those that are None, and the names in the state_dict."""
+    found = {f"{path}.{k}": b for path, part in module.named_modules() for k, b in part._buffers.items()}
+    return {"values": {k: b if b is None else b.tolist() for k, b in found.items()}, "saved": [*module.state_dict()]}
+
+
+def test_a_restore_removes_the_buffers_that_the_commit_does_not_have() -> None:
+    module = Late()
+    state = TorchState(model=module)
+    state.commit()
+    committed = buffers(module)
+    module(torch.randn(4, 2))
+    assert buffers(module) != committed
+    state.restore()
+    assert buffers(module) == committed
+
+
+def test_a_newcomer_has_the_same_buffers_as_the_commit() -> None:
+    """Buffers made late, and buffers set to None. The newcomer has no other buffer, and each keeps its persistence."""
+    module, newcomer = Late(), Late()
+    module(torch.randn(4, 2))
+    state = TorchState(model=module)
+    state.commit()
+    newcomer.linear.register_buffer("own", torch.ones(1))
+    TorchState(model=newcomer).apply(state._snapshot.read(state.commits[0]))
+    assert buffers(newcomer) == buffers(module)

@@ -1,4 +1,4 @@
-"""Commits that outlive the process that made them: found again, verified, and given up when they are damaged."""
+"""Commits that outlive the process that made them: a new worker finds and verifies them, and drops damaged ones."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from elasticstate.core.types import CommitId
-from elasticstate.errors import CommitSpaceError, StateError
+from elasticstate.errors import CommitStorageError, StateError
 from elasticstate.state import ObjectState, TorchState
 from elasticstate.state.snapshot import Snapshot
 
-Space = Callable[..., Any]
+CommitStorage = Callable[..., Any]
 
 
-def model_state(seed: int, space: Any) -> TorchState:
+def model_state(seed: int, storage: Any) -> TorchState:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     state = TorchState(model=model, optimizer=torch.optim.AdamW(model.parameters()), epoch=0)
-    state._attach(space)
+    state._attach(storage)
     return state
 
 
@@ -37,9 +37,9 @@ def content(state: TorchState) -> tuple[list[Any], int]:
     return [t.tolist() for t in tensors], state.epoch
 
 
-def two_commits(space: Any) -> list[Any]:
-    """Of a worker that is gone now; returns the content of each."""
-    state, found = model_state(0, space), []
+def two_commits(storage: Any) -> list[Any]:
+    """Make two commits, as a worker that is gone now. Return the content of each."""
+    state, found = model_state(0, storage), []
     for _ in range(2):
         train(state)
         state.commit()
@@ -54,9 +54,9 @@ def damage(file: Any, at: int = -1, bit: int = 1) -> None:
     file.write_bytes(content)
 
 
-def test_a_new_worker_holds_what_the_last_one_sealed_and_resumes_from_it(file_space: Space) -> None:
-    _, (last, random_state) = two_commits(file_space())
-    state = model_state(1, file_space())
+def test_a_new_worker_holds_what_the_last_one_sealed_and_resumes_from_it(file_storage: CommitStorage) -> None:
+    _, (last, random_state) = two_commits(file_storage())
+    state = model_state(1, file_storage())
     assert state.commits == (CommitId(0, 2), CommitId(0, 1))
     parameters = [*state.model.parameters()]
     assert content(state) != last
@@ -68,81 +68,83 @@ def test_a_new_worker_holds_what_the_last_one_sealed_and_resumes_from_it(file_sp
     state._session.sealed(*state.commits)
     state.commit()
     assert state.commits == (CommitId(0, 3), CommitId(0, 2))
-    assert Snapshot(file_space()).newest == CommitId(0, 3)
+    assert Snapshot(file_storage()).newest == CommitId(0, 3)
 
 
-def test_nothing_is_resumed_from_where_nothing_is(file_space: Space) -> None:
-    assert not model_state(0, file_space())._resume()
-    assert model_state(0, file_space()).commits == (None, None)
+def test_nothing_is_resumed_from_where_nothing_is(file_storage: CommitStorage) -> None:
+    assert not model_state(0, file_storage())._resume()
+    assert model_state(0, file_storage()).commits == (None, None)
 
 
-def test_commits_made_in_private_memory_are_forgotten(file_space: Space) -> None:
+def test_commits_made_in_private_memory_are_forgotten(file_storage: CommitStorage) -> None:
     state = ObjectState(n=0)
     state.commit()
-    state._attach(file_space())
+    state._attach(file_storage())
     assert state.commits == (None, None)
 
 
-def test_a_commit_of_another_owner_is_not_claimed(file_space: Space) -> None:
-    two_commits(file_space(b"another job.ooo."))
-    state = model_state(1, file_space())
+def test_a_commit_of_another_owner_is_not_claimed(file_storage: CommitStorage) -> None:
+    two_commits(file_storage(b"another job.ooo."))
+    state = model_state(1, file_storage())
     assert state.commits == (None, None)
     assert not state._resume()
-    assert Snapshot(file_space(b"another job.ooo.")).newest == CommitId(0, 2), "and it is left alone"
+    assert Snapshot(file_storage(b"another job.ooo.")).newest == CommitId(0, 2), "and it is left alone"
 
 
 def test_a_commit_of_another_layout_than_the_seals_is_not_claimed(
-    file_space: Space, caplog: pytest.LogCaptureFixture
+    file_storage: CommitStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The buffer under a seal has become another valid file."""
-    space = file_space()
+    """The buffer of a seal contains another valid file."""
+    storage = file_storage()
     for width, tick in ((3, 1), (4, 2)):
-        Snapshot(space).write({"x": torch.ones(width)}, b"", CommitId(1, tick))
-    one, other = (file.read_bytes() for file in space.files)
-    space.files[0].write_bytes(other)
-    space.files[1].write_bytes(one)
-    assert (Snapshot(file_space()).newest, Snapshot(file_space()).previous) == (None, None)
+        Snapshot(storage).write({"x": torch.ones(width)}, b"", CommitId(1, tick))
+    one, other = (file.read_bytes() for file in storage.files)
+    storage.files[0].write_bytes(other)
+    storage.files[1].write_bytes(one)
+    assert (Snapshot(file_storage()).newest, Snapshot(file_storage()).previous) == (None, None)
     assert "commit (1, 2) (buffer 1) is damaged: it is not the one that was sealed" in caplog.text
 
 
-def test_a_buffer_that_is_shorter_than_its_seal_says_is_no_commit(file_space: Space) -> None:
-    space = file_space()
-    two_commits(space)
-    space.files[1].write_bytes(space.files[1].read_bytes()[:100])
-    snapshot = Snapshot(file_space())
+def test_a_buffer_that_is_shorter_than_its_seal_says_is_no_commit(file_storage: CommitStorage) -> None:
+    storage = file_storage()
+    two_commits(storage)
+    storage.files[1].write_bytes(storage.files[1].read_bytes()[:100])
+    snapshot = Snapshot(file_storage())
     assert (snapshot.newest, snapshot.previous) == (CommitId(0, 1), None)
-    space.files[0].write_bytes(b"")
-    assert Snapshot(file_space()).newest is None
+    storage.files[0].write_bytes(b"")
+    assert Snapshot(file_storage()).newest is None
 
 
-def newest_file(space: Any) -> Any:
-    """The one that holds the second of two commits."""
-    return space.files[Snapshot(space)._newer.index]
+def newest_file(storage: Any) -> Any:
+    """Return the file that holds the second of two commits."""
+    return storage.files[Snapshot(storage)._newer.index]
 
 
-def inside_the_weights(space: Any) -> int:
-    return Snapshot(space)._newer.frame.tensors + 5
+def inside_the_weights(storage: Any) -> int:
+    return Snapshot(storage)._newer.frame.tensors + 5
 
 
 def test_a_damaged_commit_is_given_up_for_the_one_before_it(
-    file_space: Space, caplog: pytest.LogCaptureFixture
+    file_storage: CommitStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    space = file_space()
-    (first, _), _ = two_commits(space)
-    damage(newest_file(space), inside_the_weights(space))
-    state = model_state(1, file_space())
+    storage = file_storage()
+    (first, _), _ = two_commits(storage)
+    damage(newest_file(storage), inside_the_weights(storage))
+    state = model_state(1, file_storage())
     assert state.commits == (CommitId(0, 2), CommitId(0, 1)), "nobody has looked at the bytes yet"
     assert state._resume()
     assert content(state) == first
     assert state.commits == (CommitId(0, 1), None)
     assert "commit (0, 2) (buffer 1) is damaged: its checksum is wrong" in caplog.text
-    assert Snapshot(file_space()).newest == CommitId(0, 1), "for ever"
+    assert Snapshot(file_storage()).newest == CommitId(0, 1), "for ever"
 
 
-def test_a_restore_in_the_middle_of_a_job_falls_back_too_and_tells(file_space: Space, member: Any, world: Any) -> None:
-    space = file_space()
+def test_a_restore_in_the_middle_of_a_job_falls_back_too_and_tells(
+    file_storage: CommitStorage, member: Any, world: Any
+) -> None:
+    storage = file_storage()
     state = ObjectState(n=0, x=torch.zeros(3))
-    state._attach(space)
+    state._attach(storage)
     session = member(world(1))
     state._bind(session)
     for state.n in (1, 2):
@@ -154,13 +156,13 @@ def test_a_restore_in_the_middle_of_a_job_falls_back_too_and_tells(file_space: S
     assert session.commits[-1] == state.commits == (CommitId(1, 1), None)
 
 
-def test_if_both_are_damaged_nothing_is_claimed(file_space: Space) -> None:
-    space = file_space()
-    two_commits(space)
-    at = inside_the_weights(space)
-    for file in space.files:
+def test_if_both_are_damaged_nothing_is_claimed(file_storage: CommitStorage) -> None:
+    storage = file_storage()
+    two_commits(storage)
+    at = inside_the_weights(storage)
+    for file in storage.files:
         damage(file, at)
-    state = model_state(1, file_space())
+    state = model_state(1, file_storage())
     with pytest.raises(StateError, match="both commits are damaged"):
         state.restore()
     assert state.commits == (None, None)
@@ -169,12 +171,12 @@ def test_if_both_are_damaged_nothing_is_claimed(file_space: Space) -> None:
         state.restore()
 
 
-def test_what_is_damaged_is_not_unpickled(file_space: Space, monkeypatch: pytest.MonkeyPatch) -> None:
-    space = file_space()
-    two_commits(space)
-    snapshot = Snapshot(file_space())
+def test_what_is_damaged_is_not_unpickled(file_storage: CommitStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = file_storage()
+    two_commits(storage)
+    snapshot = Snapshot(file_storage())
     for buffer in (snapshot._newer, snapshot._older):
-        damage(space.files[buffer.index], buffer.frame.objects + 3)
+        damage(storage.files[buffer.index], buffer.frame.objects + 3)
     monkeypatch.setattr("elasticstate.state.buffer.pickle.loads", lambda _: pytest.fail("unpickled"))
     with pytest.raises(StateError, match="both commits are damaged"):
         snapshot.restore({})
@@ -184,38 +186,38 @@ def test_what_is_damaged_is_not_unpickled(file_space: Space, monkeypatch: pytest
 
 @pytest.mark.parametrize("newest_fits", [True, False])
 def test_a_commit_that_does_not_fit_is_given_up_for_one_that_does(
-    newest_fits: bool, file_space: Space, caplog: pytest.LogCaptureFixture
+    newest_fits: bool, file_storage: CommitStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    space = file_space()
+    storage = file_storage()
     for tick, width in enumerate((4, 5 if newest_fits else 6), start=1):
         state = TorchState(model=torch.nn.Linear(width, 2))
-        state._attach(space)
+        state._attach(storage)
         state._seal(CommitId(1, tick))
     state = TorchState(model=torch.nn.Linear(5, 2))
-    state._attach(file_space())
+    state._attach(file_storage())
     assert state._resume() is newest_fits
     assert state.commits == ((CommitId(1, 2), CommitId(1, 1)) if newest_fits else (None, None))
-    assert Snapshot(file_space()).newest == state.commits[0]
+    assert Snapshot(file_storage()).newest == state.commits[0]
     assert ("commit (1, 2) cannot be resumed from, it is given up: state.model: weight is (2, 5)" in caplog.text) is (
         not newest_fits
     )
 
 
-def test_no_bit_that_flips_goes_unnoticed(file_space: Space) -> None:
-    """Anywhere in what is sealed: what is restored is one of both commits, and exactly that."""
-    space = file_space()
-    both = two_commits(space)
+def test_no_bit_that_flips_goes_unnoticed(file_storage: CommitStorage) -> None:
+    """A bit may flip anywhere in the sealed bytes. The restored commit is always exactly one of the two."""
+    storage = file_storage()
+    both = two_commits(storage)
     expected = {CommitId(0, tick): found for tick, found in enumerate(both, start=1)}
-    state = model_state(1, file_space())
+    state = model_state(1, file_storage())
     length = state._snapshot._newer.length
-    originals = [file.read_bytes() for file in space.files]
-    page = space.control.read_bytes()
-    memory = [state._snapshot._space.open(index) for index in (0, 1)]
+    originals = [file.read_bytes() for file in storage.files]
+    page = storage.control.read_bytes()
+    memory = [state._snapshot._storage.open(index) for index in (0, 1)]
     dice, outcomes = random.Random(0), []
     for _ in range(400):
         for index, tensor in enumerate(memory):
             tensor.numpy()[:] = np.frombuffer(originals[index], dtype=np.uint8)
-        with space.control.open("r+b") as file:
+        with storage.control.open("r+b") as file:
             file.write(page)
         for index in (0, 1):
             if dice.random() < 0.6:
@@ -223,12 +225,12 @@ def test_no_bit_that_flips_goes_unnoticed(file_space: Space) -> None:
                 memory[index].numpy()[at] ^= 1 << dice.randrange(8)
             elif dice.random() < 0.3:
                 at = dice.randrange(512)
-                with space.control.open("r+b") as file:
+                with storage.control.open("r+b") as file:
                     file.seek(at)
                     byte = file.read(1)[0] ^ (1 << dice.randrange(8))
                     file.seek(at)
                     file.write(bytes([byte]))
-        state._attach(state._snapshot._space)
+        state._attach(state._snapshot._storage)
         resumed = state._resume()
         outcomes.append(resumed)
         if resumed:
@@ -240,43 +242,43 @@ def test_no_bit_that_flips_goes_unnoticed(file_space: Space) -> None:
     assert 50 < outcomes.count(True) < 350, "both happen"
 
 
-def test_no_space_costs_the_older_commit_and_not_the_newest(file_space: Space) -> None:
-    space = file_space(limit_bytes=1 << 20)
-    snapshot = Snapshot(space)
+def test_no_space_costs_the_older_commit_and_not_the_newest(file_storage: CommitStorage) -> None:
+    storage = file_storage(limit_bytes=1 << 20)
+    snapshot = Snapshot(storage)
     for tick in (1, 2):
         snapshot.write({"x": torch.full((5,), float(tick))}, b"", CommitId(1, tick))
     for _ in range(2):
-        with pytest.raises(CommitSpaceError, match=f"{1 << 20} free"):
+        with pytest.raises(CommitStorageError, match=f"{1 << 20} free"):
             snapshot.write({"x": torch.ones(1 << 20)}, b"", CommitId(1, 3))
         assert (snapshot.newest, snapshot.previous) == (CommitId(1, 2), None)
         assert snapshot.read(CommitId(1, 2))["x"].tolist() == [2.0] * 5
-    with pytest.raises(CommitSpaceError):
+    with pytest.raises(CommitStorageError):
         snapshot.reserve(1 << 21)
     snapshot.write({"x": torch.full((5,), 4.0)}, b"", CommitId(1, 4))
-    assert Snapshot(file_space()).read(CommitId(1, 4))["x"].tolist() == [4.0] * 5
+    assert Snapshot(file_storage()).read(CommitId(1, 4))["x"].tolist() == [4.0] * 5
 
 
-def test_a_restamped_commit_is_found_under_its_new_id(file_space: Space) -> None:
-    snapshot = Snapshot(file_space())
+def test_a_restamped_commit_is_found_under_its_new_id(file_storage: CommitStorage) -> None:
+    snapshot = Snapshot(file_storage())
     for tick in (1, 2):
         snapshot.write({"n": tick}, b"mine", CommitId(1, tick))
     snapshot.restamp(CommitId(3, 0))
-    found = Snapshot(file_space())
+    found = Snapshot(file_storage())
     assert (found.newest, found.previous) == (CommitId(3, 0), CommitId(1, 1))
     assert found.read(CommitId(3, 0))["n"] == 2
     assert found.read_private(CommitId(3, 0)) == b"mine"
 
 
-def test_forgetting_is_for_ever(file_space: Space) -> None:
-    two_commits(file_space())
-    Snapshot(file_space()).forget()
-    assert Snapshot(file_space()).newest is None
+def test_forgetting_is_for_ever(file_storage: CommitStorage) -> None:
+    two_commits(file_storage())
+    Snapshot(file_storage()).forget()
+    assert Snapshot(file_storage()).newest is None
 
 
 def test_a_write_that_ends_half_way_leaves_the_newest_commit_to_the_next_worker(
-    file_space: Space, monkeypatch: pytest.MonkeyPatch
+    file_storage: CommitStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshot = Snapshot(file_space())
+    snapshot = Snapshot(file_storage())
     for tick in (1, 2):
         snapshot.write({"x": torch.full((5,), float(tick))}, b"", CommitId(1, tick))
 
@@ -287,6 +289,6 @@ def test_a_write_that_ends_half_way_leaves_the_newest_commit_to_the_next_worker(
     monkeypatch.setattr("elasticstate.state.snapshot.gather", killed)
     with pytest.raises(KeyboardInterrupt):
         snapshot.write({"x": torch.full((5,), 3.0)}, b"", CommitId(1, 3))
-    found = Snapshot(file_space())
+    found = Snapshot(file_storage())
     assert (found.newest, found.previous) == (CommitId(1, 2), None)
     assert found.read(CommitId(1, 2))["x"].tolist() == [2.0] * 5

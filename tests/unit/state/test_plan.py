@@ -1,4 +1,4 @@
-"""A plan is used again only where nothing has changed; a restore writes straight only where all is as it was."""
+"""A plan is reused only if nothing has changed. A restore writes in place only where all is unchanged."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def commit_of(**values: Any) -> Snapshot:
 def test_a_restore_writes_straight_into_what_is_like_it_and_not_twice() -> None:
     snapshot = commit_of(x=torch.ones(3), a=np.ones(2), t=torch.ones(2, 2), n=1)
     live: dict[str, Any] = {"x": torch.zeros(3), "a": np.zeros(2), "t": torch.zeros(2, 2).t(), "n": 5}
-    live["t"] = torch.zeros(4, 2)[::2]  # has holes
+    live["t"] = torch.zeros(4, 2)[::2]  # has gaps
     values = snapshot.restore(live)
     assert live["x"].tolist() == [1.0] * 3
     assert live["a"].tolist() == [1.0] * 2

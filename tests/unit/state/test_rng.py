@@ -15,7 +15,7 @@ def draw() -> tuple[float, ...]:
 
 def test_what_was_captured_comes_back() -> None:
     random.gauss(0, 1)
-    np.random.randn()  # both keep a second normal number in store
+    np.random.randn()  # both generators keep a second normal number
     packed = rng.capture()
     first = [draw() for _ in range(3)]
     rng.apply(packed)

@@ -20,15 +20,15 @@ def test_outside_a_world_it_is_rank_0_of_1() -> None:
 
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
-    orders = {}
+    worker_codec = {}
     for seed in (0, 5):
         for epoch in (0, 1):
             sampler = sampler_at(100, 0, 1, seed=seed)
             sampler.set_epoch(epoch)
-            orders[seed, epoch] = tuple(sampler)
-            assert orders[seed, epoch] == tuple(sampler)
+            worker_codec[seed, epoch] = tuple(sampler)
+            assert worker_codec[seed, epoch] == tuple(sampler)
             assert sorted(sampler) == list(range(100))
-    assert len(set(orders.values())) == 4
+    assert len(set(worker_codec.values())) == 4
 
 
 def test_indices_are_plain_integers() -> None:
@@ -44,7 +44,7 @@ def test_indices_are_plain_integers() -> None:
 def test_each_sample_is_seen_once_over_all_worlds_and_ranks(
     n: int, seed: int, worlds: list[tuple[int, int, int]]
 ) -> None:
-    """Worlds of (size, batch size, steps before it ends), then one that goes to the end."""
+    """Each world is (size, batch size, number of steps). The last world runs to the end of the epoch."""
     seen: list[int] = []
     saved = sampler_at(n, 0, 1, seed=seed).state_dict()
     for size, batch_size, steps in [*worlds, (3, 4, n)]:

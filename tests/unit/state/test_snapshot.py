@@ -30,7 +30,7 @@ DTYPES = [
 
 
 class Wrapper(torch.Tensor):
-    """Of the kind of DTensor: torch asks it for the tensors that it is made of."""
+    """Tensor subclass like DTensor: torch asks it for its inner tensors."""
 
     def __tensor_flatten__(self) -> None: ...
 
@@ -40,7 +40,7 @@ def some_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Random bit patterns of a dtype (0 and 1 for bool)."""
+    """Return a tensor with random bit patterns (0 and 1 for bool)."""
     n = int(np.prod(shape)) * torch.empty((), dtype=dtype).element_size()
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (n,), dtype=torch.uint8)
     return raw.view(dtype).reshape(shape)

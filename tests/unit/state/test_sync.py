@@ -35,7 +35,7 @@ def train(state: TorchState, steps: int) -> None:
 
 
 def content(state: TorchState) -> tuple[bytes, str]:
-    """All tensors bit by bit, and all else."""
+    """Return all tensors bit by bit, and all other values."""
     tensors = [*state.model.parameters(), *state.model.buffers()]
     tensors += [t for p in state.model.parameters() for t in state.optimizer.state.get(p, {}).values()]
     objects = (
@@ -70,7 +70,7 @@ def test_in_the_first_world_all_become_rank_0(world: Any, member: Any, together:
 def test_a_newcomer_gets_all_of_the_roots_commit_and_goes_on_bitwise_equal(
     world: Any, member: Any, together: Any
 ) -> None:
-    """With weight decay and a schedule; FACTS of the reference: 1 (its commit), 2 (a step), 3 (the learning rate)."""
+    """With weight decay and a schedule. FACTS of the reference: 1 (its commit), 2 (a step), 3 (the learning rate)."""
     root, newcomer = trained(0, 5), trained(1, 0)
     root._bind(member(world(1)))
     root.sync()
@@ -208,7 +208,7 @@ def test_with_callbacks_everybody_seals_what_they_made(world: Any, member: Any, 
     for state in states:
         state.register_reset_callbacks([lambda s=state: setattr(s, "size", s._session.size)])
     joined(states, world(3, generation=2, lacking=(2,)), member)
-    for state in states[:2]:  # not in a worker's first world
+    for state in states[:2]:  # in a worker's first world, callbacks do not run
         state.on_reset()
     together(*[state.sync for state in states])
     assert [state.commits[0] for state in states] == [CommitId(2, 0)] * 3
@@ -242,7 +242,7 @@ def test_with_callbacks_and_nobody_lacking_all_seal_without_a_collective(world: 
 
 
 def test_a_laggards_old_commits_are_gone_after_sync(world: Any, member: Any, together: Any) -> None:
-    """Off the job's line: the others have rolled back behind them."""
+    """The laggard's commits are not on the job's line: the other members have rolled back behind them."""
     root, laggard = ObjectState(n=1), ObjectState(n=2)
     root._bind(member(world(2, generation=5)))
     laggard._bind(member(world(2, generation=5), 1))
@@ -257,7 +257,7 @@ def test_a_laggards_old_commits_are_gone_after_sync(world: Any, member: Any, tog
 
 
 def test_a_sync_that_fails_on_the_way_leaves_the_newcomer_as_it_was(world: Any, member: Any, together: Any) -> None:
-    """The root goes away after the header."""
+    """The root fails after it has sent the header."""
     root, laggard = ObjectState(n=1, big=torch.ones(1000)), ObjectState(n=2, big=torch.zeros(1000))
     for rank, state in enumerate((root, laggard)):
         state._bind(member(world(2), rank))
@@ -280,7 +280,7 @@ def send_the_header_only(state: Any, session: Any) -> None:
 
 
 def send_in_part(state: Any, session: Any, chunks: int) -> None:
-    """What a root does that dies on the way."""
+    """Send a part of the commit, like a root that dies during the sync."""
     header, payload = state._snapshot.outgoing()
     channel = channel_module.Channel(session.process_group_for((0, 1)), 0)
     channel.send(msgspec.msgpack.encode((0, header)))
@@ -291,7 +291,7 @@ def send_in_part(state: Any, session: Any, chunks: int) -> None:
 def test_a_sync_that_fails_half_way_changes_nothing_and_is_done_again(
     holds: bool, world: Any, member: Any, together: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A newcomer may be the next root, if the job has not committed yet; a laggard may be the last holder."""
+    """A newcomer may be the next root, if the job has not committed yet. A laggard may hold the last commit."""
     monkeypatch.setattr(channel_module, "CHUNK_BYTES", 1000)
     root, newcomer = (ObjectState(big=torch.full((1000,), float(rank))) for rank in range(2))
     root._bind(member(world(1)))

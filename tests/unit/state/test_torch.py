@@ -47,7 +47,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) ->
 
 
 def picture(value: Any) -> Any:
-    """A deep copy in which tensors can be compared bit by bit with ``==``."""
+    """Return a deep copy in which ``==`` compares tensors bit by bit."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
         return ("tensor", value.dtype, tuple(value.shape), flat.tolist())
@@ -75,7 +75,7 @@ def test_each_restore_gives_the_commit_bit_by_bit(name: str, steps_before: int) 
     state.commit()
     committed = all_of(model, optimizer)
     after: list[Any] = []
-    for _ in range(3):  # what the steps between write must not get into the commit
+    for _ in range(3):  # the writes of these steps must not reach the commit
         for seed in range(10, 13):
             step(model, optimizer, seed)
         after.append(all_of(model, optimizer))
@@ -88,10 +88,10 @@ def test_each_restore_gives_the_commit_bit_by_bit(name: str, steps_before: int) 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_a_newcomer_gets_all_and_goes_on_bitwise_equal(name: str, steps_before: int) -> None:
-    """Without a step of its own: a zero-gradient step with weight decay would change its weights."""
+    """The newcomer makes no step of its own: with weight decay, even a zero-gradient step would change its weights."""
     old, new = model_of(0), model_of(1)
     old_optimizer, new_optimizer = OPTIMIZERS[name](old.parameters()), OPTIMIZERS[name](new.parameters())
-    for group in old_optimizer.param_groups:  # a schedule has been there
+    for group in old_optimizer.param_groups:  # as after a schedule
         group["lr"] = group["lr"] * 0.5
         group["initial_lr"] = 1.0
     for seed in range(steps_before):
@@ -124,7 +124,7 @@ def test_tensors_are_restored_in_place() -> None:
 
 
 def test_optimizer_state_of_another_dtype_than_the_parameters_keeps_it() -> None:
-    """``Optimizer.load_state_dict`` would cast it to the parameter's dtype."""
+    """``Optimizer.load_state_dict`` would cast the state to the parameter's dtype."""
     model = model_of(dtype=torch.bfloat16)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     for parameter in model.parameters():
@@ -179,7 +179,10 @@ def test_group_and_parameter_mismatches_are_named() -> None:
     state = TorchState(optimizer=OPTIMIZERS["sgd"](model.parameters()))
     state.commit()
     state.optimizer = OPTIMIZERS["sgd"]([*model.parameters()][:2])
-    with pytest.raises(StateError, match=r"state\.optimizer has groups of \[2\] parameters, the commit of \[6\]"):
+    with pytest.raises(
+        StateError,
+        match=r"state\.optimizer has parameter groups of \[2\] parameters, and the commit has groups of \[6\]",
+    ):
         state.restore()
     state = TorchState(model=model)
     state.commit()
@@ -258,7 +261,7 @@ def test_a_ddp_wrapper_is_taken_off() -> None:
         model[0].weight.zero_()
     state.restore()
     assert picture(model.state_dict()) == committed
-    state.model = model  # a world of its own may be wrapped otherwise
+    state.model = model  # another world may wrap the model in another way
     with torch.no_grad():
         model[0].weight.zero_()
     state.restore()
@@ -299,7 +302,7 @@ def test_a_grad_scaler_that_failed_between_unscale_and_update_can_be_used_again(
 
 def test_tensors_arrays_and_objects_and_any_state_dict() -> None:
     class Keeper:
-        """Keeps the tensors that it is given, like an optimizer."""
+        """Keeps the tensors that it receives, like an optimizer."""
 
         def __init__(self) -> None:
             self.content: Any = OrderedDict(
@@ -358,3 +361,70 @@ def test_names_tell_where_a_tensor_is() -> None:
     captured = TorchState(model=model, optimizer=optimizer).capture()
     assert captured["model.parameters.0.weight"] is model[0].weight
     assert captured["optimizer.state.0.exp_avg"] is optimizer.state[model[0].weight]["exp_avg"]
+
+
+def test_a_restore_removes_the_parameter_groups_that_the_commit_does_not_have() -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=0.01)
+    state = TorchState(model=model, optimizer=optimizer)
+    step(model, optimizer, 0)
+    state.commit()
+    before = picture(optimizer.state_dict())
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
+    step(model, optimizer, 1)
+    optimizer.param_groups[0]["new"] = 1
+    state.restore()
+    assert picture(optimizer.state_dict()) == before
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2]
+
+
+def test_a_commit_with_more_parameter_groups_than_the_optimizer_is_refused_with_the_remedy() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    state = TorchState(model=model, optimizer=optimizer)
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
+    state.commit()
+    del optimizer.param_groups[1]
+    with pytest.raises(
+        StateError, match=r"state.optimizer has parameter groups of \[2\] .* \[2, 2\].*before the first"
+    ):
+        state.restore()
+
+
+def overlapping(rows: int = 4) -> torch.Tensor:
+    """Return a tensor that cannot be written in place: all rows share the same memory."""
+    return torch.ones(1, 3).expand(rows, 3)
+
+
+def in_inference_mode() -> torch.Tensor:
+    """Return a tensor with gaps that torch allows no write to outside of inference mode."""
+    with torch.inference_mode():
+        return torch.arange(12.0).reshape(3, 4).t()
+
+
+@pytest.mark.parametrize("make", [overlapping, in_inference_mode, lambda: torch.arange(5.0).as_strided((3, 3), (1, 1))])
+def test_what_cannot_be_written_in_place_comes_back(make: Callable[[], torch.Tensor]) -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(make(), requires_grad=False)
+            self.register_buffer("buffer", make())
+
+    state = TorchState(model=Module(), value=make(), nested={"a": [make()]}, optimizer=torch.optim.SGD([torch.ones(1)]))
+    state.optimizer.param_groups[0]["odd"] = make()
+    state.commit()
+    expected, weight = picture(make()), state.model.weight
+    newcomer = TorchState(
+        model=Module(), value=make(), nested={"a": [make()]}, optimizer=torch.optim.SGD([torch.ones(1)])
+    )
+    newcomer.optimizer.param_groups[0]["odd"] = make()
+    newcomer.apply(state._snapshot.read(state.commits[0]))
+    state.value = torch.zeros(state.value.shape)
+    for _ in range(2):
+        state.restore()
+        for one in (state, newcomer):
+            found = [one.model.weight, one.model.buffer, one.value, one.nested["a"][0]]
+            found.append(one.optimizer.param_groups[0]["odd"])
+            assert [picture(tensor) for tensor in found] == [expected] * 5
+    assert state.model.weight is weight
+    newcomer.commit()

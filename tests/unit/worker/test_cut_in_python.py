@@ -1,4 +1,4 @@
-"""What only Python can cut is cut by a thread of its own, from the end of its generation until that has been left."""
+"""A context that only Python can sever: a thread severs it from the end of a generation until the worker leaves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG_S = 10.0
 
 
 class Context:
-    """Counts how often it is severed."""
+    """Context that counts the calls of ``sever``."""
 
     severs_in_python = True
 
@@ -41,7 +41,7 @@ def sentinel() -> Iterator[Sentinel]:
     sentinel.start(())
     with agent:
         yield sentinel
-        sentinel.finish()  # its agent may go
+        sentinel.finish()  # after this, the agent may exit
 
 
 def test_again_and_again_until_the_generation_has_been_left(sentinel: Sentinel) -> None:

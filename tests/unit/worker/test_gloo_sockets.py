@@ -1,4 +1,4 @@
-"""What is known of the connections of a group that Gloo makes: real ones, of two ranks in this process."""
+"""Detection of the connections of a Gloo group: real ones, between two ranks in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOON_S = 30.0
 
 
 def make(sockets: GlooSockets) -> list[dist.ProcessGroupGloo]:
-    """A group of two ranks, as far as ``end_group``."""
+    """Make a group of two ranks, up to ``end_group``."""
     store, groups = dist.HashStore(), {}
 
     def one(rank: int) -> None:

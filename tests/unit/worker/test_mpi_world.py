@@ -1,4 +1,4 @@
-"""Out of what the communicator of a world is built, as its members agree without asking each other twice."""
+"""Selection of the communicators for a new world. Its members agree on it with a single exchange."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_base_of_a_world_is_that_of_its_lowest_rank_that_has_one() -> None:
 
 
 def test_a_base_that_one_of_its_members_has_lost_counts_for_nobody() -> None:
-    """It would not shrink: that member lives, and does not take part."""
+    """The communicator could not shrink: the member that has lost it is alive, and does not take part."""
     members = [member("a", "job/1"), member("b")]
     store = HashStore()
     assert base_that_counts(at(0, 2, store), members, Base(None, "job/1", ("a", "b"))) is None  # type: ignore[arg-type]

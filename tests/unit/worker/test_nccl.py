@@ -1,4 +1,4 @@
-"""What of the NCCL backend needs no GPU. The rest is in tests/integration/test_nccl.py."""
+"""The parts of the NCCL backend that need no GPU. The other parts are in tests/integration/test_nccl.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elasticstate.worker import contexts
 from elasticstate.worker.contexts import device, nccl, nccl_settings
 from elasticstate.worker.contexts.context import Context, Fault
 from elasticstate.worker.contexts.groups import TorchGroups
-from elasticstate.worker.contexts.nccl import Nccl, NcclContext
+from elasticstate.worker.contexts.nccl import NcclBackend, NcclContext
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 NAMES = [name for setting in (*nccl_settings._ALWAYS, nccl_settings._NONBLOCKING) for name in setting.names]
@@ -29,14 +29,14 @@ NAMES = [name for setting in (*nccl_settings._ALWAYS, nccl_settings._NONBLOCKING
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No variable of NCCL's is set, and none is afterwards."""
+    """Unset the variables of NCCL for the test, and also after it."""
     for name in (*NAMES, nccl_settings._NONBLOCKING_TIMEOUT):
-        monkeypatch.setenv(name, "")  # so that it is taken away at the end, whoever sets it
+        monkeypatch.setenv(name, "")  # so that monkeypatch removes the variable at the end, whoever sets it
         monkeypatch.delenv(name)
     return monkeypatch
 
 
-# ----------------------------------------------------------------------------------------------------- the environment
+# ----------------------------------------------------------------------------------------------- environment variables
 
 
 def test_what_the_user_has_not_set_is_set(clean: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_the_time_for_an_init_is_the_users_or_ours(clean: pytest.MonkeyPatch) ->
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "7"
 
 
-# ----------------------------------------------------------------------------------------------------------- the choice
+# ------------------------------------------------------------------------------------------------ choice of the backend
 
 
 def test_auto_goes_by_the_devices() -> None:
@@ -104,23 +104,23 @@ def test_auto_goes_by_the_devices() -> None:
 
 @NO_CUDA
 def test_without_a_device_the_remedy_is_told() -> None:
-    environment = WorkerEnvironment("", WorkerId("a", 0, 1), "job", "id", "127.0.0.1", "/nowhere")
+    environment = WorkerEnvironment("", "", WorkerId("a", 0, 1), "job", "id", "127.0.0.1", "/nowhere")
     with pytest.raises(UsageError, match=r"^--backend: 'nccl': .*; .*--backend gloo$"):
         contexts.choose("nccl").prepare(environment, lambda message: None)
 
 
 def test_the_context_is_one() -> None:
-    context: Context = Nccl().context()
+    context: Context = NcclBackend().context()
     assert context.severs_in_python
     assert not context.broken()
     context.destroy()
 
 
-# ------------------------------------------------------------------------------------------------------ what errors say
+# --------------------------------------------------------------------------------------------- classification of errors
 
 
 def cuda_error(code: int) -> BaseException:
-    """As torch makes it (torch/csrc/Exceptions.cpp)."""
+    """Make an error as torch does (torch/csrc/Exceptions.cpp)."""
     error = torch.AcceleratorError("CUDA error: what it is called may change")
     error.error_code = code  # type: ignore[attr-defined]
     return error
@@ -131,12 +131,12 @@ def cuda_error(code: int) -> BaseException:
     [
         (cuda_error(710), Fault.DEVICE),  # a device-side assert
         (cuda_error(700), Fault.DEVICE),  # an illegal address
-        (cuda_error(1), Fault.UNKNOWN),  # an invalid value: the next call is as good as ever
+        (cuda_error(1), Fault.UNKNOWN),  # an invalid value: the device can still be used
         (cuda_error(701), Fault.UNKNOWN),  # too many resources for a launch
         (dist.DistBackendError("NCCL error"), Fault.GENERATION),
         (dist.DistNetworkError("gone"), Fault.GENERATION),
         (torch.OutOfMemoryError("too much"), Fault.UNKNOWN),
-        (RuntimeError("CUDA error: device-side assert triggered"), Fault.UNKNOWN),  # not by text
+        (RuntimeError("CUDA error: device-side assert triggered"), Fault.UNKNOWN),  # the text must not decide
     ],
 )
 def test_an_error_is_judged_by_type_and_number(error: BaseException, fault: Fault) -> None:
@@ -157,11 +157,11 @@ def test_whoever_waits_for_what_hangs_does_not() -> None:
     assert aside.error is None
 
 
-# ------------------------------------------------------------------------------------------------------ groups and ends
+# ----------------------------------------------------------------------------------- groups and the end of a generation
 
 
 def test_a_split_group_is_noted_like_any_other() -> None:
-    """DeviceMesh splits a default group that is bound to a device. torch crashes when it splits one of Gloo's."""
+    """DeviceMesh splits a default group that is bound to a device. torch crashes when it splits a Gloo group."""
     sizes: list[int] = []
 
     def begin(size: int) -> bool:
@@ -182,7 +182,7 @@ def test_a_split_group_is_noted_like_any_other() -> None:
 
 
 def test_a_group_of_gloo_is_not_aborted() -> None:
-    """It takes CUDA tensors as well, and is cut in its own way."""
+    """A Gloo group also accepts CUDA tensors, and is severed through its sockets."""
     groups = TorchGroups(lambda size: True, lambda: None)
     try:
         groups.create("gloo", timedelta(seconds=7), store=HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""What a worker waits for as a world is made, and how it is got out of there."""
+"""Waits of a worker while a world is formed, and the ways in which it is freed from them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from torch.distributed import TCPStore
 
 from elasticstate.core.types import Placement, WorkerId
+from elasticstate.present_world import WorldView
 from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.regroup import store_address
-from elasticstate.worker.world import WorldView
 
 
 def test_rank_0_is_got_out_of_a_wait_for_its_own_store_whatever_its_address_on_the_network() -> None:
-    """Its peers find the store at the host's address; it does not."""
+    """The peers of rank 0 connect to the store at the host's address; rank 0 uses another address."""
     server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     place = Placement(WorkerId("c", 0, 1), 0, 0, 1, True, 0, 1)
     context = GlooContext()
@@ -33,7 +33,7 @@ def test_rank_0_is_got_out_of_a_wait_for_its_own_store_whatever_its_address_on_t
     thread = threading.Thread(target=wait_for_a_peer_that_does_not_come)
     thread.start()
     waiting.wait()
-    for _ in range(2000):  # as the sentinel does, until the generation is left
+    for _ in range(2000):  # like the sentinel, until the generation has been left
         context.sockets.sever()
         thread.join(0.005)
         if not thread.is_alive():

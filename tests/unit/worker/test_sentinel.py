@@ -1,4 +1,4 @@
-"""The sentinel with its real thread, at the other end of a real socket: what it hears, says and raises."""
+"""The sentinel with its real thread, at the other end of a real socket: messages, answers and exceptions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from elasticstate import _native
 from elasticstate.core.types import CommitId, Placement, WorkerId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
-from elasticstate.net import codec, messages, orders
+from elasticstate.net import codec, messages, worker_codec
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
 from elasticstate.worker.contexts.gloo import GlooContext
 from elasticstate.worker.sentinel import Sentinel
@@ -32,7 +32,7 @@ def world(generation: int) -> messages.WorldMessage:
 
 
 class Worker:
-    """A worker in a generation; the test is its agent."""
+    """A worker in a generation. The test plays its agent."""
 
     def __init__(self) -> None:
         self.agent, mine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -45,10 +45,10 @@ class Worker:
         self.failure: BaseException | None = None
 
     def hear(self, message: messages.ToWorkerBody) -> None:
-        self.agent.send(orders.encode_to_worker(message))
+        self.agent.send(worker_codec.encode_to_worker(message))
 
     def said(self) -> messages.FromWorkerBody:
-        """The next message."""
+        """Return the next message."""
         return codec.decode_from_worker(self.agent.recv(MAX_DATAGRAM_BYTES))  # type: ignore[no-any-return]
 
     def answer(self) -> messages.HoldAnswer:
@@ -58,10 +58,10 @@ class Worker:
                 return message
 
     def settle(self) -> None:
-        """All that was sent to the worker has been heard by it."""
-        self.hear(messages.HoldOrder(self.sentinel.generation))
+        """Wait until the worker has received all messages that were sent to it."""
+        self.hear(messages.Hold(self.sentinel.generation))
         self.answer()
-        self.hear(messages.ReleaseOrder(self.sentinel.generation))
+        self.hear(messages.Release(self.sentinel.generation))
 
     def train(self, ticks: int, wait: Callable[[int], None]) -> None:
         try:
@@ -94,7 +94,7 @@ def quick_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-# ------------------------------------------------------------------------------------------------- the hold protocol
+# ----------------------------------------------------------------------------------------------------- hold protocol
 
 
 @pytest.mark.parametrize(("collective", "schedules"), [(True, 3000), (False, 300)], ids=["with_collectives", "without"])
@@ -126,13 +126,13 @@ def test_all_raise_at_the_same_tick_over_thousands_of_schedules(
             thread.start()
         started.wait()
         for worker in workers:
-            worker.hear(messages.HoldOrder(GENERATION))
+            worker.hear(messages.Hold(GENERATION))
             pause()
         answers = [worker.answer().ticks for worker in workers]
         last = 1 + max(answers)
         for worker in workers:
             pause()
-            worker.hear(messages.EndOrder(GENERATION, last, "test"))
+            worker.hear(messages.End(GENERATION, last, "test"))
         for thread in threads:
             thread.join(LONG_S)
             assert not thread.is_alive(), f"schedule {schedule}: a worker still waits"
@@ -144,14 +144,14 @@ def test_all_raise_at_the_same_tick_over_thousands_of_schedules(
 
 
 def test_a_released_hold_interrupts_nobody_and_can_be_repeated(worker: Worker) -> None:
-    worker.hear(messages.HoldOrder(GENERATION))
+    worker.hear(messages.Hold(GENERATION))
     assert worker.answer() == messages.HoldAnswer(GENERATION, 0, False)
-    worker.hear(messages.ReleaseOrder(GENERATION))
+    worker.hear(messages.Release(GENERATION))
     for _ in range(3):
         worker.sentinel.tick()
-    worker.hear(messages.HoldOrder(GENERATION))
+    worker.hear(messages.Hold(GENERATION))
     assert worker.answer() == messages.HoldAnswer(GENERATION, 3, False)
-    worker.hear(messages.EndOrder(GENERATION, 5, "a host joins"))
+    worker.hear(messages.End(GENERATION, 5, "a host joins"))
     worker.sentinel.tick()
     with pytest.raises(HostsUpdatedInterrupt, match="a host joins"):
         worker.sentinel.tick()
@@ -160,11 +160,11 @@ def test_a_released_hold_interrupts_nobody_and_can_be_repeated(worker: Worker) -
 
 def test_orders_for_another_generation_have_no_effect(worker: Worker) -> None:
     for other in (GENERATION - 1, GENERATION + 1):
-        worker.hear(messages.HoldOrder(other))
-        worker.hear(messages.EndOrder(other, 1, "test"))
-    worker.hear(messages.EndOrder(GENERATION - 1, None, "test"))
-    worker.hear(messages.OwnError(GENERATION - 1))
-    worker.hear(messages.GateOpen(GENERATION - 1))
+        worker.hear(messages.Hold(other))
+        worker.hear(messages.End(other, 1, "test"))
+    worker.hear(messages.End(GENERATION - 1, None, "test"))
+    worker.hear(messages.ConfirmOwnError(ME, GENERATION - 1))
+    worker.hear(messages.OpenGate(GENERATION - 1))
     worker.settle()
     worker.sentinel.tick()
     worker.sentinel.tick()
@@ -173,9 +173,9 @@ def test_orders_for_another_generation_have_no_effect(worker: Worker) -> None:
 
 
 def test_a_release_after_the_end_at_a_tick_takes_nothing_back(worker: Worker) -> None:
-    worker.hear(messages.HoldOrder(GENERATION))
-    worker.hear(messages.EndOrder(GENERATION, 1, "test"))
-    worker.hear(messages.ReleaseOrder(GENERATION))
+    worker.hear(messages.Hold(GENERATION))
+    worker.hear(messages.End(GENERATION, 1, "test"))
+    worker.hear(messages.Release(GENERATION))
     worker.settle()
     with pytest.raises(HostsUpdatedInterrupt):
         worker.sentinel.tick()
@@ -184,7 +184,7 @@ def test_a_release_after_the_end_at_a_tick_takes_nothing_back(worker: Worker) ->
 def test_a_tick_beyond_the_last_one_is_a_failure(worker: Worker) -> None:
     worker.sentinel.tick()
     worker.sentinel.tick()
-    worker.hear(messages.EndOrder(GENERATION, 2, "test"))
+    worker.hear(messages.End(GENERATION, 2, "test"))
     worker.settle()
     with pytest.raises(CollectiveError, match="tick 3 is beyond"):
         worker.sentinel.tick()
@@ -201,7 +201,7 @@ def test_no_tick_is_made_and_nothing_committed_when_the_lease_is_over(worker: Wo
     assert worker.sentinel.ended(GENERATION)
     worker.page.set_lease(2**62)
     with pytest.raises(CollectiveError, match="--lease"):
-        worker.sentinel.tick()  # it may have been over for the others, and is for good
+        worker.sentinel.tick()  # the lease may have been over for the others, so its end is final
     worker.sentinel.enter(world(GENERATION + 1), GlooContext())
     worker.sentinel.tick()
 
@@ -213,7 +213,7 @@ def test_a_wait_ends_with_the_lease(worker: Worker) -> None:
 
 
 def test_an_end_that_comes_before_its_generation_is_sticky(worker: Worker) -> None:
-    worker.hear(messages.EndOrder(GENERATION + 1, None, "too early"))
+    worker.hear(messages.End(GENERATION + 1, None, "too early"))
     worker.settle()
     worker.sentinel.left()
     worker.sentinel.enter(world(GENERATION + 1), GlooContext())
@@ -224,8 +224,8 @@ def test_an_end_that_comes_before_its_generation_is_sticky(worker: Worker) -> No
 
 
 def test_the_end_of_an_older_generation_does_not_replace_the_cause(worker: Worker) -> None:
-    worker.hear(messages.EndOrder(GENERATION, None, "the cause"))
-    worker.hear(messages.EndOrder(GENERATION - 1, None, "an older one"))
+    worker.hear(messages.End(GENERATION, None, "the cause"))
+    worker.hear(messages.End(GENERATION - 1, None, "an older one"))
     worker.settle()
     with pytest.raises(CollectiveError, match="the cause"):
         worker.sentinel.tick()
@@ -234,15 +234,15 @@ def test_the_end_of_an_older_generation_does_not_replace_the_cause(worker: Worke
 
 def test_a_verdict_of_own_and_one_of_broken() -> None:
     for message, own in (
-        (messages.OwnError(GENERATION), True),
-        (messages.EndOrder(GENERATION, None, "lost a peer"), False),
+        (messages.ConfirmOwnError(ME, GENERATION), True),
+        (messages.End(GENERATION, None, "lost a peer"), False),
     ):
         worker = Worker()
         verdicts: list[bool] = []
         asked = threading.Thread(target=lambda w=worker, v=verdicts: v.append(w.sentinel.is_own_error("ValueError")))
         asked.start()
         assert worker.said() == messages.Hello(ME, os.getpid(), messages.PROTOCOL_VERSION)
-        assert worker.said() == messages.Failure(GENERATION, False, "ValueError")
+        assert worker.said() == messages.GenerationFailure(GENERATION, False, "ValueError")
         worker.hear(message)
         asked.join(LONG_S)
         assert verdicts == [own]
@@ -251,8 +251,8 @@ def test_a_verdict_of_own_and_one_of_broken() -> None:
 
 def test_the_gate_opens_or_the_generation_ends() -> None:
     for message, failure in (
-        (messages.GateOpen(GENERATION), None),
-        (messages.EndOrder(GENERATION, None, "a peer died"), "a peer died"),
+        (messages.OpenGate(GENERATION), None),
+        (messages.End(GENERATION, None, "a peer died"), "a peer died"),
     ):
         worker = Worker()
         worker.hear(message)
@@ -261,7 +261,7 @@ def test_the_gate_opens_or_the_generation_ends() -> None:
         else:
             with pytest.raises(CollectiveError, match=failure):
                 worker.sentinel.gate()
-        worker.hear(messages.HoldOrder(GENERATION))
+        worker.hear(messages.Hold(GENERATION))
         assert worker.answer().in_gate
         worker.close()
 
@@ -269,13 +269,13 @@ def test_the_gate_opens_or_the_generation_ends() -> None:
 def test_ready_gets_the_newest_world_and_says_how_long_the_worker_has_stood_still(worker: Worker) -> None:
     commit = CommitId(GENERATION, 2)
     worker.sentinel.sealed(commit, None)
-    worker.hear(messages.EndOrder(GENERATION, 1, "test"))
+    worker.hear(messages.End(GENERATION, 1, "test"))
     worker.settle()
     with pytest.raises(HostsUpdatedInterrupt):
         worker.sentinel.tick()
     worker.sentinel.left()
     time.sleep(0.01)
-    worker.hear(world(GENERATION))  # said again: it is the one that has just ended
+    worker.hear(world(GENERATION))  # a repeated message, about the generation that has just ended
     worker.hear(world(GENERATION + 2))
     assert worker.sentinel.ready("store:1") == world(GENERATION + 2)
     while not isinstance(ready := worker.said(), messages.Ready):
@@ -290,14 +290,14 @@ def test_a_failure_by_fact_is_told_once(worker: Worker) -> None:
     with pytest.raises(CollectiveError, match="lost a peer"):
         worker.sentinel.tick()
     said = [worker.said() for _ in range(3)]
-    assert said[1:] == [messages.Failure(GENERATION, True, "lost a peer"), messages.First(GENERATION)]
+    assert said[1:] == [messages.GenerationFailure(GENERATION, True, "lost a peer"), messages.First(GENERATION)]
 
 
-# --------------------------------------------------------------------------------------------------- saying and asking
+# ---------------------------------------------------------------------------------------------- messages and questions
 
 
 def test_the_numbers_are_those_of_the_messages() -> None:
-    assert {kind.name: kind.value for kind in orders.OrderKind} == _native.Sentinel.ORDERS
+    assert {kind.name: kind.value for kind in worker_codec.MessageKind} == _native.Sentinel.MESSAGE_KINDS
     assert {place.name: place.value for place in messages.Place} == _native.Sentinel.PLACES
 
 
@@ -318,25 +318,25 @@ def test_only_the_first_commit_of_a_generation_is_told(worker: Worker) -> None:
     for commit in ids:
         worker.sentinel.sealed(commit, None)
     worker.sentinel.sealed(None, None)
-    worker.hear(messages.HoldOrder(GENERATION))
+    worker.hear(messages.Hold(GENERATION))
     said = []
     while not isinstance(message := worker.said(), messages.HoldAnswer):
         said.append(message)
-    assert said[1:] == [messages.Committed(CommitId(3, 4)), messages.Committed(CommitId(4, 1))]
+    assert said[1:] == [messages.CommitSealed(ME, CommitId(3, 4)), messages.CommitSealed(ME, CommitId(4, 1))]
 
 
 def test_an_answer_is_waited_for(worker: Worker) -> None:
-    worker.hear(messages.Space(0, 4096, ""))
-    assert worker.sentinel.ask(messages.NeedSpace(0, 10), messages.Space) == messages.Space(0, 4096, "")
+    worker.hear(messages.BufferGrown(0, 4096, ""))
+    assert worker.sentinel.ask(messages.GrowBuffer(0, 10), messages.BufferGrown) == messages.BufferGrown(0, 4096, "")
     worker.said()
-    assert worker.said() == messages.NeedSpace(0, 10)
+    assert worker.said() == messages.GrowBuffer(0, 10)
 
 
 def test_an_agent_that_does_not_read_stops_neither_worker_nor_sentinel(worker: Worker) -> None:
-    count = 3000  # a socket takes some hundred of them
+    count = 3000  # far more than a socket holds (some hundred)
     for number in range(count):
         worker.sentinel.say(messages.CommitSize(number))
-    worker.hear(messages.HoldOrder(GENERATION))
+    worker.hear(messages.Hold(GENERATION))
     before = worker.page.stamp()[0]
     deadline = time.monotonic() + LONG_S
     while worker.page.stamp()[0] < before + 3:
@@ -358,7 +358,7 @@ def test_a_message_that_no_socket_takes_is_refused(worker: Worker) -> None:
     ("rubbish", "complaint"),
     [
         (b"short", "no head: 5 bytes"),
-        (orders.ORDER_HEAD.pack(99, GENERATION, 0), "unknown kind 99"),
+        (worker_codec.MESSAGE_HEAD.pack(99, GENERATION, 0), "unknown kind 99"),
         (bytes(MAX_DATAGRAM_BYTES + 1), "longer than"),
     ],
 )
@@ -376,31 +376,31 @@ def test_rubbish_is_ignored_with_a_line(
 
 @pytest.mark.parametrize("wait", ["tick", "gate", "is_own_error", "ready", "ask"])
 def test_ctrl_c_ends_every_wait(worker: Worker, wait: str) -> None:
-    worker.hear(messages.HoldOrder(GENERATION))
+    worker.hear(messages.Hold(GENERATION))
     worker.answer()
     waits: dict[str, Callable[[], object]] = {
         "tick": worker.sentinel.tick,
         "gate": worker.sentinel.gate,
         "is_own_error": lambda: worker.sentinel.is_own_error("error"),
         "ready": lambda: worker.sentinel.ready("h:1"),
-        "ask": lambda: worker.sentinel.ask(messages.NeedSpace(0, 1), messages.Space),
+        "ask": lambda: worker.sentinel.ask(messages.GrowBuffer(0, 1), messages.BufferGrown),
     }
     interrupt = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
 
     def wait_until_interrupted() -> None:
-        interrupt.start()  # it may come before this has returned
+        interrupt.start()  # the signal may come before this call has returned
         waits[wait]()
 
     with pytest.raises(KeyboardInterrupt):
         wait_until_interrupted()
     interrupt.join()
-    worker.hear(messages.HoldOrder(GENERATION))  # and it goes on as before
+    worker.hear(messages.Hold(GENERATION))  # the sentinel continues as before
     worker.answer()
 
 
 def test_told_to_leave_in_the_middle_of_a_generation(worker: Worker) -> None:
     def train_until_told_to_leave() -> None:
-        worker.hear(messages.LeaveOrder())  # the signal may come before this has returned
+        worker.hear(messages.Leave(ME))  # the signal may come before this call has returned
         threading.Event().wait(LONG_S)
 
     worker.sentinel.train()
@@ -421,7 +421,7 @@ def test_told_to_leave_while_waiting_for_a_world(worker: Worker) -> None:
         while worker.page.stamp()[2] != messages.Place.REGROUP:
             assert time.monotonic() < deadline, "it does not wait for a world"
             time.sleep(0.001)
-        worker.hear(messages.LeaveOrder())
+        worker.hear(messages.Leave(ME))
 
     told = threading.Thread(target=tell)
     told.start()

@@ -1,4 +1,4 @@
-"""The sentinel in a process of its own: while Python stands still, at its end, in its children, and told to leave."""
+"""The sentinel in a process of its own: while Python is blocked, at its exit, in its children, and on Leave."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Protocol, TypeVar
 
 import pytest
 
-from elasticstate import _native
 from elasticstate.core.types import WorkerId
-from elasticstate.net import codec, messages, orders
+from elasticstate.net import codec, messages, worker_codec
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
+from tests.pages import page_at
 
 GENERATION = 3
 ME = WorkerId("h", 0, 1)
-SOON_S = 40.0  # on a busy machine; what must not happen takes 60 s
+SOON_S = 40.0  # for a busy machine; anything that must not happen takes 60 s
 M = TypeVar("M")
 
 BEGIN = f"""
 import ctypes, os, signal, socket, sys, threading, time
 from elasticstate import _native
 from elasticstate.core.types import Placement, WorkerId
-from elasticstate.net import messages, orders
+from elasticstate.net import messages, worker_codec
 from elasticstate.worker.sentinel import Sentinel
 
 class Context:
@@ -45,7 +45,7 @@ def enter():
     sentinel.enter(world, Context)
     sentinel.train()
 
-page = _native.ControlPage(sys.argv[1])
+page = _native.ControlPage(os.open(sys.argv[1], os.O_RDWR))
 sentinel = Sentinel(socket.socket(fileno=int(sys.argv[2])), WorkerId("h", 0, 1), page)
 sentinel.start()
 store = socket.create_connection(("127.0.0.1", int(sys.argv[3])))
@@ -56,13 +56,13 @@ without_the_gil = ctypes.CDLL(None)
 
 
 class Process:
-    """A worker's process that runs BEGIN and then ``program``; the test is its agent and its store."""
+    """Worker process that runs BEGIN and then ``program``. The test plays its agent and its store."""
 
     def __init__(self, directory: Path, program: str, start: str) -> None:
         program = BEGIN.replace("sentinel.start()", start) + program
         page = directory / "control"
         page.write_bytes(bytes(4096))
-        self.page = _native.ControlPage(str(page))
+        self.page = page_at(page)
         self.agent, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.agent.settimeout(SOON_S)
         with theirs, socket.create_server(("127.0.0.1", 0)) as listener:
@@ -80,7 +80,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**os.environ, "PYTHONUNBUFFERED": ""},  # what is not flushed at the end would be lost
+                env={**os.environ, "PYTHONUNBUFFERED": ""},  # output that is not flushed at the exit would be lost
                 pass_fds=[theirs.fileno()],
                 bufsize=0,
             )
@@ -89,10 +89,10 @@ class Process:
         self.hear(messages.Hello)
 
     def tell(self, message: messages.ToWorkerBody) -> None:
-        self.agent.send(orders.encode_to_worker(message))
+        self.agent.send(worker_codec.encode_to_worker(message))
 
     def hear(self, kind: type[M]) -> M:
-        """The next message, which is of this kind."""
+        """Receive the next message, and check that it is of this kind."""
         message = codec.decode_from_worker(self.agent.recv(MAX_DATAGRAM_BYTES))
         assert isinstance(message, kind)
         return message
@@ -101,7 +101,7 @@ class Process:
         return not select.select([self.agent], [], [], 0)[0]
 
     def line(self) -> str:
-        """The next line of its output."""
+        """Return the next line of the worker's output."""
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], SOON_S)[0], "no output"
         return self.process.stdout.readline().decode().strip()
@@ -114,7 +114,7 @@ class Process:
             time.sleep(0.01)
 
     def ended(self) -> tuple[int, str, str]:
-        """Its status, and what it has written."""
+        """Wait for the end of the worker. Return its exit status, stdout and stderr."""
         out, error = self.process.communicate(timeout=SOON_S)
         return self.process.returncode, out.decode(), error.decode()
 
@@ -126,7 +126,7 @@ class Process:
 
 
 class Start(Protocol):
-    """Starts a worker; ``start`` is what it does to start its sentinel."""
+    """Function that starts a worker. ``start``: code that starts its sentinel."""
 
     def __call__(self, program: str, start: str = "sentinel.start()") -> Process: ...
 
@@ -160,13 +160,13 @@ threading.Thread(target=lambda: (say("standing"), holding_the_gil.usleep(60_000_
 def test_python_may_stand_still(start: Start, program: str) -> None:
     worker = start(f"enter()\n{program}\nwhile True: pass")
     assert worker.line() == "standing"
-    worker.tell(messages.HoldOrder(GENERATION))
+    worker.tell(messages.Hold(GENERATION))
     assert worker.hear(messages.HoldAnswer) == messages.HoldAnswer(GENERATION, 0, False)
     worker.wait_for_beats(3)
     worker.process.send_signal(signal.SIGTERM)
-    assert worker.hear(messages.Notice) == messages.Notice(signal.SIGTERM)
-    worker.tell(messages.EndOrder(GENERATION, None, "test"))
-    assert worker.store.recv(1) == b""  # cut
+    assert worker.hear(messages.WorkerPreemptionNotice) == messages.WorkerPreemptionNotice(signal.SIGTERM)
+    worker.tell(messages.End(GENERATION, None, "test"))
+    assert worker.store.recv(1) == b""  # the connection was cut
     worker.wait_for_beats(3)
     assert worker.process.poll() is None
 
@@ -201,8 +201,8 @@ def test_told_to_leave_it_exits_with_0_and_its_output_is_whole(start: Start, pro
     worker = start(program)
     assert worker.line() == "there"
     if "sentinel." in program:
-        worker.agent.recv(MAX_DATAGRAM_BYTES)  # Gate or Ready: it waits
-    worker.tell(messages.LeaveOrder())
+        worker.agent.recv(MAX_DATAGRAM_BYTES)  # Gate or Ready: the worker waits now
+    worker.tell(messages.Leave(ME))
     status, out, error = worker.ended()
     assert (status, out, error) == (0, "kept", "")
 
@@ -213,8 +213,8 @@ def test_other_signals_may_be_notices(start: Start) -> None:
     assert worker.line() == "there"
     for number in (signal.SIGXCPU, signal.SIGUSR1):
         worker.process.send_signal(number)
-        assert worker.hear(messages.Notice) == messages.Notice(number)
-    worker.tell(messages.LeaveOrder())
+        assert worker.hear(messages.WorkerPreemptionNotice) == messages.WorkerPreemptionNotice(number)
+    worker.tell(messages.Leave(ME))
     assert worker.ended() == (0, "", "")
 
 
@@ -235,22 +235,24 @@ def test_a_handler_of_the_program_has_precedence(start: Start) -> None:
     worker.process.send_signal(signal.SIGUSR1)
     assert worker.line() == "mine"
     worker.process.send_signal(signal.SIGTERM)
-    assert worker.hear(messages.Notice) == messages.Notice(signal.SIGTERM)  # and none before it
-    worker.tell(messages.LeaveOrder())
+    assert worker.hear(messages.WorkerPreemptionNotice) == messages.WorkerPreemptionNotice(
+        signal.SIGTERM
+    )  # no other notice came before
+    worker.tell(messages.Leave(ME))
     assert worker.ended() == (0, "", "")
 
 
 def test_told_to_leave_in_a_boot_that_holds_the_gil(start: Start) -> None:
     worker = start("say('there'); holding_the_gil.usleep(60_000_000)")
     assert worker.line() == "there"
-    worker.tell(messages.LeaveOrder())
+    worker.tell(messages.Leave(ME))
     assert worker.ended()[0] == 0
 
 
 def test_behind_the_gate_a_leave_is_a_plain_sigterm(start: Start) -> None:
     worker = start("sentinel.finish(); say('there'); time.sleep(60)")
     assert worker.line() == "there"
-    worker.tell(messages.LeaveOrder())
+    worker.tell(messages.Leave(ME))
     assert worker.ended()[0] == -signal.SIGTERM
 
 
@@ -265,7 +267,9 @@ def test_a_worker_does_not_outlive_its_agent(start: Start) -> None:
 def test_behind_the_gate_it_does(start: Start, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     waits = f"while not os.path.exists({str(seen)!r}): time.sleep(0.01)"
-    worker = start(f"sentinel.finish(); say('there')\n{waits}\nsentinel.say(messages.Notice(15)); say('end')")
+    worker = start(
+        f"sentinel.finish(); say('there')\n{waits}\nsentinel.say(messages.WorkerPreemptionNotice(15)); say('end')"
+    )
     assert worker.line() == "there"
     worker.agent.close()
     worker.wait_for_beats(1)
@@ -324,10 +328,10 @@ if pid == 0:
     except RuntimeError as error:
         say(str(error))
     try:
-        sentinel.say(messages.Notice(15))
+        sentinel.say(messages.WorkerPreemptionNotice(15))
     except RuntimeError:
         say("silent")
-    page.beat()
+    page.heartbeat()
     page.set_place(2)
     say(f"{signal.getsignal(signal.SIGTERM)!r}")
     time.sleep(60)
@@ -352,8 +356,8 @@ def test_a_forked_child_has_no_part_in_the_job(start: Start, thread: bool) -> No
     os.kill(child, signal.SIGTERM)
     assert worker.line() == f"child ended by {signal.SIGTERM:d}"
     assert worker.line() == "ticked"
-    assert worker.hear(messages.First) == messages.First(GENERATION)  # and no Notice before it
-    worker.tell(messages.HoldOrder(GENERATION))
+    assert worker.hear(messages.First) == messages.First(GENERATION)  # no notice came before
+    worker.tell(messages.Hold(GENERATION))
     assert worker.hear(messages.HoldAnswer).ticks == 1
     worker.wait_for_beats(2)
 
@@ -398,9 +402,9 @@ def test_notice_and_cut_of_a_worker_that_is_blocked_in_a_collective(
         workers.append(start(COLLECTIVE))
     blocked, _ = workers
     assert blocked.line() == "made"
-    time.sleep(0.2)  # it may be in the collective by now; the rest holds in any case
+    time.sleep(0.2)  # time to enter the collective; the test also holds if it has not
     blocked.process.send_signal(signal.SIGTERM)
-    assert blocked.hear(messages.Notice) == messages.Notice(signal.SIGTERM)
-    blocked.tell(messages.EndOrder(GENERATION, None, "test"))
+    assert blocked.hear(messages.WorkerPreemptionNotice) == messages.WorkerPreemptionNotice(signal.SIGTERM)
+    blocked.tell(messages.End(GENERATION, None, "test"))
     assert blocked.line() == "cut, broken: True"
     assert blocked.ended()[0] == 0

@@ -1,8 +1,10 @@
-"""MPI with ULFM, by mpi4py.
+"""MPI backend: MPI with ULFM, through mpi4py.
 
-``context.py``: the groups of a generation · ``world.py``: its communicator, out of that of the last one ·
-``identity.py``: how a process comes to be one of MPI's · ``group.py``: torch's collectives as MPI's ·
-``operation.py``: those under way.
+* ``context.py``: the groups of a generation
+* ``world.py``: the communicator of a world, built from that of the last one
+* ``identity.py``: the identity of a process for MPI
+* ``group.py``: torch's collectives as MPI calls
+* ``operation.py``: running operations
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from elasticstate.worker.contexts.mpi.library import MPI
 from elasticstate.worker.contexts.mpi.world import WorldBuilder
 
 
-class Mpi:
-    """The backend (see contexts.context.Backend).
+class MpiBackend:
+    """The MPI backend (see contexts.context.Backend).
 
-    The members of a job's first world start MPI in it, together: Open MPI gives shared memory only to processes of one
-    job of its own. A newcomer starts it before it is READY, so that the others do not wait for that.
+    The members of a job's first world start MPI in that world, together, because Open MPI uses shared memory only
+    between processes of one Open MPI job. A new worker starts MPI before it sends READY, so that the others do not wait
+    for the start.
     """
 
     def __init__(self) -> None:
@@ -38,7 +41,7 @@ class Mpi:
         path = Path(f"{environment.commits}.identity")
         forget_identity(path)
         self._builder = WorldBuilder(environment.worker.host, environment.local_address, os.getpid(), path, say)
-        if environment.reserve_bytes:  # others have committed
+        if environment.reserve_bytes:  # other workers have committed
             self._builder.start_early()
 
     def context(self) -> MpiContext:

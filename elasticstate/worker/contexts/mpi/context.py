@@ -1,6 +1,6 @@
-"""The groups of one generation over MPI.
+"""MpiContext: the groups of one generation over MPI.
 
-The wheels of torch have no MPI backend, but they have a place for one, ``ProcessGroupMPI``: here it is filled.
+The wheels of torch contain no MPI backend, but a place for one, ``ProcessGroupMPI``. This module fills that place.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _GONE = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
 
 class MpiContext:
-    """See contexts.context.Context."""
+    """The MPI groups of one generation. See contexts.context.Context."""
 
     severs_in_python = True
 
     def __init__(self, builder: WorldBuilder | None) -> None:
-        self.sockets = GlooSockets()  # of the store
+        self.sockets = GlooSockets()  # sockets of the store
         self._builder = builder
         self._groups = TorchGroups(lambda size: not self._severed, lambda: None)
         self._place = _Place(self)
@@ -46,7 +46,7 @@ class MpiContext:
         self._revoked: list[MPI.Comm] = []
         self._severed = False
 
-    # ------------------------------------------------------------------------------------------------ main thread
+    # ------------------------------------------------------------------------------------------------------ main thread
 
     def watch_store(self, address: tuple[str, int]) -> None:
         self.sockets.watch_store(*address)
@@ -60,7 +60,7 @@ class MpiContext:
         self._groups.create("mpi", rendezvous.collective_timeout)
 
     def _made(self, make: Callable[[], MPI.Intracomm], timeout: timedelta) -> MPI.Intracomm:
-        """On a thread of its own: a call of MPI cannot be interrupted, but whoever waits for it can."""
+        """Run ``make`` on a separate thread: an MPI call cannot be interrupted, but the wait for it can."""
         result = _Result(make)
         thread = threading.Thread(target=result.fill, daemon=True)
         thread.start()
@@ -74,7 +74,7 @@ class MpiContext:
         return result.get()
 
     def group(self, ranks: Sequence[int]) -> MpiGroup:
-        """A process group of torch's, of these ranks of the world; of all of them, if there are none."""
+        """Return a torch process group of these ranks of the world; of all ranks, if ``ranks`` is empty."""
         if self._severed:
             raise CollectiveError("the generation has ended")
         assert self._world is not None
@@ -112,7 +112,7 @@ class MpiContext:
     def usable(self) -> bool:
         return True
 
-    # ------------------------------------------------------------------------------------------------- any thread
+    # ------------------------------------------------------------------------------------------------------- any thread
 
     def sever(self) -> None:
         self._severed = True
@@ -132,7 +132,7 @@ class MpiContext:
 
 
 class _Result:
-    """Of a thread that makes a communicator."""
+    """Result of a thread that makes a communicator."""
 
     def __init__(self, make: Callable[[], MPI.Intracomm]) -> None:
         self._make = make
@@ -154,7 +154,7 @@ class _Result:
 
 
 class _Place:
-    """What torch takes for its class ``ProcessGroupMPI``, for as long as there is a generation."""
+    """Replacement for torch's class ``ProcessGroupMPI``, as long as a generation exists."""
 
     def __init__(self, context: MpiContext) -> None:
         self._context = context
@@ -172,5 +172,5 @@ class _Place:
             self._was = None
 
     def create(self, ranks: Sequence[int]) -> MpiGroup:
-        """As torch calls it: the default group has no ranks."""
+        """Return a new group. torch calls it without ranks for the default group."""
         return self._context.group(ranks)

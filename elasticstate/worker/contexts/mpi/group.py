@@ -1,9 +1,9 @@
 # mypy: disable-error-code="override,assignment"
-# torch's stubs have overloads that its own Python never calls.
-"""A process group of torch's over an MPI communicator: CPU tensors, zero-copy where they are contiguous.
+# torch's stubs have overloads that torch's own Python code never calls.
+"""MpiGroup: a torch process group over an MPI communicator, for CPU tensors, zero-copy where they are contiguous.
 
-The collectives are MPI's non-blocking ones, so that those of DDP run while backward goes on. Half precision, which MPI
-has no type for, is reduced in float32, and rounded once.
+The collectives are MPI's non-blocking ones, so that those of DDP run during the backward pass. MPI has no type for half
+precision, so such tensors are reduced in float32, and rounded once.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ Finish = Callable[[], None]
 
 
 def _raw(tensor: torch.Tensor) -> Any:
-    """Its memory, as bytes, for what only moves data. Contiguous tensors only."""
+    """Return the memory of a contiguous tensor as bytes, for calls that only move data."""
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def _bytes(tensor: torch.Tensor) -> list[Any]:
     size = tensor.numel() * tensor.element_size()
-    if size > _LONGEST:  # in larger units: MPI counts in 32 bits
+    if size > _LONGEST:  # in larger units, because MPI counts in 32 bits
         unit = tensor.element_size()
         return [_raw(tensor), tensor.numel(), {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T}.get(unit, MPI.INT64_T)]
     return [_raw(tensor), size, MPI.BYTE]
@@ -68,8 +68,10 @@ def _numbers(tensor: torch.Tensor) -> list[Any]:
 
 
 class MpiGroup(dist.ProcessGroup):
-    """See torch.distributed.ProcessGroup for the methods. Of one generation; a call after its end raises
-    CollectiveError, and so does a call for tensors that are not in the memory of the CPU.
+    """Process group over one MPI communicator, for one generation. See torch.distributed.ProcessGroup for the methods.
+
+    A call after the end of the generation raises CollectiveError, and so does a call with tensors that are not on the
+    CPU.
     """
 
     def __init__(self, comm: MPI.Intracomm, progress: Progress, timeout: timedelta) -> None:
@@ -79,7 +81,7 @@ class MpiGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._name = ""
 
-    # ------------------------------------------------------------------------------------------ what torch asks for
+    # ----------------------------------------------------------------------------------------- methods that torch calls
 
     def getBackendName(self) -> str:
         return "mpi"
@@ -94,7 +96,7 @@ class MpiGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
 
-    # ------------------------------------------------------------------------------------------------- collectives
+    # ------------------------------------------------------------------------------------------------------ collectives
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Operation:
         return self._many([self._allreduce(tensor, _op(opts)) for tensor in tensors], tensors)
@@ -201,14 +203,14 @@ class MpiGroup(dist.ProcessGroup):
         unit = output[0].numel() if output.dim() and len(output) else (input[0].numel() if len(input) else 0)
         return self._start([self._exchange(got, sent, got_rows, sent_rows, unit)], back, [output], got, sent)
 
-    # What torch calls them from 2.13 on.
+    # Names of the same methods since torch 2.13.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
 
-    # ------------------------------------------------------------------------------------------------ point to point
+    # --------------------------------------------------------------------------------------------------- point to point
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int = 0) -> Operation:
         (tensor,) = tensors
@@ -223,7 +225,7 @@ class MpiGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Operation:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
-    # --------------------------------------------------------------------------------------------------- the pieces
+    # ---------------------------------------------------------------------------------------------------------- helpers
 
     def _rank_is(self, rank: int) -> bool:
         return bool(self.rank() == rank)
@@ -286,7 +288,7 @@ class MpiGroup(dist.ProcessGroup):
         )
 
     def _many(self, parts: Sequence[tuple[Any, ...]], results: Any) -> Operation:
-        """One operation of several, each (requests, finish, buffers...)."""
+        """Return one operation that combines several parts, each (requests, finish, buffers...)."""
         finishes = [finish for _, finish, *_ in parts if finish is not None]
 
         def finish_all() -> None:
@@ -310,12 +312,15 @@ def _mpi_op(op: Any, dtype: torch.dtype) -> MPI.Op:
     if op not in _OPS:
         raise CollectiveError(f"the mpi backend has no reduction {op}: take one of {', '.join(map(str, _OPS))}")
     if dtype is torch.bool and op == _Op.SUM:
-        return MPI.MAX  # a sum in 8 bits would come round to 0
+        return MPI.MAX  # a sum in 8 bits could wrap around to 0
     return _OPS[op]
 
 
 def _staged(tensor: torch.Tensor, for_op: Any = None) -> tuple[torch.Tensor, Finish | None]:
-    """The tensor itself if MPI can use its memory, else a copy, and what puts that back. ``for_op``: it is reduced."""
+    """Return memory that MPI can use, and the function that copies it back; None if it is the tensor's own memory.
+
+    ``for_op``: the tensor is reduced with this operation.
+    """
     if tensor.device.type != "cpu":
         raise CollectiveError(f"the mpi backend takes tensors on the CPU, not on {tensor.device}: use --backend nccl")
     data = tensor.detach()
@@ -335,14 +340,14 @@ def _put_back(data: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _parts(data: torch.Tensor) -> list[list[Any]]:
-    """The memory of a tensor, for calls that count bytes in 32 bits."""
+    """Return the memory of a tensor in parts, for calls that count bytes in 32 bits."""
     flat = data.view(-1)
     step = _LONGEST // data.element_size()
     return [_bytes(flat[begin : begin + step]) for begin in range(0, max(1, flat.numel()), step)]
 
 
 def _share(rows: torch.Tensor, ranks: int) -> list[Any]:
-    """A buffer in which each rank has an equal share."""
+    """Return a buffer in which each rank has an equal share."""
     raw, count, unit = _bytes(rows)
     return [raw, count // ranks, unit]
 

@@ -1,7 +1,8 @@
-"""Who this process is for MPI: an identity of a job of the PMIx server that ``mpirun`` is (see elasticstate/mpi).
+"""Identity of this process for MPI: a member of a job of the PMIx server in ``mpirun`` (see elasticstate/mpi).
 
-A process that an agent has started becomes a member of that job by the environment of a holder, which ``mpirun`` has
-started for it and which lives as long as it does. The driver reads it, and the agent writes it to a file.
+A process that an agent has started becomes a member of that job with the environment of a holder. ``mpirun`` has
+started the holder for this process, and the holder lives as long as the process. The driver reads that environment, and
+the agent writes it to a file.
 """
 
 from __future__ import annotations
@@ -16,39 +17,44 @@ from pathlib import Path
 from elasticstate.config import inherited_environment
 from elasticstate.errors import CollectiveError
 from elasticstate.net.names import interface_of, is_loopback
+from elasticstate.private import open_directory, read_file
 from elasticstate.worker.contexts.mpi.library import MPI
 
 _LOOK_INTERVAL_S = 0.002
 
 
 def take_identity(path: Path, deadline: float, check: Callable[[], None]) -> None:
-    """Wait for what the holder writes to ``path``, and make it this process's. Raises CollectiveError without it."""
+    """Wait for the identity at ``path``, and apply it to this process. Raises CollectiveError after ``deadline``."""
     while not path.exists():
         check()
         if time.monotonic() > deadline:
             raise CollectiveError(f"mpirun has started no holder of an identity in time ({path})")
         time.sleep(_LOOK_INTERVAL_S)
-    told = json.loads(path.read_text())
-    path.unlink()
-    in_memory = {"OMPI_MCA_btl_sm_backing_directory": str(path.parent)}  # and gone with the job
+    directory = open_directory(path.parent)  # refuses a directory that another user has put there
+    try:
+        told = json.loads(read_file(directory, path.name))
+        os.unlink(path.name, dir_fd=directory)
+    finally:
+        os.close(directory)
+    in_memory = {"OMPI_MCA_btl_sm_backing_directory": str(path.parent)}  # removed with the job
     os.environ.update({**told, **in_memory})
 
 
 def settings(local_address: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Of Open MPI, for a host that others reach at ``local_address``, as far as the user has not ``given`` them.
+    """Return Open MPI's settings for a host with address ``local_address``, without those that the user has ``given``.
 
-    Without libfabric, whose start sleeps for a second, and by the only one of its layers that knows of failures. On
-    several hosts all speak TCP: for the one ``mpirun`` they are on its own host, which is not to be taken for true.
+    They exclude libfabric, whose start sleeps for a second, and select ob1, the only layer that detects failures. On
+    several hosts, all processes use TCP: ``mpirun`` believes that all of them are on its own host.
     """
     wanted = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^ofi,uct" if is_loopback(local_address) else "self,tcp"}
     interface = interface_of(local_address)
-    if interface is not None and "OMPI_MCA_btl_tcp_if_exclude" not in given:  # Open MPI takes only one of the two
+    if interface is not None and "OMPI_MCA_btl_tcp_if_exclude" not in given:  # Open MPI accepts only one of the two
         wanted["OMPI_MCA_btl_tcp_if_include"] = interface
     return {name: value for name, value in wanted.items() if name not in given}
 
 
 def start_mpi(local_address: str) -> MPI.Intracomm:
-    """MPI_Init with this process's identity, with all others of the same job. Returns the world of that job."""
+    """Call MPI_Init with this process's identity, with all others of the same job. Return the world of that job."""
     if not MPI.Is_initialized():
         os.environ.update(settings(local_address, inherited_environment()))
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -56,6 +62,6 @@ def start_mpi(local_address: str) -> MPI.Intracomm:
 
 
 def forget_identity(path: Path) -> None:
-    """Nobody waits for it any more."""
+    """Remove the identity file, which no process waits for any more."""
     with suppress(FileNotFoundError):
         path.unlink()

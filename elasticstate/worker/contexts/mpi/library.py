@@ -1,6 +1,6 @@
 """mpi4py, loaded but not started: ``from elasticstate.worker.contexts.mpi.library import MPI``.
 
-There is no MPI_Finalize: it would wait for members that have died.
+MPI_Finalize is never called: it would wait for dead members.
 """
 
 from __future__ import annotations

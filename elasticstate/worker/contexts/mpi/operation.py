@@ -1,4 +1,4 @@
-"""Operations under way: started by whoever calls a collective, brought to their end by one thread."""
+"""Running operations: started by the thread that calls a collective, completed by one progress thread."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LONGEST_PAUSE_S = 200e-6
 
 
 class Operation(dist.Work):
-    """The requests of one collective. ``finish`` is called when all are done: it puts staged results where they belong.
+    """The requests of one collective. ``finish`` is called after all are complete: it copies staged results back.
 
-    ``kept``: the buffers that MPI reads and writes meanwhile.
+    ``kept``: the buffers that MPI reads and writes during the operation.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Operation(dist.Work):
         self._future = self._end.then(_value_of)
 
     def complete(self, error: BaseException | None) -> None:
-        """To be called once."""
+        """End the operation. Call it once."""
         if error is None and self._finish is not None:
             try:
                 self._finish()
@@ -55,7 +55,7 @@ class Operation(dist.Work):
         self._done.set()
         self._end.set_result(self._results if error is None else _Failure(str(error)))
 
-    # ------------------------------------------------------------------------------------------ what torch asks for
+    # ----------------------------------------------------------------------------------------- methods that torch calls
 
     def is_completed(self) -> bool:
         return self._done.is_set()
@@ -67,7 +67,7 @@ class Operation(dist.Work):
         return self._error
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Raises what has failed the operation; RuntimeError after ``timeout`` (zero: the group's)."""
+        """Wait for the end. Raises the operation's error; RuntimeError after ``timeout`` (zero: the group's one)."""
         if not self._done.wait(timeout.total_seconds() or None):
             raise RuntimeError(f"the operation was not complete after {timeout.total_seconds():g} s")
         if self._error is not None:
@@ -93,11 +93,11 @@ class _Failure:
 
 
 def _value_of(end: torch.futures.Future[Any]) -> list[torch.Tensor]:
-    """What a future of torch's is to be.
+    """Return or raise the result of a torch future.
 
-    ``set_exception`` is for Python alone: C++ would take the exception for the value (a segmentation fault in DDP). One
-    that a callback raises is an error there, too; but C++ keeps it, with its frames, and nobody looks there for cycles:
-    so it is a new one, and this no method.
+    ``set_exception`` works in Python only: C++ would take the exception for the value (a segmentation fault in DDP). An
+    exception that a callback raises is an error in C++ too. But C++ keeps the exception with its frames, outside the
+    reach of the garbage collector. So the exception is a new one, and this is a function, not a method.
     """
     value = end.value()
     if isinstance(value, _Failure):
@@ -107,14 +107,14 @@ def _value_of(end: torch.futures.Future[Any]) -> list[torch.Tensor]:
 
 
 class Progress:
-    """The thread that tests the requests of a generation, for MPI moves data only while somebody calls it.
+    """Thread that tests the requests of a generation, because MPI moves data only inside MPI calls.
 
-    What does not end within a moment of the sever is abandoned: Open MPI 5.0 leaves a rendezvous send to a peer that
-    has revoked the communicator pending for good. Its request and its buffers are kept until two more worlds have been
-    made: what is still on its way to them comes before the messages by which those are agreed on.
+    Requests that do not end shortly after the sever are abandoned: Open MPI 5.0 leaves a rendezvous send to a peer that
+    has revoked the communicator pending forever. Their buffers are kept until two more worlds are complete: data still
+    in transit to them arrives before the messages by which the members agree on those worlds.
     """
 
-    _abandoned: list[Operation] = []  # noqa: RUF012 (by the generation before this one, and by the one before that)
+    _abandoned: list[Operation] = []  # noqa: RUF012 (by the last two generations)
     _abandoned_before: list[Operation] = []  # noqa: RUF012
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Progress:
         self._running: list[Operation] = []
         self._severed_at: float | None = None
         self._stopping = False
-        self.has_failed = False  # a member is gone, or has revoked
+        self.has_failed = False  # a member died, or revoked the communicator
         Progress._abandoned_before, Progress._abandoned = Progress._abandoned, []
         self._thread = threading.Thread(target=self._run, name="elasticstate-mpi", daemon=True)
         self._thread.start()
@@ -133,13 +133,13 @@ class Progress:
             self._changed.notify()
 
     def sever(self) -> None:
-        """What is under way fails now. Any thread; again and again."""
+        """Make running operations fail now. Any thread may call it, repeatedly."""
         with self._changed:
             if self._severed_at is None:
                 self._severed_at = time.monotonic()
 
     def stop(self) -> None:
-        """Wait until nothing is under way; the thread ends."""
+        """Wait until no operation is running, and end the thread."""
         with self._changed:
             self._stopping = True
             self._changed.notify()

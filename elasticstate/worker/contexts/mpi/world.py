@@ -1,15 +1,15 @@
-"""The communicator of a world: the survivors' shrunk one, and the newcomers', merged.
+"""WorldBuilder: the communicator of a world, merged from that of the survivors and those of the new members.
 
-Each member comes with its *base*, the communicator of the last world that all its members have agreed on (the newcomers
-with none). A member's base counts only if all who were in it, and are in this world, still have it::
+Each member has a *base*: the communicator of the last world that all its members have agreed on (new members have
+none). A base is used only if all its members that are in this world still have it::
 
     base ── revoke, shrink ──┐
-    newcomers' own ──────────┼── accept/connect, merge ── split by rank ── agree ── is the next base
+    new members' own ────────┼── accept/connect, merge ── split by rank ── agree ── is the next base
     ...                      ┘
 
-Shrink and agree are ULFM's: they end whoever dies meanwhile (Bland et al., "Post-failure recovery of MPI communication
-capability", 2013). Connecting and merging does not: if a member dies in those milliseconds, the others may never come
-out of the library again; then this process is replaced, and resumes from its commit.
+Shrink and agree are ULFM's: they complete even if members die during the call (Bland et al., "Post-failure recovery of
+MPI communication capability", 2013). Connect and merge do not: if a member dies in those milliseconds, the calls of the
+others may never return. Such a process is then replaced, and the new one resumes from the commit.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from elasticstate.worker.contexts.mpi.library import MPI
 
 _LOOK_INTERVAL_S = 0.0005
 _EARLY_TIMEOUT_S = 5.0
-_LATEST_MESSAGE_S = 1000.0  # Linux gives a connection up that is out of reach after 924 s (tcp_retries2, ip-sysctl)
-_TAG = 32767  # the highest that every MPI has
+_LATEST_MESSAGE_S = 1000.0  # Linux gives up an unreachable connection after 924 s (tcp_retries2, ip-sysctl)
+_TAG = 32767  # the highest tag that every MPI supports
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,24 @@ class Base:
     """A communicator that all its members have agreed on."""
 
     comm: MPI.Intracomm
-    name: str  # of its generation
+    name: str  # name of its generation
     workers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Member:
-    """What each member of a world tells the others."""
+    """Data that each member of a world sends to the others."""
 
     worker: str
     base: str | None
     is_known: bool  # has an identity, and has started MPI
     host: str
     pid: int
-    path: str  # where it waits for an identity
+    path: str  # where this member waits for an identity
 
 
 def exchanged(at: Rendezvous, mine: Member) -> list[Member]:
-    """What all members tell, by rank."""
+    """Send ``mine`` to all members. Return the data of all members, by rank."""
     at.store.set(f"mpi/{at.rank}", json.dumps(vars(mine)))
     keys = [f"mpi/{rank}" for rank in range(at.size)]
     at.store.wait(keys, at.init_timeout)
@@ -65,9 +65,10 @@ def exchanged(at: Rendezvous, mine: Member) -> list[Member]:
 
 
 def base_that_counts(at: Rendezvous, members: list[Member], mine: Base | None) -> str | None:
-    """The name of the base that this world is built on, the same for all; None if there is none.
+    """Return the name of the base of this world, the same on all ranks; None if there is none.
 
-    It is that of the lowest rank that has one, who looks whether somebody here was in it and has lost it.
+    The base is that of the lowest rank that has one. This rank checks that no member here was in the base and has lost
+    it.
     """
     holder = next((rank for rank, member in enumerate(members) if member.base is not None), None)
     if holder is None:
@@ -81,8 +82,11 @@ def base_that_counts(at: Rendezvous, members: list[Member], mine: Base | None) -
 
 
 def pieces(members: list[Member], base: str | None) -> list[list[int]]:
-    """The ranks of a world by what they come from: those of ``base``; the newcomers that start MPI together; and each
-    other by itself."""
+    """Return the ranks of a world in groups by origin.
+
+    The first group contains the members of ``base``. The second one contains the new members that start MPI together.
+    Each other rank is a group of its own.
+    """
     survivors = [rank for rank, member in enumerate(members) if base is not None and member.base == base]
     fresh = [rank for rank, member in enumerate(members) if not member.is_known]
     rest = [rank for rank in range(len(members)) if rank not in {*survivors, *fresh}]
@@ -90,23 +94,23 @@ def pieces(members: list[Member], base: str | None) -> list[list[int]]:
 
 
 class WorldBuilder:
-    """Builds the communicators of one process, one world after the other."""
+    """Builder of the communicators of one process, one world after the other."""
 
     def __init__(
         self, host: str, local_address: str, pid: int, path: Path, ask: Callable[[AskIdentities], None]
     ) -> None:
-        """``path``: where this process waits for its identity. ``ask`` has holders of identities started."""
+        """``path``: where this process waits for its identity. ``ask`` requests the start of holders of identities."""
         self._host = host
         self._local_address = local_address
         self._pid = pid
         self._path = path
         self._ask = ask
         self.base: Base | None = None
-        self._passed: deque[tuple[float, MPI.Comm]] = deque()  # until when they are kept
-        self.underway: list[MPI.Comm] = []  # what is to be revoked when the generation ends meanwhile
+        self._passed: deque[tuple[float, MPI.Comm]] = deque()  # with the time until which each is kept
+        self.underway: list[MPI.Comm] = []  # communicators to revoke if the generation ends during the build
 
     def start_early(self) -> None:
-        """Start MPI before there is a world, alone. Without an identity in time, that is left to the first world."""
+        """Start MPI before the first world, alone. If no identity arrives in time, MPI starts in the first world."""
         path = self._path.with_suffix(".early")
         forget_identity(path)
         self._ask(AskIdentities((Applicant(self._host, self._pid, str(path)),)))
@@ -118,13 +122,13 @@ class WorldBuilder:
             start_mpi(self._local_address)
 
     def build(self, at: Rendezvous) -> MPI.Intracomm:
-        """The communicator of the world of ``at``, with its ranks; it is the base from now on.
+        """Return the communicator of the world of ``at``, with its ranks. It is the base from now on.
 
-        Raises CollectiveError, MPI.Exception, or what the store raises.
+        Raises CollectiveError, MPI.Exception, or the store's errors.
         """
         is_known, base_name = MPI.Is_initialized(), None if self.base is None else self.base.name
         mine = Member(at.worker, base_name, is_known, self._host, self._pid, str(self._path))
-        self.underway = []  # those of a world that failed have been revoked
+        self.underway = []  # those of a failed world have been revoked
         members = exchanged(at, mine)
         base = base_that_counts(at, members, self.base)
         if self.base is not None and self.base.name != base:
@@ -146,11 +150,11 @@ class WorldBuilder:
         return world
 
     def put_away(self, comms: Iterable[MPI.Comm]) -> None:
-        """These are used no more, and freed when nothing of them can be on its way to this process any more.
+        """Free these unused communicators, but only after their messages can no longer be in transit to this process.
 
-        Open MPI gives the number of a communicator that is freed to the next one. What a member that is out of reach
-        has sent in the old one would, when it can be reached again, count as sent in the new one: whose own messages
-        are lost for it.
+        Open MPI gives the number of a freed communicator to the next one. Messages that an unreachable member sent in
+        the old communicator could arrive later and count as messages of the new one, whose own messages would then be
+        lost.
         """
         now = time.monotonic()
         self._passed += [(now + _LATEST_MESSAGE_S, comm) for comm in comms]
@@ -177,18 +181,18 @@ class WorldBuilder:
         return comm
 
     def _meet(self, at: Rendezvous, members: list[Member]) -> None:
-        """All are here, and alive: what follows must not wait for somebody who does not come."""
+        """Wait until all members have arrived alive: the next steps must not wait for a member that does not come."""
         at.check()
         at.store.set(f"mpi/here/{at.rank}", "")
         at.store.wait([f"mpi/here/{rank}" for rank in range(len(members))], at.init_timeout)
         at.check()
 
     def _merged(self, comm: MPI.Intracomm, parts: list[list[int]], at: Rendezvous) -> MPI.Intracomm:
-        """All pieces, one after the other connected to those before it."""
+        """Connect all pieces, each one to those before it, and return the merged communicator."""
         own = next(index for index, part in enumerate(parts) if at.rank in part)
         for index in range(max(1, own), len(parts)):
             at.check()
-            port = f"{at.name}/{index}"  # a key of the PMIx server: both sides know it
+            port = f"{at.name}/{index}"  # a key of the PMIx server, known to both sides
             joins = index == own
             between = comm.Connect(port) if joins else comm.Accept(port)
             self.underway.append(between)
@@ -198,10 +202,13 @@ class WorldBuilder:
 
 
 def group_of(world: MPI.Intracomm, ranks: Sequence[int], has_ended: Callable[[], bool]) -> MPI.Intracomm:
-    """The communicator of these ranks of a world, which all of them make. Raises CollectiveError once it has ended.
+    """Create the communicator of these ranks of a world. All of them call it.
 
-    Open MPI does not come back from making one if a member does not come; so they meet before, each telling those that
-    are 1, 2, 4 ... places on (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988).
+    Open MPI does not return from the creation if a member does not come. So the ranks meet first: each one sends to the
+    ranks that are 1, 2, 4 ... places on (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization",
+    1988).
+
+    Raises CollectiveError after the generation has ended.
     """
     own, distance = list(ranks).index(world.Get_rank()), 1
     while distance < len(ranks):

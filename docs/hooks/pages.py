@@ -1,0 +1,121 @@
+"""MkDocs hooks: pages made from files of the repository, links between both, and the reference of the command line."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from elasticstate import config
+
+ROOT = Path(__file__).parents[2]
+PAGES = {  # file of the repository -> page of the site
+    "DESIGN.md": "project/design.md",
+    "SECURITY.md": "project/security.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "README.md": "index.md",
+    "MIGRATION.md": "guides/horovod.md",
+}
+NOTES = ROOT / "docs" / "reference" / "option-notes.md"
+OPTIONS_MARK = "<!-- the options: docs/hooks/pages.py -->"
+LINK = re.compile(r"(?<!!)\[(?P<text>[^][]*(?:\[[^][]*\][^][]*)*)\]\((?P<target>[^()\s]+)\)")
+
+log = logging.getLogger("mkdocs.hooks.pages")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for source, page in PAGES.items():
+        if page.startswith("project/"):
+            files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    path = page.file.src_uri
+    source = next((name for name, other in PAGES.items() if other == path and path.startswith("project/")), None)
+    folder = posixpath.dirname(source if source is not None else f"docs/{path}")
+    markdown = markdown.replace(OPTIONS_MARK, option_reference()) if OPTIONS_MARK in markdown else markdown
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    for index in range(0, len(parts), 2):  # the parts between code blocks
+        parts[index] = LINK.sub(lambda match: _link(match, folder, path, files), parts[index])
+    return "".join(parts)
+
+
+def _link(match: re.Match[str], folder: str, page: str, files: Files) -> str:
+    """Return the link as it works in the site. A file that is no page of the site keeps its text alone."""
+    target, _, anchor = match["target"].partition("#")
+    if not target or ":" in target:
+        return match[0]
+    name = posixpath.normpath(posixpath.join(folder, target))
+    found = PAGES.get(name) or (name.removeprefix("docs/") if name.startswith("docs/") else None)
+    if found is not None and files.get_file_from_path(found) is not None:
+        link = posixpath.relpath(found, posixpath.dirname(page) or ".")
+        return f"[{match['text']}]({link}{'#' + anchor if anchor else ''})"
+    if not (ROOT / name).exists():
+        log.warning("%s: no file %s in the repository", page, name)
+    return match["text"]
+
+
+# --------------------------------------------------------------------------------------------- the command line
+
+
+def option_notes() -> dict[str, str]:
+    """Return the hand-written notes: first name of the option -> Markdown."""
+    text = NOTES.read_text(encoding="utf-8")
+    parts = re.split(r"^## `(.+)`$", text, flags=re.MULTILINE)[1:]
+    return {name: note.strip() for name, note in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def option_reference() -> str:
+    """Return one section for each option, made from the declarations in elasticstate/config and from the notes."""
+    options, defaults = config.option_names(), {f.name: f.default for f in fields(config.Options)}
+    notes, lines, group = option_notes(), [], ""
+    names = {option.names[0] for option in options.values()}
+    for name in sorted(names ^ set(notes)):
+        log.warning("%s: %s", NOTES.name, f"no note for {name}" if name in names else f"{name} is no option")
+    for field, option in options.items():
+        if option.group != group:
+            group = option.group
+            lines += [f"## {group[:1].upper()}{group[1:]}", ""]
+        lines += _section(option, defaults[field], notes.get(option.names[0], ""))
+    return "\n".join(lines)
+
+
+def _section(option: Any, default: object, note: str) -> list[str]:
+    given, _, note = note.partition("\n") if note.startswith("Default: ") else ("", "", note)
+    long_name = next(name for name in option.names if name.startswith("--"))
+    metavar = f" {option.kind.metavar}" if option.kind.metavar else ""
+    text = re.sub(r" \(default: [^()]*\)", "", option.help).rstrip(".")  # the list below the text has it
+    return [
+        f"### `{option.names[0]}{metavar}` {{ #{long_name[2:]} }}",
+        "",
+        f"{text}. {note.strip()}".strip(),
+        "",
+        f"- Value: {_value(option.kind)}",
+        f"- Default: {given.removeprefix('Default: ') or shown(default)}",
+        *([f"- Other names: {', '.join(f'`{name}`' for name in option.names[1:])}"] if option.names[1:] else []),
+        f"- In the environment: {', '.join(f'`{twin}`' for twin in option.twins)}",
+        "",
+    ]
+
+
+def _value(kind: Any) -> str:
+    return str(kind.valid).replace("|", "\\|").replace("*", "\\*") if kind.metavar else "none; it is a switch"
+
+
+def shown(default: object) -> str:
+    """Return a default as a reader types it."""
+    if default is None or default in ((), ""):
+        return "off" if default is None else "none"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, tuple):
+        return "`" + " ".join(part.name if isinstance(part, Enum) else f"{part:g}" for part in default) + "`"
+    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"

@@ -1,0 +1,26 @@
+"""Watch over an agent's files: a deletion is detected within seconds, and the files are created again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from elasticstate.agent.job_place import JobPlace
+from elasticstate.agent.supply import REMEDY, Supply
+from elasticstate.net.link import AgentSocket
+
+_LOOK_INTERVAL_S = 0.25
+
+
+async def watch_files(supply: Supply, place: JobPlace, socket: AgentSocket, warn: Callable[[str], None]) -> None:
+    """Check the files regularly, until cancelled. ``warn`` gets messages for the user at the driver."""
+    while True:
+        supply.look()
+        if place.is_lost or socket.is_lost:
+            with suppress(OSError):  # retried at the next check
+                if place.is_lost:
+                    place.make_anew()
+                socket.reopen(place.socket)
+                warn(f"the socket of this agent was deleted while the job runs: it is {place.socket} now. {REMEDY}")
+        await asyncio.sleep(_LOOK_INTERVAL_S)

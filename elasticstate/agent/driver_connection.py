@@ -1,0 +1,136 @@
+"""An agent's connection to its driver: dialled, lost, dialled again. Messages sent while disconnected are dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+
+from elasticstate.machine import version
+from elasticstate.net import messages
+from elasticstate.net.control import DriverStream
+from elasticstate.net.launch import Launch
+from elasticstate.net.trust import Trust
+
+_FIRST_PAUSE_S = 0.05  # before the second attempt; doubled after each attempt, up to _LONGEST_PAUSE_S
+_LONGEST_PAUSE_S = 1.0
+
+
+class DriverConnection:
+    """Connection to the driver. Call ``establish`` first, and again after ``receive`` has raised ConnectionError.
+
+    Raises ValueError on a bad token.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self.trust = Trust(launch.token)
+        self._epoch = 0  # epoch of the newest driver that this agent has served
+        self._stream: DriverStream | None = None
+        self._early: deque[messages.ToAgent] = deque()  # messages received but not yet returned by receive()
+        self._loop = asyncio.get_running_loop()
+        self.is_connected = False  # True while a greeting or a connection is under way
+        self.is_sought = True  # False: do not retry after a failed attempt
+
+    async def establish(self, limit_s: float) -> messages.JobSpec:
+        """Dial until a driver accepts this agent. Return the first message of that driver.
+
+        Raises:
+            ConnectionRefusedError: a driver of this job refused this agent.
+            ConnectionError: no driver accepted this agent within ``limit_s``, or the driver broke the protocol.
+        """
+        deadline = self._loop.time() + limit_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._greet(max(0.1, deadline - self._loop.time()))
+            except ConnectionRefusedError:
+                raise
+            except ConnectionError:
+                if self._loop.time() + pause_s >= deadline or not self.is_sought:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _greet(self, limit_s: float) -> messages.JobSpec:
+        timeout_s = min(self._launch.connect_timeout_s, limit_s)
+        stream = await DriverStream.dial(self._launch.addresses, self.trust, timeout_s)
+        self.is_connected = True
+        stream.send(self._hello())
+        answer = asyncio.ensure_future(stream.receive())
+        try:
+            await asyncio.wait({answer}, timeout=timeout_s)
+            if not answer.done():
+                raise ConnectionError("the driver does not answer")
+            spec = answer.result()
+            if not isinstance(spec, messages.JobSpec):
+                raise ConnectionError(f"the driver says {type(spec).__name__} instead of what to run")
+            if spec.epoch < self._epoch:
+                raise ConnectionError(f"a driver of epoch {spec.epoch}, after one of epoch {self._epoch}")
+        except BaseException:
+            self.is_connected = False
+            answer.cancel()
+            stream.abort("no agreement")
+            raise
+        self._stream, self._epoch = stream, spec.epoch
+        self._early.clear()
+        return spec
+
+    def _hello(self) -> messages.AgentHello:
+        launch = self._launch
+        return messages.AgentHello(
+            launch.host, launch.agent, launch.slots, self._epoch, os.getpid(), messages.PROTOCOL_VERSION, version()
+        )
+
+    @property
+    def local_address(self) -> str:
+        """Address at which the driver reaches this host."""
+        assert self._stream is not None
+        return self._stream.local_address
+
+    @property
+    def driver_address(self) -> str:
+        """Address at which this host reaches the driver. Raises ConnectionError when disconnected."""
+        if self._stream is None:
+            raise ConnectionError("there is no driver")
+        return self._stream.peer_address
+
+    def send(self, message: messages.FromAgent) -> None:
+        """Send a message after all earlier ones. Does nothing when disconnected."""
+        if self._stream is not None:
+            self._stream.send(message)
+
+    async def receive(self) -> messages.ToAgent:
+        """Return the next message. Raises ConnectionError, with the reason, when disconnected."""
+        if self._early:
+            return self._early.popleft()
+        if self._stream is None:
+            raise ConnectionError("the driver was lost")
+        return await self._next(self._stream)
+
+    async def _next(self, stream: DriverStream) -> messages.ToAgent:
+        try:
+            return await stream.receive()
+        except ConnectionError as error:
+            stream.abort(str(error))
+            self._stream = None
+            raise
+
+    async def lost(self) -> None:
+        """Wait until the driver refuses this agent or is lost; then raise ConnectionError.
+
+        Messages that arrive meanwhile are kept for ``receive``.
+        """
+        assert self._stream is not None
+        while True:
+            self._early.append(await self._next(self._stream))
+
+    def judge(self, now: float, limit_s: float) -> None:
+        """Reset the connection if the driver was silent for longer than ``limit_s``: then ``receive`` raises."""
+        if self._stream is not None and now - self._stream.heard_at > limit_s:
+            self._stream.reset(f"the driver was silent for {limit_s:g} s")
+
+    async def close(self) -> None:
+        """Send all pending messages, then close the connection."""
+        if self._stream is not None:
+            await self._stream.close()

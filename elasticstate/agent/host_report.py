@@ -1,0 +1,71 @@
+"""Report of what has happened on a host, for a driver that was disconnected or has just started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from elasticstate.agent.host_storage import HostStorage
+from elasticstate.agent.liveness import newest_commit
+from elasticstate.agent.worker_handle import WorkerHandle
+from elasticstate.core.types import CommitId, WorkerId
+from elasticstate.net import messages
+
+
+class HostReporter:
+    """Records the events that a host report needs, while the agent runs."""
+
+    def __init__(self, storage: HostStorage) -> None:
+        self._storage = storage
+        self._exits: list[messages.Exited] = []  # since this host received its last world
+        self._incarnations: dict[int, int] = {}
+        self._gate = 0  # newest generation whose exit gate is open
+        self._ended = 0  # newest generation that was ended at once, not at a tick
+        self.held: int | None = None  # generation on hold, if any
+
+    def started(self, worker: WorkerId) -> None:
+        self._incarnations[worker.slot] = worker.incarnation
+
+    def ended(self, exited: messages.Exited) -> None:
+        self._exits.append(exited)
+
+    def has_a_world(self) -> None:
+        """Forget earlier exits: this host has received a new world."""
+        self._exits.clear()
+
+    def sent(self, body: messages.ToWorkerBody) -> None:
+        """Record a message of the driver to the workers: holds, ends and the exit gate."""
+        match body:
+            case messages.Hold(generation):
+                self.held = generation
+            case messages.Release():
+                self.held = None
+            case messages.End(generation, at_tick):
+                self.held = None
+                if at_tick is None:
+                    self._ended = max(self._ended, generation)
+            case messages.OpenGate(generation):
+                self._gate = generation
+
+    def host_report(self, handles: Mapping[WorkerId, WorkerHandle], now: float) -> messages.HostReport:
+        """Return the report for a driver, including the workers that live here."""
+        return messages.HostReport(
+            commits=tuple(self._in_memory()),
+            workers=tuple(_report(worker, handle, now) for worker, handle in handles.items()),
+            exits=tuple(self._exits),
+            incarnations=tuple(self._incarnations.items()),
+            gate=self._gate,
+            ended=self._ended,
+        )
+
+    def _in_memory(self) -> Iterator[tuple[int, CommitId]]:
+        """Yield slot and newest commit, whichever worker wrote it: a booting worker may not have found it yet."""
+        for slot, files in sorted(self._storage.slots().items()):
+            commit = newest_commit(files.page, self._storage.owner(slot))
+            if commit is not None:
+                yield slot, commit
+
+
+def _report(worker: WorkerId, handle: WorkerHandle, now: float) -> messages.WorkerReport:
+    handle.liveness.look(now)
+    lasting = tuple(handle.lasting) if handle.notice is None else (*handle.lasting, handle.notice)
+    return messages.WorkerReport(worker, handle.process.pid, handle.joined, handle.liveness.latest, lasting)

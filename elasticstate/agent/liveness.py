@@ -1,0 +1,127 @@
+"""Liveness and progress of one worker, read from its control page. The worker writes its stamps there."""
+
+from __future__ import annotations
+
+from elasticstate._native import ControlPage
+from elasticstate.core.types import CommitId
+from elasticstate.net.messages import Place, Stamp
+
+_STAMPS_INTERVAL_S = 1.0
+_STAMPS_PER_TIMEOUT = 10
+_FEWEST_STAMPS_PER_TIMEOUT = 4
+_STAMPS_PER_S = 4000  # limit of stamps that the driver receives
+
+
+class Liveness:
+    """One worker's control page, and when it last changed. Times are passed in, from the agent's monotonic clock.
+
+    A worker is judged from ``begin`` (its Hello) to ``end``. The page may be read, and yields news, at any time.
+    """
+
+    def __init__(self, page: ControlPage, owner: bytes) -> None:
+        """Reset the page before the process starts. Only the seals of the previous worker's commits stay."""
+        self._page = self._seals = page
+        self._page.reset()
+        self._owner = owner
+        self._judged = False
+        self._heard_at = self._moved_at = 0.0
+        self._seen = self._page.stamp()
+        self._is_news = False
+        self._reported: Stamp | None = None
+
+    def begin(self, now: float) -> None:
+        """Start to judge the worker: its Hello has arrived."""
+        self._judged = True
+        self._heard_at = self._moved_at = now
+
+    def storage_is(self, page: ControlPage) -> None:
+        """Read seals from the page of the worker's new storage; stamps only if its Hello has not arrived yet."""
+        self._seals = page
+        if not self._judged:
+            self._page = page
+
+    def end(self) -> None:
+        """Stop judging the worker."""
+        self._judged = False
+
+    def look(self, now: float) -> None:
+        """Read the page."""
+        last, self._seen = self._seen, self._page.stamp()
+        if self._seen[0] != last[0]:  # heartbeat
+            self._heard_at, self._is_news = now, True
+        if self._seen[1:] != last[1:]:
+            self._moved_at = now
+
+    def move(self, now: float) -> None:
+        """Count the worker as making progress: it waits for this agent."""
+        self._moved_at = now
+
+    def set_lease(self, until_ns: int) -> None:
+        """Write the end of the lease to the page (see agent/lease.py)."""
+        self._page.set_lease(until_ns)
+
+    def forgive(self, seconds: float) -> None:
+        """Do not count this time."""
+        self._heard_at += seconds
+        self._moved_at += seconds
+
+    def verdict(self, now: float, heartbeat_timeout_s: float) -> str:
+        """Return why the worker must be given up, or "". A worker that is past the exit gate is not judged."""
+        if not self._judged or self._place == Place.DONE or now - self._heard_at <= heartbeat_timeout_s:
+            return ""
+        return f"no sign of life for --heartbeat-timeout of {heartbeat_timeout_s:g} s"
+
+    def doubt(self, now: float, hang_timeout_s: float | None) -> str:
+        """Return why the worker may hang, or "". It may just as well wait for another worker that hangs."""
+        if hang_timeout_s is None or not self._judged or self._place != Place.TRAIN:
+            return ""
+        return f"no tick for --hang-timeout of {hang_timeout_s:g} s" if now - self._moved_at > hang_timeout_s else ""
+
+    def holds_commit(self, index: int) -> bool:
+        """Return True if buffer 0 or 1 carries a seal."""
+        return self._seals.sealed(index, self._owner) is not None
+
+    @property
+    def generation(self) -> int:
+        return self._seen[3]
+
+    @property
+    def _place(self) -> Place:
+        return _place(self._seen[2])
+
+    @property
+    def latest(self) -> Stamp:
+        """The stamp as last read from the page."""
+        _, _, place, generation, ticks = self._seen
+        return Stamp(_place(place), generation, ticks, newest_commit(self._seals, self._owner))
+
+    def news(self) -> Stamp | None:
+        """Return the stamp if there was a heartbeat, or any change of the stamp, since the last call; else None."""
+        stamp = self.latest
+        if not self._is_news and stamp == self._reported:
+            return None
+        self._is_news, self._reported = False, stamp
+        return stamp
+
+
+def stamps_interval_s(heartbeat_timeout_s: float, workers: int) -> float:
+    """Return the interval between an agent's Stamps messages, which are the agent's own heartbeats.
+
+    The interval grows with the number of workers, so that the driver keeps up.
+    """
+    interval_s = min(_STAMPS_INTERVAL_S, heartbeat_timeout_s / _STAMPS_PER_TIMEOUT)
+    return min(interval_s * max(1.0, workers / _STAMPS_PER_S), heartbeat_timeout_s / _FEWEST_STAMPS_PER_TIMEOUT)
+
+
+def newest_commit(page: ControlPage, owner: bytes) -> CommitId | None:
+    """Return the newest commit whose seal is on the page."""
+    seals = (page.sealed(index, owner) for index in (0, 1))
+    return max((CommitId(*seal[:2]) for seal in seals if seal is not None), default=None)
+
+
+def _place(number: int) -> Place:
+    """Convert the number on the page. A worker that corrupts its own memory may have written an invalid one."""
+    try:
+        return Place(number)
+    except ValueError:
+        return Place.BOOT

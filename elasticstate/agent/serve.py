@@ -1,0 +1,27 @@
+"""The process of an agent, from its launch to its exit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import NoReturn
+
+from elasticstate.agent.agent import Agent
+from elasticstate.config import slow_callbacks_file
+from elasticstate.loop_watch import watch_loops
+from elasticstate.net.launch import Launch
+from elasticstate.writing import BLOCKED_S
+
+
+def serve(launch: Launch) -> NoReturn:
+    """Serve until the end, then exit at once: threads may be blocked in a resolver, or by output that nobody reads."""
+
+    async def run() -> None:
+        agent = Agent(launch)
+        status = await agent.run()
+        await agent.outputs.flushed(BLOCKED_S)
+        os._exit(status)
+
+    with watch_loops(slow_callbacks_file()):
+        asyncio.run(run())
+    raise AssertionError("unreachable")

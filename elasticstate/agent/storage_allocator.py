@@ -1,0 +1,159 @@
+"""Allocation of commit storage: files get their full length, with all their blocks, before a worker maps them.
+
+So a full commit directory causes an error that names the bytes, and never a SIGBUS in a worker. To allocate a block
+costs as much as to write it: seconds for each GB. It is done in a separate thread, so heartbeats go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from elasticstate.commits import buffer_file
+from elasticstate.machine import format_bytes
+
+if TYPE_CHECKING:
+    from elasticstate.agent.host_storage import HostStorage
+
+_FALLOC_FL_KEEP_SIZE = 1
+# Steps between two powers of two: a buffer is up to 1/16 larger than requested, and seldom has to grow again.
+_STEPS = 16
+_SMALLEST_STEP_BYTES = 1 << 16
+_THREADS = 4
+
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate64  # os has only posix_fallocate, which also changes the length
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def grow(fd: int, size_bytes: int) -> int:
+    """Make the file at least this long, with all its blocks allocated. Return its length. A file never shrinks.
+
+    Raises OSError; then the file is unchanged.
+    """
+    before = os.fstat(fd).st_size
+    if before >= size_bytes:
+        return before
+    try:
+        _take_blocks(fd, before, size_bytes)
+    except OSError:
+        os.ftruncate(fd, before)
+        raise
+    os.ftruncate(fd, size_bytes)
+    return size_bytes
+
+
+def _take_blocks(fd: int, begin: int, end: int) -> None:
+    """Allocate blocks without changing the length.
+
+    A failed allocation truncates the file again, and a process that maps the file meanwhile must not lose a page.
+    """
+    while _fallocate(fd, _FALLOC_FL_KEEP_SIZE, begin, end - begin) != 0:
+        number = ctypes.get_errno()
+        if number == errno.EOPNOTSUPP:
+            os.posix_fallocate(fd, begin, end - begin)
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def rounded_up(size_bytes: int) -> int:
+    """Round up to the next of 16 steps between two powers of two."""
+    step = max(_SMALLEST_STEP_BYTES, (1 << max(0, size_bytes.bit_length() - 1)) // _STEPS)
+    return -(-size_bytes // step) * step
+
+
+class StorageAllocator:
+    """Allocates commit storage in the commit directory of one host.
+
+    ``workers()`` returns the number of workers on this host. ``say`` gets a line at the first request.
+    """
+
+    def __init__(self, storage: HostStorage, host: str, workers: Callable[[], int], say: Callable[[str], None]):
+        self._storage = storage
+        self._host = host
+        self._workers = workers
+        self._say = say
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="elasticstate-room")
+        self._locks: dict[tuple[int, int], asyncio.Lock] = {}
+        self._largest = 0  # largest buffer size that was found to fit for all workers
+        self._has_reported = False
+
+    async def make(self, slot: int, index: int, size_bytes: int, is_sealed: Callable[[int], bool]) -> tuple[int, str]:
+        """Make buffer ``index`` of a slot at least this long. Return (its length, "") or (0, the error).
+
+        A buffer that carries a seal holds a commit, and is never changed: its worker must remove the seal first.
+        """
+        async with self._locks.setdefault((slot, index), asyncio.Lock()):
+            if is_sealed(index):
+                return 0, f"buffer {index} of slot {slot} carries a sealed commit"
+            size = rounded_up(size_bytes)
+            if size > self._largest:
+                refusal = self._look_ahead(size)
+                if refusal:
+                    return 0, refusal
+            fd = os.dup(self._storage.files(slot).buffers[index])  # the slot may get other files meanwhile
+            try:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, grow, fd, size), ""
+            except OSError as error:
+                if error.errno == errno.ENOSPC:
+                    return 0, self._too_little(size)
+                path = self._storage.directory.path / buffer_file(slot, index)
+                return 0, f"{path} cannot be made {format_bytes(size)} long: {error.strerror}"
+            finally:
+                os.close(fd)
+
+    async def reserve(self, slot: int, size_bytes: int, is_sealed: Callable[[int], bool]) -> None:
+        """Make both buffers of a slot at least this long while its worker boots.
+
+        A retained commit stays as it is, and its buffer grows when the worker overwrites it.
+        """
+        await asyncio.gather(*(self.make(slot, index, size_bytes, is_sealed) for index in (0, 1)))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _look_ahead(self, size: int) -> str:
+        """Return why storage for all workers of this host is too small, or "". Report the need at the first request."""
+        workers, free = self._workers(), self._free()
+        if not self._has_reported:
+            self._has_reported = True
+            each = f"{workers} worker{'s' if workers != 1 else ''} x 2 x {format_bytes(size)}"
+            self._say(
+                f"commits take {format_bytes(2 * size * workers)} on this host ({each}), "
+                f"{format_bytes(free + self._taken())} are free in {self._storage.directory.base}"
+            )
+        if self._missing(size) > free:
+            return self._too_little(size)
+        self._largest = size
+        return ""
+
+    def _too_little(self, size: int) -> str:
+        base, workers = self._storage.directory.base, self._workers()
+        missing, free = format_bytes(self._missing(size)), format_bytes(self._free())
+        return (
+            f"commits do not fit into --commit-dir {base} of host {self._host}: they need {missing} more (two buffers "
+            f"of {format_bytes(size)} for each of {workers}), and {free} are free. Make the state smaller, choose "
+            f"another --commit-dir, or give this one more room "
+            f"(mount -o remount,size=... {base}; docker run --shm-size=...)"
+        )
+
+    def _missing(self, size: int) -> int:
+        """Return the bytes still to be allocated when each worker's two buffers get this long."""
+        lengths = sorted(self._lengths(), reverse=True)[: 2 * self._workers()]
+        return 2 * self._workers() * size - sum(min(size, length) for length in lengths)
+
+    def _taken(self) -> int:
+        return sum(self._lengths())
+
+    def _lengths(self) -> list[int]:
+        return [os.fstat(fd).st_size for files in self._storage.slots().values() for fd in files.buffers]
+
+    def _free(self) -> int:
+        found = os.statvfs(self._storage.directory.fd)
+        return found.f_bavail * found.f_frsize

@@ -1,0 +1,118 @@
+"""Supervision of the workers of one host: liveness, hangs, and the stamps that the driver gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from elasticstate.agent.driver_connection import DriverConnection
+from elasticstate.agent.lease import Lease
+from elasticstate.agent.liveness import stamps_interval_s
+from elasticstate.agent.output import Outputs
+from elasticstate.agent.worker_handle import WorkerHandle
+from elasticstate.core.types import WorkerId
+from elasticstate.net import messages
+from elasticstate.net.control import SILENT_SHARE
+
+LOOK_INTERVAL_S = 0.25
+"""Seconds between two looks at the workers' stamps."""
+_STACKS_TIMEOUT_S = 0.5  # for the stacks of a worker that is to be killed
+
+
+class Supervisor:
+    """Judge of the workers of one host, by their control pages."""
+
+    def __init__(
+        self,
+        handles: Mapping[WorkerId, WorkerHandle],
+        spec: messages.JobSpec,
+        driver: DriverConnection,
+        outputs: Outputs,
+        shares_machine: bool,
+    ) -> None:
+        """``shares_machine``: the driver runs on this machine."""
+        self._handles = handles
+        self._spec = spec
+        self._driver = driver
+        self._outputs = outputs
+        self._shares_machine = shares_machine
+        self._kills: set[asyncio.Task[None]] = set()
+        self.world_size = 0  # size of the newest world
+        self.lease = Lease()
+
+    async def run(self) -> None:
+        """Look at the workers' control pages regularly, until cancelled."""
+        looked_at = stamped_at = asyncio.get_running_loop().time()
+        timeout_s = self._spec.heartbeat_timeout_s
+        look_interval_s = min(LOOK_INTERVAL_S, stamps_interval_s(timeout_s, 0))
+        while True:
+            await asyncio.sleep(look_interval_s)
+            now = asyncio.get_running_loop().time()
+            stalled_s = now - looked_at - look_interval_s
+            if stalled_s > self._spec.heartbeat_timeout_s / 2:
+                self._forgive(stalled_s)
+            elif not self._shares_machine:  # on the driver's own machine silence only means a stopped driver
+                self._driver.judge(now, SILENT_SHARE * self._spec.heartbeat_timeout_s)
+            looked_at = now
+            self._judge(now)
+            for trouble in self._outputs.news():
+                self._driver.send(trouble)
+            if now - stamped_at >= stamps_interval_s(timeout_s, self.world_size):
+                stamped_at = now
+                self.send_stamps()
+
+    def _forgive(self, stalled_s: float) -> None:
+        """Do not count time in which this agent itself was stopped: its workers may have been stopped, too."""
+        for handle in self._handles.values():
+            handle.liveness.forgive(stalled_s)
+
+    def _judge(self, now: float) -> None:
+        for handle in self._handles.values():
+            handle.liveness.look(now)
+            if handle.waits:
+                handle.liveness.move(now)
+            reason = handle.liveness.verdict(now, self._spec.heartbeat_timeout_s) or self._hangs(handle, now)
+            if reason:
+                handle.liveness.end()  # report only once
+                self._driver.send(messages.Unresponsive(handle.process.worker, reason))
+                task = asyncio.ensure_future(self._kill_with_stacks(handle))
+                self._kills.add(task)
+                task.add_done_callback(self._kills.discard)
+
+    def _hangs(self, handle: WorkerHandle, now: float) -> str:
+        """Return why a worker is considered hung, or "".
+
+        All members of a collective stop when one of them hangs. So the generation is ended first, which gets the others
+        out of the collective. A worker that makes no progress for another --failure-grace seconds is the one that
+        hangs.
+        """
+        doubt = handle.liveness.doubt(now, self._spec.hang_timeout_s)
+        if not doubt:
+            handle.doubted_at = None
+        elif handle.doubted_at is None:
+            handle.doubted_at = now
+            failure = messages.GenerationFailure(handle.liveness.generation, True, doubt)
+            self._driver.send(messages.FromWorker(handle.process.worker, failure))
+        elif now - handle.doubted_at > self._spec.failure_grace_s:
+            return doubt
+        return ""
+
+    async def _kill_with_stacks(self, handle: WorkerHandle) -> None:
+        """Let the worker write its stacks to its log, then kill it.
+
+        The signal handler needs no GIL, but the process must not be stopped.
+        """
+        handle.process.ask_for_stacks()
+        await asyncio.sleep(_STACKS_TIMEOUT_S)
+        handle.process.kill()
+
+    def send_stamps(self) -> None:
+        news = [(worker, handle.liveness.news()) for worker, handle in self._handles.items()]
+        stamps = tuple((worker, stamp) for worker, stamp in news if stamp is not None)
+        number = self.lease.ask() if self._spec.lease_s is not None else 0
+        self._driver.send(messages.Stamps(stamps, number))
+
+    def renew_lease(self, number: int) -> None:
+        self.lease.granted(number, self._spec.lease_s or 0.0)
+        for handle in self._handles.values():
+            handle.liveness.set_lease(self.lease.until_ns)

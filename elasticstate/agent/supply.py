@@ -1,0 +1,105 @@
+"""Files and key for the workers of a host: descriptors of the files of their slots, and the job's key.
+
+If the files lose their names while the job runs, the agent moves the slots to new files (see agent/host_storage.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+from elasticstate.agent.driver_connection import DriverConnection
+from elasticstate.agent.host_storage import HostStorage
+from elasticstate.agent.result import Results
+from elasticstate.agent.worker_handle import WorkerHandle
+from elasticstate.core.types import WorkerId
+from elasticstate.errors import CommitStorageError
+from elasticstate.net import messages
+from elasticstate.net.link import WorkerConnection
+from elasticstate.threads import in_thread
+
+REMEDY = (
+    "systemd-logind does this at the end of a user's last session: loginctl enable-linger, or RemoveIPC=no in "
+    "logind.conf, keeps it from that"
+)
+
+
+class Supply:
+    """Gives workers their files. ``begin`` starts a task; ``warn`` gets messages for the user at the driver."""
+
+    def __init__(
+        self,
+        storage: HostStorage,
+        handles: Mapping[WorkerId, WorkerHandle],
+        key: bytes,
+        call: bytes,
+        begin: Callable[[Coroutine[Any, Any, object]], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._storage = storage
+        self._handles = handles
+        self._key = key
+        self._results = Results(key)
+        self._call = _in_memory(call) if call else None
+        self._begin = begin
+        self._warn = warn
+        self._fault = ""  # why no new directory could be made yet
+
+    def give(self, worker: WorkerId, connection: WorkerConnection) -> None:
+        """Answer a worker that requests its files: at boot, or at a commit after the files have lost their names."""
+        self._begin(self._give(worker, connection))
+
+    async def _give(self, worker: WorkerId, connection: WorkerConnection) -> None:
+        handle = self._handles[worker]
+        if self._storage.files(worker.slot).page.is_stale:
+            handle.waits += 1
+            try:
+                await self._storage.move(worker.slot, lambda: self._handles.get(worker) is handle)
+            finally:
+                handle.waits -= 1
+        result = self._storage.result(worker.slot)
+        if self._handles.get(worker) is handle and result is not None:
+            files = self._storage.files(worker.slot)
+            handle.liveness.storage_is(files.page)
+            given = [*files.descriptors, result, *([] if self._call is None else [self._call])]
+            connection.give(messages.Storage(self._key, self._call is not None), given)
+
+    async def send_result(self, slot: int, offset: int, driver: DriverConnection) -> None:
+        """Send a part of the result that a worker of ``launch()`` has returned."""
+        driver.send(await in_thread(self._results.part, self._storage.result(slot), slot, offset))
+
+    def look(self) -> None:
+        """Check if files have been deleted since the last call. If so, warn, and move the slots without a worker."""
+        directory = self._storage.directory
+        before = directory.path
+        try:
+            if not self._storage.notice_loss():
+                return
+        except (OSError, CommitStorageError) as error:
+            if self._fault != str(error):
+                self._fault = str(error)
+                self._warn(f"{before} was deleted, and cannot be made again ({error}). {REMEDY}")
+            return
+        self._fault = ""
+        taken = "" if directory.path == before else f", as {directory.path}: somebody else has taken its name"
+        self._warn(
+            f"commits were deleted from {before} while the job runs: what workers and agent hold is not lost, and goes "
+            f"to a new directory with the next commits{taken}. {REMEDY}"
+        )
+        inhabited = {worker.slot for worker in self._handles}
+        for slot in self._storage.slots():
+            if slot not in inhabited:
+                self._begin(self._storage.move(slot, partial(self._is_empty, slot)))
+
+    def _is_empty(self, slot: int) -> bool:
+        return all(worker.slot != slot for worker in self._handles)
+
+
+def _in_memory(data: bytes) -> int:
+    """Return the descriptor of a file without a name that holds this data."""
+    fd = os.memfd_create("elasticstate-call", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(data)
+    return fd

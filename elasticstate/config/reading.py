@@ -1,0 +1,104 @@
+"""Options from texts: of the command line, of ``launch()``, of the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elasticstate import kinds
+from elasticstate.config.options import Options, option_names
+from elasticstate.errors import OptionError
+
+
+def read_options(
+    given: Mapping[str, str | None], command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> Options:
+    """Return the options from texts (field name -> text). An option without a text is read from its environment twin.
+
+    Raises OptionError (one line) if a value is invalid, missing, or in conflict with another one.
+    """
+    values = _parse(given, environ)
+    if not command:
+        raise OptionError("COMMAND is missing. Add the command of the workers: elasticrun -np 2 python train.py")
+    if "np" not in values:
+        behind = next((word for word in command if word.partition("=")[0] in option_names()["np"].names), None)
+        if behind is not None:
+            raise OptionError(
+                f"-np/--num-proc is missing: {behind!r} after COMMAND belongs to COMMAND. Write options before COMMAND."
+            )
+        raise OptionError("-np/--num-proc is missing. Give the number of workers to start with.")
+    return _complete(values, list(command))
+
+
+def read_options_to_check(
+    given: Mapping[str, str | None], environ: Mapping[str, str] | None = None
+) -> tuple[Options, frozenset[str]]:
+    """Return the options for ``--check``, and the names of those that were given. COMMAND and ``-np`` are not required.
+
+    Raises OptionError.
+    """
+    values = _parse(given, environ)
+    options = _complete({"np": max(1, values.get("min_np", 1)), **values}, ["true"])
+    return options, frozenset(values)
+
+
+def _parse(given: Mapping[str, str | None], environ: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the values of the options that were given. Raises OptionError."""
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    for name, option in option_names().items():
+        source, text = "/".join(option.names), given.get(name)
+        if text is None:
+            source = next((twin for twin in option.twins if environ.get(twin)), "")
+            text = environ.get(source)
+        if text is not None:
+            try:
+                values[name] = option.kind.parse(text)
+            except ValueError:
+                raise OptionError(f"{source}: {text!r}: must be {option.kind.valid}") from None
+    return values
+
+
+def _complete(values: dict[str, Any], command: list[str]) -> Options:
+    """Fill in the defaults that depend on other options. Raises OptionError if two options contradict each other."""
+    if command[0].endswith(".py"):
+        command = [sys.executable, "-u", *command]
+    places = [name for name in ("hosts", "hostfile", "host_discovery_script") if name in values]
+    if len(places) > 1:
+        both = " and ".join("--" + name.replace("_", "-") for name in places)
+        raise OptionError(f"{both} exclude each other. Give only one of them.")
+    if "listen" in values and places:
+        raise OptionError(f"--listen and --{places[0].replace('_', '-')} exclude each other. Give only one of them.")
+    if "listen" in values and "token_file" not in values:
+        raise OptionError("--listen requires --token-file. Agents that dial in authenticate with the token.")
+    if "token_file" in values and "listen" not in values:
+        raise OptionError("--token-file requires --listen. Add --listen, or leave --token-file out.")
+    if values.get("tee", 3) != 3 and "log_dir" not in values:
+        raise OptionError(
+            f"--tee: {values['tee']}: must be 3 without --log-dir, or output would be lost. Add --log-dir."
+        )
+    np = values["np"]
+    values.setdefault("min_np", np)
+    values.setdefault("max_np", None if {"host_discovery_script", "listen"} & set(values) else np)
+    if values["min_np"] > np:
+        raise OptionError(f"--min-np: {values['min_np']}: must be at most -np, which is {np}")
+    if values["max_np"] is not None and values["max_np"] < np:
+        raise OptionError(f"--max-np: {values['max_np']}: must be at least -np, which is {np}")
+    _refuse_too_few_slots(values)
+    return Options(command=tuple(command), **values)
+
+
+def _refuse_too_few_slots(values: Mapping[str, Any]) -> None:
+    """Raise OptionError if the hosts cannot change and have too few slots for any world."""
+    default_slots = values.get("slots_per_host", 1)
+    if "hosts" not in values or default_slots is None:
+        return  # the hosts may change, or only the driver can count the devices
+    slots = sum(kinds.parse_host(host, default_slots).slots for host in values["hosts"])
+    if slots < values["min_np"]:
+        least = "-np" if values["min_np"] == values["np"] else "--min-np"
+        raise OptionError(
+            f"-H/--hosts: the hosts have {slots} slots, fewer than {least}, which is {values['min_np']}. Add hosts or "
+            f"slots (host:slots, --slots-per-host), or lower {least}."
+        )

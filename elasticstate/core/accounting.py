@@ -1,0 +1,137 @@
+"""Measurement of what the end of a world costs. The core calls this module for each fact and when a new world forms.
+
+A *lost commit* was sealed by all members of the ended world, as far as the driver received reports, but the next world
+starts from an older commit: the buffers that held it are damaged, or their slots are given up. The *lost ticks* must be
+done again: they lie between the commit that the next world starts from and the last tick that a survivor completed. If
+no member survives, the last tick of any member counts.
+
+READY is exact, and so is the control page that an agent reads after its worker has ended. For a lost host, the driver
+has only the last heartbeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elasticstate.core import types as t
+from elasticstate.core.losses import Losses, Origin
+from elasticstate.core.records import Draft, Membership, Worker
+from elasticstate.core.worlds import NOTHING, newest, survivors_of
+
+_ORIGINS_KEPT = 64  # no worker or slot holds a commit of an older generation
+
+
+def member_left(d: Draft, paused_s: float) -> None:
+    """Record that a member of the present generation is READY: it stopped training at the end of its last tick."""
+    stopped_at, known = d.now - paused_s, d.ledger.stopped_at
+    d.update_ledger(stopped_at=stopped_at if known is None else min(known, stopped_at))
+
+
+def member_died(d: Draft, worker: Worker, seen: bool) -> None:
+    """Record the end of a member of the present generation. ``seen``: its agent read its control page after the end."""
+    ticks = max(worker.ticks, worker.ready.ticks if worker.ready is not None else 0, d.ledger.dead_ticks)
+    d.update_ledger(dead_ticks=ticks, dead_unseen=d.ledger.dead_unseen or not seen)
+
+
+def world_changes(d: Draft, chosen: Sequence[Worker]) -> None:
+    """Count what the change to a world of ``chosen`` costs, except the time."""
+    best, ledger = newest(chosen), d.ledger
+    position, is_known = _position(d, best)
+    if d.generation > 0:
+        commits, all_commits = _lost_commits(d, best)
+        ticks, all_ticks = _reached(d, chosen)
+        bounds = {"commits_lost": all_commits, "ticks_lost": all_ticks and is_known}
+        lower = frozenset(name for name, is_exact in bounds.items() if not is_exact)
+        losses = Losses(0.0, commits, max(0, ticks - position), lower)
+        down_since = ledger.down_since
+        if down_since is None:
+            down_since = d.now if ledger.stopped_at is None else ledger.stopped_at
+        d.update_ledger(losses=ledger.losses + losses, down_since=down_since)
+    origin = Origin(d.generation + 1, _on_the_line(d, best), position)
+    origins = (*ledger.origins, origin)[-_ORIGINS_KEPT:]
+    d.update_ledger(origins=origins, stopped_at=None, dead_ticks=0, dead_unseen=False)
+
+
+def training_resumed(d: Draft, at: float) -> None:
+    """Record that the new world has completed its first tick, or has nothing more to do."""
+    down_since = d.ledger.down_since
+    if down_since is not None:
+        losses = replace(d.ledger.losses, downtime_s=at - down_since)
+        d.note("training_resumed", **losses.fields())
+        d.update_ledger(total=d.ledger.total + losses, losses=Losses(), down_since=None)
+
+
+def losses(m: Membership, now: float) -> Losses:
+    """Return the losses of the whole job, including a downtime that has not ended yet."""
+    ledger = m.ledger
+    since = ledger.stopped_at if ledger.down_since is None else ledger.down_since
+    if not ledger.has_ticked and (since is not None or m.generation > 1):
+        return ledger.total + replace(ledger.losses, downtime_s=None)
+    return ledger.total + replace(ledger.losses, downtime_s=0.0 if since is None else now - since)
+
+
+def _origin(d: Draft, generation: int) -> Origin | None:
+    return next((origin for origin in reversed(d.ledger.origins) if origin.generation == generation), None)
+
+
+def _on_the_line(d: Draft, commit: t.CommitId) -> t.CommitId:
+    """Return the user's commit that ``(g, 0)``, sealed by sync, copies; any other commit is returned as it is."""
+    origin = _origin(d, commit.generation) if commit.tick == 0 else None
+    return commit if origin is None else origin.commit
+
+
+def _position(d: Draft, commit: t.CommitId) -> tuple[int, bool]:
+    """Return the number of ticks from the start of the job to a commit, and True if this number is known."""
+    if commit == NOTHING:
+        return 0, not d.ledger.origins or d.ledger.origins[0].generation == 1
+    origin = _origin(d, commit.generation)
+    return (0, False) if origin is None else (origin.position + commit.tick, True)
+
+
+def _reached(d: Draft, chosen: Sequence[Worker]) -> tuple[int, bool]:
+    """Return the position of the last completed tick of the ended world, and True if this position is exact."""
+    start = origin.position if (origin := _origin(d, d.generation)) is not None else 0
+    survivors = survivors_of(d, chosen)
+    if survivors:
+        return start + max(ready.ticks for ready in survivors), True
+    sealed = [commit.tick for _, commit in _sealed(d) if commit.generation == d.generation]
+    is_exact = not d.ledger.dead_unseen and not any(d.breaks(worker) for worker in d.workers.values())
+    return start + max([d.ledger.dead_ticks, *sealed]), is_exact
+
+
+def _sealed(d: Draft) -> list[tuple[t.SlotId, t.CommitId]]:
+    """Return, for each member of the ended world, the newest commit that is known to be sealed in its slot."""
+    members = d.world.members if d.world is not None else ()
+    slots = ((placement.worker.slot_id, d.slots.get(placement.worker.slot_id)) for placement in members)
+    return [(slot_id, NOTHING if slot is None else slot.sealed) for slot_id, slot in slots]
+
+
+def _lost_commits(d: Draft, best: t.CommitId) -> tuple[int, bool]:
+    """Return the number of lost commits that were reported to the driver, and True if there can be no others."""
+    origin = _origin(d, d.generation)
+    start = NOTHING if origin is None else origin.commit
+    best = _on_the_line(d, best)
+    sealed = {
+        slot_id: commit if commit.generation == d.generation and commit.tick else start
+        for slot_id, commit in _sealed(d)
+    }
+    seen = [commit for slot_id, commit in sealed.items() if _is_seen(d, slot_id)]
+    if seen and min(seen) <= best:
+        return 0, True
+    made = min(sealed.values())
+    readies = [worker.ready for worker in d.workers.values() if worker.ready is not None]
+    heard = {commit for ready in readies for commit in (ready.commit, ready.previous) if commit is not None}
+    lost = {commit for commit in heard.union(sealed.values(), [start]) if commit.tick and best < commit <= made}
+    # A slot has two buffers: if the newer buffer was damaged, the older buffer holds the commit directly before.
+    is_next = any(sealed.get(ready.worker.slot_id) == made and ready.commit == best for ready in readies)
+    return len(lost), len(seen) == len(sealed) and is_next
+
+
+def _is_seen(d: Draft, slot_id: t.SlotId) -> bool:
+    """Return True if the agent read the control page, or the worker was READY, after the slot's last commit in the
+    ended world."""
+    slot = d.slots.get(slot_id)
+    worker = d.workers.get(slot.worker) if slot is not None and slot.worker is not None else None
+    still_in_it = worker is not None and d.breaks(worker) and worker.ready is None
+    return d.hosts[slot_id.host].agent == "joined" and not still_in_it

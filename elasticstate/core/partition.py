@@ -1,0 +1,53 @@
+"""Workers on unreachable hosts: how long they may live on, and how the core takes survivors back."""
+
+from __future__ import annotations
+
+from elasticstate.core import types as t
+from elasticstate.core.policy import Policy
+from elasticstate.core.records import Draft, Forming, Waiting, Worker
+
+_MARGIN = 1.25  # clocks differ
+
+
+def lease_s(policy: Policy) -> float:
+    """Return the seconds after the loss of its agent in which an unreachable worker may still train.
+
+    In this time the agent detects the loss of the driver, waits for a driver, and kills the workers that do not stop.
+    With ``--lease``, its ticks stop at the end of the lease.
+    """
+    if policy.lease_s is not None:
+        return _MARGIN * policy.lease_s
+    return _MARGIN * (policy.heartbeat_timeout_s + policy.driver_timeout_s + policy.stop_timeout_s)
+
+
+def record_incarnation(d: Draft, worker: t.WorkerId) -> None:
+    """Record a worker that an agent has reported as started, perhaps by an earlier driver."""
+    host, slot = d.hosts[worker.host], d.slots.get(worker.slot_id)
+    d.put_host(host, slots_ever=max(host.slots_ever, worker.slot + 1))
+    if slot is None or slot.incarnation < worker.incarnation:
+        d.put_slot(worker.slot_id, incarnation=worker.incarnation)
+
+
+def take_back(d: Draft, worker: t.WorkerId, generation: int) -> None:
+    """Take back a worker that lived on while its agent was unreachable. Its generation has ended, so the world does not
+    wait for the worker."""
+    if worker in d.workers:
+        return
+    slot = d.slots[worker.slot_id]
+    is_its_own = slot.worker is None and 0 < worker.incarnation == slot.incarnation
+    if not is_its_own or not _is_over(d, generation):
+        d.effects.append(t.StopWorker(worker, "its slot is another worker's by now", kill=True))
+        return
+    d.put_slot(worker.slot_id, worker=worker)
+    members = d.world.members if d.world is not None and generation == d.generation else ()
+    rank = next((placement.rank for placement in members if placement.worker == worker), None)
+    lacked = d.world is not None and rank in d.world.lacking  # so the worker's commit may be older than its world
+    late = generation > 0
+    d.add(Worker(worker, started_at=d.now, joined=generation, rank=rank, lacked=lacked, late=late))
+    if late:
+        d.effects.append(t.Sever(worker, generation, f"host {worker.host} was out of reach"))
+
+
+def _is_over(d: Draft, generation: int) -> bool:
+    """Return True if a generation has ended or is about to end: no worker may continue in it."""
+    return generation < d.generation or (generation == d.generation and isinstance(d.phase, (Forming, Waiting)))

@@ -1,0 +1,122 @@
+"""Reattach: the first state of a driver that replaces a dead driver. The state decides if the present world goes on.
+
+Everything else arrives later as ordinary events: AgentJoined or AgentLost for each host that had an agent, the ends of
+workers, and the messages that living workers have sent in their generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from elasticstate.core import types as t
+from elasticstate.core.diagnostics import listed
+from elasticstate.core.ending import end_now
+from elasticstate.core.losses import Losses, Origin
+from elasticstate.core.membership import Transition, new_membership
+from elasticstate.core.partition import record_incarnation
+from elasticstate.core.policy import Policy
+from elasticstate.core.records import Draft, Failure, Finishing, Host, Running, Worker
+from elasticstate.core.worlds import NOTHING
+
+_HOLDS_BITS = 32  # the bits of a hold's number that count the holds of one driver
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """State of a job without a driver, from the job's record and from the reports of its agents."""
+
+    epoch: int  # the epoch of the new driver: higher than that of any earlier driver
+    world: t.World | None  # the newest world that was published or about to be published
+    ages: tuple[int, ...]  # the ages of this world's members, by rank
+    next_age: int
+    highest: t.CommitId | None  # the newest user's commit that was reported
+    hosts: tuple[t.HostSlots, ...]  # discovery's last answer
+    lost: frozenset[str]  # unreachable hosts that had an agent or members of this world: AgentLost follows
+    living: dict[t.WorkerId, int]  # reachable workers, each with the newest generation whose world it received
+    exited: frozenset[t.WorkerId]  # workers that exited since this world: WorkerExited follows
+    has_ticked: bool  # this world has completed a tick
+    has_ended: bool  # some members of this world have received END
+    gate_is_open: bool  # some members of this world have received OpenGate
+
+
+def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
+    """Return the first state of the new driver. The world continues if each member has received it, and is alive or
+    will be reported as dead or unreachable. A generation that cannot be complete is ended."""
+    d = Draft(new_membership(policy), now)
+    world = remains.world
+    started = world is not None or any(remains.living.values())
+    d.update_ledger(started_at=now, ever_ready=started, highest=remains.highest, next_age=remains.next_age)
+    d.update_ledger(holds=remains.epoch << _HOLDS_BITS)
+    _hosts(d, remains)
+    _slots(d, remains)
+    d.reason = "a driver was restarted"
+    if world is not None:
+        _members(d, remains, world)
+    return Transition(d.freeze({}), tuple(d.effects), d.reason)
+
+
+def _hosts(d: Draft, remains: Remains) -> None:
+    named = {host.name: host.slots for host in remains.hosts}
+    members = [placement.worker for placement in remains.world.members] if remains.world is not None else []
+    found = {worker.host for worker in (*remains.living, *remains.exited, *members)}
+    rest = sorted(remains.lost.union(found).difference(named))
+    for order, name in enumerate((*named, *rest)):
+        slots = named.get(name, 0)
+        host = d.hosts[name] = Host(
+            name, order, slots, slots_ever=slots, heard="its agent was there before", heard_at=d.now
+        )
+        if name in remains.lost:
+            d.put_host(host, agent="joined")
+
+
+def _slots(d: Draft, remains: Remains) -> None:
+    members = [placement.worker for placement in remains.world.members] if remains.world is not None else []
+    for worker in (*remains.living, *remains.exited, *members):
+        record_incarnation(d, worker)
+    for worker in remains.exited.difference(members):
+        _add(d, Worker(worker, started_at=d.now))
+
+
+def _members(d: Draft, remains: Remains, world: t.World) -> None:
+    absent: list[t.WorkerId] = []
+    lacking = frozenset(world.lacking)
+    for placement, age in zip(world.members, remains.ages, strict=True):
+        worker, generation = placement.worker, world.generation
+        is_given = remains.living.get(worker) == generation
+        if is_given or worker in remains.exited or worker.host in remains.lost:
+            member = Worker(worker, d.now, joined=generation, first_joined=generation, rank=placement.rank, age=age)
+            _add(d, replace(member, heard_at=d.now, ticks_at=d.now, place="train", lacked=placement.rank in lacking))
+        else:
+            absent.append(worker)
+    d.world = world
+    _losses(d, remains, world, is_complete=not absent)
+    if remains.gate_is_open and not remains.has_ended:  # else the last driver did not know of the gate
+        d.phase = Finishing(since=d.now)
+        d.effects.append(t.OpenGate(world.generation))
+        return
+    d.phase = Running(since=d.now, first_tick=remains.has_ticked)
+    if absent or remains.has_ended:
+        why = f"{listed([str(worker) for worker in absent])} had not gone on" if absent else "the last one had ended it"
+        d.update_ledger(is_broken=bool(absent))
+        reason = f"the driver was restarted, and {why}"
+        end_now(d, Failure(t.RootCause(reason, generation=world.generation), "lost"))
+
+
+def _losses(d: Draft, remains: Remains, world: t.World, is_complete: bool) -> None:
+    """Mark the downtime as a lower bound if training stands still, or will after the agents' reports: the time of the
+    stop is not known."""
+    d.update_ledger(
+        origins=(Origin(world.generation, NOTHING, 0),), has_ticked=remains.has_ticked or bool(remains.highest)
+    )
+    trains = remains.has_ticked or world.generation == 1
+    if not (trains and is_complete) or remains.has_ended or remains.exited or remains.lost:
+        d.update_ledger(losses=Losses(lower_bounds=frozenset({"downtime_s"})))
+    if not trains:
+        d.update_ledger(down_since=d.now)
+
+
+def _add(d: Draft, worker: Worker) -> None:
+    d.add(worker)
+    d.put_slot(worker.id.slot_id, worker=worker.id)

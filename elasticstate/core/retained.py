@@ -1,0 +1,69 @@
+"""Retained commits: commits in memory that outlive their workers; the agents keep them (I3).
+
+While a member of the newest world lives that began this world with the job's state, the commits of that member decide:
+it has sealed every commit that all members have sealed. This is not true for a member that ended ticks without training
+(torch's ``Join``). If no such member lives, the newest retained commit decides, and the core waits for its slot. The
+core records the last report about each slot, from its worker or from an agent that found the commit.
+"""
+
+from __future__ import annotations
+
+from elasticstate.core import types as t
+from elasticstate.core.records import Draft, Host, Membership, Worker
+
+
+def remember(d: Draft, slot_id: t.SlotId, commit: t.CommitId | None) -> None:
+    """Record the newest commit in a slot's commit storage, as its worker reports it."""
+    slot = d.slots.get(slot_id)
+    if slot is not None and slot.retained != commit:
+        d.put_slot(slot_id, retained=commit, sealed=max(slot.sealed, commit or slot.sealed))
+
+
+def record_sealed(d: Draft, slot_id: t.SlotId, commit: t.CommitId | None) -> None:
+    """Record the newest commit that was ever sealed in a slot. This commit may be damaged by now."""
+    slot = d.slots.get(slot_id)
+    if slot is not None and commit is not None and commit > slot.sealed:
+        d.put_slot(slot_id, sealed=commit)
+
+
+def replace_commits(d: Draft, host: str, commits: dict[int, t.CommitId]) -> None:
+    """Replace the retained commits of a host: the host has ``commits`` in memory, and no others."""
+    for index in sorted(d.slots_of(host).union(commits)):
+        slot_id, commit = t.SlotId(host, index), commits.get(index)
+        d.put_slot(slot_id, retained=commit)
+        record_sealed(d, slot_id, commit)
+
+
+def awaited(m: Draft | Membership) -> list[tuple[t.SlotId, t.CommitId]]:
+    """Return the slots that retain a newer commit than all READY workers, the newest first, if retained commits decide.
+
+    Slots of draining hosts count until their agent is stopped: the agent removes the commits when it stops.
+    """
+    if any(_is_on_the_line(m, worker) for worker in m.workers.values()):
+        return []
+    ready = [worker.ready.commit for worker in m.workers.values() if worker.ready is not None and not worker.gone]
+    best = max((commit for commit in ready if commit is not None), default=t.CommitId(0, 0))
+    newer = [
+        (slot_id, slot.retained)
+        for slot_id, slot in m.slots.items()
+        if slot.retained is not None and slot.retained > best and not _is_given_back(m.hosts[slot_id.host])
+    ]
+    newer.sort(key=lambda item: (*(-number for number in item[1]), m.hosts[item[0].host].order, item[0]))
+    return newer
+
+
+def _is_given_back(host: Host) -> bool:
+    return bool(host.draining) and host.agent == "stopping"
+
+
+def _is_on_the_line(m: Draft | Membership, worker: Worker) -> bool:
+    """Return True if the worker lives, was in the newest world, and had or received the job's state in that world.
+
+    A worker that ended ticks without training has an older state than the others.
+    """
+    if worker.gone or worker.late or not 0 < worker.joined == m.generation:
+        return False
+    commit = worker.ready.commit if worker.ready is not None else worker.commit
+    if worker.ready is not None and (commit is None or worker.ready.behind):
+        return False
+    return not worker.lacked or (commit is not None and commit.generation == m.generation)

@@ -1,0 +1,144 @@
+"""The phases Running and Finishing: a world trains, then its members pass the exit gate and exit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+from elasticstate.core import accounting, types as t
+from elasticstate.core.diagnostics import members_of, names
+from elasticstate.core.ending import (
+    become_over,
+    drain_deadlines,
+    end_now,
+    fail_drains,
+    first_cause,
+    judge,
+    overdue_drains,
+    suspects_of,
+    verdict_deadlines,
+)
+from elasticstate.core.planned import planned_change, planned_deadlines
+from elasticstate.core.records import Draft, Failure, Finishing, Running, Worker
+from elasticstate.core.worlds import (
+    enter,
+    make_world,
+)
+
+
+def running(d: Draft, phase: Running) -> None:
+    members = members_of(d)
+    if d.broken:
+        end_now(d, first_cause(d.broken))
+    elif members and all(member.in_gate for member in members):
+        become_finishing(d)
+    elif overdue := overdue_drains(d, members):
+        fail_drains(d, overdue)
+    elif d.now >= _gate_end(d, phase):
+        _fail_gate(d, members)
+    elif suspects := suspects_of(d, members):
+        judge(d, members, suspects)
+    else:
+        phase = d.phase = _with_notices(d, phase, members)
+        planned_change(d, phase, members)
+
+
+def running_deadlines(d: Draft, phase: Running) -> Iterator[tuple[str, float]]:
+    members = members_of(d)
+    yield from drain_deadlines(d, members)
+    yield "gate", _gate_end(d, phase)
+    if suspects := suspects_of(d, members):
+        yield from verdict_deadlines(d, suspects)
+        return
+    if phase.gate_since is not None and "gate" not in phase.noticed:
+        yield "notice", phase.gate_since + d.policy.waiting_notice_s
+    elif phase.gate_since is None and "ticks" not in phase.noticed:
+        yield "notice", min((w.ticks_at for w in _behind(members)), default=inf) + d.policy.waiting_notice_s
+    yield from planned_deadlines(d, phase, members)
+
+
+def become_running(d: Draft, chosen: list[Worker]) -> None:
+    """Enter Running: publish a world of ``chosen``. END, at a tick or now, or the exit gate ends this phase."""
+    before = {w.id for w in chosen if 0 < w.joined == d.generation}
+    left = [p.worker for p in d.world.members if p.worker not in before] if d.world is not None else []
+    if d.generation > 0 and d.ledger.down_since is None:  # planned: no failure since the last first tick
+        d.update_ledger(planned_at=d.now)
+    accounting.world_changes(d, chosen)
+    world = make_world(d, chosen)
+    enter(d, world)
+    d.effects.append(t.PublishWorld(world))
+    d.note(
+        "world_formed",
+        size=world.size,
+        hosts=world.members[0].cross_size,
+        joined=[str(p.worker) for p in world.members if p.worker not in before],
+        left=[str(worker) for worker in left],
+        root=world.root,
+        synced=len(world.lacking),
+    )
+    d.phase = Running(since=d.now)
+    d.reason = f"world {world.generation}: {world.size} workers"
+
+
+def _gate_end(d: Draft, phase: Running) -> float:
+    """Return the time at which the exit gate times out."""
+    limit_s = d.policy.gate_timeout_s
+    return inf if phase.gate_since is None or limit_s is None else phase.gate_since + limit_s
+
+
+def _fail_gate(d: Draft, members: list[Worker]) -> None:
+    outside = names([member for member in members if not member.in_gate])
+    reason = f"{outside} not in the exit gate within {d.policy.gate_timeout_s:g} s"
+    end_now(d, Failure(t.RootCause(reason, generation=d.generation), "reported"))
+
+
+def _with_notices(d: Draft, phase: Running, members: list[Worker]) -> Running:
+    """Report the members outside the gate, or the members whose ticks do not advance while others are ahead."""
+    notice_s = d.policy.waiting_notice_s
+    if phase.gate_since is not None:
+        outside = names([member for member in members if not member.in_gate])
+        d.reason = f"waits in the exit gate for {outside}"
+        if "gate" not in phase.noticed and d.now >= phase.gate_since + notice_s:
+            d.note("waiting", **{"for": "the exit gate", "who": outside})
+            return replace(phase, noticed=(*phase.noticed, "gate"))
+    elif "ticks" not in phase.noticed:
+        late = [w for w in _behind(members) if d.now >= w.ticks_at + notice_s]
+        if late:
+            completed = max(member.ticks for member in members)
+            d.note("waiting", **{"for": f"ticks: others have completed {completed}", "who": names(late)})
+            return replace(phase, noticed=(*phase.noticed, "ticks"))
+    return phase
+
+
+def _behind(members: list[Worker]) -> list[Worker]:
+    """Return the members that are more than one tick behind the member with the most ticks."""
+    ahead = max((member.ticks for member in members), default=1) - 1
+    return [w for w in members if w.ticks < ahead]
+
+
+# ---------------------------------------------------------------------------------------------------------- finishing
+
+
+def become_finishing(d: Draft) -> None:
+    """Enter Finishing: all members are in the exit gate. The core leaves Finishing when all have exited."""
+    if isinstance(d.phase, Running) and d.phase.hold_since is not None:
+        d.effects.append(t.Release(d.generation))
+        d.note("release", cause="all members stand in the exit gate")
+    if d.ledger.has_ticked:
+        gate_since = d.phase.gate_since if isinstance(d.phase, Running) else None
+        accounting.training_resumed(d, d.now if gate_since is None else gate_since)
+    d.effects.append(t.OpenGate(d.generation))
+    d.phase = Finishing(since=d.now)
+    d.reason = "all members stand in the exit gate"
+
+
+def finishing(d: Draft, phase: Finishing) -> None:
+    failure = phase.failure or (d.broken[0] if d.broken else None)
+    members = members_of(d)
+    if not members:
+        become_over(d, failure is None, failure.cause if failure else None)
+        return
+    if failure is not phase.failure:
+        d.phase = replace(phase, failure=failure)
+    d.reason = f"behind the exit gate: waits for the exit of {names(members)}"

@@ -1,0 +1,215 @@
+"""The phase Waiting: too few workers are READY, or a newer commit is awaited. A new world ends this phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+from elasticstate.core import types as t
+from elasticstate.core.diagnostics import listed, missing
+from elasticstate.core.ending import (
+    become_over,
+    fail_job,
+)
+from elasticstate.core.records import Draft, Waiting, Worker
+from elasticstate.core.retained import awaited
+from elasticstate.core.running import become_running
+from elasticstate.core.slots import leave
+from elasticstate.core.worlds import (
+    NOTHING,
+    choose,
+    may_hold_more,
+    newest,
+    postponed,
+    staying,
+)
+
+
+def become_waiting(d: Draft) -> None:
+    """Enter Waiting: the ended generation leaves too few workers. A world, or the end of the job, ends this phase."""
+    d.phase = Waiting(since=d.now)
+
+
+def waiting(d: Draft, phase: Waiting) -> None:
+    if d.broken and d.ledger.outage is None:
+        d.update_ledger(outage=d.broken[0].cause)
+    if d.generation == 0 and plain_commands_are_done(d):
+        become_over(d, True)
+    elif d.generation == 0 and (bad := hopeless_slots(d)):
+        reason = f"{bad} slot(s) failed {d.policy.max_no_progress} times in a row before they were ready"
+        fail_job(d, reason, d.ledger.outage)
+    else:
+        _wait_for_a_world(d, phase)
+
+
+def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
+    policy = d.policy
+    stay = staying(d)
+    _release_draining(d, stay)
+    enough = len(stay) >= policy.min_np
+    if not enough:
+        _await_retained(d, None)
+    d.reason = f"{len(stay)} of at least {policy.min_np} workers ready"
+    if enough and d.now >= _window_end(d, stay) and form(d):
+        return
+    if d.now >= _give_up_time(d, phase):
+        if not (enough and (form(d) or _waiting(d).retained_since is not None)):
+            option, limit_s = (
+                ("elastic", policy.elastic_timeout_s) if d.generation else ("start", policy.start_timeout_s)
+            )
+            reason = f"{d.reason} after --{option}-timeout of {limit_s:g} s"
+            who = listed(list(missing(d, d.now)), "; ")
+            fail_job(d, f"{reason}; missing: {who}", d.ledger.outage)
+    elif not phase.noticed and d.now >= phase.since + policy.waiting_notice_s:
+        d.note("waiting", **{"for": d.reason, "who": listed(list(missing(d, d.now)), "; ")})
+        d.phase = replace(_waiting(d), noticed=True)
+
+
+def waiting_deadlines(d: Draft, phase: Waiting) -> Iterator[tuple[str, float]]:
+    yield "give up", _give_up_time(d, phase)
+    if not phase.noticed:
+        yield "notice", phase.since + d.policy.waiting_notice_s
+    stay = staying(d)
+    if len(stay) < d.policy.min_np:
+        return
+    window_end = _window_end(d, stay)
+    yield "join window", window_end
+    if d.now >= window_end:
+        yield "retained commit", _retained_until(d, phase, awaited(d))
+        if may_train_on(d) or _is_lost(d, choose(d)):
+            yield "unreachable workers have given up", _unreachable_until(d)
+
+
+def _give_up_time(d: Draft, phase: Waiting) -> float:
+    """Return the time at which a job with too few workers ends."""
+    if d.generation == 0:
+        return (d.ledger.started_at or 0.0) + d.policy.start_timeout_s
+    return phase.since + d.policy.elastic_timeout_s
+
+
+def _await_retained(d: Draft, since: float | None) -> None:
+    if isinstance(d.phase, Waiting) and d.phase.retained_since != since:
+        d.phase = replace(d.phase, retained_since=since)
+
+
+def _waiting(d: Draft) -> Waiting:
+    assert isinstance(d.phase, Waiting)
+    return d.phase
+
+
+def form(d: Draft) -> bool:
+    """Make a world of the READY workers. Return False to wait for a worker that holds, or may hold, a newer commit."""
+    chosen = choose(d)
+    if holders := may_hold_more(d, chosen):
+        _await_retained(d, None)
+        d.reason = f"waits for {holders[0].id}, which may hold the newest commit"
+        return False
+    if may_train_on(d):
+        _await_retained(d, None)
+        d.reason = f"waits until the workers on {listed(_unreachable_hosts(d))}, out of reach, have given up"
+        return False
+    slots = awaited(d)
+    if slots and isinstance(d.phase, Waiting) and d.phase.retained_since is None:
+        _await_retained(d, d.now)
+    if slots and not (isinstance(d.phase, Waiting) and d.now >= _retained_until(d, d.phase, slots)):
+        d.reason = f"waits for {slots[0][0]}, whose memory holds the newest commit {slots[0][1]}"
+        return False
+    lost = _is_lost(d, chosen)
+    if lost and (hosts := _unreachable_hosts(d)):
+        d.reason = f"waits for {listed(hosts)}, out of reach: the workers there may hold the only commits"
+        return False
+    for slot_id, commit in slots:
+        late = f"not back within --regroup-timeout of {d.policy.regroup_timeout_s:g} s"
+        d.warn(f"commit {commit} in the memory of {slot_id} is given up: {late}")
+    if lost:
+        reason = f"StateLostError: the job has committed {d.ledger.highest}, and nobody holds a commit any more"
+        fail_job(d, reason, d.ledger.outage)
+    else:
+        become_running(d, chosen)
+    return True
+
+
+def may_train_on(d: Draft) -> bool:
+    """Return True if all members of the newest world are unreachable, so that they may complete ticks unseen (I16).
+
+    A single member that is known to have left the world, or to be dead, proves that the world stands still. With
+    ``--lease`` this is no proof, because a tick does not need all members.
+    """
+    stands_still = d.ledger.is_broken and d.policy.lease_s is None
+    return not stands_still and bool(_unreachable_hosts(d))
+
+
+def _unreachable_hosts(d: Draft) -> list[str]:
+    """Return the hosts on which members of the newest world may live on, until the last of them has given up."""
+    hosts = [host.name for host in d.hosts.values() if host.may_live_until > -inf]
+    return hosts if d.now < _unreachable_until(d) else []
+
+
+def _unreachable_until(d: Draft) -> float:
+    """Return the time at which the last unreachable worker has given up."""
+    return max((host.may_live_until for host in d.hosts.values()), default=-inf)
+
+
+def _retained_until(d: Draft, phase: Waiting, slots: list[tuple[t.SlotId, t.CommitId]]) -> float:
+    """Return the time until which the core waits for slots with a newer retained commit, once enough others are READY.
+
+    An older commit is better than a longer wait. But if the others hold none, a longer wait for a booting worker is
+    better than no commit at all.
+    """
+    if not slots or phase.retained_since is None:
+        return inf
+    until = phase.retained_since + d.policy.regroup_timeout_s
+    slot_ids = {slot_id for slot_id, _ in slots}
+    boots = any(_may_be_ready(worker) and worker.id.slot_id in slot_ids for worker in d.workers.values())
+    lost = _is_lost(d, staying(d))
+    return max(until, phase.since + d.policy.elastic_timeout_s) if boots and lost else until
+
+
+def _is_lost(d: Draft, workers: list[Worker]) -> bool:
+    """Return True if the job has made a commit, and none of these workers holds one."""
+    return d.ledger.highest is not None and newest(workers) == NOTHING
+
+
+def _may_be_ready(worker: Worker) -> bool:
+    """Return True if the worker boots. A draining worker counts, too."""
+    return not worker.joined and worker.ready is None and not worker.gone
+
+
+def _window_end(d: Draft, stay: list[Worker]) -> float:
+    """Return the time until which READY workers wait for others, if they are enough but fewer than np."""
+    if len(stay) >= d.policy.np or (d.generation and not d.booting):
+        return -inf
+    ready_at = sorted(worker.ready_at for worker in stay)
+    return ready_at[d.policy.min_np - 1 if d.generation else -1] + d.policy.join_window_s
+
+
+def _release_draining(d: Draft, stay: list[Worker]) -> None:
+    """Send LEAVE to READY draining workers, except the holder of the newest commit."""
+    if not d.draining:
+        return
+    holder = postponed(d, stay)
+    for worker in list(d.ready_workers()):
+        if worker.draining and worker is not holder:
+            leave(d, worker)
+
+
+def plain_commands_are_done(d: Draft) -> bool:
+    """Return True if enough commands have exited with 0 without ``run``, and no worker lives."""
+    if d.ledger.ever_ready or d.workers:
+        return False
+    finished = sum(slot.finished for slot in d.slots.values())
+    wanted = sum(
+        host.slots for host in d.hosts.values() if not (host.draining or host.is_in_preemption_cooldown(d.now))
+    )
+    return finished > 0 and (finished >= d.policy.np or finished >= max(wanted, d.policy.min_np))
+
+
+def hopeless_slots(d: Draft) -> int:
+    """Return the number of slots that have failed too often before the first world, if too few others are left."""
+    if not any(slot.failures >= d.policy.max_no_progress for slot in d.slots.values()):
+        return 0
+    slot_ids = [t.SlotId(host.name, index) for host in d.hosts.values() for index in range(host.slots)]
+    slots = [d.slots[slot_id] for slot_id in slot_ids if slot_id in d.slots]
+    bad = sum(slot.failures >= d.policy.max_no_progress for slot in slots)
+    return bad if len(slot_ids) - bad < d.policy.min_np else 0

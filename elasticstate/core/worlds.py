@@ -1,0 +1,118 @@
+"""Construction of a world: its members, its root, and the ranks that need the root's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+
+from elasticstate.core import types as t
+from elasticstate.core.assignment import NEWCOMER, assign
+from elasticstate.core.records import Draft, Worker
+
+NOTHING = t.CommitId(0, 0)
+"""Older than every commit."""
+
+
+def staying(d: Draft) -> list[Worker]:
+    """Return the READY workers that do not drain."""
+    return [worker for worker in d.ready_workers() if not worker.draining] if d.ready else []
+
+
+def candidates(d: Draft) -> list[Worker]:
+    """Return the workers that may be in the next world: READY and not draining, oldest first."""
+    found = staying(d)
+    found.sort(key=lambda w: (w.age, w.ready_at, d.hosts[w.id.host].order, w.id))
+    return found
+
+
+def held(worker: Worker) -> t.CommitId:
+    """Return the commit of a READY worker, which equals its live state (I10), or NOTHING."""
+    return (worker.ready.commit if worker.ready is not None else None) or NOTHING
+
+
+def newest(workers: Iterable[Worker]) -> t.CommitId:
+    """Return the newest commit of ``workers``, or NOTHING."""
+    return max(map(held, workers), default=NOTHING)
+
+
+def postponed(d: Draft, stay: Sequence[Worker]) -> Worker | None:
+    """Return the draining READY worker that must join one more world: it holds a newer commit than all ``stay`` (I3,
+    I15)."""
+    draining = [worker for worker in d.ready_workers() if worker.draining] if d.draining else []
+    holder = max(draining, key=lambda w: (held(w), -w.age, w.id), default=None)
+    return holder if holder is not None and held(holder) > newest(stay) else None
+
+
+def choose(d: Draft) -> list[Worker]:
+    """Return the members of the next world: at most max_np, oldest first, always with a holder of the newest commit."""
+    found = candidates(d)
+    holder = postponed(d, found) or max(found, key=held)
+    chosen = found[: d.policy.max_np]
+    if newest(chosen) < held(holder):
+        chosen = [*chosen[: -1 if len(chosen) == d.policy.max_np else None], holder]
+    return chosen
+
+
+def may_hold_more(d: Draft, ready: Iterable[Worker]) -> list[Worker]:
+    """Return living workers that are not READY and were in a generation newer than every commit of the ``ready`` ones.
+
+    They may hold a commit without a report of it. A commit that all members have sealed must not be lost.
+    """
+    best = newest(ready).generation
+    return [w for w in d.workers.values() if w.ready is None and not w.gone and w.joined > best]
+
+
+def make_world(d: Draft, chosen: Sequence[Worker]) -> t.World:
+    """Return a world with ranks, root and lacking ranks (I2, I3). The root is the oldest with the newest commit."""
+    in_order = sorted(chosen, key=lambda w: (d.hosts[w.id.host].order, w.id.host, w.id.slot))
+    placements = assign([(worker.id, worker.age) for worker in in_order])
+    commits = [held(d.workers[placement.worker]) for placement in placements]
+    best = newest(chosen)
+    root = commits.index(best)
+    lacking = [rank for rank, commit in enumerate(commits) if rank != root and (commit != best or commit == NOTHING)]
+    first = d.workers[placements[0].worker].ready
+    assert first is not None
+    fresh = not any(worker.joined for worker in chosen)
+    return t.World(d.generation + 1, placements, root, tuple(lacking), first.store, fresh)
+
+
+def enter(d: Draft, world: t.World) -> None:
+    """Enter the members into the new world: their messages from the last one do not count any more. Other workers lose
+    their age."""
+    members = {placement.worker for placement in world.members}
+    for worker in list(d.workers.values()):
+        if worker.age != NEWCOMER and worker.id not in members:
+            d.put(worker, age=NEWCOMER)
+    age, lacking = d.ledger.next_age, set(world.lacking)
+    for placement in world.members:
+        worker = d.workers[placement.worker]
+        newcomer = worker.age == NEWCOMER
+        d.put(
+            worker,
+            joined=world.generation,
+            first_joined=worker.first_joined or world.generation,
+            rank=placement.rank,
+            age=age if newcomer else worker.age,
+            ready=None,
+            answer=None,
+            in_gate=False,
+            lacked=placement.rank in lacking,
+            draining_since=d.now if worker.draining else worker.draining_since,
+            ticks=0,
+            ticks_at=d.now,
+            place="regroup",
+            suspect_at=None,
+            suspect_error="",
+            confirmed_at=None,
+        )
+        age += newcomer
+    d.update_ledger(next_age=age, own_errors=0, own_error=None, is_broken=False)
+    for host in list(d.hosts.values()):
+        if host.may_live_until > -inf:
+            d.put_host(host, may_live_until=-inf)  # the old world stands still: reports from it prove nothing
+    d.world = world
+
+
+def survivors_of(d: Draft, chosen: Sequence[Worker]) -> list[t.WorkerReady]:
+    """Return the READY messages of the workers that come from the present generation."""
+    return [w.ready for w in chosen if w.ready is not None and w.joined == d.generation > 0]

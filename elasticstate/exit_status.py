@@ -1,0 +1,25 @@
+"""The end of a process in words: the same words in all lines, events and errors."""
+
+from __future__ import annotations
+
+from signal import Signals
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal: ``SIGKILL`` for 9."""
+    try:
+        return Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def how_it_ended(return_code: int) -> str:
+    """Return ``exited with 3``, or ``was killed by SIGKILL`` for -9. ``return_code``: as ``subprocess`` has it."""
+    return f"was killed by {signal_name(-return_code)}" if return_code < 0 else f"exited with {return_code}"
+
+
+def status_of(exit_code: int | None, signal: int | None) -> str:
+    """Return ``exit code 3`` or ``SIGKILL``; without both ``its host was lost``."""
+    if signal is not None:
+        return signal_name(signal)
+    return f"exit code {exit_code}" if exit_code is not None else "its host was lost"

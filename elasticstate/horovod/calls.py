@@ -1,0 +1,74 @@
+"""Description of a collective: a text that must be the same on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import torch
+
+
+class CallKind(IntEnum):
+    """Action of a rank in ``join()`` when the others make a call."""
+
+    STEP = 1  # reduce the gradients of the optimizer with the call's digest
+    TICK = 2  # end a tick
+    ALLREDUCE = 3  # allreduce; numbers: index of the operation, elements, index of the dtype
+    BARRIER = 4  # nothing
+    OTHER = 5  # raise an error: the call needs all ranks
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of this rank.
+
+    Args:
+        lines: the call with its arguments, then its parts, if it has many. All lines must be the same on all ranks.
+        numbers: data for a rank in ``join()``; a function of ``lines``. At most three.
+        wrong: the error in the arguments on this rank; "": none. All ranks raise it.
+    """
+
+    kind: CallKind
+    lines: tuple[str, ...]
+    numbers: tuple[int, ...] = ()
+    wrong: str = ""
+
+    @cached_property
+    def digest(self) -> int:
+        """63-bit hash of the lines."""
+        text = "\n".join(self.lines).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def signature(function: str, name: str | None, **arguments: object) -> str:
+    """Return ``function(name='x', key=value)`` without the arguments that are None."""
+    given = {"name": repr(name) if name is not None else None, **arguments}
+    return f"{function}({', '.join(f'{key}={value}' for key, value in given.items() if value is not None)})"
+
+
+def form(tensor: torch.Tensor, any_length: bool = False) -> str:
+    """Return dtype and shape as text, with device and layout if unusual.
+
+    ``any_length``: the first dimension may differ between ranks.
+    """
+    shape: list[object] = list(tensor.shape)
+    if any_length and shape:
+        shape[0] = "*"
+    device = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    layout = "" if tensor.layout is torch.strided else f", {name(tensor.layout)}"
+    return f"{name(tensor.dtype)}[{', '.join(map(str, shape))}]{device}{layout}"
+
+
+def name(value: torch.dtype | torch.layout) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def refusal(tensor: torch.Tensor, *, needs_dimension: bool = False) -> str:
+    """Return the reason why ``tensor`` cannot be sent; "" if it can."""
+    if tensor.layout is not torch.strided:
+        return f"the tensor is {name(tensor.layout)}: call to_dense() on it"
+    if needs_dimension and tensor.dim() == 0:
+        return "the tensor has no dimensions: call view(1) on it"
+    return ""

@@ -1,0 +1,90 @@
+"""Report of callbacks that block an event loop, apart from those that a loaded machine delays. For tests only.
+
+asyncio's own ``slow_callback_duration`` measures wall-clock time, which includes the load of the machine. Here a
+callback is slow if its thread computed, or slept in a blocking call, for longer than the limit. The kernel reports how
+long the thread was ready to run and had no core (/proc/PID/schedstat; Documentation/scheduler/sched-stats.rst). The
+start of a process or a thread does not count: the call waits until the new one has a core (vfork(2);
+threading.Thread.start).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from asyncio import Task, events
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SLOW_S = 0.1
+"""Limit in seconds: a longer callback is reported."""
+
+
+@contextmanager
+def watch_loops(path: str) -> Iterator[None]:
+    """Append a line to the file at ``path`` for each slow callback of this thread's event loops. No effect without."""
+    if not path:
+        yield
+        return
+    schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    report = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    run = events.Handle._run
+    continued_at = starting_s = 0.0
+
+    def note_continued(*_: object) -> None:
+        nonlocal continued_at
+        continued_at = time.monotonic()
+
+    def without_core_s() -> float:
+        return int(os.pread(schedule, 100, 0).split()[1]) / 1e9
+
+    def timed(start: Callable[..., None]) -> Callable[..., None]:
+        def timed_start(*arguments: Any, **named: Any) -> None:
+            nonlocal starting_s
+            began = time.monotonic()
+            start(*arguments, **named)
+            starting_s += time.monotonic() - began
+
+        return timed_start
+
+    def watched(handle: events.Handle) -> None:
+        nonlocal starting_s
+        starting_s = 0.0
+        began, computed, waited = time.monotonic(), time.thread_time(), without_core_s()
+        run(handle)
+        lasted = time.monotonic() - began - starting_s
+        if lasted > SLOW_S and continued_at < began:  # time under SIGSTOP is not time in a blocking call
+            computed = time.thread_time() - computed
+            blocked = lasted - computed - (without_core_s() - waited)
+            if max(computed, blocked) > SLOW_S:
+                times = f"{lasted:.3f} s: computed {computed:.3f} s, blocked {blocked:.3f} s"
+                os.write(
+                    report,
+                    f"{os.getpid()} {' '.join(sys.argv)[:200]}: executing {_named(handle)} took {times}\n".encode(),
+                )
+
+    starters = ((subprocess.Popen, "__init__"), (threading.Thread, "start"))
+    originals: list[tuple[Any, str, Any]] = [(kind, name, getattr(kind, name)) for kind, name in starters]
+    previous = signal.signal(signal.SIGCONT, note_continued)
+    for kind, name, start in originals:
+        setattr(kind, name, timed(start))
+    events.Handle._run = watched  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        events.Handle._run = run  # type: ignore[method-assign]
+        for kind, name, start in originals:
+            setattr(kind, name, start)
+        signal.signal(signal.SIGCONT, previous)
+        os.close(schedule)
+        os.close(report)
+
+
+def _named(handle: events.Handle) -> str:
+    """Return a description of the callback; of a step of a task, that of the task."""
+    task = getattr(getattr(handle, "_callback", None), "__self__", None)
+    return repr(task if isinstance(task, Task) else handle)

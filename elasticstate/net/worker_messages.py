@@ -1,0 +1,186 @@
+"""The messages between worker and agent. messages.py exports these names, too."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from elasticstate.core.types import (
+    CommitId,
+    CommitSealed as CommitSealed,
+    ConfirmOwnError as ConfirmOwnError,
+    End as End,
+    Hold as Hold,
+    Leave as Leave,
+    Message as Message,
+    OpenGate as OpenGate,
+    Placement,
+    Release as Release,
+    WorkerId,
+)
+
+
+class Place(IntEnum):
+    """Phase of a worker, as on its control page (same numbers in native/sentinel.hpp)."""
+
+    BOOT = 0
+    REGROUP = 1
+    TRAIN = 2
+    GATE = 3
+    DONE = 4
+
+
+# ------------------------------------------------------------------------------------------------ worker -> agent
+
+
+class Hello(Message, frozen=True):
+    """First message on the socket: identity of the worker."""
+
+    worker: WorkerId
+    pid: int
+    protocol: int
+
+
+class RequestStorage(Message, frozen=True):
+    """First message on a worker's second connection. The agent answers with Storage and the descriptors of its files.
+
+    The worker sends it again when the files have lost their names.
+    """
+
+    worker: WorkerId
+    protocol: int
+
+
+class Ready(Message, frozen=True):
+    generation: int
+    commit: CommitId | None
+    previous: CommitId | None
+    store: str
+    ticks: int
+    paused_s: float
+    behind: bool = False  # the worker ended ticks without training (torch's Join), and others have newer commits
+    sealed: CommitId | None = None  # newest commit ever sealed: newer than ``commit`` if that one was damaged
+
+
+class HoldAnswer(Message, frozen=True):
+    generation: int
+    ticks: int
+    in_gate: bool
+    number: int = 0
+
+
+class GenerationFailure(Message, frozen=True):
+    generation: int
+    certain: bool
+    error: str
+
+
+class Gate(Message, frozen=True):
+    generation: int
+
+
+class First(Message, frozen=True):
+    """The first tick of this generation is complete."""
+
+    generation: int
+
+
+class Synced(Message, frozen=True):
+    """Amount of data that ``sync`` moved into this worker (or out of it, on the root), and the time."""
+
+    generation: int
+    bytes: int
+    seconds: float
+
+
+class CommitSize(Message, frozen=True):
+    """Size of a commit of this worker; sent when it grows."""
+
+    bytes: int
+
+
+class GrowBuffer(Message, frozen=True):
+    """Request to make commit buffer ``index`` (0 or 1) this large. The agent answers with BufferGrown."""
+
+    index: int
+    bytes: int
+
+
+class WorkerPreemptionNotice(Message, frozen=True):
+    """The worker has received one of ``--preemption-signals``: drain it."""
+
+    signal: int
+
+
+class Applicant(NamedTuple):
+    """A worker that requests an MPI identity (see elasticstate/mpi)."""
+
+    host: str
+    pid: int
+    path: str  # of the file that the worker waits for, on its host
+
+
+class AskIdentities(Message, frozen=True):
+    """Request for identities for these workers, which start MPI together."""
+
+    members: tuple[Applicant, ...]
+
+
+LASTING = Ready | GenerationFailure | Gate
+"""Messages that stay valid until the worker receives another world."""
+FromWorkerBody = (
+    Hello
+    | RequestStorage
+    | Ready
+    | HoldAnswer
+    | GenerationFailure
+    | Gate
+    | First
+    | Synced
+    | CommitSize
+    | GrowBuffer
+    | CommitSealed
+    | WorkerPreemptionNotice
+    | AskIdentities
+)
+
+
+# ------------------------------------------------------------------------------------------------ agent -> worker
+
+
+class WorldMessage(Message, frozen=True):
+    """A worker's part of a world."""
+
+    job: str
+    generation: int
+    placement: Placement
+    size: int
+    root: int
+    lacking: tuple[tuple[int, int], ...]  # ranks that lack the state, as runs: in a first world all but one do
+    store: str
+    collective_timeout_s: float
+    regroup_timeout_s: float
+    verify_sync: bool = False
+    fresh: bool = False
+
+
+class BufferGrown(Message, frozen=True):
+    """Size of the file of commit buffer ``index``, or ``error``: why it cannot be so large."""
+
+    index: int
+    bytes: int
+    error: str
+
+
+class Storage(Message, frozen=True):
+    """Key of the job's storage. It comes with descriptors of the slot's page, both buffers and result file.
+
+    With ``has_call`` the last descriptor is of the call. ``key`` authenticates what the job has written itself. It is
+    never on disk, nor in an environment variable.
+    """
+
+    key: bytes
+    has_call: bool
+
+
+ToWorkerBody = WorldMessage | Hold | Release | End | ConfirmOwnError | OpenGate | Leave | BufferGrown | Storage

@@ -1,0 +1,169 @@
+"""Options of torchrun, horovodrun and mpirun: accepted if they mean the same here; else the error names our option."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from elasticstate.config import Options, inherited_environment, option_names
+from elasticstate.errors import OptionError
+from elasticstate.machine import cores_of_this_machine, gpus_of_this_machine
+
+_HOSTS = "name the hosts with -H, --hostfile or --host-discovery-script, or use --listen."
+_ONCE = f"elasticrun runs once per job, not once per host. Leave this option out, and {_HOSTS}"
+_TUNING = "elasticstate does not have the part of Horovod that this option sets. Leave this option out."
+_LEFT_OUT = "elasticrun has no such option and does not need it. Leave this option out."
+_OUTPUT = "elasticrun has no such option. Use --log-dir, and --tee for the streams that the terminal gets."
+_CHECK = "elasticrun has no such option. Use --check."
+
+_TAKEN = ("--nproc-per-node", "--nnodes", "--max-restarts", "--output-filename", "--log-level")
+_TAKEN_FLAGS = ("--standalone", "--gloo", "--mpi")
+_REFUSED = {
+    "--rdzv-backend": _ONCE,
+    "--rdzv-endpoint": _ONCE,
+    "--rdzv-conf": _ONCE,
+    "--rdzv-id": "elasticrun has no such option. Use --job-name.",
+    "--node-rank": _ONCE,
+    "--master-addr": _ONCE,
+    "--master-port": _ONCE,
+    "--local-addr": _ONCE,
+    "--monitor-interval": "elasticrun detects the end of a process at once. Leave this option out.",
+    "--start-method": _LEFT_OUT,
+    "--role": _LEFT_OUT,
+    "--no-python": "a COMMAND that does not end in .py runs as it is typed. Leave this option out.",
+    "--module": "elasticrun has no such option. Write COMMAND as python -m MODULE.",
+    "-m": "elasticrun has no such option. Write COMMAND as python -m MODULE.",
+    "--redirects": _OUTPUT,
+    "-r": _OUTPUT,
+    "-t": _OUTPUT,
+    "--local-ranks-filter": "elasticrun has no such option. Use --only-ranks, which counts the ranks of the world.",
+    "--event-log-handler": "elasticrun has no such option. Use --events-file.",
+    "--check-build": _CHECK,
+    "-cb": _CHECK,
+    "--config-file": "elasticrun reads no such file. Set ELASTICSTATE_<OPTION> in the environment.",
+    "--mpi-args": "elasticrun calls mpirun itself. Leave this option out.",
+    "--tcp": "elasticrun has no such option. Use --backend.",
+    "--prefix-output-with-timestamp": "elasticrun has no such option. Use --events-file for times.",
+    "--timeline-filename": "elasticrun has no such option. Use torch.profiler in COMMAND.",
+    "--fusion-threshold-mb": _TUNING,
+    "--cycle-time-ms": _TUNING,
+    "--cache-capacity": _TUNING,
+    "--autotune": _TUNING,
+    "--no-stall-check": "elasticrun has no such option. Use --hang-timeout.",
+}
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser: object, namespace: object, values: object, option: str | None = None) -> NoReturn:
+        assert option is not None
+        raise OptionError(f"{option}: {_REFUSED.get(option, '') or _REFUSED[option.replace('_', '-')]}")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of other launchers, which the help does not list. Underscores work as well, as in torchrun."""
+    add = parser.add_argument
+    add("-n", dest="-n", default=None, help=argparse.SUPPRESS)
+    for name in _TAKEN:
+        add(*_spellings(name), dest=name, default=None, help=argparse.SUPPRESS)
+    for name in _TAKEN_FLAGS:
+        add(*_spellings(name), dest=name, action="store_true", default=None, help=argparse.SUPPRESS)
+    for name in _REFUSED:
+        add(*_spellings(name), dest=argparse.SUPPRESS, nargs="?", action=_Refuse, help=argparse.SUPPRESS)
+
+
+def _spellings(name: str) -> list[str]:
+    return list(dict.fromkeys([name, f"--{name[2:].replace('-', '_')}"])) if name.startswith("--") else [name]
+
+
+def translate(given: dict[str, Any], texts: dict[str, str | None]) -> None:
+    """Copy the ``given`` options of other launchers to ``texts``, under the names of our fields.
+
+    Raises OptionError.
+    """
+    if (count := given["-n"]) is not None:
+        if count.startswith("p"):
+            raise OptionError(f"unknown option '-n{count}'. Write -np {count[1:]}")
+        _put(texts, "-n", "np", count)
+    per_node, nodes = given["--nproc-per-node"], given["--nnodes"]
+    if nodes is not None:
+        _one_node(nodes, per_node)
+    if per_node is not None:
+        _put(texts, "--nproc-per-node", "np", str(_workers(per_node)))
+    for name, field, value in (
+        ("--max-restarts", "reset_limit", given["--max-restarts"]),
+        ("--output-filename", "log_dir", given["--output-filename"]),
+        ("--gloo", "backend", "gloo" if given["--gloo"] else None),
+        ("--mpi", "backend", "mpi" if given["--mpi"] else None),
+    ):
+        if value is not None:
+            _put(texts, name, field, value)
+    level = given["--log-level"]
+    if level is not None and level.lower() in ("debug", "trace"):
+        texts["verbose"] = "1"
+    elif level is not None and level.lower() != "info":
+        raise OptionError(
+            f"--log-level: {level!r}: elasticrun prints one line for each event (info), and with --verbose also its "
+            "reasons (debug). Leave this option out, or use --verbose."
+        )
+
+
+def check(given: dict[str, Any], options: Options) -> None:
+    """Raise OptionError for options that mean the same as ours only if the job runs on this machine alone."""
+    if not (options.hosts or options.hostfile or options.host_discovery_script or options.listen):
+        return
+    for name in ("--nproc-per-node", "--nnodes", "--standalone"):
+        if given[name] is not None:
+            raise OptionError(
+                f"{name} is for a job on this machine alone. With -H or other hosts use -np and host:slots."
+            )
+    if given["--max-restarts"] is not None:
+        raise OptionError(
+            "--max-restarts counts the failures of each host. Use --reset-limit, which counts the failures of the job."
+        )
+
+
+def _put(texts: dict[str, str | None], name: str, field: str, value: str) -> None:
+    if texts[field] is not None:
+        raise OptionError(f"{name} and {option_names()[field].names[0]} exclude each other. Give only one of them.")
+    texts[field] = value
+
+
+def _workers(text: str) -> int:
+    """Read torchrun's ``N``, ``gpu``, ``cpu`` or ``auto`` (the GPUs; without any, the cores). Raises OptionError."""
+    if text.isdecimal() and int(text):
+        return int(text)
+    if text not in ("gpu", "cpu", "auto"):
+        raise OptionError(f"--nproc-per-node: {text!r}: must be a whole number, at least 1, or gpu, cpu or auto")
+    visible = inherited_environment().get("CUDA_VISIBLE_DEVICES")
+    gpus = (
+        gpus_of_this_machine() if visible is None else min(gpus_of_this_machine(), len(re.findall(r"[^,]+", visible)))
+    )
+    if text == "gpu" and not gpus:
+        raise OptionError("--nproc-per-node: 'gpu': this machine has no NVIDIA GPU. Use a number, or auto.")
+    return cores_of_this_machine() if text == "cpu" or not gpus else gpus
+
+
+def _one_node(text: str, per_node: str | None) -> None:
+    """Raise OptionError unless torchrun's ``N`` or ``MIN:MAX`` means one host, which is this machine."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise OptionError(f"--nnodes: {text!r}: must be a whole number, or MIN:MAX")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if (least, most) == (1, 1):
+        return
+    each = int(per_node) if per_node is not None and per_node.isdecimal() else 0
+    sizes = "-np N --min-np M --max-np N"
+    if each:
+        sizes = f"-np {most * each} --min-np {least * each} --max-np {most * each}"
+    raise OptionError(f"--nnodes: {text!r}: elasticrun runs once per job, not once per host. Use {sizes}, and {_HOSTS}")
+
+
+def unknown(text: str, names: Iterable[str]) -> OptionError:
+    """Return the error for an unknown option; it names the nearest option that exists."""
+    name = text.partition("=")[0]
+    nearest = difflib.get_close_matches(name.replace("_", "-"), list(names), n=1, cutoff=0.75)
+    remedy = f"Did you mean {nearest[0]}?" if nearest else "elasticrun --help lists all options."
+    return OptionError(f"unknown option {name!r}. {remedy}")

@@ -1,0 +1,120 @@
+"""Place of this worker in the world: ``rank()``, ``size()`` and similar functions, and their environment variables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elasticstate.config import worker_environment
+from elasticstate.core.types import Placement, WorkerId
+from elasticstate.errors import NotInWorldError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class WorldView:
+    """A world from the view of one member."""
+
+    generation: int
+    placement: Placement
+    size: int
+    root: int  # rank with the newest state
+    lacking: tuple[int, ...]  # ranks that need the root's state
+    store_host: str
+    store_port: int
+    verify_sync: bool = False
+    fresh: bool = False  # all members are new processes
+
+    @property
+    def rank(self) -> int:
+        return self.placement.rank
+
+
+_present: WorldView | None = None
+
+
+def enter(view: WorldView) -> None:
+    """Make ``view`` the present world: for the functions below, and in the environment variables."""
+    global _present
+    _present = view
+    place = view.placement
+    os.environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(view.size),
+        LOCAL_RANK=str(place.local_rank),
+        LOCAL_WORLD_SIZE=str(place.local_size),
+        MASTER_ADDR=view.store_host,
+        MASTER_PORT=str(view.store_port),
+    )
+
+
+def alone() -> WorldView:
+    """Return the world of one, for a script that was not started by ``elasticrun``."""
+    me = WorkerId("localhost", 0, 1)
+    return WorldView(1, Placement(me, 0, 0, 1, True, 0, 1), 1, 0, (), "127.0.0.1", 0, fresh=True)
+
+
+def world() -> WorldView:
+    """Return the present world; between worlds, the last one. Raises NotInWorldError before the first."""
+    if _present is None:
+        raise NotInWorldError(
+            "there is no world yet: rank(), size() and their like answer inside a function decorated with "
+            "@elasticstate.run; local_rank() and device() answer at once"
+        )
+    return _present
+
+
+def rank() -> int:
+    """Return this worker's rank in the world, 0 to size() - 1. Raises NotInWorldError outside a world."""
+    return world().placement.rank
+
+
+def size() -> int:
+    """Return the number of workers in the world. Raises NotInWorldError outside a world."""
+    return world().size
+
+
+def local_rank() -> int:
+    """Return this worker's slot on its host: the device index, constant for the life of the worker. Needs no world."""
+    if _present is not None:
+        return _present.placement.local_rank
+    started = worker_environment()
+    return 0 if started is None else started.worker.slot
+
+
+def local_size() -> int:
+    """Return the number of workers of the world on this host. Raises NotInWorldError outside a world."""
+    return world().placement.local_size
+
+
+def local_leader() -> bool:
+    """Return True for the one worker of each host that does once-per-host work.
+
+    Raises NotInWorldError outside a world.
+    """
+    return world().placement.local_leader
+
+
+def cross_rank() -> int:
+    """Return the index of this host among the hosts of the world. Raises NotInWorldError outside a world."""
+    return world().placement.cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts in the world. Raises NotInWorldError outside a world."""
+    return world().placement.cross_size
+
+
+def generation() -> int:
+    """Return the number of the world. Each new world adds 1. Raises NotInWorldError outside a world."""
+    return world().generation
+
+
+def device() -> torch.device:
+    """Return the device of this worker's slot: ``cuda:<local_rank()>`` with CUDA, otherwise ``cpu``. Needs no world."""
+    import torch
+
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")

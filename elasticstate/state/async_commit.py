@@ -1,0 +1,260 @@
+"""Async commit: a commit that is copied from devices while training continues.
+
+A tensor must not change before it is copied. For few tensors it is known when they change: only the optimizer's
+``step`` writes parameters and the state of an optimizer. These tensors are *optimizer-owned*: they are copied during
+the forward and backward passes, and a step begins when the copy is complete. All other tensors (buffers, which a
+forward pass writes; tensors that a user keeps) are copied first, and the next training work on the device begins when
+that copy is complete. The device waits, not Python.
+
+If other code writes an optimizer-owned tensor, the tensor's version shows the write. torch counts versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from elasticstate._native import checksum
+from elasticstate.state.copy_stream import CopyStream, Mark
+
+CHUNK_BYTES = 64 << 20  # size between two marks: the checksum of one chunk is computed while the next chunks are copied
+
+
+@dataclass(slots=True)
+class Item:
+    """A device tensor and its place in the buffer. ``end``: where the place ends in the buffer, in bytes."""
+
+    tensor: torch.Tensor
+    place: torch.Tensor
+    end: int
+    copy_stream: CopyStream
+    is_optimizer_owned: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return self.place.nbytes
+
+
+class CopyOutcome(Enum):
+    """Result of a copy."""
+
+    SEALED = auto()
+    CUT = auto()  # its generation ended before the copy did: a cut collective leaves undefined data on a device
+    TORN = auto()  # other code wrote an optimizer-owned tensor during the copy
+    FAILED = auto()  # the device raised an error
+
+
+class Copy:
+    """A running copy. A separate thread waits for the device, computes the checksum, and writes the seal.
+
+    The constructor starts the copy.
+
+    Args:
+        items: ascending by ``end``, without overlap.
+        content: ``uint8[n]``, on the CPU: all bytes to seal. All parts except the items are already in it.
+        begin: offset in ``content`` where the checksum starts.
+        found: CRC-32C of the bytes before ``begin``.
+        seal: writes the seal, given the checksum of all bytes; called on the thread.
+        is_cut: returns True if data on the devices may be undefined by now; called on the thread.
+        spare_bytes: device memory, in bytes, that may hold copies made on the device immediately.
+
+    Raises the device's errors. No copy is running then.
+    """
+
+    def __init__(
+        self,
+        items: list[Item],
+        content: torch.Tensor,
+        begin: int,
+        found: int,
+        seal: Callable[[int], None],
+        is_cut: Callable[[], bool],
+        spare_bytes: int,
+    ) -> None:
+        self._content, self._begin_at, self._found = content, begin, found
+        self._seal, self._is_cut = seal, is_cut
+        self.outcome = CopyOutcome.FAILED
+        self.error: BaseException | None = None
+        self.checksum = 0
+        self._is_released = self._is_torn = False
+        self._optimizer_owned: list[tuple[torch.Tensor, int]] = []  # with the versions in which they are copied
+        self._optimizer_owned_marks: dict[CopyStream, Mark] = {}
+        self._ends: list[tuple[int, Mark]] = []  # ascending; each mark passes after the bytes before its end
+        self._kept: list[torch.Tensor] = []  # keeps the source memory alive, whatever happens to the tensors
+        self._done = threading.Event()
+        self._enqueue(items, spare_bytes)
+        if self._optimizer_owned_marks:
+            watch_steps()
+            _under_way.add(self)
+        try:
+            threading.Thread(target=self._finish, name="elasticstate-commit", daemon=True).start()
+        except RuntimeError:  # no more threads available: training waits
+            self._finish()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> CopyOutcome:
+        """Wait until the copy ends, and return the outcome. The device first completes the work submitted before."""
+        self._done.wait()
+        self._kept.clear()
+        self._optimizer_owned.clear()
+        return self.outcome
+
+    def release(self, is_capturing: bool = False) -> None:
+        """Delay the device work of an optimizer that is about to write, until the tensors that it may write are copied.
+
+        ``is_capturing``: the optimizer's work is captured for a graph, which cannot wait for outside work. So this
+        thread waits.
+        """
+        if is_capturing:
+            self._done.wait()
+        if self.is_done:
+            return
+        if not self._is_released:
+            self._is_torn = self._is_written()
+            self._is_released = True
+        for mark in self._optimizer_owned_marks.values():
+            mark.hold_back()
+
+    # ----------------------------------------------------------------------------------------------------- both threads
+
+    def _is_written(self) -> bool:
+        return any(tensor._version != version for tensor, version in self._optimizer_owned)
+
+    # ---------------------------------------------------------------------------------------------- the training thread
+
+    def _enqueue(self, items: list[Item], spare_bytes: int) -> None:
+        spared = set(map(id, _spared(items, spare_bytes)))
+        now = [item for item in items if not item.is_optimizer_owned and id(item) not in spared]
+        optimizer_owned = [item for item in items if item.is_optimizer_owned and id(item) not in spared]
+        last = [item for item in items if id(item) in spared]
+        sources = {
+            id(item): item.tensor.detach().clone() if id(item) in spared else item.tensor.detach() for item in items
+        }
+        self._kept += sources.values()
+        copy_streams = {item.copy_stream: None for item in items}
+        for copy_stream in copy_streams:
+            copy_stream.begin()
+        marks: list[tuple[int, Mark]] = []
+        try:
+            marks += self._copy(now, sources)
+            for mark in {
+                copy_stream: copy_stream.mark() for copy_stream in {item.copy_stream: None for item in now}
+            }.values():
+                mark.hold_back()
+            self._optimizer_owned = [(item.tensor, item.tensor._version) for item in optimizer_owned]
+            marks += self._copy(optimizer_owned, sources)
+            self._optimizer_owned_marks = {
+                copy_stream: copy_stream.mark() for copy_stream in {item.copy_stream: None for item in optimizer_owned}
+            }
+            marks += self._copy(last, sources)
+        except BaseException:
+            self._drain(copy_streams)
+            raise
+        self._ends = sorted(marks, key=lambda pair: pair[0])
+
+    def _copy(self, items: list[Item], sources: dict[int, torch.Tensor]) -> Iterator[tuple[int, Mark]]:
+        """Queue the copies, and yield the end of each item with the mark after it."""
+        for copy_stream, chunk in _chunks(items):
+            copy_stream.copy([item.place for item in chunk], [sources[id(item)] for item in chunk])
+            mark = copy_stream.mark()
+            yield from ((item.end, mark) for item in chunk)
+
+    def _drain(self, copy_streams: Iterable[CopyStream]) -> None:
+        """Wait until no copy can write into the buffer any more."""
+        for copy_stream in copy_streams:
+            with contextlib.suppress(Exception):  # a lost device writes nothing
+                copy_stream.mark().wait()
+
+    # -------------------------------------------------------------------------------------------- the copy's own thread
+
+    def _finish(self) -> None:
+        try:
+            ready = self._checksum_what_comes()
+            self.outcome = self._judge()
+            if self.outcome is CopyOutcome.SEALED:
+                self.checksum = checksum(self._content, ready, self._content.numel(), self._found)
+                self._seal(self.checksum)
+        except BaseException as error:
+            self.outcome, self.error = CopyOutcome.FAILED, error
+        finally:
+            self._done.set()
+
+    def _checksum_what_comes(self) -> int:
+        """Wait for all marks. Return the offset up to which the checksum is computed."""
+        at = ready = self._begin_at
+        passed: set[int] = set()
+        for end, mark in self._ends:
+            if id(mark) not in passed:
+                self._found = checksum(self._content, at, ready, self._found)
+                at = ready
+                mark.wait()
+                passed.add(id(mark))
+            ready = end
+        return at
+
+    def _judge(self) -> CopyOutcome:
+        """Return the outcome after all bytes are copied."""
+        if self._is_cut():
+            return CopyOutcome.CUT
+        is_written = self._is_written()  # read it first: an optimizer that may write calls release() before it writes
+        is_torn = self._is_torn if self._is_released else is_written
+        return CopyOutcome.TORN if is_torn else CopyOutcome.SEALED
+
+
+def _spared(items: list[Item], spare_bytes: int) -> Iterator[Item]:
+    """Yield the items to copy on the device immediately, most urgent first, as many as fit. Nothing waits for these."""
+    for item in sorted(items, key=lambda item: item.is_optimizer_owned):
+        if item.size_bytes <= spare_bytes:
+            spare_bytes -= item.size_bytes
+            yield item
+
+
+def _chunks(items: list[Item]) -> Iterator[tuple[CopyStream, list[Item]]]:
+    chunk: list[Item] = []
+    size = 0
+    for item in items:
+        if chunk and (item.copy_stream is not chunk[0].copy_stream or size + item.size_bytes > CHUNK_BYTES):
+            yield chunk[0].copy_stream, chunk
+            chunk, size = [], 0
+        chunk.append(item)
+        size += item.size_bytes
+    if chunk:
+        yield chunk[0].copy_stream, chunk
+
+
+_under_way: weakref.WeakSet[Copy] = weakref.WeakSet()
+_captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_hooks: list[Any] = []
+
+
+def watch_steps() -> None:
+    """Watch the steps of all optimizers from now on, because an optimizer outside the state may write parameters."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_a_step))
+
+
+def is_captured(optimizer: Optimizer) -> bool:
+    """Return True if the optimizer's step may be part of a CUDA graph, which runs without calling hooks."""
+    return optimizer in _captured or any(group.get("capturable") for group in optimizer.param_groups)
+
+
+def _before_a_step(optimizer: Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling():  # compiled code does not contain this hook: versions detect the writes
+        return
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    is_capturing = has_cuda and torch.cuda.is_current_stream_capturing()
+    if is_capturing:
+        _captured.add(optimizer)
+    for copy in list(_under_way):
+        copy.release(is_capturing)

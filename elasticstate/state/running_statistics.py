@@ -1,0 +1,22 @@
+"""Running statistics: buffers of a module that differ by rank by design."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase  # base class of batch and instance norms (torch 2.13)
+
+
+def running_statistics(name: str, module: torch.nn.Module) -> Iterator[str]:
+    """Yield the names of the buffers that a forward pass updates from this rank's batch alone.
+
+    DistributedDataParallel broadcasts rank 0's buffers before the pass, so they differ after it.
+    ``num_batches_tracked`` differs where ranks have different numbers of micro-batches. The statistics of SyncBatchNorm
+    cover all ranks, so they are not included.
+    """
+    for path, part in module.named_modules(prefix=f"{name}.buffers", remove_duplicate=False):
+        if isinstance(part, _NormBase) and not isinstance(part, torch.nn.SyncBatchNorm):
+            for key in ("running_mean", "running_var", "num_batches_tracked"):
+                if part._buffers.get(key) is not None:
+                    yield f"{path}.{key}"

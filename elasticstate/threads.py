@@ -1,0 +1,56 @@
+"""Threads for calls that may block (file system, resolver, kernel), so that the event loop does not."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_idle: list[SimpleQueue[Callable[[], None]]] = []  # one queue for each thread that waits for a call
+
+
+async def in_thread(call: Callable[..., T], *arguments: object) -> T:
+    """Run ``call(*arguments)`` in a thread; return its result or raise its error.
+
+    Unlike with ``asyncio.to_thread``, neither the end of the event loop nor that of the process waits for the thread. A
+    call that hangs delays only its caller: the next call gets another thread.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            value = call(*arguments)
+        except BaseException as error:
+            set_answer(lambda error=error: answer.set_exception(error))  # type: ignore[misc]
+        else:
+            set_answer(lambda: answer.set_result(value))
+
+    def set_answer(setter: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: None if answer.done() else setter())
+
+    _hand_over(run)
+    return await answer
+
+
+def _hand_over(run: Callable[[], None]) -> None:
+    """Pass a call to a waiting thread, which on busy cores Linux runs before a new thread; else start a thread."""
+    try:
+        _idle.pop().put(run)
+    except IndexError:
+        _thread.start_new_thread(_serve, (run,))  # threading.Thread.start() would wait until it has a core
+
+
+def _serve(run: Callable[[], None]) -> None:
+    calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    while True:
+        run()
+        del run  # do not keep the objects that it refers to
+        _idle.append(calls)
+        run = calls.get()

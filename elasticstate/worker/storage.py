@@ -1,0 +1,58 @@
+"""Commit storage of a worker under ``elasticrun``: files of its slot, created by the agent, that outlive the worker.
+
+The agent passes descriptors. So the worker never opens a name that another user may have taken.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+
+import torch
+
+from elasticstate._native import ControlPage
+from elasticstate.errors import CommitStorageError
+from elasticstate.net.link import Given
+from elasticstate.net.messages import BufferGrown, GrowBuffer
+
+
+class AgentStorage:
+    """The two buffers of a slot (see :class:`elasticstate.state.storage.CommitStorage`).
+
+    ``get`` requests the files from the agent. ``ask`` sends another request and returns the answer. Raises what ``get``
+    raises.
+    """
+
+    def __init__(
+        self, get: Callable[[], Given], owner: bytes, ask: Callable[[GrowBuffer, type[BufferGrown]], BufferGrown]
+    ):
+        self.owner = owner
+        self._get = get
+        self._ask = ask
+        self._buffers: tuple[int, ...] = ()
+        self.renew()
+
+    def renew(self) -> None:
+        given = self._get()
+        self.key = given.key
+        self.page = ControlPage(given.page)
+        for fd in (*self._buffers, given.page, given.result, given.call):
+            if fd is not None:
+                os.close(fd)
+        self._buffers = given.buffers
+
+    def open(self, index: int) -> torch.Tensor:
+        """Map the whole file, with all its pages. No process shortens the file, so SIGBUS cannot occur."""
+        fd = self._buffers[index]
+        length = os.fstat(fd).st_size
+        if not length:
+            return torch.empty(0, dtype=torch.uint8)
+        mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def grow(self, index: int, size_bytes: int) -> torch.Tensor:
+        answer = self._ask(GrowBuffer(index, size_bytes), BufferGrown)
+        if answer.error:
+            raise CommitStorageError(answer.error)
+        return self.open(index)

@@ -1,0 +1,51 @@
+"""Outputs that cannot be written: the warnings, and the entries in the event file and the status."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+
+from elasticstate.core.types import WorkerId
+from elasticstate.driver.output_troubles import OutputTroubles
+from elasticstate.driver.report import Report
+from elasticstate.net.messages import OutputTrouble
+
+FULL = "No space left on device"
+
+
+def test_the_same_trouble_on_many_hosts_is_one_warning_and_one_end(capfd: pytest.CaptureFixture[str]) -> None:
+    report = Report("j", None, verbose=False)
+    events: list[tuple[str, dict[str, Any]]] = []
+    outputs = OutputTroubles(report, lambda name, **fields: events.append((name, fields)))
+    logs = "--log-dir /logs"
+    for host in "abc":
+        outputs.heard(host, OutputTrouble(logs, FULL, (), 0))
+    outputs.heard("a", OutputTrouble(logs, FULL, (), 5))
+    assert re.fullmatch(
+        rf"host b: {logs}: {FULL}, for 0.\d s; 0 bytes dropped; output is kept up to a limit, then dropped",
+        min(outputs.lines(), key=lambda line: "host b" not in line),
+    )
+    outputs.forget("c")  # the host is lost
+    for host, dropped_bytes in (("a", 5), ("b", 10)):
+        outputs.heard(host, OutputTrouble(logs, "", (), dropped_bytes))
+    assert list(outputs.lines()) == []
+    outputs.heard("a", OutputTrouble("stdout", "it is not read", (), 0))
+    outputs.heard("a", OutputTrouble("stdout", "it is not read", (WorkerId("a", 3, 1),), 0))
+    asyncio.run(report.close(60))
+    assert capfd.readouterr().err.splitlines() == [
+        f"elasticrun: warning: host a: {logs}: {FULL}; output is kept up to a limit, then dropped",
+        f"elasticrun: host b: {logs} is written again: 15 bytes of output were dropped",
+        "elasticrun: warning: host a: stdout: it is not read; output is kept up to a limit, then dropped",
+        "elasticrun: warning: host a: stdout: it is not read; a:3 wait for it (with --log-dir no worker waits)",
+    ]
+    names = [(name, fields["host"]) for name, fields in events]
+    assert names == [
+        *(("output_blocked", host) for host in "abc"),
+        *(("output_resumed", host) for host in "ab"),
+        *(("output_blocked", "a"), ("output_blocked", "a")),
+    ]
+    assert events[-1][1]["workers"] == ["a:3#1"]
+    assert events[4][1] == {"host": "b", "output": logs, "dropped_bytes": 10}

@@ -1,0 +1,75 @@
+"""The detection of slow callbacks, which is on in all tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import asyncio, os, signal, subprocess, sys, time
+from elasticstate.loop_watch import watch_loops
+
+def sleeps():
+    time.sleep(0.15)
+
+def computes():
+    began = time.thread_time()
+    while time.thread_time() < began + 0.15:
+        pass
+
+def is_quick():
+    pass
+
+def starts_a_process():  # which gets no core for a while: it does not begin before it has turned back
+    subprocess.Popen(["true"], preexec_fn=lambda: time.sleep(0.3)).wait()
+
+def is_stopped():  # by somebody else, for longer than the limit
+    pid = os.getpid()
+    if os.fork() == 0:
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    os.kill(pid, signal.SIGSTOP)
+
+def has_no_core():  # but for a hundredth of the time
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    if os.fork() == 0:
+        began = time.monotonic()
+        while time.monotonic() < began + 0.6:
+            pass
+        os._exit(0)
+    os.nice(19)
+    began, computed = time.monotonic(), time.thread_time()
+    while time.thread_time() < computed + 0.02 or time.monotonic() < began + 0.2:
+        pass
+
+async def main():
+    asyncio.get_running_loop().call_soon(globals()[sys.argv[2]])
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+with watch_loops(sys.argv[1]):
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("sleeps", True),
+        ("computes", True),
+        ("is_quick", False),
+        ("starts_a_process", False),
+        ("is_stopped", False),
+        ("has_no_core", False),
+    ],
+)
+def test_a_callback_is_slow_by_its_own_doing_alone(what: str, found: bool, tmp_path: Path) -> None:
+    report = tmp_path / "slow"
+    subprocess.run([sys.executable, "-c", PROGRAM, str(report), what], check=True, timeout=60)
+    lines = report.read_text().splitlines()
+    assert len(lines) == found, lines
+    assert all(what in line for line in lines)
