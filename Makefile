@@ -30,17 +30,18 @@ hosts:  ## Debian packages for the tests on several hosts, which are skipped wit
 FIRST := tests/chaos tests/integration/test_steady.py tests/multihost
 COMPUTING := tests/unit tests/simulation
 BESIDE := setsid env --default-signal=INT
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --failures-file .failures.log
 unexport PYTHONDONTWRITEBYTECODE
-test: lint  ## lint, then all tests
-	@$(BESIDE) $(PYTEST) $(FIRST) & jobs=$$!; \
+test: lint  ## lint, then all tests; the last lines name what failed
+	@rm -f .failures.log; \
+	$(BESIDE) $(PYTEST) $(FIRST) & jobs=$$!; \
 	$(BESIDE) nice -n 10 $(PYTEST) tests/unit > .unit.log 2>&1 & unit=$$!; \
 	$(BESIDE) nice -n 19 $(PYTEST) tests/simulation > .simulation.log 2>&1 & simulation=$$!; \
 	trap 'kill -INT $$jobs $$unit $$simulation; wait; exit 130' INT TERM; \
 	wait $$jobs; status=$$?; \
 	$(BESIDE) $(PYTEST) tests $(addprefix --ignore=,$(FIRST) $(COMPUTING)) & jobs=$$!; \
 	for each in $$jobs $$unit $$simulation; do wait $$each; status=$$status$$?; done; \
-	cat .unit.log .simulation.log; test $$status = 0000
+	cat .unit.log .simulation.log; if test -f .failures.log; then cat .failures.log; fi; test $$status = 0000
 
 chaos: setup  ## all faults at a job on three hosts: make chaos MINUTES=30 SEED=7
 	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(or $(SEED),$(shell date +%s))

@@ -25,9 +25,27 @@ hypothesis.settings.register_profile("elasticstate", derandomize=True, database=
 hypothesis.settings.load_profile("elasticstate")
 
 
+_failures_file: Path | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _failures_file
+    _failures_file = config.getoption("--failures-file")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-minutes", type=float, default=3.0, help="how long tests/chaos goes on")
     parser.addoption("--chaos-seed", type=int, default=1, help="what tests/chaos draws its faults from")
+    parser.addoption("--failures-file", type=Path, help="file to which each failed test appends one line")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write down each failure at once, so that a run that is cut short names its failures, too."""
+    if report.failed and (path := _failures_file):
+        reason = getattr(report.longrepr, "reprcrash", None)
+        words = " ".join(str(reason.message if reason else report.longrepr).split())
+        with path.open("a") as file:
+            file.write(f"FAILED {report.nodeid} ({report.when}): {words[:300]}\n")
 
 
 def leftover_processes() -> list[str]:
