@@ -20,6 +20,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from elasticstate import tracebacks
+
 if TYPE_CHECKING:
     from elasticstate.errors import (
         CollectiveError,
@@ -132,6 +134,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    tracebacks.install()
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

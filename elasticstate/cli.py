@@ -43,15 +43,14 @@ def _run(options: Options, must_reattach: bool = False) -> int:
     import asyncio
     import gc
 
+    from elasticstate.backends import driver_part
     from elasticstate.driver.driver import Driver
     from elasticstate.loop_watch import watch_loops
     from elasticstate.processes import keep_owner_access
 
     keep_owner_access()
-    if options.backend == "mpi" and not must_reattach:
-        from elasticstate.mpi_build import find_mpi
-
-        find_mpi(options.start_timeout_s)  # raises now if MPI cannot be used
+    if not must_reattach:
+        driver_part(options.backend).require_installation(options.start_timeout_s)
 
     async def run() -> int:
         return await Driver(options, must_reattach).run()
@@ -85,11 +84,11 @@ def _launched(directory: str) -> int:
 
     from elasticstate.private import open_directory, write_file
 
-    is_deserted = threading.Event()
+    caller_has_ended = threading.Event()
 
     def end_with_the_caller() -> None:
         os.read(0, 1)
-        is_deserted.set()
+        caller_has_ended.set()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_with_the_caller, daemon=True).start()
@@ -102,7 +101,7 @@ def _launched(directory: str) -> int:
         os.close(opened)
         return 2
     finally:
-        if is_deserted.is_set():  # no other process removes it
+        if caller_has_ended.is_set():  # no other process removes it
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -162,8 +161,8 @@ def _agent(argv: Sequence[str]) -> int:
     parser = _Parser(
         prog="elasticrun agent",
         usage="elasticrun agent --join HOST:PORT --token-file F [options]",
-        description="Serve the job of an elasticrun --listen as one of its hosts. Run the same command on each "
-        "machine, in any order, at any time.\nIt ends with the job.",
+        description="Run workers on this machine for the job of an elasticrun --listen. Run the same command on each "
+        "machine, in any order, at any time.\nThe agent ends with the job.",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
         allow_abbrev=False,
     )
@@ -331,7 +330,7 @@ def _parser() -> argparse.ArgumentParser:
         "--check",
         action="store_true",
         help="Print what is available on this machine and on the named hosts, and exit. Exit status 1: what another "
-        "option asks for (--backend, hosts, --commit-dir, --listen) is not available. COMMAND is not required.",
+        "option requires (--backend, hosts, --commit-dir, --listen) is not available. COMMAND is not required.",
     )
     other_launchers.add_options(parser)
     parser.add_argument("--version", action=_Version, nargs=0, help="Print the version and exit.")

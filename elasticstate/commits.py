@@ -75,7 +75,7 @@ def refuse(base: str) -> str:
     try:
         os.rmdir(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     except OSError as error:
-        return f"cannot create a directory in it ({error.strerror})"
+        return f"this user cannot create a directory there ({error.strerror})"
     return ""
 
 
@@ -89,13 +89,13 @@ class CommitDirectory:
         host: str,
         job_directory: str,
         mark: str,
-        patience_s: float,
+        timeout_s: float,
         keep_s: float,
         pause: Callable[[], bool] = lambda: _pause(),
     ) -> None:
         """Lock the directory; wait for another agent of this job that still holds it.
 
-        That agent has ``patience_s`` to end. Then it is killed with all its workers, and has ``patience_s`` once more.
+        That agent has ``timeout_s`` to end. Then it is killed with all its workers, and has ``timeout_s`` once more.
         ``mark``: identifies the workers of this agent. ``keep_s``: time that the directory is kept after the last
         ``keep()`` if all processes of the job die. ``pause()`` waits a moment; if it returns True, give up.
 
@@ -105,7 +105,7 @@ class CommitDirectory:
         self._job_id, self._host = job_id, host
         self._content = f"{job_id} {Path(job_directory).absolute()}\n{os.getpid()} {mark}".encode()
         self._keep_s = keep_s
-        self.path, self.fd = _take_lock(self._find, pause, patience_s)
+        self.path, self.fd = _take_lock(self._find, pause, timeout_s)
         write_file(self.fd, _JOB_FILE, self._content)
         self.keep()
 
@@ -195,7 +195,7 @@ def remove_dead(base: str) -> list[str]:
     removed = []
     for path in _directories(base, f"{_PREFIX}{os.getuid()}-"):
         with _locked(path) as locked:
-            if locked and _bury_job(path):
+            if locked and _remove_job_if_over(path):
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(str(path))
     return removed
@@ -242,7 +242,10 @@ def _find(base: Path, job_id: str, host: str) -> Path:
         if free is None and not os.path.lexists(path):
             free = path
     if free is None:
-        raise FileExistsError(f"{paths[0]}: other users have taken this name and {_MOST_NAMES - 1} similar names")
+        raise FileExistsError(
+            f"{paths[0]}: other users have taken this name and {_MOST_NAMES - 1} similar names. Use another "
+            "--commit-dir."
+        )
     return free
 
 
@@ -251,9 +254,9 @@ def _pause() -> bool:
     return False
 
 
-def _take_lock(find: Callable[[], Path], pause: Callable[[], bool], patience_s: float) -> tuple[Path, int]:
+def _take_lock(find: Callable[[], Path], pause: Callable[[], bool], timeout_s: float) -> tuple[Path, int]:
     """Make or adopt the directory that ``find`` names; return its path and the descriptor that locks it."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     evicted = False
     while True:
         path = find()
@@ -267,7 +270,7 @@ def _take_lock(find: Callable[[], Path], pause: Callable[[], bool], patience_s: 
                 return path, fd
             if time.monotonic() > deadline and not evicted:
                 _kill_holder(fd, _agent_of(fd)[0])
-                evicted, deadline = True, time.monotonic() + patience_s
+                evicted, deadline = True, time.monotonic() + timeout_s
             os.close(fd)
         if pause() or (evicted and time.monotonic() > deadline):
             raise TimeoutError(f"another agent has locked {path}")
@@ -315,7 +318,7 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _bury_job(path: Path) -> bool:
+def _remove_job_if_over(path: Path) -> bool:
     """Return True if the job that made this commit directory is over; then remove the job's directory, too."""
     file = path / _JOB_FILE
     try:

@@ -17,9 +17,11 @@ import json
 import os
 import stat
 import traceback
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
+
+from elasticstate import tracebacks
+from elasticstate.error_chain import error_chain
 
 _MOST_BYTES = 4 * 1024 * 1024
 _LONGEST_TEXT = 32 * 1024  # characters of a call stack that the agent sends to the driver
@@ -39,11 +41,15 @@ def describe(error: BaseException, time_ns: int, **worker: Any) -> dict[str, Any
         "message": {
             "message": _line(error),
             "extraInfo": {
-                "py_callstack": "".join(traceback.format_exception(error)),
+                "py_callstack": tracebacks.text_of(error),
                 "timestamp": str(time_ns // 1_000_000_000),
             },
         },
-        "worker": {"chain": [_line(cause) for cause in _chain(error)], "time_ns": time_ns, **worker},
+        "worker": {
+            "chain": [_line(cause) for cause in error_chain(error, shown_only=True)],
+            "time_ns": time_ns,
+            **worker,
+        },
     }
 
 
@@ -105,13 +111,3 @@ def shortened(text: str) -> str:
 def _line(error: BaseException) -> str:
     """Return type and message of an exception; only its type if its ``__str__`` fails."""
     return "".join(traceback.format_exception_only(error)).strip()
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exception, then its cause or context, and so on."""
-    seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)

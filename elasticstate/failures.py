@@ -30,7 +30,7 @@ class WorkerFailure:
         about = []
         if self.host is not None:
             about.append(f"worker {self.host}:{self.slot} on host {self.host}")
-            about.append(f"rank {self.rank}" if self.rank is not None else "without a rank")
+            about.append(f"rank {self.rank}" if self.rank is not None else "no rank yet")
             about.append(f"generation {self.generation}")
         if self.exit_code is not None or self.signal is not None:
             about.append(status_of(self.exit_code, self.signal))

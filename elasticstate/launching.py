@@ -15,7 +15,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,8 +25,9 @@ from elasticstate.driver.spec import CALL_FILE
 from elasticstate.errors import ElasticError, OptionError, UsageError, WorkerFailedError
 from elasticstate.exit_status import status_of
 from elasticstate.failures import WorkerFailure
+from elasticstate.log import logger
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
-from elasticstate.private import open_directory, read_file
+from elasticstate.private import open_directory, read_file, write_file
 from elasticstate.worker.call import pack
 
 _MOST_DRIVERS = 5
@@ -69,7 +69,7 @@ def launch(
         KeyboardInterrupt: the user pressed Ctrl-C; the workers have been stopped.
         ElasticError: ``elasticrun`` was stopped from outside, by a signal.
     """
-    packed, command = _what_to_run(fn, tuple(args), dict(kwargs or {}))
+    packed, command = _payload(fn, tuple(args), dict(kwargs or {}))
     given = {"np": np, "min_np": min_np, "max_np": max_np, "hosts": hosts, **options}
     chosen = read_options(dict(_texts(given)), command)
     directory = tempfile.mkdtemp(prefix="elasticstate-launch-")
@@ -77,10 +77,10 @@ def launch(
     opened = open_directory(directory)  # all data to unpickle is read through this descriptor
     try:
         if packed:
-            _write(Path(directory, CALL_FILE), packed)
+            write_file(opened, CALL_FILE, packed)
         job = chosen.job_name or f"job-{secrets.token_hex(3)}"
         chosen = dataclasses.replace(chosen, job_name=job, call_directory=directory)
-        _write(Path(directory, "options"), msgspec.json.encode(chosen))
+        write_file(opened, "options", msgspec.json.encode(chosen))
         with _Output(chosen.stop_timeout_s) as output:
             status = _supervise([sys.executable, "-m", "elasticstate", "--launched", directory], job, output)
         return _results(opened, status)
@@ -89,13 +89,7 @@ def launch(
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _write(path: Path, data: bytes) -> None:
-    path.touch()
-    path.chmod(0o600)
-    path.write_bytes(data)
-
-
-def _what_to_run(
+def _payload(
     fn: Callable[..., Any] | Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bytes, list[str]]:
     """Return the pickled function (empty for a command), and the command of each worker. Raises UsageError."""
@@ -157,9 +151,7 @@ def _supervise(command: list[str], job: str, output: _Output) -> int:
         if process.returncode >= 0:
             break
         killed = status_of(None, -process.returncode)
-        sys.stderr.write(
-            f"elasticstate: the elasticrun of {job} ended: {killed}; starting another one, which reattaches\n"
-        )
+        logger.warning("the elasticrun of %s ended: %s. Another one starts and reattaches to the workers.", job, killed)
     return process.returncode
 
 
@@ -182,9 +174,9 @@ class _Output:
     of a job get the same descriptors, because agents outlive a driver.
     """
 
-    def __init__(self, patience_s: float) -> None:
-        """``patience_s``: seconds to wait at the end for processes that an agent has left and that hold the output."""
-        self._patience_s = patience_s
+    def __init__(self, end_timeout_s: float) -> None:
+        """``end_timeout_s``: seconds to wait at the end for processes that still hold the output."""
+        self._end_timeout_s = end_timeout_s
 
     def __enter__(self) -> _Output:
         self._pumps: list[threading.Thread] = []
@@ -197,7 +189,7 @@ class _Output:
         for end in self._ends:
             os.close(end)
         for pump in self._pumps:
-            pump.join(self._patience_s)
+            pump.join(self._end_timeout_s)
 
     def _end_of(self, stream: Any, fd: int) -> int | None:
         """Return a descriptor to write to; None for the inherited one."""

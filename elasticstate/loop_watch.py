@@ -15,10 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from asyncio import Task, events
+from asyncio import Handle, Task
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from elasticstate.compat.standard_library import callback_of, callback_runner, set_callback_runner
 
 SLOW_S = 0.1
 """Limit in seconds: a longer callback is reported."""
@@ -27,12 +29,12 @@ SLOW_S = 0.1
 @contextmanager
 def watch_loops(path: str) -> Iterator[None]:
     """Append a line to the file at ``path`` for each slow callback of this thread's event loops. No effect without."""
-    if not path:
+    run = callback_runner() if path else None
+    if run is None:
         yield
         return
     schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
     report = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    run = events.Handle._run
     continued_at = starting_s = 0.0
 
     def note_continued(*_: object) -> None:
@@ -51,7 +53,7 @@ def watch_loops(path: str) -> Iterator[None]:
 
         return timed_start
 
-    def watched(handle: events.Handle) -> None:
+    def watched(handle: Handle) -> None:
         nonlocal starting_s
         starting_s = 0.0
         began, computed, waited = time.monotonic(), time.thread_time(), without_core_s()
@@ -72,11 +74,11 @@ def watch_loops(path: str) -> Iterator[None]:
     previous = signal.signal(signal.SIGCONT, note_continued)
     for kind, name, start in originals:
         setattr(kind, name, timed(start))
-    events.Handle._run = watched  # type: ignore[assignment,method-assign]
+    set_callback_runner(watched)
     try:
         yield
     finally:
-        events.Handle._run = run  # type: ignore[method-assign]
+        set_callback_runner(run)
         for kind, name, start in originals:
             setattr(kind, name, start)
         signal.signal(signal.SIGCONT, previous)
@@ -84,7 +86,7 @@ def watch_loops(path: str) -> Iterator[None]:
         os.close(report)
 
 
-def _named(handle: events.Handle) -> str:
+def _named(handle: Handle) -> str:
     """Return a description of the callback; of a step of a task, that of the task."""
-    task = getattr(getattr(handle, "_callback", None), "__self__", None)
+    task = getattr(callback_of(handle), "__self__", None)
     return repr(task if isinstance(task, Task) else handle)

@@ -61,8 +61,8 @@ def world() -> WorldView:
     """Return the present world; between worlds, the last one. Raises NotInWorldError before the first."""
     if _present is None:
         raise NotInWorldError(
-            "there is no world yet: rank(), size() and their like answer inside a function decorated with "
-            "@elasticstate.run; local_rank() and device() answer at once"
+            "there is no world yet. Call rank(), size() and similar functions inside a function decorated with "
+            "@elasticstate.run. local_rank() and device() need no world."
         )
     return _present
 

@@ -27,11 +27,11 @@ class Answer(NamedTuple):
     stderr: str
 
 
-class TookTooLong(TimeoutError):
+class CommandTimedOut(TimeoutError):
     """A command was killed after its timeout; ``answer`` has its output until then."""
 
     def __init__(self, timeout_s: float, answer: Answer) -> None:
-        super().__init__(f"it took longer than {timeout_s:g} s")
+        super().__init__(f"timed out after {timeout_s:g} s")
         self.answer = answer
 
 
@@ -54,16 +54,16 @@ async def ask(
 ) -> Answer:
     """Run a command in a session of its own; at its end, kill the processes that it has started.
 
-    ``whole_session``: also kill processes in other process groups of the session, for example the ranks of mpirun.
-    Raises OSError or ValueError (the command cannot be run), TookTooLong.
+    ``whole_session``: also kill processes in other process groups of the session, for example those of a launcher.
+    Raises OSError or ValueError (the command cannot be run), CommandTimedOut.
     """
-    words = shlex.split(command)
-    if not words:
+    arguments = shlex.split(command)
+    if not arguments:
         raise ValueError("the command is empty")
-    program = Path(directory or ".", words[0]).absolute()
+    program = Path(directory or ".", arguments[0]).absolute()
     if program.is_file():
-        words[0] = str(program)
-    process = await _start(words, environment, directory)
+        arguments[0] = str(program)
+    process = await _start(arguments, environment, directory)
     give_back_descriptors(process.pid)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -79,7 +79,7 @@ async def ask(
     try:
         _, late = await asyncio.wait({stdout, stderr, ending}, timeout=timeout_s)
         if late:
-            raise TookTooLong(timeout_s, answer(-signal.SIGKILL))
+            raise CommandTimedOut(timeout_s, answer(-signal.SIGKILL))
         stdout.result()  # raises the error of reading, if any
         stderr.result()
         return answer(ending.result())
@@ -91,17 +91,17 @@ async def ask(
         await _end(process)
 
 
-async def _start(words: list[str], environment: Mapping[str, str] | None, directory: str | None) -> Process:
+async def _start(arguments: list[str], environment: Mapping[str, str] | None, directory: str | None) -> Process:
     """Start a process. A cancellation waits until the start is complete, or it would leave a process behind."""
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
-            *words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True, env=environment, cwd=directory
+            *arguments, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True, env=environment, cwd=directory
         )
     )
     try:
         await _insist(lambda: asyncio.wait({starting}), starting.done)
         if isinstance(error := starting.exception(), OSError) and error.errno == errno.ENOEXEC:
-            return await _start(["/bin/sh", *words], environment, directory)  # as execvp(3): no interpreter line
+            return await _start(["/bin/sh", *arguments], environment, directory)  # as execvp(3): no interpreter line
     except asyncio.CancelledError:
         if not starting.cancelled() and starting.exception() is None:
             await _end(starting.result())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import TypeVar
+
+from elasticstate.compat.standard_library import start_thread
 
 T = TypeVar("T")
 
@@ -35,16 +36,16 @@ async def in_thread(call: Callable[..., T], *arguments: object) -> T:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(lambda: None if answer.done() else setter())
 
-    _hand_over(run)
+    _run_in_thread(run)
     return await answer
 
 
-def _hand_over(run: Callable[[], None]) -> None:
+def _run_in_thread(run: Callable[[], None]) -> None:
     """Pass a call to a waiting thread, which on busy cores Linux runs before a new thread; else start a thread."""
     try:
         _idle.pop().put(run)
     except IndexError:
-        _thread.start_new_thread(_serve, (run,))  # threading.Thread.start() would wait until it has a core
+        start_thread(_serve, run)
 
 
 def _serve(run: Callable[[], None]) -> None:

@@ -62,15 +62,15 @@ class Writer:
                 self._thread.start()
             self._changed.notify()
 
-    async def write(self, data: bytes, patience_s: float | None = None) -> None:
+    async def write(self, data: bytes, timeout_s: float | None = None) -> None:
         """Put the data as soon as it fits into the backlog; the caller waits for a slow output.
 
-        The caller does not wait for an output that fails, or for a single write that lasts longer than ``patience_s``.
+        The caller does not wait for an output that fails, or for a single write that lasts longer than ``timeout_s``.
         """
         try:
             await self._until(
                 lambda: not self._queue or bool(self._error) or self._queued_bytes + len(data) <= self._backlog_bytes,
-                patience_s,
+                timeout_s,
             )
         finally:  # also if cancelled
             self.put(data)
@@ -94,7 +94,7 @@ class Writer:
             if not self._queue and not self._error and now - self._troubled_since > BLOCKED_S:
                 self._troubled_since, self._dropped_before = None, self.dropped_bytes
                 return ""
-            return self._error or ("it is not read" if is_blocked else "it is slow")
+            return self._error or ("not read" if is_blocked else "read too slowly")
 
     @property
     def is_over(self) -> bool:
@@ -110,16 +110,16 @@ class Writer:
 
     # ------------------------------------------------------------------------------------------------------ waiting
 
-    async def _until(self, holds: Callable[[], bool], patience_s: float | None) -> None:
+    async def _until(self, holds: Callable[[], bool], timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
         while True:
             with self._changed:
                 lasts_s = time.monotonic() - self._began if self._began is not None else 0.0
-                if holds() or (patience_s is not None and lasts_s >= patience_s):
+                if holds() or (timeout_s is not None and lasts_s >= timeout_s):
                     return
                 woken: asyncio.Future[None] = loop.create_future()
                 self._waiters.append((loop, woken))
-            await asyncio.wait({woken}, timeout=None if patience_s is None else patience_s - lasts_s)
+            await asyncio.wait({woken}, timeout=None if timeout_s is None else timeout_s - lasts_s)
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []

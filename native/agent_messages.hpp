@@ -4,8 +4,8 @@
 #include <string>
 #include <string_view>
 
-/// The messages that a sentinel sends without Python, in the MessagePack of net/worker_messages.py: an array of the tag
-/// and the fields in order. A test decodes each of them.
+/// The messages that a sentinel sends without Python, encoded as in net/worker_messages.py: a MessagePack array of the
+/// tag and the fields in order. A test decodes each of them.
 namespace elasticstate::agent_messages {
 
 inline std::string begin(std::string_view tag, std::size_t fields) {
@@ -43,7 +43,7 @@ inline std::string first(std::uint64_t generation) {
 /// `signal` is one of the first 31.
 inline std::string notice(int signal) { return begin("WorkerPreemptionNotice", 1) + static_cast<char>(signal); }
 
-/// The END that an agent would send to end a generation now, without the head. `cause` takes up to 31 bytes.
+/// Returns the END by which an agent would end a generation now, without the head. `cause` has at most 31 bytes.
 inline std::string end(std::uint64_t generation, std::string_view cause) {
     std::string message = begin("End", 3);
     add(message, generation);

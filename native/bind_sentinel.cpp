@@ -20,13 +20,14 @@ namespace {
 
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
-/// What Python holds. The sentinel shares the sockets themselves: its thread must not touch a reference of Python's.
+/// The object that Python holds. The sentinel shares the sockets themselves: its thread must not touch a reference of
+/// Python's.
 struct SharedSockets {
     std::shared_ptr<GlooSockets> sockets = std::make_shared<GlooSockets>();
 };
 
-/// Runs what Python's signal handlers have to do; called without the GIL, between two slices of a wait. They run on the
-/// main thread; another one must not ask for the GIL here: if the interpreter is at its end, it would not come back.
+/// Runs Python's signal handlers. Called without the GIL, between two slices of a wait. They run on the main thread.
+/// Another thread must not request the GIL here: if the interpreter is ending, the request would never return.
 void check_signals() {
     if (gettid() != getpid()) {
         return;

@@ -4,7 +4,7 @@
 
 namespace elasticstate {
 
-/// Sentinel and GlooSockets for Python. To be called after ControlPage is bound.
+/// Binds Sentinel and GlooSockets for Python. Call it after ControlPage is bound.
 void bind_sentinel(nanobind::module_ &m);
 
 }  // namespace elasticstate

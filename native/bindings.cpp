@@ -1,4 +1,4 @@
-// Everything that Python sees of the native code. Types and docstrings for Python stand in elasticstate/_native.pyi.
+// The bindings of the native code for Python. elasticstate/_native.pyi has the types and docstrings.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -37,7 +37,7 @@ constexpr std::uint64_t MOST_INDICES = std::uint64_t{1} << 62;
 void check_range(std::size_t begin, std::size_t end, std::size_t size) {
     if (begin > end || end > size) {
         const std::string message = "bytes " + std::to_string(begin) + " to " + std::to_string(end) +
-                                    " are no part of a buffer of " + std::to_string(size);
+                                    " are outside a buffer of " + std::to_string(size);
         throw nb::value_error(message.c_str());
     }
 }
@@ -80,7 +80,7 @@ std::vector<std::uint32_t> checksums_of(Readable buffer, const Numbers &offsets,
         if (offsets[i] > buffer.size() || sizes[i] > buffer.size() - offsets[i]) {
             const std::string message = "range " + std::to_string(i) + ": " + std::to_string(sizes[i]) +
                                         " bytes at offset " + std::to_string(offsets[i]) +
-                                        " are no part of a buffer of " + std::to_string(buffer.size());
+                                        " are outside a buffer of " + std::to_string(buffer.size());
             throw nb::value_error(message.c_str());
         }
         ranges.push_back({offsets[i], sizes[i]});
@@ -97,7 +97,7 @@ void bind_pieces(nb::module_ &m) {
                 new (self) elasticstate::Pieces(addresses, sizes, offsets);
             },
             "addresses"_a, "sizes"_a, "offsets"_a);
-    // Without noconvert() a buffer that does not fit is silently copied, and the copy is what gets written.
+    // Without noconvert(), nanobind copies a buffer of another type, and the code would write to the copy.
     m.def("gather", &gather_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
     m.def("fill", &fill_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a);
     m.def("scatter", &scatter_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
@@ -129,7 +129,7 @@ void bind_permutation(nb::module_ &m) {
 
 std::size_t checked_index(std::size_t index) {
     if (index > 1) {
-        throw nb::value_error("a slot has two buffers: index 0 or 1");
+        throw nb::value_error("the index must be 0 or 1, because a slot has two buffers");
     }
     return index;
 }
@@ -137,7 +137,7 @@ std::size_t checked_index(std::size_t index) {
 std::array<std::uint8_t, 16> sixteen(const nb::bytes &bytes) {
     std::array<std::uint8_t, 16> result{};
     if (bytes.size() != result.size()) {
-        throw nb::value_error("an owner, and a tag, is 16 bytes");
+        throw nb::value_error("an owner and a tag must have 16 bytes each");
     }
     std::memcpy(result.data(), bytes.c_str(), result.size());
     return result;
@@ -192,7 +192,7 @@ void bind_control_page(nb::module_ &m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-    // A worker may end with its sentinel's objects alive: no leak, and no lines for it in the user's log.
+    // A worker may end while its sentinel's objects live. That is no leak, so nothing is printed to the user's log.
     nb::set_leak_warnings(false);
 
     nb::class_<HoldWord> hold_word(m, "HoldWord");

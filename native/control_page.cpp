@@ -24,13 +24,13 @@ using Words = std::array<std::uint64_t, std::tuple_size_v<SealWords>>;
 
 std::uint32_t checksum_of(const Seal &seal) noexcept { return crc32c(0, &seal, offsetof(Seal, own_checksum)); }
 
-/// A reader that sees a change of this kind also sees all that was written before it.
+/// A reader that sees this change also sees everything written before it.
 void write(SealWords &place, const Seal &seal) noexcept {
     const auto words = std::bit_cast<Words>(seal);
     for (std::size_t i = 0; i < words.size(); ++i) {
         place[i].store(words[i], std::memory_order_release);
     }
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // and nothing that is written later comes before it
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // and no later write comes before it
 }
 
 Seal read(const SealWords &place) noexcept {
@@ -41,7 +41,7 @@ Seal read(const SealWords &place) noexcept {
     return std::bit_cast<Seal>(words);
 }
 
-/// The valid one of two seals with the higher sequence, as an index; none: -1.
+/// Returns the index of the valid seal with the higher sequence; -1 if neither is valid.
 int current(const SealWords (&places)[2], Seal *found) noexcept {
     int best = -1;
     for (int i = 0; i < 2; ++i) {
@@ -67,10 +67,10 @@ void *map(int fd) {
 void *map_file(int fd) {
     struct stat found {};
     if (fstat(fd, &found) != 0) {
-        throw std::system_error(errno, std::generic_category(), "cannot look at a control page");
+        throw std::system_error(errno, std::generic_category(), "cannot read the size of a control page");
     }
     if (found.st_size < static_cast<off_t>(ControlPage::SIZE)) {
-        throw std::invalid_argument("this is no control page: it is shorter than one");
+        throw std::invalid_argument("the file is shorter than a control page");
     }
     return map(fd);
 }
@@ -92,7 +92,7 @@ bool ControlPage::keep_private() noexcept {
     return true;
 }
 
-/// A host that was asleep has not had the time: so this is the clock that goes on meanwhile.
+/// Uses the clock that also counts the time in which the host is suspended.
 bool ControlPage::lease_is_over() const noexcept {
     const std::uint64_t until = page_->lease.load(std::memory_order_relaxed);
     if (until == 0) {
@@ -111,7 +111,7 @@ void ControlPage::enter(std::uint64_t generation) noexcept {
 }
 
 void ControlPage::reset() noexcept {
-    page_->version.fetch_add(page_->version.load() % 2);  // the last process may have died in mid-change
+    page_->version.fetch_add(page_->version.load() % 2);  // the last process may have died in the middle of a change
     page_->place.store(0);
     page_->progress.store(0);
     page_->lease.store(0);
@@ -129,7 +129,7 @@ Stamp ControlPage::stamp() const noexcept {
         }
         sched_yield();  // the writer may be waiting for this core
     }
-    stamp.ticks = 0;  // they may be those of another generation
+    stamp.ticks = 0;  // they may belong to another generation
     return stamp;
 }
 
@@ -144,7 +144,7 @@ void ControlPage::seal(std::size_t index, Seal seal) noexcept {
 void ControlPage::unseal(std::size_t index) noexcept {
     Seal last{};
     const int at = current(page_->seals[index], &last);
-    write(page_->seals[index][at == 0 ? 1 : 0], Seal{});  // the one that counts goes last: no older id comes back
+    write(page_->seals[index][at == 0 ? 1 : 0], Seal{});  // the valid one is removed last, so no older id becomes valid
     write(page_->seals[index][at == 0 ? 0 : 1], Seal{});
 }
 

@@ -1,7 +1,7 @@
-// CRC-32C as fast as memory: the processor's instruction takes three cycles, and one can begin in each cycle. So three
-// runs of bytes are checksummed side by side and put together by a table (V. Gopal et al., "Fast CRC Computation for
-// iSCSI Polynomial Using CRC32 Instruction", Intel 2011; M. Adler's crc32c.c, 2013). Putting together is multiplication
-// by a power of x modulo the polynomial, as in crc32_combine() of zlib.
+// CRC-32C at the speed of memory: the processor's instruction takes three cycles, and one can begin in each cycle. So
+// the code checksums three runs of bytes side by side, and combines them by a table (V. Gopal et al., "Fast CRC
+// Computation for iSCSI Polynomial Using CRC32 Instruction", Intel 2011; M. Adler's crc32c.c, 2013). To combine is to
+// multiply by a power of x modulo the polynomial, as in crc32_combine() of zlib.
 #include "crc32c.hpp"
 
 #include <algorithm>
@@ -53,7 +53,7 @@ constexpr std::uint32_t power_of(std::size_t bytes) {
     return power;
 }
 
-/// For each of the eight bytes of a word, what it makes of the checksum: [7] is the word's first byte.
+/// Tables of the effect that each of the eight bytes of a word has on the checksum. [7] is for the word's first byte.
 using Slices = std::array<std::array<std::uint32_t, 256>, 8>;
 
 constexpr Slices make_slices() {
@@ -132,7 +132,7 @@ constexpr std::size_t LINE = 64;
 // Runs are whole cache lines, so that each line is written at once by stores that go around the caches.
 constexpr std::size_t LONG_RUN = 21 * LINE;  // three of them: a page, nearly
 constexpr std::size_t SHORT_RUN = 5 * LINE;
-constexpr std::size_t AHEAD = 4096;  // without this the next three runs come from memory one line at a time
+constexpr std::size_t AHEAD = 4096;  // without prefetching, the next three runs arrive from memory line by line
 
 enum class Mode { READ, COPY, STREAM };
 
@@ -167,7 +167,7 @@ inline std::uint64_t shifted(std::uint64_t crc) noexcept {
     return shift[0][crc & 0xff] ^ shift[1][(crc >> 8) & 0xff] ^ shift[2][(crc >> 16) & 0xff] ^ shift[3][crc >> 24];
 }
 
-/// Three runs of RUN bytes each.
+/// Processes three runs of RUN bytes each.
 template <Mode MODE, std::size_t RUN, bool PREFETCH>
 WITH_CRC inline std::uint64_t three_runs(std::uint64_t crc, std::uint8_t *to, const std::uint8_t *from) noexcept {
     std::uint64_t second = 0, third = 0;

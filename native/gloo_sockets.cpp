@@ -20,7 +20,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::uint64_t SMALLEST_POINTER = 1 << 20;  // Gloo registers pointers with epoll; Python and libuv, numbers
-constexpr std::chrono::milliseconds REJECT_FOR{50};  // a listener whose queue is full must not hold up the sentinel
+constexpr std::chrono::milliseconds REJECT_FOR{50};  // a listener whose queue is full must not delay the sentinel
 
 int option(int fd, int level, int name) noexcept {
     int value = -1;
@@ -41,7 +41,7 @@ bool is_established(int fd) noexcept {
     return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &state, &size) == 0 && state == TCP_ESTABLISHED;
 }
 
-/// A duplicate of the TCP socket that had this number and inode; none if it is gone, or something else by now.
+/// Returns a duplicate of the TCP socket with this number and inode; none if the number belongs to another file by now.
 Descriptor duplicate(int fd, std::uint64_t inode) noexcept {
     Descriptor copy(fcntl(fd, F_DUPFD_CLOEXEC, 0));
     if (copy && (socket_inode(copy.get()) != inode || !is_tcp(copy.get()))) {
@@ -50,7 +50,7 @@ Descriptor duplicate(int fd, std::uint64_t inode) noexcept {
     return copy;
 }
 
-/// Calls `act` with a duplicate of each pair: each TCP socket that is no listener.
+/// Calls `act` with a duplicate of each pair, that is of each TCP socket that does not listen.
 template <class Act>
 void for_each_pair(const std::vector<Watched> &watched, Act act) {
     for (const Watched &candidate : watched) {
@@ -83,7 +83,7 @@ bool watches(const std::vector<Watched> &watched, std::uint64_t inode) {
     return std::any_of(watched.begin(), watched.end(), [inode](const Watched &w) { return w.inode == inode; });
 }
 
-/// The address and port in one form for both families; false: some other family.
+/// Converts address and port to one form for both families. False: another family.
 bool normalize(const sockaddr_storage &address, in6_addr &host, std::uint16_t &port) noexcept {
     if (address.ss_family == AF_INET) {
         const auto &v4 = reinterpret_cast<const sockaddr_in &>(address);
@@ -102,7 +102,7 @@ bool normalize(const sockaddr_storage &address, in6_addr &host, std::uint16_t &p
     return false;
 }
 
-/// Connects to `address`, sends `sequence` and closes the connection. False: not within the time that is left.
+/// Connects to `address`, sends `sequence` and closes the connection. False: the remaining time was too short.
 bool introduce(const sockaddr_storage &address, socklen_t size, std::int64_t sequence, Clock::time_point deadline) {
     const Descriptor caller(socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (!caller) {
@@ -118,7 +118,7 @@ bool introduce(const sockaddr_storage &address, socklen_t size, std::int64_t seq
             return false;
         }
     }
-    // Fails when nobody listens any more: then there is nothing to reject.
+    // Fails when no process listens any more: then there is nothing to reject.
     [[maybe_unused]] const ssize_t sent = send(caller.get(), &sequence, sizeof sequence, MSG_NOSIGNAL);
     return true;
 }
@@ -152,10 +152,10 @@ bool GlooSockets::begin_group(std::size_t size) {
         return false;
     }
     list_epoll_fds(epolls_before_);
-    being_made_ = true;
-    size_being_made_ = size;
-    const char *const lazy = std::getenv("TORCH_GLOO_LAZY_INIT");  // torch reads it as it makes the group
-    pairs_come_later_ = lazy != nullptr && std::strcmp(lazy, "1") == 0;
+    is_creating_ = true;
+    size_in_creation_ = size;
+    const char *const lazy = std::getenv("TORCH_GLOO_LAZY_INIT");  // torch reads it when it creates the group
+    connects_lazily_ = lazy != nullptr && std::strcmp(lazy, "1") == 0;
     next_rejected_ = 0;
     return true;
 }
@@ -164,7 +164,7 @@ void GlooSockets::end_group() {
     const std::lock_guard lock(mutex_);
     const std::vector<Device> made = new_devices();
     devices_.insert(devices_.end(), made.begin(), made.end());
-    being_made_ = false;
+    is_creating_ = false;
 }
 
 void GlooSockets::forget() {
@@ -182,7 +182,7 @@ void GlooSockets::sever() {
             cut_pairs(watched_);
         }
     }
-    if (being_made_) {
+    if (is_creating_) {
         for (const Device &device : new_devices()) {
             list_watched(device.epoll_fd, watched_);
             cut_pairs(watched_);
@@ -205,11 +205,11 @@ bool GlooSockets::broken() {
 
 bool GlooSockets::lost_pair(const Device &device) {
     list_watched(device.epoll_fd, watched_);
-    // Without its listener it is another device's by now: user code has destroyed the group.
+    // Without the listener, the descriptor belongs to another device: user code has destroyed the group.
     return watches(watched_, device.listener_inode) && count_pairs(watched_) < device.pairs;
 }
 
-/// Gloo devices that have appeared since; other epoll descriptors of this process do not look like one.
+/// Finds the Gloo devices that have appeared since. Other epoll descriptors of this process look different.
 std::vector<GlooSockets::Device> GlooSockets::new_devices() {
     std::vector<Device> found;
     list_epoll_fds(fds_);
@@ -222,15 +222,15 @@ std::vector<GlooSockets::Device> GlooSockets::new_devices() {
             continue;
         }
         if (const Watched *const listener = listener_of(watched_)) {
-            // None at all without that: they were lost before the group was done.
-            const bool has_pairs = !pairs_come_later_ || count_pairs(watched_) > 0;
-            found.push_back({epoll_fd, listener->inode, has_pairs ? size_being_made_ - 1 : 0});
+            // Without lazy connections, no pairs mean: they were lost before the group was complete.
+            const bool has_pairs = !connects_lazily_ || count_pairs(watched_) > 0;
+            found.push_back({epoll_fd, listener->inode, has_pairs ? size_in_creation_ - 1 : 0});
         }
     }
     return found;
 }
 
-/// Introduces itself to the own listener as every peer that has not come yet, and hangs up.
+/// Connects to the own listener in place of each peer that has not connected yet, and closes the connection.
 void GlooSockets::reject_pending(const Watched &listener) {
     sockaddr_storage address{};
     socklen_t size = sizeof address;
@@ -239,11 +239,11 @@ void GlooSockets::reject_pending(const Watched &listener) {
         return;
     }
     const Clock::time_point deadline = Clock::now() + REJECT_FOR;
-    for (std::size_t i = 0; i < size_being_made_ && Clock::now() < deadline; ++i) {
+    for (std::size_t i = 0; i < size_in_creation_ && Clock::now() < deadline; ++i) {
         if (!introduce(address, size, static_cast<std::int64_t>(next_rejected_), deadline)) {
-            return;  // the next sweep goes on from here
+            return;  // the next sweep continues here
         }
-        next_rejected_ = (next_rejected_ + 1) % size_being_made_;
+        next_rejected_ = (next_rejected_ + 1) % size_in_creation_;
     }
 }
 

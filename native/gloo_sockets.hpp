@@ -14,7 +14,7 @@
 
 namespace elasticstate {
 
-/// What a sentinel cuts: `sever` may be called from any thread, any number of times, and is done within 0.1 s.
+/// Connections that a sentinel cuts. `sever` may be called from any thread, any number of times. It takes up to 0.1 s.
 class Severable {
 public:
     Severable() = default;
@@ -24,41 +24,42 @@ public:
     virtual void sever() = 0;
 };
 
-/// The sockets of all Gloo groups of one generation, and how to cut them.
+/// The sockets of all Gloo groups of one generation. `sever` cuts them.
 ///
-/// Gloo's own abort() and shutdown() return at once and unblock nobody (measured with torch 2.13). What does unblock a
-/// collective, a pending init_process_group or new_group, and a store wait is the loss of the sockets underneath:
+/// Gloo's own abort() and shutdown() return at once and unblock no thread (measured with torch 2.13). The loss of the
+/// sockets does unblock a collective, a pending init_process_group or new_group, and a wait for the store:
 ///
 ///  - pairs: each Gloo device has its own epoll descriptor, and the `tfd:` lines of /proc/self/fdinfo/<epoll fd> list
-///    exactly its listener and its pairs. A pair's descriptor is duplicated, its identity checked by inode, and the
-///    duplicate shut down, so that no foreign socket that has got the same number meanwhile is ever touched. Never the
-///    listener: shutting that down ends the process.
-///  - pending pairs: a rank that waits to *accept* from a dead peer waits for five time-outs. A peer introduces itself
-///    on the listener with the 8-byte sequence number of the pair it connects to; so each of the numbers 0 … n-1 is
-///    sent to the own listener on a connection that is then closed. A private detail of Gloo's wire, pinned by a test.
-///  - store waits: the sockets whose peer is the store's address.
-///  - what Gloo forgets to wake although its socket is gone: see gloo_waits.hpp.
+///    exactly its listener and its pairs. The code duplicates a pair's descriptor, verifies its inode, and shuts the
+///    duplicate down. So it never touches another socket that has got the same number meanwhile. It never shuts the
+///    listener down: that would end the process.
+///  - pending pairs: a rank that waits to *accept* from a dead peer waits for five time-outs. A peer sends to the
+///    listener the 8-byte sequence number of the pair it connects to. So the code sends each of the numbers 0 … n-1 to
+///    the own listener, on a connection that is then closed. A test checks this private detail of Gloo.
+///  - waits for the store: the sockets whose peer is the store's address.
+///  - operations that Gloo does not wake although their socket is gone: see gloo_waits.hpp.
 ///
-/// A device is found by difference: the epoll descriptors after a group was made, minus those before. All calls may
-/// come from any thread.
+/// A new device is found by comparing the epoll descriptors before and after the creation of a group. All functions may
+/// be called from any thread.
 class GlooSockets final : public Severable {
 public:
-    /// From now on `sever` also cuts this process's connections to the store. A name is looked up here, once.
+    /// Makes `sever` also cut this process's connections to the store. Resolves a name here, once.
     void watch_store(const std::string &host, std::uint16_t port);
-    /// A group of `size` ranks is about to be made. False: cut already, so do not make it.
+    /// Call it before a group of `size` ranks is created. False: the generation is cut already, so do not create it.
     bool begin_group(std::size_t size);
-    /// It has been made, or has failed to be.
+    /// Call it after the group was created, or after its creation has failed.
     void end_group();
-    /// All groups have been taken down.
+    /// Call it after all groups were destroyed.
     void forget();
 
-    /// Cuts everything there is. Level, not edge: sockets may appear meanwhile, so call it again and again.
+    /// Cuts all sockets. Level, not edge: call it repeatedly, because sockets may appear meanwhile.
     void sever() override;
-    /// Whether a pair of one of the groups has lost its connection, or all were cut here.
+    /// True if a pair of one of the groups has lost its connection, or `sever` has cut them.
     bool broken();
 
 private:
-    /// One Gloo device: its epoll descriptor, known by the inode of its listener; its pairs (0 if they come later).
+    /// One Gloo device: its epoll descriptor, identified by the inode of its listener; its pairs (0 if they connect
+    /// later).
     struct Device {
         int epoll_fd;
         std::uint64_t listener_inode;
@@ -76,15 +77,15 @@ private:
 
     std::mutex mutex_;
     std::vector<Device> devices_;
-    bool being_made_ = false;  // a group is
-    std::size_t size_being_made_ = 0;
-    bool pairs_come_later_ = false;  // torch connects them as they are used
+    bool is_creating_ = false;  // a group is being created
+    std::size_t size_in_creation_ = 0;
+    bool connects_lazily_ = false;  // torch connects them at first use
     std::vector<int> epolls_before_;
     std::size_t next_rejected_ = 0;
     std::vector<Address> store_;
     bool severed_ = false;
     GlooWaits waits_;
-    std::vector<int> fds_;  // memory for what /proc lists
+    std::vector<int> fds_;  // memory for the descriptors that /proc lists
     std::vector<Watched> watched_;
 };
 

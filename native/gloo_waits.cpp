@@ -26,7 +26,7 @@
 
 #include "proc_fds.hpp"
 
-// Part of glibc's interface to compilers since 2.0: a thread's list of what is to be done when it is cancelled.
+// Part of glibc's interface to compilers since 2.0: a thread's list of handlers for its cancellation.
 extern "C" {
 [[gnu::weak]] void _pthread_cleanup_push(_pthread_cleanup_buffer *, void (*)(void *), void *) noexcept;
 [[gnu::weak]] void _pthread_cleanup_pop(_pthread_cleanup_buffer *, int) noexcept;
@@ -35,21 +35,21 @@ extern "C" {
 namespace elasticstate {
 namespace {
 
-constexpr std::uint64_t WAIT_FRAMES = 1024;  // bytes of stack between the system call and who waits on the condition
+constexpr std::uint64_t WAIT_FRAMES = 1024;  // bytes of stack between the system call and the waiting function
 constexpr std::chrono::milliseconds LOOK_INTERVAL{20};
 constexpr std::chrono::milliseconds ASLEEP_FOR{60};  // a wait that is woken ends sooner
 constexpr std::chrono::seconds HOPELESS_AFTER{5};
-constexpr int FRAMES = 8;  // from the handler to the one who waits, and some more
+constexpr int FRAMES = 8;  // from the handler to the waiting function, and some more
 constexpr char THREAD_NAME[] = "pt_gloo_runloop";
 
-std::atomic<std::uint64_t> expected_address{0};  // of the futex that is to be interrupted
-std::atomic<pid_t> expected_thread{0};  // 0 again when it has left its wait, or waits for the GIL
+std::atomic<std::uint64_t> expected_address{0};  // address of the futex whose wait must be interrupted
+std::atomic<pid_t> expected_thread{0};  // 0 after it has left its wait, or if it waits for the GIL
 std::atomic<void *> python{nullptr};    // where the interpreter is loaded
 
-/// net/messages.py has the one for stacks: SIGRTMIN + 9.
+/// net/messages.py has the signal for stacks: SIGRTMIN + 9.
 int wake_signal() noexcept { return SIGRTMIN + 10; }
 
-/// Whether the signal has interrupted a futex wait. The kernel is back from it: -EINTR, behind the instruction.
+/// True if the signal has interrupted a futex wait: the system call has returned -EINTR, and its instruction is past.
 bool interrupted_futex([[maybe_unused]] const ucontext_t &context, [[maybe_unused]] std::uint64_t address) noexcept {
 #if defined(__x86_64__)
     const auto &registers = context.uc_mcontext.gregs;
@@ -78,7 +78,7 @@ std::uint64_t stack_pointer(const ucontext_t &context) noexcept {
 #endif
 }
 
-/// The newest entry of this thread's list of clean-ups; nullptr: there is none, or no such list.
+/// Returns the newest entry of this thread's list of handlers; nullptr: no entry, or no such list.
 _pthread_cleanup_buffer *newest_cleanup() noexcept {
     if (_pthread_cleanup_push == nullptr || _pthread_cleanup_pop == nullptr) {
         return nullptr;
@@ -89,16 +89,16 @@ _pthread_cleanup_buffer *newest_cleanup() noexcept {
     return mine.__prev;
 }
 
-/// Ends a wait on a condition variable as cancellation would: the thread is no waiter any more, and has the mutex.
+/// Ends a wait on a condition variable as a cancellation would: the thread is no waiter any more, and has the mutex.
 bool leave_condition(std::uint64_t stack) noexcept {
     _pthread_cleanup_buffer *const cleanup = newest_cleanup();
     const auto at = reinterpret_cast<std::uint64_t>(cleanup);
     if (at < stack || at > stack + WAIT_FRAMES) {
-        return false;  // somebody else's: what was interrupted is no such wait
+        return false;  // the entry belongs to other code: the interrupted call is no such wait
     }
     _pthread_cleanup_pop(cleanup, 1);
     int before = 0;
-    pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &before);  // the wait had made it asynchronous
+    pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &before);  // the wait had made cancellation asynchronous
     return true;
 }
 
@@ -114,7 +114,7 @@ _Unwind_Reason_Code look_for_python(_Unwind_Context *frame, void *given) {
     return search.found || ++search.frames == FRAMES ? _URC_END_OF_STACK : _URC_NO_REASON;
 }
 
-/// Whether it is the interpreter that waits here: for the GIL.
+/// True if the interpreter waits here, for the GIL.
 bool waits_in_python() noexcept {
     Search search;
     if (python != nullptr) {
@@ -137,10 +137,10 @@ void on_signal(int, siginfo_t *, void *given) {
         return;
     }
     expected_thread = 0;
-    throw std::runtime_error("Connection closed: the generation has ended in the middle of this operation");
+    throw std::runtime_error("Connection closed: the generation has ended during this operation");
 }
 
-/// False: somebody else has the signal.
+/// Installs the handler. False: other code uses the signal.
 bool install_handler() noexcept {
     static const bool installed = [] {
         struct sigaction before {};
@@ -153,7 +153,7 @@ bool install_handler() noexcept {
         }
         struct sigaction action {};
         action.sa_sigaction = on_signal;
-        action.sa_flags = SA_SIGINFO | SA_NODEFER;  // who throws out of a handler never returns from it
+        action.sa_flags = SA_SIGINFO | SA_NODEFER;  // a handler that throws never returns
         sigemptyset(&action.sa_mask);
         return sigaction(wake_signal(), &action, nullptr) == 0;
     }();
@@ -175,7 +175,7 @@ bool runs_collectives(pid_t thread) noexcept {
     return length == sizeof THREAD_NAME && std::memcmp(name.data(), THREAD_NAME, sizeof THREAD_NAME - 1) == 0;
 }
 
-/// A wait for a futex.
+/// A futex wait.
 struct FutexWait {
     std::uint64_t address;
     bool has_timeout;
@@ -190,7 +190,7 @@ std::optional<FutexWait> futex_wait_of(pid_t thread) noexcept {
     std::uint64_t address = 0, operation = 0, value = 0, timeout = 0;
     if (std::sscanf(call.data(), "%ld %" SCNx64 " %" SCNx64 " %" SCNx64 " %" SCNx64, &number, &address, &operation,
                     &value, &timeout) != 5) {
-        return std::nullopt;  // it runs
+        return std::nullopt;  // the thread runs
     }
     const std::uint64_t command = operation & static_cast<std::uint64_t>(FUTEX_CMD_MASK);
     const bool waits = number == SYS_futex && (command == FUTEX_WAIT || command == FUTEX_WAIT_BITSET);
@@ -219,8 +219,8 @@ void interrupt(pid_t thread, std::uint64_t address) noexcept {
 
 [[noreturn]] void give_up() noexcept {
     constexpr char line[] =
-        "elasticstate: an operation of the ended generation cannot be woken; this worker ends, the next one in its "
-        "slot resumes from its commit\n";
+        "elasticstate: an operation of the ended generation cannot be interrupted. This worker exits, and the next one "
+        "in its slot resumes from the commit.\n";
     [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, line, sizeof line - 1);
     kill(getpid(), SIGKILL);
     _exit(1);
@@ -263,7 +263,7 @@ void GlooWaits::wake() {
         if (!wait.interrupted && now - wait.since > ASLEEP_FOR) {
             wait.interrupted = true;
             interrupt(wait.thread, wait.address);
-            return;  // one at a time: the handler has to know which
+            return;  // one at a time: the handler has one expected thread
         }
     }
 }

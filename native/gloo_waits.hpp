@@ -8,27 +8,27 @@
 
 namespace elasticstate {
 
-/// Wakes operations of an ended generation that Gloo itself would leave asleep until the time-out of their group.
+/// Wakes operations of an ended generation that Gloo itself would let sleep until the time-out of their group.
 ///
-/// A pair that loses its connection tells all operations that wait for it to begin, but not the one that is half done:
-/// a message of which some bytes have been read, or are still to be written, is forgotten (Pair::signalException of
-/// gloo/transport/tcp/pair.cc looks at neither rx_ nor tx_ for unbound buffers). So a worker whose peer is killed in the
-/// middle of a large tensor sleeps on: half an hour by default, measured with torch 2.13 in both directions.
+/// A pair that loses its connection fails all operations that have not begun, but not the one in progress: a message of
+/// which some bytes were read, or are still to be written, gets no error (Pair::signalException of
+/// gloo/transport/tcp/pair.cc ignores rx_ and tx_ for unbound buffers). So a worker whose peer is killed in the middle
+/// of a large tensor keeps sleeping: half an hour by default, measured with torch 2.13 in both directions.
 ///
-/// What sleeps is a thread of torch's that runs one collective at a time ("pt_gloo_runloop"), in a wait with a time-out
-/// on a condition variable; between two collectives it waits without one. Such a thread gets a signal whose handler
-/// makes sure that it has interrupted that very wait, and throws: the exception leaves the wait as cancellation would,
-/// is caught where torch runs the collective, and becomes the error of whoever waits for it.
+/// The sleeping thread is one of torch's that run one collective at a time ("pt_gloo_runloop"). It waits on a condition
+/// variable with a time-out; between two collectives it waits without one. It is sent a signal. The handler verifies
+/// that it has interrupted that wait, and throws: the exception leaves the wait as a cancellation would, torch catches
+/// it where it runs the collective, and the thread that waits for the collective gets it as an error.
 ///
-/// (It may also stand there because it waits for the GIL; then the handler lets it be.)
+/// (The thread may also wait for the GIL there. Then the handler does nothing.)
 ///
-/// Where that does not help (another architecture, the signal is taken) the process kills itself: a worker that is
-/// replaced resumes from its commit within seconds.
+/// Where that is impossible (another architecture, another user of the signal), the process kills itself: the next
+/// worker in its slot resumes from the commit within seconds.
 class GlooWaits {
 public:
-    /// To be called again and again while a generation has ended, all its sockets are cut, and it is not left.
+    /// Call it repeatedly after a generation has ended and all its sockets are cut, until the generation is left.
     void wake();
-    /// Whether one of those threads has something to do.
+    /// True if one of those threads runs an operation.
     static bool busy();
 
 private:
@@ -37,7 +37,7 @@ private:
     /// A thread in a wait with a time-out.
     struct Wait {
         pid_t thread;
-        std::uint64_t address;  // of the futex
+        std::uint64_t address;  // address of the futex
         Clock::time_point since;
         bool interrupted;
     };

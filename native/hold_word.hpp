@@ -7,9 +7,9 @@ namespace elasticstate {
 
 /// The number of completed ticks and the hold bit in one atomic word.
 ///
-/// The tick's end is a fetch_add, the sentinel's hold a fetch_or, and both act on the value that was there before.
-/// So of a tick's end and a hold one comes first, and both sides know which: either the hold's answer counts the tick,
-/// or the tick's end sees the hold. Two words (check the hold, then count) have a gap in which both miss each other.
+/// The end of a tick is a fetch_add, the sentinel's hold a fetch_or, and both act on the value before the change. So
+/// one of them comes first, and both sides see which: either the answer to the hold counts the tick, or the end of the
+/// tick sees the hold. With two words (check the hold, then count), each could miss the other.
 class HoldWord {
 public:
     static constexpr std::uint64_t HOLD = std::uint64_t{1} << 63;

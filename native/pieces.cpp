@@ -17,8 +17,8 @@ namespace elasticstate {
 namespace {
 
 constexpr std::size_t MAX_THREADS = 4;
-constexpr std::size_t BLOCK = std::size_t{4} << 20;  // what a thread takes at a time, so that none waits for a slow one
-constexpr std::size_t MIN_BYTES_PER_THREAD = 2 * BLOCK;  // below this a thread's start costs more than it saves
+constexpr std::size_t BLOCK = std::size_t{4} << 20;  // unit of work: small, so that no thread waits for a slow one
+constexpr std::size_t MIN_BYTES_PER_THREAD = 2 * BLOCK;  // with fewer bytes, a thread costs more than it saves
 constexpr std::size_t MAX_OFFSET = std::numeric_limits<std::int64_t>::max();
 
 std::size_t cores() noexcept {
@@ -26,7 +26,7 @@ std::size_t cores() noexcept {
     return sched_getaffinity(0, sizeof set, &set) == 0 ? static_cast<std::size_t>(CPU_COUNT(&set)) : 1;
 }
 
-/// Calls work(0) ... work(count - 1), each once, on as many threads as `bytes` in all are worth.
+/// Calls work(0) ... work(count - 1), each once. The number of threads depends on the total of `bytes`.
 template <typename Work>
 void in_parallel(std::size_t count, std::size_t bytes, const Work &work) {
     std::atomic<std::size_t> next{0};
@@ -41,14 +41,14 @@ void in_parallel(std::size_t count, std::size_t bytes, const Work &work) {
     for (std::size_t i = 1; i < threads; ++i) {
         try {
             helpers.emplace_back(take);
-        } catch (const std::system_error &) {  // no more threads to be had: it takes longer
+        } catch (const std::system_error &) {  // no more threads available: the work takes longer
             break;
         }
     }
     take();
 }
 
-/// Splits [begin, end) into blocks, and puts their checksums together. `work(from, to)` gives that of one.
+/// Splits [begin, end) into blocks, and combines their checksums. `work(from, to)` returns the checksum of one block.
 template <typename Work>
 std::uint32_t by_blocks(std::size_t begin, std::size_t end, std::uint32_t checksum, const Work &work) {
     std::vector<std::uint32_t> parts((end - begin + BLOCK - 1) / BLOCK);
@@ -60,7 +60,7 @@ std::uint32_t by_blocks(std::size_t begin, std::size_t end, std::uint32_t checks
     return checksum;
 }
 
-/// Walks through [begin, end) in order: `copied(piece, from, size)` where a piece is, `kept(from, size)` between them.
+/// Visits [begin, end) in order: calls `copied(piece, from, size)` for pieces, and `kept(from, size)` between them.
 template <typename Copied, typename Kept>
 void walk(std::span<const Pieces::Piece> pieces, std::size_t begin, std::size_t end, const Copied &copied,
           const Kept &kept) {
@@ -164,7 +164,7 @@ std::uint32_t checksum_of(const std::uint8_t *buffer, std::size_t begin, std::si
 }
 
 std::vector<std::uint32_t> checksums_of(const std::uint8_t *buffer, std::span<const Range> ranges) {
-    std::vector<Range> parts;  // large ranges in blocks, so that no thread has much more to do than another
+    std::vector<Range> parts;  // large ranges are split into blocks, so that all threads have about equal work
     std::size_t bytes = 0;
     for (const Range &range : ranges) {
         for (std::size_t done = 0; done < range.size; done += BLOCK) {

@@ -7,11 +7,11 @@
 
 namespace elasticstate {
 
-/// Where the bytes of one flat buffer lie elsewhere in memory: a plan that is made once and used for each commit.
+/// Plan for the copies between one flat buffer and other memory. It is made once and used for each commit.
 ///
-/// Made of pieces (address, size, offset in the buffer), ascending and not overlapping. A piece without an address
-/// stands for bytes that are in the buffer already. That addresses are good for as long as they are used is the
-/// caller's business; everything else is checked.
+/// It consists of pieces (address, size, offset in the buffer), ascending and without overlap. A piece without an
+/// address means bytes that are in the buffer already. The caller guarantees that the addresses are valid; all else is
+/// checked.
 class Pieces {
 public:
     struct Piece {
@@ -24,7 +24,7 @@ public:
     Pieces(std::span<const std::uint64_t> addresses, std::span<const std::uint64_t> sizes,
            std::span<const std::uint64_t> offsets);
 
-    /// The pieces that are not empty and have an address.
+    /// Returns the pieces that are not empty and have an address.
     std::span<const Piece> all() const noexcept { return pieces_; }
 
 private:
@@ -37,24 +37,25 @@ struct Range {
     std::size_t size;
 };
 
-// All of these use up to four threads, if the bytes are worth it, and return with everything written and visible to
-// others. `checksum` is the CRC-32C of what comes before `begin`; the result is that of what comes before `end`.
+// All of these use up to four threads, depending on the number of bytes. When they return, everything is written and
+// visible to others. `checksum` is the CRC-32C of the bytes before `begin`; the result is that of the bytes before
+// `end`.
 
-/// Copies from the pieces into bytes [begin, end) of `buffer`, and checksums these in the same pass. What no piece
-/// covers stays as it is and is checksummed too.
+/// Copies from the pieces into bytes [begin, end) of `buffer`, and checksums these in the same pass. Bytes that no
+/// piece covers stay unchanged, and are part of the checksum.
 std::uint32_t gather(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end,
                      std::uint32_t checksum);
 
-/// The same without a checksum: only what the pieces cover is read and written.
+/// Does the same without a checksum: reads and writes only the bytes of pieces.
 void fill(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end);
 
-/// The reverse: copies bytes [begin, end) of `buffer` to the pieces.
+/// Does the reverse: copies bytes [begin, end) of `buffer` to the pieces.
 std::uint32_t scatter(const std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end,
                       std::uint32_t checksum);
 
 std::uint32_t checksum_of(const std::uint8_t *buffer, std::size_t begin, std::size_t end, std::uint32_t checksum);
 
-/// The checksum of each range.
+/// Returns the checksum of each range.
 std::vector<std::uint32_t> checksums_of(const std::uint8_t *buffer, std::span<const Range> ranges);
 
 }  // namespace elasticstate

@@ -23,23 +23,23 @@ private:
     int fd_ = -1;
 };
 
-/// One descriptor in an epoll set: its number when it was added, and the inode that tells whether it still is.
+/// One descriptor in an epoll set: its number when it was added, and its inode, because a number may be reused.
 struct Watched {
     int fd;
     std::uint64_t inode;
-    std::uint64_t data;  // what was registered with it
+    std::uint64_t data;  // registered with the descriptor
 };
 
-/// All open descriptors of this process, ascending. `fds` is emptied first, and keeps its memory.
+/// Lists all open descriptors of this process, ascending. `fds` is emptied first, and keeps its memory.
 void list_fds(std::vector<int> &fds);
 
-/// The epoll descriptors of this process, ascending.
+/// Lists the epoll descriptors of this process, ascending.
 void list_epoll_fds(std::vector<int> &fds);
 
-/// What an epoll descriptor watches, from /proc/self/fdinfo; empty when it is none (any more).
+/// Lists the descriptors in an epoll set, from /proc/self/fdinfo; empty if `fd` is not an epoll descriptor (any more).
 void list_watched(int epoll_fd, std::vector<Watched> &watched);
 
-/// The inode of the socket that has this number; 0: it is no socket.
+/// Returns the inode of the socket with this number; 0: it is not a socket.
 std::uint64_t socket_inode(int fd) noexcept;
 
 }  // namespace elasticstate

@@ -27,24 +27,24 @@
 namespace elasticstate {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "an MessageHead is read as it comes");
+static_assert(std::endian::native == std::endian::little, "a MessageHead is read without conversion");
 static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(std::uint32_t));
 
 constexpr std::size_t MAX_MESSAGE = 128 * 1024;        // net/link.py: MAX_DATAGRAM_BYTES
-constexpr std::chrono::seconds LEAVE_BOOT_WITHIN{1};  // then whatever Python does there is cut off
+constexpr std::chrono::seconds LEAVE_BOOT_WITHIN{1};  // then the process is killed, whatever Python does
 
 timespec timespec_of(std::chrono::nanoseconds duration) noexcept {
     const auto nanoseconds = std::max<std::int64_t>(0, duration.count());
     return {static_cast<time_t>(nanoseconds / 1'000'000'000), static_cast<long>(nanoseconds % 1'000'000'000)};
 }
 
-/// Waits while `word` is `seen`. False: the time is over, or a signal has come.
+/// Waits while `word` is `seen`. False: the time is over, or a signal has arrived.
 bool futex_wait(std::atomic<std::uint32_t> &word, std::uint32_t seen, std::chrono::nanoseconds timeout) noexcept {
     const timespec limit = timespec_of(timeout);
     return syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, &limit, nullptr, 0) == 0 || errno == EAGAIN;
 }
 
-/// A line for the worker's log, if it can be written at once: a full pipe must not stop the heartbeat.
+/// Writes a line to the worker's log if that is possible at once: a full pipe must not stop the heartbeat.
 void complain(const std::string &line) noexcept {
     pollfd log{STDERR_FILENO, POLLOUT, 0};
     if (poll(&log, 1, 100) == 1 && (log.revents & POLLOUT) != 0) {
@@ -63,11 +63,11 @@ Sentinel::Sentinel(ControlPage &page, int fd, void (*pause)())
     : page_(page), pause_(pause), socket_(fd), received_(new char[MAX_MESSAGE]) {
     wake_fd_ = Descriptor(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
     if (!wake_fd_) {
-        fail("cannot make an eventfd for the sentinel");
+        fail("cannot create an eventfd for the sentinel");
     }
     std::array<int, 2> ends{};
     if (pipe2(ends.data(), O_NONBLOCK | O_CLOEXEC) != 0) {
-        fail("cannot make a pipe for the sentinel");
+        fail("cannot create a pipe for the sentinel");
     }
     signal_reader_ = Descriptor(ends[0]);
     signal_writer_ = Descriptor(ends[1]);
@@ -104,7 +104,7 @@ void Sentinel::forked() noexcept {
     forked_ = true;
     [[maybe_unused]] std::thread *const elsewhere = thread_.release();
     if (page_.keep_private()) {
-        page_.word().hold();  // a tick has to look up
+        page_.word().hold();  // the next tick must check
     }
     socket_.close();
     wake_fd_.close();
@@ -252,7 +252,7 @@ bool Sentinel::wait_end(std::uint64_t generation) {
     return !left();
 }
 
-/// A condition variable would do, if it returned when a signal comes in; a futex does.
+/// A futex, because a wait on a condition variable does not return when a signal arrives.
 template <class Condition>
 void Sentinel::wait_until(Lock &lock, Condition condition) {
     while (!condition()) {
@@ -290,8 +290,8 @@ void Sentinel::serve() {
     }
 }
 
-/// Cuts what has ended and is not left yet. Tells whether there is such a thing. What only Python can cut has a thread
-/// of Python's, which waits in `wait_end`.
+/// Cuts the generation that has ended and is not left yet. Returns true if there is one. A generation that only Python
+/// can cut has a Python thread, which waits in `wait_end`.
 bool Sentinel::sweep() {
     std::shared_ptr<Severable> cut;
     {
@@ -352,7 +352,7 @@ void Sentinel::receive() {
             return;
         }
         if ((header.msg_flags & MSG_TRUNC) != 0) {
-            complain("ignored a message of the agent that is longer than " + std::to_string(MAX_MESSAGE) + " bytes");
+            complain("ignored a message from the agent: it is longer than " + std::to_string(MAX_MESSAGE) + " bytes");
         } else {
             obey({received_.get(), static_cast<std::size_t>(size)});
         }
@@ -362,12 +362,12 @@ void Sentinel::receive() {
 void Sentinel::obey(std::string_view message) {
     MessageHead head{};
     if (message.size() < sizeof head) {
-        complain("ignored a message of the agent that has no head: " + std::to_string(message.size()) + " bytes");
+        complain("ignored a message from the agent: it has no head, only " + std::to_string(message.size()) + " bytes");
         return;
     }
     std::memcpy(&head, message.data(), sizeof head);
     if (head.kind > MessageKind::leave) {
-        complain("ignored a message of the agent of unknown kind " +
+        complain("ignored a message from the agent: unknown kind " +
                  std::to_string(static_cast<std::uint64_t>(head.kind)));
         return;
     }
@@ -376,7 +376,7 @@ void Sentinel::obey(std::string_view message) {
     changed();
 }
 
-/// What speaks of a generation that is over here, or not yet begun, has no effect; but END is for good.
+/// A message about a generation that is over here, or has not begun yet, has no effect. Only END is remembered.
 void Sentinel::obey_locked(const MessageHead &head, std::string_view message) {
     const bool present = head.generation == page_.generation();
     switch (head.kind) {
@@ -434,18 +434,18 @@ void Sentinel::end_locked(std::uint64_t generation, std::string message) {
     }
     ended_ = generation;
     cause_ = std::move(message);
-    page_.word().hold();  // the next tick looks up
+    page_.word().hold();  // the next tick must check
     changed();
     wake();
 }
 
 void Sentinel::look_at_lease_locked() {
     if (page_.lease_is_over() && page_.generation() > 0) {
-        end_here_locked("no word of the driver: --lease");
+        end_here_locked("lease expired (--lease)");
     }
 }
 
-/// What the agent would say, of the present generation.
+/// Ends the present generation as an END of the agent would.
 void Sentinel::end_here_locked(std::string_view cause) {
     const std::uint64_t generation = page_.generation();
     const MessageHead head{MessageKind::end_now, generation, 0};
@@ -457,14 +457,14 @@ void Sentinel::leave_locked() {
     leaving_ = true;
     switch (place()) {
         case Place::regroup:
-            return;  // wait_world() says so
+            return;  // wait_world() reports it
         case Place::boot:
             exit_at_ = Clock::now() + LEAVE_BOOT_WITHIN;
             break;
         case Place::done:
             break;
         default:
-            end_here_locked("told to leave");
+            end_here_locked("LEAVE received");
     }
     kill(getpid(), signal_to_leave());  // reaches the main thread in a system call, too
 }
@@ -506,7 +506,7 @@ void Sentinel::flush() {
     }
 }
 
-/// True: it is on its way, or no agent is left to receive it. False: the agent has to read first.
+/// True: the message is sent, or there is no agent any more. False: the agent must read first.
 bool Sentinel::try_send(const std::string &message) {
     if (::send(socket_.get(), message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) {
         return true;
@@ -517,11 +517,11 @@ bool Sentinel::try_send(const std::string &message) {
     return errno != EAGAIN && errno != EINTR && errno != ENOBUFS && errno != ENOMEM;
 }
 
-/// The agent is gone: so is the job. A worker does not outlive its agent, unless it is behind the gate.
+/// Handles the end of the agent, which ends the job. A worker does not outlive its agent, unless it is past the gate.
 void Sentinel::link_lost() {
     const Lock lock(mutex_);
     if (place() != Place::done) {
-        complain("the agent of this worker is gone; the worker ends");
+        complain("lost the connection to the agent of this worker, so the worker exits");
         _exit(1);
     }
     socket_.close();

@@ -20,20 +20,20 @@ def main() -> NoReturn:
     try:
         launch = msgspec.json.decode(_first_line(), type=Launch)
     except msgspec.DecodeError as error:
-        complain("elasticstate", f"an agent is started by elasticrun: {error}")
+        complain("elasticstate", f"stdin has no valid parameters of an agent ({error}). Use elasticrun agent instead.")
         sys.exit(2)
     allow_many_descriptors()
     keep_owner_access()
-    serve(with_the_way_back(launch))
+    serve(with_ssh_client_first(launch))
 
 
-def with_the_way_back(launch: Launch) -> Launch:
+def with_ssh_client_first(launch: Launch) -> Launch:
     """Put the address that ssh connected from first: the driver most likely listens there."""
-    came_from = ssh_client()
-    if not came_from:
+    client = ssh_client()
+    if not client:
         return launch
     ports = dict.fromkeys(address.rpartition(":")[2] for address in launch.addresses)
-    back = (f"[{came_from}]:{port}" if ":" in came_from else f"{came_from}:{port}" for port in ports)
+    back = (f"[{client}]:{port}" if ":" in client else f"{client}:{port}" for port in ports)
     return msgspec.structs.replace(launch, addresses=tuple(dict.fromkeys((*back, *launch.addresses))))
 
 

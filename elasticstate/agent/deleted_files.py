@@ -16,11 +16,13 @@ _LOOK_INTERVAL_S = 0.25
 async def watch_files(supply: Supply, place: JobPlace, socket: AgentSocket, warn: Callable[[str], None]) -> None:
     """Check the files regularly, until cancelled. ``warn`` gets messages for the user at the driver."""
     while True:
-        supply.look()
+        supply.check_files()
         if place.is_lost or socket.is_lost:
             with suppress(OSError):  # retried at the next check
                 if place.is_lost:
                     place.make_anew()
                 socket.reopen(place.socket)
-                warn(f"the socket of this agent was deleted while the job runs: it is {place.socket} now. {REMEDY}")
+                warn(
+                    f"the socket of this agent was deleted while the job runs. The new one is {place.socket}. {REMEDY}"
+                )
         await asyncio.sleep(_LOOK_INTERVAL_S)

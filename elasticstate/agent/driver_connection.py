@@ -27,7 +27,7 @@ class DriverConnection:
         self.trust = Trust(launch.token)
         self._epoch = 0  # epoch of the newest driver that this agent has served
         self._stream: DriverStream | None = None
-        self._early: deque[messages.ToAgent] = deque()  # messages received but not yet returned by receive()
+        self._pending: deque[messages.ToAgent] = deque()  # messages received but not yet returned by receive()
         self._loop = asyncio.get_running_loop()
         self.is_connected = False  # True while a greeting or a connection is under way
         self.is_sought = True  # False: do not retry after a failed attempt
@@ -61,19 +61,19 @@ class DriverConnection:
         try:
             await asyncio.wait({answer}, timeout=timeout_s)
             if not answer.done():
-                raise ConnectionError("the driver does not answer")
+                raise ConnectionError("timed out: the driver did not answer")
             spec = answer.result()
             if not isinstance(spec, messages.JobSpec):
-                raise ConnectionError(f"the driver says {type(spec).__name__} instead of what to run")
+                raise ConnectionError(f"the first message of the driver is {type(spec).__name__}, not JobSpec")
             if spec.epoch < self._epoch:
-                raise ConnectionError(f"a driver of epoch {spec.epoch}, after one of epoch {self._epoch}")
+                raise ConnectionError(f"the driver of epoch {spec.epoch} was replaced by one of epoch {self._epoch}")
         except BaseException:
             self.is_connected = False
             answer.cancel()
-            stream.abort("no agreement")
+            stream.abort("the greeting failed")
             raise
         self._stream, self._epoch = stream, spec.epoch
-        self._early.clear()
+        self._pending.clear()
         return spec
 
     def _hello(self) -> messages.AgentHello:
@@ -92,7 +92,7 @@ class DriverConnection:
     def driver_address(self) -> str:
         """Address at which this host reaches the driver. Raises ConnectionError when disconnected."""
         if self._stream is None:
-            raise ConnectionError("there is no driver")
+            raise ConnectionError("not connected to a driver")
         return self._stream.peer_address
 
     def send(self, message: messages.FromAgent) -> None:
@@ -102,10 +102,10 @@ class DriverConnection:
 
     async def receive(self) -> messages.ToAgent:
         """Return the next message. Raises ConnectionError, with the reason, when disconnected."""
-        if self._early:
-            return self._early.popleft()
+        if self._pending:
+            return self._pending.popleft()
         if self._stream is None:
-            raise ConnectionError("the driver was lost")
+            raise ConnectionError("the connection to the driver is lost")
         return await self._next(self._stream)
 
     async def _next(self, stream: DriverStream) -> messages.ToAgent:
@@ -123,12 +123,12 @@ class DriverConnection:
         """
         assert self._stream is not None
         while True:
-            self._early.append(await self._next(self._stream))
+            self._pending.append(await self._next(self._stream))
 
     def judge(self, now: float, limit_s: float) -> None:
         """Reset the connection if the driver was silent for longer than ``limit_s``: then ``receive`` raises."""
-        if self._stream is not None and now - self._stream.heard_at > limit_s:
-            self._stream.reset(f"the driver was silent for {limit_s:g} s")
+        if self._stream is not None and now - self._stream.received_at > limit_s:
+            self._stream.reset(f"no message from the driver for {limit_s:g} s")
 
     async def close(self) -> None:
         """Send all pending messages, then close the connection."""

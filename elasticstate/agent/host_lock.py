@@ -25,23 +25,23 @@ async def lock_host(
     Raises OSError (TimeoutError: the earlier agent did not end).
     """
     refused = threading.Event()
-    claiming = asyncio.get_running_loop().run_in_executor(
+    locking = asyncio.get_running_loop().run_in_executor(
         None,
         lambda: CommitDirectory(
-            spec.commit_dir,
+            spec.options.commit_dir,
             spec.job_id,
             host,
             job_directory,
             mark,
-            spec.heartbeat_timeout_s,
-            keep_s(spec.driver_timeout_s),
+            spec.options.heartbeat_timeout_s,
+            keep_s(spec.options.driver_timeout_s),
             lambda: refused.wait(_LOOK_INTERVAL_S),
         ),
     )
-    losing = asyncio.ensure_future(driver.lost())
-    both: set[asyncio.Future[Any]] = {claiming, losing}
+    driver_loss = asyncio.ensure_future(driver.lost())
+    both: set[asyncio.Future[Any]] = {locking, driver_loss}
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     refused.set()
-    losing.cancel()
+    driver_loss.cancel()
     await asyncio.wait(both)
-    return claiming.result()
+    return locking.result()

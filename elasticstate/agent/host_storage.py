@@ -50,13 +50,13 @@ class SlotFiles:
 
 
 class HostStorage:
-    """Files of all slots of one host. ``say`` gets a line when files were lost, or a commit could not be copied."""
+    """Files of all slots of one host. ``log`` gets a line when files were lost, or a commit could not be copied."""
 
-    def __init__(self, directory: CommitDirectory, job_id: str, host: str, say: Callable[[str], None]) -> None:
+    def __init__(self, directory: CommitDirectory, job_id: str, host: str, log: Callable[[str], None]) -> None:
         self.directory = directory
         self._job_id = job_id
         self._host = host
-        self._say = say
+        self._log = log
         self._slots: dict[int, SlotFiles] = {}
         self._results: dict[int, int] = {}
         for slot in directory.slots():
@@ -114,7 +114,7 @@ class HostStorage:
 
     # --------------------------------------------------------------------------------------------- names that are lost
 
-    def notice_loss(self) -> bool:
+    def detect_loss(self) -> bool:
         """Return True if the directory, or names of files, have been lost since the last call.
 
         The control pages then carry the flag for the workers. Raises OSError when no new directory can be made: call
@@ -144,9 +144,9 @@ class HostStorage:
             if new is not None:
                 self._discard(slot, new)
             old.page.set_stale(False)
-            self._say(
-                f"the commits of slot {slot} cannot be copied to {self.directory.path} ({error}): they are kept for as "
-                "long as this agent lives, and lost if all processes of the job end at once"
+            self._log(
+                f"the commits of slot {slot} cannot be copied to {self.directory.path} ({error}). This agent keeps "
+                "them in memory. They are lost if it ends together with the worker."
             )
             return
         if not is_idle() or self._slots[slot] is not old:
@@ -154,7 +154,7 @@ class HostStorage:
             return
         self._slots[slot] = new
         if newest is not None:
-            self._say(f"commit {newest} of slot {slot} was copied to {self.directory.path}")
+            self._log(f"commit {newest} of slot {slot} was copied to {self.directory.path}")
         old.close()
 
     def _discard(self, slot: int, files: SlotFiles) -> None:
@@ -173,7 +173,7 @@ def _allocate_page(fd: int, path: object) -> None:
         # Without blocks, a write to the page would raise SIGBUS when the file system is full.
         os.posix_fallocate(fd, 0, PAGE_BYTES)
     except OSError as error:
-        raise CommitStorageError(f"no room for {path}: {error.strerror}") from None
+        raise CommitStorageError(f"cannot allocate {path}: {error.strerror}") from None
 
 
 def _copy_newest(old: SlotFiles, new: SlotFiles, owner: bytes) -> CommitId | None:
@@ -189,7 +189,7 @@ def _copy_newest(old: SlotFiles, new: SlotFiles, owner: bytes) -> CommitId | Non
         while at < length:
             copied = os.sendfile(target.fileno(), old.buffers[index], at, length - at)
             if not copied:
-                raise OSError(f"buffer {index} has become shorter than {length} bytes")
+                raise OSError(f"buffer {index} was truncated below {length} bytes")
             at += copied
     new.page.seal(index, owner, *seals[index])
     return CommitId(*seals[index][:2])

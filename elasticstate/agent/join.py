@@ -17,6 +17,10 @@ def join(address: str, token_file: str, name: str, slots: int, *, wait_s: float,
     """Serve until the job ends, then exit. ``slots`` 0: as many as this machine has. Raises OptionError."""
     try:
         token = read_token(token_file)
+    except FileNotFoundError:
+        raise OptionError(
+            f"--token-file: {token_file!r}: there is no such file. Copy the driver's token file to this machine."
+        ) from None
     except (OSError, ValueError) as error:
         raise OptionError(f"--token-file: {token_file!r}: {error}") from None
     launch = Launch(

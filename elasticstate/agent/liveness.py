@@ -15,7 +15,7 @@ _STAMPS_PER_S = 4000  # limit of stamps that the driver receives
 class Liveness:
     """One worker's control page, and when it last changed. Times are passed in, from the agent's monotonic clock.
 
-    A worker is judged from ``begin`` (its Hello) to ``end``. The page may be read, and yields news, at any time.
+    A worker is judged from ``begin`` (its Hello) to ``end``. The page may be read, at any time.
     """
 
     def __init__(self, page: ControlPage, owner: bytes) -> None:
@@ -24,15 +24,15 @@ class Liveness:
         self._page.reset()
         self._owner = owner
         self._judged = False
-        self._heard_at = self._moved_at = 0.0
+        self._heartbeat_at = self._moved_at = 0.0
         self._seen = self._page.stamp()
-        self._is_news = False
+        self._has_changed = False
         self._reported: Stamp | None = None
 
     def begin(self, now: float) -> None:
         """Start to judge the worker: its Hello has arrived."""
         self._judged = True
-        self._heard_at = self._moved_at = now
+        self._heartbeat_at = self._moved_at = now
 
     def storage_is(self, page: ControlPage) -> None:
         """Read seals from the page of the worker's new storage; stamps only if its Hello has not arrived yet."""
@@ -48,7 +48,7 @@ class Liveness:
         """Read the page."""
         last, self._seen = self._seen, self._page.stamp()
         if self._seen[0] != last[0]:  # heartbeat
-            self._heard_at, self._is_news = now, True
+            self._heartbeat_at, self._has_changed = now, True
         if self._seen[1:] != last[1:]:
             self._moved_at = now
 
@@ -62,14 +62,14 @@ class Liveness:
 
     def forgive(self, seconds: float) -> None:
         """Do not count this time."""
-        self._heard_at += seconds
+        self._heartbeat_at += seconds
         self._moved_at += seconds
 
     def verdict(self, now: float, heartbeat_timeout_s: float) -> str:
         """Return why the worker must be given up, or "". A worker that is past the exit gate is not judged."""
-        if not self._judged or self._place == Place.DONE or now - self._heard_at <= heartbeat_timeout_s:
+        if not self._judged or self._place == Place.DONE or now - self._heartbeat_at <= heartbeat_timeout_s:
             return ""
-        return f"no sign of life for --heartbeat-timeout of {heartbeat_timeout_s:g} s"
+        return f"no heartbeat for --heartbeat-timeout of {heartbeat_timeout_s:g} s"
 
     def doubt(self, now: float, hang_timeout_s: float | None) -> str:
         """Return why the worker may hang, or "". It may just as well wait for another worker that hangs."""
@@ -95,12 +95,12 @@ class Liveness:
         _, _, place, generation, ticks = self._seen
         return Stamp(_place(place), generation, ticks, newest_commit(self._seals, self._owner))
 
-    def news(self) -> Stamp | None:
+    def changed_stamp(self) -> Stamp | None:
         """Return the stamp if there was a heartbeat, or any change of the stamp, since the last call; else None."""
         stamp = self.latest
-        if not self._is_news and stamp == self._reported:
+        if not self._has_changed and stamp == self._reported:
             return None
-        self._is_news, self._reported = False, stamp
+        self._has_changed, self._reported = False, stamp
         return stamp
 
 

@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
-from elasticstate.net.messages import Output, OutputTrouble
+from elasticstate.net.messages import OutputTrouble
 from elasticstate.net.output_watch import Watch
 from elasticstate.terminal import message
 from elasticstate.writing import BLOCKED_S, Writer
@@ -142,14 +143,14 @@ class Outputs:
         self._pumps: dict[WorkerId, tuple[Pump, Pump]] = {}
         self._watch = Watch()
 
-    def pumps(self, worker: WorkerId, output: Output, audience: Audience) -> tuple[Pump, Pump]:
+    def pumps(self, worker: WorkerId, options: Options, audience: Audience) -> tuple[Pump, Pump]:
         """Create the pumps for stdout and stderr of a new worker."""
-        tag = f"[{worker.slot_id}] " if output.tagged else ""
-        logs = self._open_logs(worker, output.log_dir)
+        tag = f"[{worker.slot_id}] " if options.tag_output else ""
+        logs = self._open_logs(worker, options.log_dir)
         (stdout,), (stderr,) = self._writers["stdout"], self._writers["stderr"]
         self._pumps[worker] = (
-            Pump(stdout, tag, logs[0], audience if output.tee & 1 else None),
-            Pump(stderr, tag, logs[1], audience if output.tee & 2 else None),
+            Pump(stdout, tag, logs[0], audience if options.tee & 1 else None),
+            Pump(stderr, tag, logs[1], audience if options.tee & 2 else None),
         )
         return self._pumps[worker]
 
@@ -172,11 +173,11 @@ class Outputs:
         """Write a line of the agent itself."""
         self._writers["stderr"][0].put(message(f"elasticstate: agent of {self._host}", text).encode(errors="replace"))
 
-    def tell_again(self) -> None:
+    def report_again(self) -> None:
         """Report each trouble that still lasts again, for a driver that may not have received it."""
         self._watch.forget()
 
-    def news(self) -> Iterator[OutputTrouble]:
+    def changes(self) -> Iterator[OutputTrouble]:
         """Yield the outputs whose state has changed since the last call."""
         for name, writers in self._writers.items():
             waiting = (worker for worker, pumps in self._pumps.items() if any(p.waits_for(writers) for p in pumps))

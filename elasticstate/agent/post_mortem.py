@@ -22,12 +22,12 @@ _NO_WORLD = re.compile(
     re.MULTILINE,
 )
 _NO_WORLD_HINT = (
-    "elasticrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like for each world: they exist only inside a "
-    "function decorated with @elasticstate.run.\n"
+    "elasticrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and similar variables for each world. They exist only "
+    "inside a function decorated with @elasticstate.run.\n"
     "Move the training into such a function, with init_device_mesh(), fully_shard() and DistributedDataParallel, and "
     "remove init_process_group(): the default process group exists there.\n"
-    "Before the first world, elasticstate.local_rank() and elasticstate.device() answer. See MIGRATION.md, 'From "
-    "torchrun'."
+    "Before the first world, elasticstate.local_rank() and elasticstate.device() can be called. See MIGRATION.md, "
+    "'From torchrun'."
 )
 
 
@@ -43,7 +43,8 @@ def cause_of_death(
         return _with_hint(written.text), written.time_ns
     text = error_file.shortened(ending.last_output) if ending.exit_code != 0 else ""
     if ending.signal == signal.SIGKILL and oom_kills > oom_kills_before:
-        killed = f"out of memory: its memory cgroup has counted {oom_kills - oom_kills_before} OOM kill(s) meanwhile"
+        count = oom_kills - oom_kills_before
+        killed = f"out of memory: its memory cgroup counted {count} OOM kill(s) while the worker ran"
         text = f"{text}\n{killed}" if text else killed
     return _with_hint(text), time.time_ns()
 
@@ -62,15 +63,15 @@ def count_oom_kills(groups: Path = Path("/proc/self/cgroup"), mounted: Path = _C
         lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
         for _, controllers, path in lines:
             if "memory" in controllers.split(","):
-                return _counted(mounted / "memory" / path.lstrip("/") / "memory.oom_control")
+                return _read_oom_kills(mounted / "memory" / path.lstrip("/") / "memory.oom_control")
         for _, controllers, path in lines:
             if not controllers:
-                return _counted(mounted / path.lstrip("/") / "memory.events")
+                return _read_oom_kills(mounted / path.lstrip("/") / "memory.events")
     except (OSError, ValueError):
         pass
     return 0
 
 
-def _counted(events: Path) -> int:
+def _read_oom_kills(events: Path) -> int:
     counts = dict(line.split(" ", 1) for line in events.read_text().splitlines())
     return int(counts.get("oom_kill", 0))

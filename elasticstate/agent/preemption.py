@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterable, Mapping
 
-from elasticstate.config import agent_variable, inherited_environment
+from elasticstate.config import Options, agent_variable, inherited_environment
 from elasticstate.exit_status import how_it_ended, signal_name
 from elasticstate.net import messages
 from elasticstate.net.launch import Launch
@@ -36,21 +36,23 @@ class PreemptionWatch:
         self._loop = asyncio.get_running_loop()
         self._listen([signal.SIGTERM])
         if has_notice:
-            self._take(_by_signal(signal.SIGTERM))
+            self._record(_signal_reason(signal.SIGTERM))
 
-    def begin(self, how: messages.PreemptionOptions, launch: Launch, socket_path: str) -> None:
+    def begin(self, options: Options, launch: Launch, socket_path: str) -> None:
         """Start to watch with the job's options. A signal that is not among them gets its usual effect back."""
         self._has_begun = True
-        self.tell()
-        if signal.SIGTERM not in how.signals:
+        self.report()
+        if signal.SIGTERM not in options.preemption_signals:
             self._loop.remove_signal_handler(signal.SIGTERM)
-        self._listen(how.signals)
-        if how.command is not None and not self._reason:
+        self._listen(options.preemption_signals)
+        if options.preemption_command is not None and not self._reason:
             environment = {**inherited_environment(), **dict(launch.environment), HOST_VARIABLE: launch.host}
             environment |= [agent_variable(socket_path)]  # a mark: it is found and killed if this agent is killed
-            self._asking = asyncio.ensure_future(self._ask(how.command, how, environment, launch.directory))
+            self._asking = asyncio.ensure_future(
+                self._ask(options.preemption_command, options, environment, launch.directory)
+            )
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Send the notice to the driver, if there was one; also to a driver that may not have received it."""
         if self._has_begun and self._reason:
             self._send(messages.HostPreemptionNotice(self._reason))
@@ -63,46 +65,42 @@ class PreemptionWatch:
 
     def _listen(self, signals: Iterable[int]) -> None:
         for number in signals:
-            self._loop.add_signal_handler(number, self._take, _by_signal(number))
+            self._loop.add_signal_handler(number, self._record, _signal_reason(number))
 
-    def _take(self, reason: str) -> None:
+    def _record(self, reason: str) -> None:
         if not self._reason:
             self._reason = reason
             if self._asking is not None:
                 self._asking.cancel()
-            self.tell()
+            self.report()
 
-    async def _ask(
-        self, command: str, how: messages.PreemptionOptions, environment: Mapping[str, str], directory: str
-    ) -> None:
+    async def _ask(self, command: str, options: Options, environment: Mapping[str, str], directory: str) -> None:
         while True:
             try:
-                answer = await ask(as_command(command, directory), how.timeout_s, environment, directory)
+                answer = await ask(as_command(command, directory), options.preemption_timeout_s, environment, directory)
             except TimeoutError:
-                fault = f"took longer than --preemption-timeout of {how.timeout_s:g} s"
+                fault = f"took longer than --preemption-timeout of {options.preemption_timeout_s:g} s"
             except (OSError, ValueError) as error:
                 fault = f"cannot be run: {error}"
             else:
                 if answer.exit_code == _NOTICE:
-                    self._take(_first_line(answer.stdout) or f"{command} exited with 0")
+                    self._record(_first_line(answer.stdout) or f"{command} {how_it_ended(_NOTICE)}")
                     return
-                fault = "" if answer.exit_code == _NO_NOTICE else _how(answer)
+                fault = "" if answer.exit_code == _NO_NOTICE else _fault_of(answer)
             if fault:
-                self._warn_once(command, fault, how.interval_s)
-            await asyncio.sleep(how.interval_s)
+                self._warn_once(command, fault, options.preemption_interval_s)
+            await asyncio.sleep(options.preemption_interval_s)
 
     def _warn_once(self, command: str, fault: str, interval_s: float) -> None:
         kind = fault.partition(":")[0]
         if kind not in self._warned:
             self._warned.add(kind)
             self._send(
-                messages.AgentWarning(
-                    f"--preemption-command {command!r} {fault}; it is asked again every {interval_s:g} s"
-                )
+                messages.AgentWarning(f"--preemption-command {command!r} {fault}; it runs again every {interval_s:g} s")
             )
 
 
-def _by_signal(number: int) -> str:
+def _signal_reason(number: int) -> str:
     return f"{signal_name(number)} to its agent"
 
 
@@ -111,6 +109,6 @@ def _first_line(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in line[:_LONGEST_REASON])
 
 
-def _how(answer: Answer) -> str:
+def _fault_of(answer: Answer) -> str:
     last_line = answer.stderr.rstrip().rpartition("\n")[2]
-    return f"{how_it_ended(answer.exit_code)}: {_first_line(last_line) or 'without a word on stderr'}"
+    return f"{how_it_ended(answer.exit_code)}: {_first_line(last_line) or 'nothing on stderr'}"

@@ -6,6 +6,7 @@ import asyncio
 import signal
 
 from elasticstate.agent.driver_connection import DriverConnection
+from elasticstate.exit_status import signal_name
 from elasticstate.net.messages import JobSpec
 
 
@@ -13,7 +14,7 @@ class Stopped(Exception):
     """SIGINT or SIGTERM arrived before a driver was found. ``status``: the exit status for that signal."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
+        super().__init__(signal_name(number))
         self.status = 128 + number
 
 

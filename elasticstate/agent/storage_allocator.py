@@ -39,7 +39,7 @@ def grow(fd: int, size_bytes: int) -> int:
     if before >= size_bytes:
         return before
     try:
-        _take_blocks(fd, before, size_bytes)
+        _allocate_blocks(fd, before, size_bytes)
     except OSError:
         os.ftruncate(fd, before)
         raise
@@ -47,7 +47,7 @@ def grow(fd: int, size_bytes: int) -> int:
     return size_bytes
 
 
-def _take_blocks(fd: int, begin: int, end: int) -> None:
+def _allocate_blocks(fd: int, begin: int, end: int) -> None:
     """Allocate blocks without changing the length.
 
     A failed allocation truncates the file again, and a process that maps the file meanwhile must not lose a page.
@@ -70,15 +70,15 @@ def rounded_up(size_bytes: int) -> int:
 class StorageAllocator:
     """Allocates commit storage in the commit directory of one host.
 
-    ``workers()`` returns the number of workers on this host. ``say`` gets a line at the first request.
+    ``workers()`` returns the number of workers on this host. ``log`` gets a line at the first request.
     """
 
-    def __init__(self, storage: HostStorage, host: str, workers: Callable[[], int], say: Callable[[str], None]):
+    def __init__(self, storage: HostStorage, host: str, workers: Callable[[], int], log: Callable[[str], None]):
         self._storage = storage
         self._host = host
         self._workers = workers
-        self._say = say
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="elasticstate-room")
+        self._log = log
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="elasticstate-storage")
         self._locks: dict[tuple[int, int], asyncio.Lock] = {}
         self._largest = 0  # largest buffer size that was found to fit for all workers
         self._has_reported = False
@@ -93,7 +93,7 @@ class StorageAllocator:
                 return 0, f"buffer {index} of slot {slot} carries a sealed commit"
             size = rounded_up(size_bytes)
             if size > self._largest:
-                refusal = self._look_ahead(size)
+                refusal = self._check_space(size)
                 if refusal:
                     return 0, refusal
             fd = os.dup(self._storage.files(slot).buffers[index])  # the slot may get other files meanwhile
@@ -104,7 +104,7 @@ class StorageAllocator:
                 if error.errno == errno.ENOSPC:
                     return 0, self._too_little(size)
                 path = self._storage.directory.path / buffer_file(slot, index)
-                return 0, f"{path} cannot be made {format_bytes(size)} long: {error.strerror}"
+                return 0, f"{path} cannot be enlarged to {format_bytes(size)} long ({error.strerror})"
             finally:
                 os.close(fd)
 
@@ -118,37 +118,37 @@ class StorageAllocator:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _look_ahead(self, size: int) -> str:
+    def _check_space(self, size: int) -> str:
         """Return why storage for all workers of this host is too small, or "". Report the need at the first request."""
         workers, free = self._workers(), self._free()
         if not self._has_reported:
             self._has_reported = True
             each = f"{workers} worker{'s' if workers != 1 else ''} x 2 x {format_bytes(size)}"
-            self._say(
-                f"commits take {format_bytes(2 * size * workers)} on this host ({each}), "
-                f"{format_bytes(free + self._taken())} are free in {self._storage.directory.base}"
+            self._log(
+                f"commits need {format_bytes(2 * size * workers)} on this host ({each}); "
+                f"{format_bytes(free + self._allocated())} are free in {self._storage.directory.base}"
             )
-        if self._missing(size) > free:
+        if self._bytes_to_allocate(size) > free:
             return self._too_little(size)
         self._largest = size
         return ""
 
     def _too_little(self, size: int) -> str:
         base, workers = self._storage.directory.base, self._workers()
-        missing, free = format_bytes(self._missing(size)), format_bytes(self._free())
+        needed, free = format_bytes(self._bytes_to_allocate(size)), format_bytes(self._free())
         return (
-            f"commits do not fit into --commit-dir {base} of host {self._host}: they need {missing} more (two buffers "
+            f"commits do not fit into --commit-dir {base} of host {self._host}: they need {needed} more (two buffers "
             f"of {format_bytes(size)} for each of {workers}), and {free} are free. Make the state smaller, choose "
-            f"another --commit-dir, or give this one more room "
+            f"another --commit-dir, or enlarge this one "
             f"(mount -o remount,size=... {base}; docker run --shm-size=...)"
         )
 
-    def _missing(self, size: int) -> int:
+    def _bytes_to_allocate(self, size: int) -> int:
         """Return the bytes still to be allocated when each worker's two buffers get this long."""
         lengths = sorted(self._lengths(), reverse=True)[: 2 * self._workers()]
         return 2 * self._workers() * size - sum(min(size, length) for length in lengths)
 
-    def _taken(self) -> int:
+    def _allocated(self) -> int:
         return sum(self._lengths())
 
     def _lengths(self) -> list[int]:

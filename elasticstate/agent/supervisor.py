@@ -10,6 +10,7 @@ from elasticstate.agent.lease import Lease
 from elasticstate.agent.liveness import stamps_interval_s
 from elasticstate.agent.output import Outputs
 from elasticstate.agent.worker_handle import WorkerHandle
+from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
 from elasticstate.net import messages
 from elasticstate.net.control import SILENT_SHARE
@@ -25,14 +26,14 @@ class Supervisor:
     def __init__(
         self,
         handles: Mapping[WorkerId, WorkerHandle],
-        spec: messages.JobSpec,
+        options: Options,
         driver: DriverConnection,
         outputs: Outputs,
         shares_machine: bool,
     ) -> None:
         """``shares_machine``: the driver runs on this machine."""
         self._handles = handles
-        self._spec = spec
+        self._options = options
         self._driver = driver
         self._outputs = outputs
         self._shares_machine = shares_machine
@@ -43,19 +44,19 @@ class Supervisor:
     async def run(self) -> None:
         """Look at the workers' control pages regularly, until cancelled."""
         looked_at = stamped_at = asyncio.get_running_loop().time()
-        timeout_s = self._spec.heartbeat_timeout_s
+        timeout_s = self._options.heartbeat_timeout_s
         look_interval_s = min(LOOK_INTERVAL_S, stamps_interval_s(timeout_s, 0))
         while True:
             await asyncio.sleep(look_interval_s)
             now = asyncio.get_running_loop().time()
             stalled_s = now - looked_at - look_interval_s
-            if stalled_s > self._spec.heartbeat_timeout_s / 2:
+            if stalled_s > self._options.heartbeat_timeout_s / 2:
                 self._forgive(stalled_s)
             elif not self._shares_machine:  # on the driver's own machine silence only means a stopped driver
-                self._driver.judge(now, SILENT_SHARE * self._spec.heartbeat_timeout_s)
+                self._driver.judge(now, SILENT_SHARE * self._options.heartbeat_timeout_s)
             looked_at = now
             self._judge(now)
-            for trouble in self._outputs.news():
+            for trouble in self._outputs.changes():
                 self._driver.send(trouble)
             if now - stamped_at >= stamps_interval_s(timeout_s, self.world_size):
                 stamped_at = now
@@ -71,7 +72,7 @@ class Supervisor:
             handle.liveness.look(now)
             if handle.waits:
                 handle.liveness.move(now)
-            reason = handle.liveness.verdict(now, self._spec.heartbeat_timeout_s) or self._hangs(handle, now)
+            reason = handle.liveness.verdict(now, self._options.heartbeat_timeout_s) or self._hangs(handle, now)
             if reason:
                 handle.liveness.end()  # report only once
                 self._driver.send(messages.Unresponsive(handle.process.worker, reason))
@@ -86,14 +87,14 @@ class Supervisor:
         out of the collective. A worker that makes no progress for another --failure-grace seconds is the one that
         hangs.
         """
-        doubt = handle.liveness.doubt(now, self._spec.hang_timeout_s)
+        doubt = handle.liveness.doubt(now, self._options.hang_timeout_s)
         if not doubt:
             handle.doubted_at = None
         elif handle.doubted_at is None:
             handle.doubted_at = now
             failure = messages.GenerationFailure(handle.liveness.generation, True, doubt)
             self._driver.send(messages.FromWorker(handle.process.worker, failure))
-        elif now - handle.doubted_at > self._spec.failure_grace_s:
+        elif now - handle.doubted_at > self._options.failure_grace_s:
             return doubt
         return ""
 
@@ -107,12 +108,12 @@ class Supervisor:
         handle.process.kill()
 
     def send_stamps(self) -> None:
-        news = [(worker, handle.liveness.news()) for worker, handle in self._handles.items()]
-        stamps = tuple((worker, stamp) for worker, stamp in news if stamp is not None)
-        number = self.lease.ask() if self._spec.lease_s is not None else 0
+        changed = [(worker, handle.liveness.changed_stamp()) for worker, handle in self._handles.items()]
+        stamps = tuple((worker, stamp) for worker, stamp in changed if stamp is not None)
+        number = self.lease.ask() if self._options.lease_s is not None else 0
         self._driver.send(messages.Stamps(stamps, number))
 
     def renew_lease(self, number: int) -> None:
-        self.lease.granted(number, self._spec.lease_s or 0.0)
+        self.lease.granted(number, self._options.lease_s or 0.0)
         for handle in self._handles.values():
             handle.liveness.set_lease(self.lease.until_ns)

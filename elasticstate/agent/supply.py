@@ -21,8 +21,8 @@ from elasticstate.net.link import WorkerConnection
 from elasticstate.threads import in_thread
 
 REMEDY = (
-    "systemd-logind does this at the end of a user's last session: loginctl enable-linger, or RemoveIPC=no in "
-    "logind.conf, keeps it from that"
+    "systemd-logind deletes the files of a user whose last session has ended. Run loginctl enable-linger, or set "
+    "RemoveIPC=no in logind.conf."
 )
 
 
@@ -45,7 +45,7 @@ class Supply:
         self._call = _in_memory(call) if call else None
         self._begin = begin
         self._warn = warn
-        self._fault = ""  # why no new directory could be made yet
+        self._fault = ""  # error of the last attempt to create a new directory
 
     def give(self, worker: WorkerId, connection: WorkerConnection) -> None:
         """Answer a worker that requests its files: at boot, or at a commit after the files have lost their names."""
@@ -70,23 +70,23 @@ class Supply:
         """Send a part of the result that a worker of ``launch()`` has returned."""
         driver.send(await in_thread(self._results.part, self._storage.result(slot), slot, offset))
 
-    def look(self) -> None:
+    def check_files(self) -> None:
         """Check if files have been deleted since the last call. If so, warn, and move the slots without a worker."""
         directory = self._storage.directory
         before = directory.path
         try:
-            if not self._storage.notice_loss():
+            if not self._storage.detect_loss():
                 return
         except (OSError, CommitStorageError) as error:
             if self._fault != str(error):
                 self._fault = str(error)
-                self._warn(f"{before} was deleted, and cannot be made again ({error}). {REMEDY}")
+                self._warn(f"{before} was deleted, and cannot be created again ({error}). {REMEDY}")
             return
         self._fault = ""
-        taken = "" if directory.path == before else f", as {directory.path}: somebody else has taken its name"
+        taken = "" if directory.path == before else f", {directory.path}, because another user has taken the name"
         self._warn(
-            f"commits were deleted from {before} while the job runs: what workers and agent hold is not lost, and goes "
-            f"to a new directory with the next commits{taken}. {REMEDY}"
+            f"commits were deleted from {before} while the job runs. Workers and agent still hold them, and write the "
+            f"next commits to a new directory{taken}. {REMEDY}"
         )
         inhabited = {worker.slot for worker in self._handles}
         for slot in self._storage.slots():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elasticstate import processes
+from elasticstate.backends import driver_part
 from elasticstate.check.report import Line, last_line
 from elasticstate.config import Options
 from elasticstate.driver.discovery import Discovery
@@ -18,7 +19,7 @@ from elasticstate.errors import DiscoveryError
 from elasticstate.machine import version
 from elasticstate.net.names import is_this_machine
 
-_AT_ONCE = 64  # connections at the same time
+_MOST_CONNECTIONS = 64  # connections at the same time
 _ASK = """\
 import importlib.util as u, json, os, sys
 from elasticstate.machine import slots_of_this_machine, version
@@ -34,11 +35,11 @@ async def host_lines(options: Options, directory: str) -> list[Line]:
     except DiscoveryError as error:
         return [Line(False, str(error))]
     if not hosts:
-        return [Line(False, "no host is named", "see -H, --hostfile, --host-discovery-script")]
-    turn = asyncio.Semaphore(_AT_ONCE)
+        return [Line(False, "no host is named", "use -H, --hostfile or --host-discovery-script")]
+    limit = asyncio.Semaphore(_MOST_CONNECTIONS)
 
     async def line(number: int, host: str) -> Line:
-        async with turn:
+        async with limit:
             return await _host_line(host, options, Path(directory, str(number)))
 
     # Not asyncio.gather: after a cancellation it does not wait for the end of the other tasks.
@@ -58,13 +59,13 @@ async def _host_line(host: str, options: Options, log: Path) -> Line:
     if reason := refuse(host):
         return Line(False, reason)
     python = options.remote_python or sys.executable
-    needed = {"torch": "torch"} | ({"mpi4py": "'elasticstate[mpi]'"} if options.backend == "mpi" else {})
+    needed = {"torch": "torch"} | driver_part(options.backend).packages
     command = ssh_command(host, python, options, log, ("-c", _ASK, str(Path.cwd()), *needed))
     limit_s = 2 * options.connect_timeout_s  # ssh has a limit of its own for the connection; then Python has to answer
     try:
         answer = await processes.ask(shlex.join(command), limit_s, whole_session=True)
     except TimeoutError:
-        return Line(False, f"{host}: no answer within {limit_s:g} s", "see --connect-timeout")
+        return Line(False, f"{host}: no answer within {limit_s:g} s", "check the network, or raise --connect-timeout")
     except OSError as error:
         return Line(False, f"{host}: ssh cannot be run: {error.strerror}")
     return judge(host, python, answer, version(), needed, lambda code: how_ssh_ended(code, host, python, log))
@@ -74,18 +75,20 @@ def judge(
     host: str,
     python: str,
     answer: processes.Answer,
-    ours: str,
+    version_here: str,
     needed: Mapping[str, str],
     how: Callable[[int], str],
 ) -> Line:
     """Return the line for a host's answer.
 
-    ``ours``: the version of elasticstate here. ``needed``: required modules, and what to install for them. ``how``:
-    returns the end of ssh in words.
+    ``version_here``: the version of elasticstate here. ``needed``: required modules, and what to install for them.
+    ``how``: returns the description of an exit code of ssh.
     """
     if "No module named 'elasticstate'" in answer.stderr:
         return Line(
-            False, f"{host}: {python} there has no elasticstate", "pip install it there, or see --remote-python"
+            False,
+            f"{host}: {python} on that host has no elasticstate",
+            "pip install elasticstate there, or use --remote-python",
         )
     if answer.exit_code != 0:
         # Exit codes from 126 on come from the shell or ssh: ``how`` explains them.
@@ -96,11 +99,11 @@ def judge(
         text = f"{host}: elasticstate {facts['version']}, Python {facts['python']}, {facts['slots']} slots"
         has_directory, absent = bool(facts["has_directory"]), [name for name in needed if not facts["has"][name]]
     except (ValueError, KeyError, TypeError):
-        return Line(False, f"{host}: {python} there did not answer as Python does", "see --remote-python")
-    if facts["version"] != ours:
-        return Line(False, text, f"the version here is {ours}: install the same version there")
+        return Line(False, f"{host}: {python} on that host is not a working Python", "use --remote-python")
+    if facts["version"] != version_here:
+        return Line(False, text, f"the version here is {version_here}: install the same version there")
     if absent:
-        remedy = f"pip install {needed[absent[0]]} there, or see --remote-python"
+        remedy = f"pip install {needed[absent[0]]} there, or use --remote-python"
         return Line(False, f"{text}: no {absent[0]}", remedy)
     if not has_directory:
         return Line(False, f"{text}: no {Path.cwd()}", "workers need the same working directory there")

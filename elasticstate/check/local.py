@@ -14,7 +14,7 @@ from elasticstate.check.logind import deletion_note, name_of
 from elasticstate.check.report import Line, last_line
 from elasticstate.kinds import split_address
 from elasticstate.machine import format_bytes
-from elasticstate.net.names import LOCALHOST, own_addresses, why_nobody_can_listen
+from elasticstate.net.names import LOCALHOST, listen_error, own_addresses
 
 _SMALL_BYTES = 1 << 30
 _FEW_FILES = 4096
@@ -50,11 +50,11 @@ def shared_memory_line(base: str, kind: str, size_bytes: int, free_bytes: int) -
     notes = []
     if free_bytes < _SMALL_BYTES:
         notes.append(
-            "little space: each worker needs twice the size of its state: docker run --shm-size=16g, or "
-            f"mount -o remount,size=16g {base}, or another --commit-dir"
+            "low space: each worker needs twice the size of its state. Use docker run --shm-size=16g, "
+            f"mount -o remount,size=16g {base}, or another --commit-dir."
         )
     if kind not in _IN_MEMORY:
-        notes.append("not in memory: a commit waits for the file system; with /dev/shm it does not wait")
+        notes.append("not in memory: each commit waits for the file system. Use a directory in /dev/shm.")
     text = f"--commit-dir {base}: {kind}, {format_bytes(free_bytes)} of {format_bytes(size_bytes)} free"
     return Line(True, text, notes=tuple(notes))
 
@@ -82,14 +82,14 @@ def port_lines(listen: str | None) -> list[Line]:
 
 def _port_line(name: str, address: str, port: int) -> Line:
     shown = f"{name}ports of {address}" if not port else f"{name}port {port} of {address}"
-    reason = why_nobody_can_listen(address, port)
-    return Line(not reason, f"{shown}: {f'cannot listen there ({reason})' if reason else 'can listen there'}")
+    reason = listen_error(address, port)
+    return Line(not reason, f"{shown}: {f'cannot listen ({reason})' if reason else 'can listen'}")
 
 
 def files_line() -> Line:
     """Return the line for the limit on open files. Agents and workers raise it as far as they may."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_few = most != resource.RLIM_INFINITY and most < _FEW_FILES
-    notes = ("few: a worker opens one for each other worker in each process group: raise ulimit -Hn",) if is_few else ()
+    note = "low limit: each process group of a worker opens one file for each other worker. Raise ulimit -Hn."
     shown = "unlimited" if most == resource.RLIM_INFINITY else str(most)
-    return Line(True, f"open files: {shown} for each process", notes=notes)
+    return Line(True, f"open files: {shown} for each process", notes=(note,) if is_few else ())

@@ -12,12 +12,12 @@ Version = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownBug:
     """A bug of the versions from ``first`` on and before ``fixed`` (None: not fixed in any known version)."""
 
     first: Version
     fixed: Version | None
-    what: str
+    bug: str
     source: str
     only_on: str = ""  # machine type as in os.uname(); "": all
 
@@ -27,52 +27,52 @@ class Known:
         return self.first <= version and before_fix and self.only_on in ("", machine)
 
 
-KNOWN = (
-    Known(
+KNOWN_BUGS = (
+    KnownBug(
         (2,),
         (2, 19, 1),
         "an abort from another thread may hang; fixed in 2.19.1",
         "https://github.com/NVIDIA/nccl/issues/992",
     ),
-    Known(
+    KnownBug(
         (2,),
         (2, 22),
         "several communicators cannot be aborted together, and aborting one after the other may hang",
         "https://github.com/pytorch/pytorch/pull/150690",
     ),
-    Known(
+    KnownBug(
         (2, 25),
         (2, 26, 2),
         "ncclCommAbort hangs; fixed in 2.26.2",
         "https://github.com/pytorch/pytorch/issues/149153",
     ),
-    Known(
+    KnownBug(
         (2, 26),
         (2, 27),
         "non-blocking communicators sometimes hang: set TORCH_NCCL_USE_COMM_NONBLOCKING=0; no source says whether 2.27 "
         "has this bug",
         "https://github.com/pytorch/pytorch/pull/154055",
     ),
-    Known(
+    KnownBug(
         (2,),
         (2, 29, 3),
         "collectives may hang forever on ARM; fixed in 2.29.3",
         "https://github.com/NVIDIA/nccl/releases/tag/v2.29.3-1",
         only_on="aarch64",
     ),
-    Known(
+    KnownBug(
         (2, 27),
         (2, 31),
         "over InfiniBand, collectives may fail after ncclCommShrink; reported as fixed in 2.31",
         "https://github.com/NVIDIA/nccl/issues/2397",
     ),
-    Known(
+    KnownBug(
         (2, 29, 7),
         (2, 30, 7),
         "some jobs hang on several hosts with InfiniBand: set NCCL_PXN_DISABLE=1; fixed in 2.30.7",
         "https://docs.nvidia.com/cuda/cuest/troubleshooting/index.html",
     ),
-    Known(
+    KnownBug(
         (2, 31, 2),
         None,
         "ncclCommDestroy hangs on a communicator that was shrunk with NCCL_SHRINK_ABORT: abort it instead",
@@ -81,6 +81,6 @@ KNOWN = (
 )
 
 
-def known_of(version: Version, machine: str) -> list[str]:
+def known_bugs(version: Version, machine: str) -> list[str]:
     """Return the bugs of this version in words, with their sources; the most recent last."""
-    return [f"{known.what} ({known.source})" for known in KNOWN if known.concerns(version, machine)]
+    return [f"{known.bug} ({known.source})" for known in KNOWN_BUGS if known.concerns(version, machine)]

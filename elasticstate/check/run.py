@@ -8,17 +8,16 @@ import platform
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+from elasticstate.backends import BackendFindings, searches
 from elasticstate.check.hosts import host_lines
 from elasticstate.check.local import commit_line, files_line, port_lines, ssh_line
-from elasticstate.check.mpi_lines import mpi_lines
 from elasticstate.check.report import Line, render
 from elasticstate.check.torch_build import Torch, machine_type, needed_torch, nvidia_driver, probe, torch_lines
 from elasticstate.config import Options
 from elasticstate.machine import slots_of_this_machine, version
-from elasticstate.mpi_build import MpiInstallation, look_for_mpi
 from elasticstate.terminal import message, printable
 
 T = TypeVar("T")
@@ -65,17 +64,20 @@ class _Check:
         options = self._options
         with tempfile.TemporaryDirectory(prefix="elasticstate-check-") as directory:
             torch = asyncio.ensure_future(probe(options.start_timeout_s))
-            mpi = asyncio.ensure_future(look_for_mpi(options.start_timeout_s))
+            found = {
+                name: asyncio.ensure_future(search(options.start_timeout_s)) for name, search in searches().items()
+            }
             hosts = asyncio.ensure_future(host_lines(options, directory)) if _PLACES & self._given else None
-            tasks: list[asyncio.Future[Any]] = [torch, mpi, *([hosts] if hosts else [])]
+            tasks: list[asyncio.Future[Any]] = [torch, *found.values(), *([hosts] if hosts else [])]
             try:
                 print(f"elasticstate {version()}, Python {platform.python_version()} ({sys.executable})", flush=True)
-                await self._print("torch", torch, self._of_torch)
-                await self._print("MPI", mpi, mpi_lines)
+                await self._print("torch", torch, self._torch_lines)
+                for name, findings in found.items():
+                    await self._print(name.upper(), findings, lambda answer: answer.lines)
                 await self._print("This machine", self._local(), list)
                 if hosts:
-                    await self._print("Hosts", hosts, self._of_hosts)
-                self._judge_backend(await torch, await mpi)
+                    await self._print("Hosts", hosts, self._host_lines)
+                self._judge_backend(await torch, {name: await findings for name, findings in found.items()})
             finally:
                 for task in tasks:
                     task.cancel()
@@ -88,11 +90,11 @@ class _Check:
         print(f"\n{title}:", flush=True)  # at once, so that the user sees what the check waits for
         print(printable(render(lines(await answer))), end="", flush=True)
 
-    def _of_torch(self, torch: Torch) -> list[Line]:
+    def _torch_lines(self, torch: Torch) -> list[Line]:
         lines = torch_lines(torch, needed_torch(), machine_type(), nvidia_driver())
         return [*lines, Line(torch.has_gloo or torch.has_nccl, f"--backend auto: {torch.auto} here")]
 
-    def _of_hosts(self, lines: list[Line]) -> list[Line]:
+    def _host_lines(self, lines: list[Line]) -> list[Line]:
         absent = sum(not line.is_available for line in lines)
         if absent:
             places = "/".join(f"--{name.replace('_', '-')}" for name in sorted(_PLACES & self._given))
@@ -112,12 +114,12 @@ class _Check:
         shown = Line(True, f"--slots-per-host auto: {slots} here ({len(os.sched_getaffinity(0))} cores)")
         return [await ssh_line(options.connect_timeout_s), commits, *ports, files_line(), shown]
 
-    def _judge_backend(self, torch: Torch, mpi: MpiInstallation) -> None:
+    def _judge_backend(self, torch: Torch, found: Mapping[str, BackendFindings]) -> None:
         if "backend" not in self._given:
             return
         asked = self._options.backend
         problem = {
-            "mpi": mpi.problem,
+            **{name: findings.problem for name, findings in found.items()},
             "nccl": "" if torch.has_nccl else "torch has no NCCL, or sees no CUDA device. See the lines above.",
             "gloo": "" if torch.has_gloo else "Gloo does not work here. See the lines above.",
         }.get(asked, "")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate import processes
-from elasticstate.check.nccl import known_of
+from elasticstate.check.nccl import known_bugs
 from elasticstate.check.report import Line, last_line
 from elasticstate.exit_status import how_it_ended, signal_name
 
@@ -49,7 +49,7 @@ async def probe(timeout_s: float) -> Torch:
     command = shlex.join([sys.executable, "-m", "elasticstate.worker.probe", f"{0.9 * timeout_s:g}"])
     try:
         answer = await processes.ask(command, timeout_s, directory=_OURS, whole_session=True)
-    except processes.TookTooLong as error:
+    except processes.CommandTimedOut as error:
         answer = error.answer
         return read(answer, timeout_s, is_late=True)
     return read(answer, timeout_s)
@@ -101,8 +101,8 @@ def torch_lines(torch: Torch, needed: str, machine: str, driver: str) -> list[Li
     elif facts.get("has_gloo") is False:
         lines.append(Line(False, "Gloo: this torch is built without Gloo", "install a build of torch for Linux"))
     else:
-        why = facts.get("no_gloo") or torch.failure or "its all-reduce gave another result"
-        lines.append(Line(False, f"Gloo: {why}", "set GLOO_SOCKET_IFNAME to the network interface that Gloo is to use"))
+        why = facts.get("no_gloo") or torch.failure or "an all-reduce gave a wrong result"
+        lines.append(Line(False, f"Gloo: {why}", "set GLOO_SOCKET_IFNAME to the network interface that Gloo must use"))
     if torch.failure and torch.has_gloo:
         lines.append(Line(False, torch.failure))
     return lines
@@ -119,14 +119,14 @@ def _version(version: str, needed: str) -> Line:
 def _cuda(facts: dict[str, Any], driver: str) -> Line:
     build = facts.get("cuda_build", "")
     if facts.get("rocm_build"):
-        return Line(bool(facts.get("devices")), f"ROCm {facts['rocm_build']}: not tried with elasticstate")
+        return Line(bool(facts.get("devices")), f"ROCm {facts['rocm_build']}: not tested with elasticstate")
     if not build:
         with_driver = f", but NVIDIA's driver {driver} is installed" if driver else ""
         return Line(False, f"CUDA: this torch is built without CUDA{with_driver}", _NO_CUDA_BUILD)
     text = f"CUDA {build}" + (f", driver {driver}" if driver else "")
     devices = facts.get("devices")
     if not devices:
-        return Line(False, f"{text}: {facts.get('no_cuda') or 'torch sees no device'}", _cuda_remedy(driver))
+        return Line(False, f"{text}: {facts.get('no_cuda') or 'torch finds no device'}", _cuda_remedy(driver))
     names = dict.fromkeys(devices)
     return Line(True, f"{text}: " + ", ".join(f"{devices.count(name)} x {name}" for name in names))
 
@@ -142,7 +142,7 @@ def _nccl(facts: dict[str, Any], machine: str) -> Line:
     if not version:
         return Line(False, "NCCL: this torch is built without NCCL", _NO_CUDA_BUILD)
     return Line(
-        True, f"NCCL {version}", notes=tuple(f"known bug: {bug}" for bug in known_of(_numbers(version), machine))
+        True, f"NCCL {version}", notes=tuple(f"known bug: {bug}" for bug in known_bugs(_numbers(version), machine))
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,9 +34,9 @@ class WorkerEnvironment:
     job_id: str  # unique among all jobs
     local_address: str  # the address at which other hosts reach this one
     commits: str  # the beginning of the paths of its slot's files
+    preemption_signals: tuple[int, ...]
+    backend: str
     reserve_bytes: int = 0  # the size of a commit of the job, as far as it is known
-    notice_signals: tuple[int, ...] = (signal.SIGTERM,)
-    backend: str = "auto"
 
     @property
     def error_file(self) -> str:
@@ -57,7 +56,7 @@ class WorkerEnvironment:
             PREFIX + "COMMITS": self.commits,
             _ERROR_FILE: self.error_file,
             PREFIX + "RESERVE_BYTES": str(self.reserve_bytes),
-            PREFIX + "NOTICE_SIGNALS": " ".join(map(str, map(int, self.notice_signals))),
+            PREFIX + "NOTICE_SIGNALS": " ".join(map(str, map(int, self.preemption_signals))),
             PREFIX + "BACKEND": self.backend,
         }
 
@@ -73,14 +72,11 @@ def worker_environment() -> WorkerEnvironment | None:
     try:
         host, slot, incarnation = os.environ[PREFIX + "WORKER"].rsplit(":", 2)
         worker = WorkerId(host, int(slot), int(incarnation))
-        names = ("SOCKET", "AGENT", "JOB", "JOB_ID", "LOCAL_ADDRESS", "COMMITS")
+        names = ("SOCKET", "AGENT", "JOB", "JOB_ID", "LOCAL_ADDRESS", "COMMITS", "BACKEND")
         values = {name.lower(): os.environ[PREFIX + name] for name in names}
         reserve_bytes = int(os.environ.get(PREFIX + "RESERVE_BYTES", 0))
-        signals = tuple(map(int, os.environ.get(PREFIX + "NOTICE_SIGNALS", "").split()))
-        backend = os.environ.get(PREFIX + "BACKEND", "auto")
-        return WorkerEnvironment(
-            worker=worker, **values, reserve_bytes=reserve_bytes, notice_signals=signals, backend=backend
-        )
+        signals = tuple(map(int, os.environ[PREFIX + "NOTICE_SIGNALS"].split()))
+        return WorkerEnvironment(worker=worker, **values, preemption_signals=signals, reserve_bytes=reserve_bytes)
     except (KeyError, ValueError):
         raise OptionError(
             f"{PREFIX}SOCKET is set, but other variables of a worker are missing or invalid. Unset {PREFIX}SOCKET, or "

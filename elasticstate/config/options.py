@@ -124,14 +124,14 @@ class Options:
         _REMOTE,
         kinds.PATH,
         "--token-file",
-        "File with the token by which agents that dial in authenticate. elasticrun makes the file if there is none.",
+        "File with the token by which agents that dial in authenticate. elasticrun creates a missing file.",
     )
     env: tuple[str, ...] = option(
         (),
         _REMOTE,
         kinds.NAMES,
         "--env",
-        "Environment variables that workers on other hosts get, for example HF_TOKEN,NCCL_*. They never appear on a "
+        "Environment variables to pass to workers on other hosts, for example HF_TOKEN,NCCL_*. They never appear on a "
         "command line.",
     )
     start_timeout_s: float = option(
@@ -182,7 +182,7 @@ class Options:
         _TIMES,
         kinds.SECONDS,
         "--hold-timeout",
-        "Seconds the workers may take to agree on a planned change. After that the change is put off.",
+        "Seconds the workers may take to agree on a planned change. After that the change is postponed.",
     )
     driver_timeout_s: float = option(
         300.0,
@@ -239,7 +239,7 @@ class Options:
         _TIMES,
         kinds.SECONDS,
         "--stop-timeout",
-        "Seconds a worker has to end when it is stopped. After that it gets SIGKILL.",
+        "Seconds a worker may take to exit when it is stopped. After that it is killed with SIGKILL.",
     )
     join_window_s: float = option(
         5.0,
@@ -253,7 +253,7 @@ class Options:
         _CHANGES,
         kinds.SECONDS,
         "--min-interrupt-distance",
-        "Seconds between two planned changes of the world, at least. Drains do not wait for it.",
+        "Least number of seconds between two planned changes of the world. Drains do not wait for it.",
     )
     reset_limit: int | None = option(
         None,
@@ -288,7 +288,7 @@ class Options:
         _PREEMPTION,
         kinds.SIGNALS,
         "--preemption-signals",
-        "Signals that are a preemption notice. An agent that gets one drains its host, a worker drains itself.",
+        "Signals that count as a preemption notice. An agent that receives one drains its host, a worker itself.",
     )
     preemption_command: str | None = option(
         None,
@@ -331,7 +331,8 @@ class Options:
         _COMMITS,
         kinds.PATH,
         "--commit-dir",
-        "Directory for commits, two for each worker; best in memory. A commit that does not fit is refused.",
+        "Directory of the commit storage, best in memory: two commits for each worker. A commit that does not fit is "
+        "refused.",
     )
     commit_device_memory: int = option(
         0,
@@ -359,14 +360,15 @@ class Options:
         _OUTPUT,
         kinds.STREAMS,
         "--tee",
-        "Streams that the terminal gets besides the files of --log-dir: 0 none, 1 stdout, 2 stderr, 3 both.",
+        "Streams shown on the terminal besides the files of --log-dir: 0 none, 1 stdout, 2 stderr, 3 both.",
     )
     only_ranks: tuple[tuple[int, int], ...] = option(
         (),
         _OUTPUT,
         kinds.RANKS,
         "--only-ranks",
-        "Ranks whose output the terminal gets, for example 0,4-7 (default: all). Files get the output of all ranks.",
+        "Ranks whose output is shown on the terminal, for example 0,4-7 (default: all). Files have the output of all "
+        "ranks.",
     )
     tag_output: bool = option(True, _OUTPUT, kinds.FLAG, "--tag-output", "Put [host:slot] before each line.")
     events_file: str | None = option(
@@ -384,9 +386,7 @@ class Options:
     def policy(self) -> Policy:
         """Return the options that the core decides by."""
         names = {f.name for f in fields(Policy)}
-        same = {f.name: getattr(self, f.name) for f in fields(self) if f.name in names}
-        low, high = self.cooldown_range_s
-        return Policy(**same, cooldown_min_s=low, cooldown_max_s=high)
+        return Policy(**{f.name: getattr(self, f.name) for f in fields(self) if f.name in names})
 
 
 def option_names() -> dict[str, Names]:

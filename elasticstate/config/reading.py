@@ -83,9 +83,13 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
     values.setdefault("min_np", np)
     values.setdefault("max_np", None if {"host_discovery_script", "listen"} & set(values) else np)
     if values["min_np"] > np:
-        raise OptionError(f"--min-np: {values['min_np']}: must be at most -np, which is {np}")
+        raise OptionError(
+            f"--min-np: {values['min_np']}: must be at most -np, which is {np}. Lower --min-np, or raise -np."
+        )
     if values["max_np"] is not None and values["max_np"] < np:
-        raise OptionError(f"--max-np: {values['max_np']}: must be at least -np, which is {np}")
+        raise OptionError(
+            f"--max-np: {values['max_np']}: must be at least -np, which is {np}. Raise --max-np, or lower -np."
+        )
     _refuse_too_few_slots(values)
     return Options(command=tuple(command), **values)
 

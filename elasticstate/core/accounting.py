@@ -1,4 +1,4 @@
-"""Measurement of what the end of a world costs. The core calls this module for each fact and when a new world forms.
+"""Measurement of the figures of a job. The core calls this module for each fact and when a new world forms.
 
 A *lost commit* was sealed by all members of the ended world, as far as the driver received reports, but the next world
 starts from an older commit: the buffers that held it are damaged, or their slots are given up. The *lost ticks* must be
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elasticstate.core import types as t
-from elasticstate.core.losses import Losses, Origin
-from elasticstate.core.records import Draft, Membership, Worker
+from elasticstate.core.figures import JobFigures, Losses, Origin
+from elasticstate.core.records import Draft, Membership, Over, Worker
 from elasticstate.core.worlds import NOTHING, newest, survivors_of
 
 _ORIGINS_KEPT = 64  # no worker or slot holds a commit of an older generation
@@ -25,6 +25,7 @@ _ORIGINS_KEPT = 64  # no worker or slot holds a commit of an older generation
 def member_left(d: Draft, paused_s: float) -> None:
     """Record that a member of the present generation is READY: it stopped training at the end of its last tick."""
     stopped_at, known = d.now - paused_s, d.ledger.stopped_at
+    generation_ended(d, stopped_at)
     d.update_ledger(stopped_at=stopped_at if known is None else min(known, stopped_at))
 
 
@@ -34,8 +35,24 @@ def member_died(d: Draft, worker: Worker, seen: bool) -> None:
     d.update_ledger(dead_ticks=ticks, dead_unseen=d.ledger.dead_unseen or not seen)
 
 
+def generation_failed(d: Draft) -> None:
+    """Count an unplanned end of a generation."""
+    generation_ended(d, d.now)
+    d.update_ledger(failures=d.ledger.failures + 1)
+
+
+def generation_ended(d: Draft, at: float) -> None:
+    """Record that no more ticks of the present generation count. Only the first call for a generation has an effect."""
+    goodput = d.ledger.goodput
+    if goodput.since is not None:
+        members = [worker for worker in d.workers.values() if d.breaks(worker)]
+        ready = [worker.ready.ticks for worker in members if worker.ready is not None]
+        d.update_ledger(goodput=goodput.with_end(max([d.ledger.dead_ticks, *ready, *(w.ticks for w in members)]), at))
+
+
 def world_changes(d: Draft, chosen: Sequence[Worker]) -> None:
     """Count what the change to a world of ``chosen`` costs, except the time."""
+    generation_ended(d, d.now)
     best, ledger = newest(chosen), d.ledger
     position, is_known = _position(d, best)
     if d.generation > 0:
@@ -48,9 +65,15 @@ def world_changes(d: Draft, chosen: Sequence[Worker]) -> None:
         if down_since is None:
             down_since = d.now if ledger.stopped_at is None else ledger.stopped_at
         d.update_ledger(losses=ledger.losses + losses, down_since=down_since)
-    origin = Origin(d.generation + 1, _on_the_line(d, best), position)
+    origin = Origin(d.generation + 1, _users_commit(d, best), position)
     origins = (*ledger.origins, origin)[-_ORIGINS_KEPT:]
     d.update_ledger(origins=origins, stopped_at=None, dead_ticks=0, dead_unseen=False)
+
+
+def first_tick(d: Draft) -> None:
+    """Record that the present world has completed its first tick."""
+    d.update_ledger(goodput=d.ledger.goodput.with_first_tick(d.generation, d.now))
+    training_resumed(d, d.now)
 
 
 def training_resumed(d: Draft, at: float) -> None:
@@ -59,12 +82,24 @@ def training_resumed(d: Draft, at: float) -> None:
     if down_since is not None:
         losses = replace(d.ledger.losses, downtime_s=at - down_since)
         d.note("training_resumed", **losses.fields())
-        d.update_ledger(total=d.ledger.total + losses, losses=Losses(), down_since=None)
+        d.update_ledger(
+            goodput=d.ledger.goodput.with_redone(losses.ticks),
+            total=d.ledger.total + losses,
+            losses=Losses(),
+            down_since=None,
+        )
 
 
-def losses(m: Membership, now: float) -> Losses:
+def figures_of(m: Membership, started_at: float, now: float) -> JobFigures:
+    """Return the figures of the job. ``started_at``: the time when the driver started."""
+    goodput, wall_s = m.ledger.goodput.with_redone(m.ledger.losses.ticks), now - started_at
+    return JobFigures(m.generation, m.ledger.failures, _losses(m, now), goodput.share(now, wall_s), wall_s)
+
+
+def _losses(m: Membership, now: float) -> Losses:
     """Return the losses of the whole job, including a downtime that has not ended yet."""
     ledger = m.ledger
+    now = m.phase.ended_at if isinstance(m.phase, Over) else now
     since = ledger.stopped_at if ledger.down_since is None else ledger.down_since
     if not ledger.has_ticked and (since is not None or m.generation > 1):
         return ledger.total + replace(ledger.losses, downtime_s=None)
@@ -75,7 +110,7 @@ def _origin(d: Draft, generation: int) -> Origin | None:
     return next((origin for origin in reversed(d.ledger.origins) if origin.generation == generation), None)
 
 
-def _on_the_line(d: Draft, commit: t.CommitId) -> t.CommitId:
+def _users_commit(d: Draft, commit: t.CommitId) -> t.CommitId:
     """Return the user's commit that ``(g, 0)``, sealed by sync, copies; any other commit is returned as it is."""
     origin = _origin(d, commit.generation) if commit.tick == 0 else None
     return commit if origin is None else origin.commit
@@ -111,7 +146,7 @@ def _lost_commits(d: Draft, best: t.CommitId) -> tuple[int, bool]:
     """Return the number of lost commits that were reported to the driver, and True if there can be no others."""
     origin = _origin(d, d.generation)
     start = NOTHING if origin is None else origin.commit
-    best = _on_the_line(d, best)
+    best = _users_commit(d, best)
     sealed = {
         slot_id: commit if commit.generation == d.generation and commit.tick else start
         for slot_id, commit in _sealed(d)
@@ -121,8 +156,8 @@ def _lost_commits(d: Draft, best: t.CommitId) -> tuple[int, bool]:
         return 0, True
     made = min(sealed.values())
     readies = [worker.ready for worker in d.workers.values() if worker.ready is not None]
-    heard = {commit for ready in readies for commit in (ready.commit, ready.previous) if commit is not None}
-    lost = {commit for commit in heard.union(sealed.values(), [start]) if commit.tick and best < commit <= made}
+    reported = {commit for ready in readies for commit in (ready.commit, ready.previous) if commit is not None}
+    lost = {commit for commit in reported.union(sealed.values(), [start]) if commit.tick and best < commit <= made}
     # A slot has two buffers: if the newer buffer was damaged, the older buffer holds the commit directly before.
     is_next = any(sealed.get(ready.worker.slot_id) == made and ready.commit == best for ready in readies)
     return len(lost), len(seen) == len(sealed) and is_next

@@ -12,12 +12,12 @@ from elasticstate.core.records import Draft, Host, Worker
 def host_is_lost(d: Draft, host: Host, workers: Iterable[Worker], reason: str, notice: str) -> None:
     """Start the cooldown of a host whose agent was lost together with ``workers``, whatever the host did before. After
     a preemption ``notice`` the loss was expected: no cooldown is started here."""
-    host = _forgive(d, host, any(_has_done_well(d, worker) for worker in workers))
+    host = _clear_failures(d, host, any(_has_done_well(d, worker) for worker in workers))
     if not notice:
-        _cool_down(d, host, f"its agent was lost: {reason}")
+        _cool_down(d, host, f"its agent {reason}")
 
 
-def rest(d: Draft, host: Host, reason: str) -> None:
+def start_preemption_cooldown(d: Draft, host: Host, reason: str) -> None:
     """Start the preemption cooldown of a host: discovery may still name the host until it is gone. Like any cooldown,
     it gives way if the job would be below min_np without the host. Each time it gives way later, because a new agent
     may receive the same preemption notice."""
@@ -42,7 +42,7 @@ def slot_failed(d: Draft, worker: Worker, cause: t.RootCause) -> None:
     )
     if d.generation == 0 and d.ledger.outage is None:
         d.update_ledger(outage=cause)
-    _host_had_a_death(d, _forgive(d, d.hosts[worker.id.host], done_well), worker.id.slot, cause)
+    _host_had_a_death(d, _clear_failures(d, d.hosts[worker.id.host], done_well), worker.id.slot, cause)
 
 
 def _host_had_a_death(d: Draft, host: Host, slot: int, cause: t.RootCause) -> None:
@@ -53,7 +53,7 @@ def _host_had_a_death(d: Draft, host: Host, slot: int, cause: t.RootCause) -> No
         return
     host = d.put_host(host, deaths=host.deaths + 1, last_death=d.now)
     if host.deaths >= FAILURES_IN_A_ROW and (len(host.dead_slots) > 1 or not _is_well(d, host)):
-        _cool_down(d, host, f"{host.deaths} deaths in a row, the last: {cause.reason}")
+        _cool_down(d, host, f"{host.deaths} worker failures in a row, the last one: {cause.reason}")
 
 
 def _is_well(d: Draft, host: Host) -> bool:
@@ -76,7 +76,7 @@ def _has_done_well(d: Draft, worker: Worker) -> bool:
 
 
 def _cool_down(d: Draft, host: Host, reason: str) -> None:
-    seconds = cooldown_s(host.name, host.cooldowns, d.policy.cooldown_min_s, d.policy.cooldown_max_s)
+    seconds = cooldown_s(host.name, host.cooldowns, *d.policy.cooldown_range_s)
     until = max(host.cooldown_until, d.now + seconds)
     count = host.cooldowns + 1
     reason += f" (cooldown {count} in a row)" if count > 1 else ""
@@ -90,7 +90,7 @@ def _cool_down(d: Draft, host: Host, reason: str) -> None:
     d.note("host_cooldown", host=host.name, seconds=round(until - d.now, 3), reason=reason)
 
 
-def _forgive(d: Draft, host: Host, has_done_well: bool) -> Host:
+def _clear_failures(d: Draft, host: Host, has_done_well: bool) -> Host:
     """Clear the failures of a host if one of its workers has done well, or if nothing has failed for a long time."""
     quiet_since = max(host.last_death, host.cooldown_until)
     if has_done_well or d.now - quiet_since >= _long_s(d):
@@ -100,4 +100,4 @@ def _forgive(d: Draft, host: Host, has_done_well: bool) -> Host:
 
 def _long_s(d: Draft) -> float:
     """Return the seconds without a failure that clear earlier failures: the longest backoff or cooldown."""
-    return max(MAX_BACKOFF_S, d.policy.cooldown_max_s)
+    return max(MAX_BACKOFF_S, *d.policy.cooldown_range_s)

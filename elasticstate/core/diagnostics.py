@@ -17,23 +17,13 @@ from elasticstate.core.records import (
     by_discovery as hosts_of,
 )
 from elasticstate.core.retained import awaited
+from elasticstate.core.texts import listed, number_of
 from elasticstate.core.types import SlotId
-
-SHOWN = 16
 
 
 def names(workers: Sequence[Worker]) -> str:
     """Return ``a:0#1 (rank 0), b:1#2``: the first sixteen workers, and the number of the others."""
-    shown = [f"{w.id} (rank {w.rank})" if w.rank is not None else str(w.id) for w in workers[:SHOWN]]
-    return ", ".join(shown + _more(workers))
-
-
-def listed(items: list[str], separator: str = ", ") -> str:
-    return separator.join(items[:SHOWN] + _more(items))
-
-
-def _more(items: Sequence[object]) -> list[str]:
-    return [f"and {len(items) - SHOWN} more"] if len(items) > SHOWN else []
+    return listed(f"{w.id} (rank {w.rank})" if w.rank is not None else str(w.id) for w in workers)
 
 
 def members_of(m: Draft | Membership) -> list[Worker]:
@@ -50,12 +40,13 @@ def waiting_for(m: Draft | Membership, now: float) -> tuple[str, ...]:
     members = members_of(m)
     match m.phase:
         case Waiting(retained_since=retained_since):
-            held = [f"{slot_id} holds the newest commit {commit} in its memory" for slot_id, commit in awaited(m)]
-            return (*(held if retained_since is not None else ()), *missing(m, now))
-        case Forming():
-            return tuple(f"{w.id} has not left its generation" for w in members if w.ready is None and not w.late)
+            holders = [f"{slot_id} retains the newest commit {commit}" for slot_id, commit in awaited(m)]
+            return (*(holders if retained_since is not None else ()), *missing(m, now))
+        case Forming(ended=ended):
+            late = [w for w in members if w.ready is None and not w.late]
+            return tuple(f"{w.id} has not left generation {ended}" for w in late)
         case Running(gate_since=gate_since):
-            suspects = [f"{w.id} waits for the verdict on its error" for w in members if w.suspect_at is not None]
+            suspects = [f"the verdict on the error of {w.id} is pending" for w in members if w.suspect_at is not None]
             inside = [w for w in members if w.in_gate]
             outside = [f"{w.id} is not in the exit gate" for w in members if not w.in_gate]
             return (*suspects, *(outside if inside and gate_since is not None else ()))
@@ -69,14 +60,13 @@ def missing(m: Draft | Membership, now: float) -> Iterator[str]:
     """Yield, host by host, the hosts and slots that are not READY, with their last report."""
     slots = sum(host.slots for host in m.hosts.values())
     if m.hosts and slots < m.policy.min_np:
-        yield f"too few slots: the hosts have {slots}, and {m.policy.min_np} workers are needed"
+        yield f"too few slots: the hosts have {number_of(slots, 'slot')}, --min-np is {m.policy.min_np}"
     for host in hosts_of(m):
         if not host.slots:
-            yield f"host {host.name}: {'named with 0 slots' if host.is_named else 'gone from discovery'}"
+            yield f"host {host.name}: {'has 0 slots in discovery' if host.is_named else 'removed by discovery'}"
             continue
         if host.slots_ever > host.slots:
-            taken = host.slots_ever - host.slots
-            yield f"host {host.name}: discovery has taken away {taken} of its {host.slots_ever} slots"
+            yield f"host {host.name}: discovery removed {host.slots_ever - host.slots} of {host.slots_ever} slots"
         about = _about_host(m, host, now)
         if about:
             yield about
@@ -87,10 +77,10 @@ def missing(m: Draft | Membership, now: float) -> Iterator[str]:
             if text:
                 yield f"{slot_id} {text}"
     if not m.hosts:
-        yield "no hosts: none was ever named by discovery, and no agent has dialled in"
+        yield "no hosts: discovery named no host, and no agent connected"
 
 
-def left_alone(m: Membership, now: float) -> Iterator[str]:
+def hosts_in_cooldown(m: Membership, now: float) -> Iterator[str]:
     """Yield one line for each host in cooldown: the remaining seconds and the reason."""
     for host in hosts_of(m):
         if host.slots and host.cooldown_until > now:
@@ -99,16 +89,16 @@ def left_alone(m: Membership, now: float) -> Iterator[str]:
 
 def _about_host(m: Draft | Membership, host: Host, now: float) -> str:
     if host.draining:
-        return f"host {host.name} leaves: {host.draining}"
-    cooling = _cooldown(host, now)
+        return f"host {host.name} drains: {host.draining}"
+    cooldown = _cooldown(host, now)
     if host.agent == "joined" and any((host.name, index) in m.slots for index in range(host.slots)):
-        heard = ""  # the lines of its slots contain the rest
-    elif not host.heard:
-        heard = "nothing was heard of it"
+        report = ""  # the lines of its slots contain the rest
+    elif not host.report:
+        report = "no report yet"
     else:
-        since = {"asked": ", nothing was heard since", "joined": ", no worker was started yet"}
-        heard = f"{now - host.heard_at:.1f} s ago {host.heard}{since.get(host.agent, '')}"
-    return f"host {host.name}: {', '.join(filter(None, (heard, cooling)))}" if heard or cooling else ""
+        lack = {"asked": ", not connected yet", "joined": ", no worker started yet"}.get(host.agent, "")
+        report = f"{host.report} ({now - host.reported_at:.1f} s ago{lack})"
+    return f"host {host.name}: {', '.join(filter(None, (report, cooldown)))}" if report or cooldown else ""
 
 
 def _cooldown(host: Host, now: float) -> str:
@@ -120,28 +110,31 @@ def _cooldown(host: Host, now: float) -> str:
 def _about_slot(m: Draft | Membership, slot: Slot, now: float) -> str:
     worker = m.workers.get(slot.worker) if slot.worker is not None else None
     if worker is None:
-        if slot.finished:
-            return "has finished"
-        if slot.failure is None:
-            return "is free"
-        again = f", restart in {slot.not_before - now:.1f} s" if slot.not_before > now else ""
-        return f"{failed_times(slot)}: {slot.failure.reason}{again}"
+        return why_empty(slot, now)
     if worker.gone:
-        return "is being stopped"
+        return "is stopping"
     if worker.draining:
-        return f"leaves: {worker.draining}"
+        return f"drains: {worker.draining}"
     if worker.ready is not None:
         return ""
     if worker.joined:
         return f"has not left generation {worker.joined}"
-    return f"boots for {now - worker.started_at:.1f} s, {_last_heard(worker, now)}"
+    return f"is booting for {now - worker.started_at:.1f} s, {last_heartbeat(worker, now)}"
 
 
-def failed_times(slot: Slot) -> str:
-    return "failed" if slot.failures == 1 else f"failed {slot.failures} times in a row"
+def why_empty(slot: Slot, now: float) -> str:
+    """Return why a slot has no worker."""
+    if slot.finished:
+        return "has finished"
+    if slot.failure is None:
+        return "has had no worker yet"
+    times = "failed" if slot.failures == 1 else f"failed {slot.failures} times in a row"
+    restart = f" (restart in {slot.not_before - now:.1f} s)" if slot.not_before > now else ""
+    return f"{times}: {slot.failure.reason}{restart}"
 
 
-def _last_heard(worker: Worker, now: float) -> str:
-    if worker.heard_at < worker.started_at:
-        return "nothing heard of it"
-    return f"last heard {now - worker.heard_at:.1f} s ago"
+def last_heartbeat(worker: Worker, now: float) -> str:
+    """Return when the worker sent its last heartbeat or message."""
+    if worker.reported_at < worker.started_at:
+        return "no heartbeat yet"
+    return f"last heartbeat {now - worker.reported_at:.1f} s ago"

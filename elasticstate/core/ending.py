@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from elasticstate.core import types as t
+from elasticstate.core import accounting, types as t
 from elasticstate.core.diagnostics import names
 from elasticstate.core.records import Draft, Failure, Forming, Over, Running, Worker
 from elasticstate.core.slots import stop
@@ -27,7 +27,7 @@ def become_over(d: Draft, succeeded: bool, cause: t.RootCause | None = None) -> 
             error=cause.error,
         )
     d.effects.append(t.EndJob(succeeded, cause))
-    d.phase = Over(succeeded)
+    d.phase = Over(succeeded, d.now)
     d.reason = cause.reason if cause is not None else "all workers have finished"
 
 
@@ -67,6 +67,7 @@ def end_now(d: Draft, failure: Failure) -> None:
     back."""
     generation = d.generation
     cause = failure.cause.reason
+    accounting.generation_failed(d)
     d.effects.append(t.End(generation, None, cause))
     d.note("end", cause=cause, at="now")
     d.phase = Forming(since=d.now, ended=generation, at_tick=None, cause=cause, failure=failure, clock=d.now)
@@ -136,9 +137,9 @@ def fail_drains(d: Draft, overdue: list[Worker]) -> None:
     """Stop workers whose drain is overdue. A generation that still runs fails."""
     limit_s = d.policy.drain_timeout_s
     for worker in overdue:
-        stop(d, worker, f"{worker.draining}; not drained within {limit_s:g} s")
+        stop(d, worker, f"{worker.draining}; not drained within --drain-timeout of {limit_s:g} s")
     if is_live(d):
-        reason = f"{names(overdue)} did not drain within {limit_s:g} s"
+        reason = f"{names(overdue)} did not drain within --drain-timeout of {limit_s:g} s"
         end_now(d, Failure(t.RootCause(reason, generation=d.generation), "drain"))
 
 
@@ -172,19 +173,19 @@ def judge(d: Draft, members: list[Worker], suspects: list[Worker]) -> None:
     member has sent a sign of life."""
     confirmed = [w for w in suspects if w.confirmed_at is not None]
     judged_at = _judged_at(d, suspects)
-    silent = [w for w in members if w is not suspects[0] and w.heard_at < judged_at]
+    silent = [w for w in members if w is not suspects[0] and w.reported_at < judged_at]
     if confirmed:
-        d.reason = f"waits for the exit of {names(confirmed)}: own errors"
+        d.reason = f"waiting for the exit of {names(confirmed)} after own errors"
         _stop_stuck(d, confirmed)
     elif d.now < judged_at or silent:
-        d.reason = f"waits for evidence on the error of {names(suspects)}"
+        d.reason = f"waiting for --failure-grace: looking for the cause of the error of {names(suspects)}"
         if d.now >= judged_at:
-            d.reason += f": not heard since is {names(silent)}"
+            d.reason += f"; no heartbeat since then from {names(silent)}"
     else:
         for suspect in suspects:
             d.effects.append(t.ConfirmOwnError(suspect.id, d.generation))
             d.put(suspect, confirmed_at=d.now)
-        d.reason = f"the error of {names(suspects)} is its own: all others are alive"
+        d.reason = f"own error of {names(suspects)}: all other members are alive"
 
 
 def _stop_stuck(d: Draft, confirmed: list[Worker]) -> None:
@@ -192,8 +193,8 @@ def _stop_stuck(d: Draft, confirmed: list[Worker]) -> None:
     limit_s = d.policy.regroup_timeout_s
     stuck = [w for w in confirmed if d.now >= (w.confirmed_at or 0.0) + limit_s]
     for worker in stuck:
-        stop(d, worker, f"has not exited within {limit_s:g} s after its own error", kill=True)
+        stop(d, worker, f"no exit within --regroup-timeout of {limit_s:g} s after its own error", kill=True)
     if stuck:
-        cause = d.root_cause(stuck[0], f"{stuck[0].id} had an error of its own", stuck[0].suspect_error)
+        cause = d.root_cause(stuck[0], f"{stuck[0].id} failed with its own error", stuck[0].suspect_error)
         d.update_ledger(own_errors=d.ledger.own_errors + len(stuck), own_error=d.ledger.own_error or cause)
         end_now(d, Failure(cause, "own", own_error=True))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import inf
 
 from elasticstate.core import accounting, partition, retained, types as t
-from elasticstate.core.backoff import host_is_lost, rest, slot_failed
+from elasticstate.core.backoff import host_is_lost, slot_failed, start_preemption_cooldown
 from elasticstate.core.ending import earlier
 from elasticstate.core.limits import within_limits
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
@@ -84,10 +84,10 @@ def _hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
 def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     host = d.hosts.get(event.host)
     if host is None or host.agent == "stopping":  # an unreachable agent has returned in the other's place
-        d.effects.append(t.StopAgent(event.host, "it is not wanted any more"))
+        d.effects.append(t.StopAgent(event.host, "the job does not need the host any more"))
     if host is None or host.agent not in ("asked", "none"):
         return
-    d.put_host(host, agent="joined", may_live_until=-inf, heard="its agent connected", heard_at=d.now)
+    d.put_host(host, agent="joined", may_live_until=-inf, report="agent connected", reported_at=d.now)
     retained.replace_commits(d, host.name, dict(event.commits))
     d.note("agent_joined", host=host.name)
     for worker in (*(t.WorkerId(host.name, *known) for known in event.incarnations), *(w for w, _ in event.workers)):
@@ -105,33 +105,35 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     expected = host.agent == "stopping"
     may_live = event.may_live and not expected
     notice = host.draining
-    heard = notice or ("its agent was stopped" if expected else f"its agent was lost: {event.reason}")
-    host = d.put_host(host, agent="none", draining="", heard=heard, heard_at=d.now)
+    report = notice or ("agent stopped" if expected else f"agent {event.reason}")
+    host = d.put_host(host, agent="none", draining="", report=report, reported_at=d.now)
     if not expected:
         d.note("agent_lost", host=host.name, reason=event.reason)
     slots = (d.slots.get(t.SlotId(host.name, index)) for index in range(host.slots_ever))
     workers = [d.workers[slot.worker] for slot in slots if slot is not None and slot.worker is not None]
     for worker in workers:
-        cause = d.root_cause(worker, f"lost {worker.id}: the agent of host {host.name} is gone ({event.reason})")
+        cause = d.root_cause(
+            worker, f"{worker.id} was lost with its host: the agent of host {host.name} {event.reason}"
+        )
         if d.breaks(worker) and not worker.gone:
             d.broken.append(Failure(cause, "lost"))
         if d.breaks(worker) and may_live:
             host = d.put_host(host, may_live_until=d.now + partition.lease_s(d.policy))
         elif d.breaks(worker):
             d.update_ledger(is_broken=True)
-        _bury(d, worker, exit_code=None, signal=None)
+        _remove_worker(d, worker, exit_code=None, signal=None)
     if expected:
         retained.replace_commits(d, host.name, {})  # a stopped agent has removed its workers' commits
     else:
         host_is_lost(d, host, workers, event.reason, notice)
     if notice and host.slots:
-        rest(d, d.hosts[host.name], notice)
+        start_preemption_cooldown(d, d.hosts[host.name], notice)
 
 
 def _host_draining(d: Draft, event: t.HostDraining) -> None:
     host = d.hosts.get(event.host)
     if host is not None and host.agent == "joined" and not host.draining:
-        d.put_host(host, draining=f"notice: {event.reason}")
+        d.put_host(host, draining=f"preemption notice: {event.reason}")
         d.note("host_draining", host=host.name, reason=event.reason)
 
 
@@ -163,7 +165,7 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
         benign = bool(worker.draining) and not is_member
         if is_member:
             _member_ended(d, worker, cause)
-    _bury(d, worker, event.exit_code, event.signal)
+    _remove_worker(d, worker, event.exit_code, event.signal)
     if not benign:
         slot_failed(d, worker, cause)
 
@@ -178,7 +180,7 @@ def _member_ended(d: Draft, worker: Worker, cause: t.RootCause) -> None:
     d.broken.append(Failure(cause, "own", own_error))
 
 
-def _bury(d: Draft, worker: Worker, exit_code: int | None, signal: int | None) -> None:
+def _remove_worker(d: Draft, worker: Worker, exit_code: int | None, signal: int | None) -> None:
     if d.breaks(worker):
         accounting.member_died(d, worker, seen=exit_code is not None or signal is not None)
     d.remove(worker)
@@ -202,20 +204,20 @@ def _worker_unresponsive(d: Draft, event: t.WorkerUnresponsive) -> None:
     if isinstance(d.phase, Finishing):
         return  # the worker's exit decides
     if d.breaks(worker):
-        d.broken.append(Failure(d.root_cause(worker, f"{worker.id} does not respond: {event.reason}"), "own"))
+        d.broken.append(Failure(d.root_cause(worker, f"{worker.id} is unresponsive: {event.reason}"), "own"))
     d.put(worker, gone="failed", ready=None)
 
 
 def _worker_draining(d: Draft, event: t.WorkerDraining) -> None:
     worker = d.workers.get(event.worker)
     if worker is not None and not worker.draining and not worker.gone:
-        d.put(worker, draining=f"notice: {event.reason}", draining_since=d.now)
+        d.put(worker, draining=f"preemption notice: {event.reason}", draining_since=d.now)
 
 
 # ------------------------------------------------------------------------------------------ the messages of workers
 
 
-def _see_commit(d: Draft, commit: t.CommitId | None) -> None:
+def _record_commit(d: Draft, commit: t.CommitId | None) -> None:
     if commit is not None and commit.tick >= 1 and (d.ledger.highest is None or commit > d.ledger.highest):
         d.update_ledger(highest=commit)
 
@@ -224,15 +226,15 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
     worker = d.workers.get(event.worker)
     if worker is None:
         return
-    _see_commit(d, event.commit)
+    _record_commit(d, event.commit)
     if event.commit is not None:
-        retained.remember(d, worker.id.slot_id, event.commit)
+        retained.record_retained(d, worker.id.slot_id, event.commit)
     if worker.ready is not None or event.generation != worker.joined:
-        d.put(worker, heard_at=d.now, place=event.place)
+        d.put(worker, reported_at=d.now, place=event.place)
         return
     d.put(
         worker,
-        heard_at=d.now,
+        reported_at=d.now,
         place=event.place,
         ticks=event.ticks,
         ticks_at=d.now if event.ticks != worker.ticks else worker.ticks_at,
@@ -243,8 +245,8 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
 def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:
     worker = d.workers.get(event.worker)
     if worker is not None:
-        _see_commit(d, event.commit)
-        retained.remember(d, worker.id.slot_id, event.commit)
+        _record_commit(d, event.commit)
+        retained.record_retained(d, worker.id.slot_id, event.commit)
         d.put(worker, commit=event.commit)
 
 
@@ -252,22 +254,22 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
     worker = d.workers.get(event.worker)
     if worker is None or worker.gone or event.generation != worker.joined or isinstance(d.phase, Finishing):
         return
-    _see_commit(d, event.commit)
-    _see_commit(d, event.previous)
-    retained.remember(d, worker.id.slot_id, event.commit)
+    _record_commit(d, event.commit)
+    _record_commit(d, event.previous)
+    retained.record_retained(d, worker.id.slot_id, event.commit)
     retained.record_sealed(d, worker.id.slot_id, event.sealed)
     if not d.ledger.ever_ready:
         d.update_ledger(ever_ready=True)
         _finished_slots_have_failed(d)
     if worker.ready is not None:
-        d.put(worker, ready=event, commit=event.commit, heard_at=d.now)
+        d.put(worker, ready=event, commit=event.commit, reported_at=d.now)
         return
     d.note("worker_ready", worker=str(worker.id), host=worker.id.host, slot=worker.id.slot)
     d.put(
         worker,
         ready=event,
         ready_at=d.now,
-        heard_at=d.now,
+        reported_at=d.now,
         commit=event.commit,
         late=False,
         in_gate=False,
@@ -279,7 +281,7 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         accounting.member_left(d, event.paused_s)
         match d.phase:
             case Running():
-                cause = d.root_cause(worker, f"{worker.id} has left the generation")
+                cause = d.root_cause(worker, f"{worker.id} left generation {event.generation}")
                 d.broken.append(Failure(cause, "reported"))
             case Forming(clock=None):
                 d.phase = replace(d.phase, clock=d.now)
@@ -306,7 +308,7 @@ def _hold_answered(d: Draft, event: t.HoldAnswered) -> None:
     worker = _member(d, event.worker, event.generation)
     is_held = isinstance(d.phase, Running) and d.phase.hold_since is not None
     if worker is not None and is_held and event.number == d.ledger.holds:  # after an older hold the worker went on
-        d.put(worker, answer=(event.ticks, event.in_gate), heard_at=d.now)
+        d.put(worker, answer=(event.ticks, event.in_gate), reported_at=d.now)
 
 
 def _failure_reported(d: Draft, event: t.FailureReported) -> None:
@@ -316,9 +318,9 @@ def _failure_reported(d: Draft, event: t.FailureReported) -> None:
         return  # END(now) was sent: every suspect has its answer
     if event.certain:
         d.broken.append(_what_was_found(d, worker, event.error))
-        d.put(worker, heard_at=d.now)
+        d.put(worker, reported_at=d.now)
     elif worker.suspect_at is None:
-        d.put(worker, suspect_at=d.now, suspect_error=event.error, heard_at=d.now)
+        d.put(worker, suspect_at=d.now, suspect_error=event.error, reported_at=d.now)
 
 
 def _what_was_found(d: Draft, worker: Worker, error: str) -> Failure:
@@ -328,15 +330,15 @@ def _what_was_found(d: Draft, worker: Worker, error: str) -> Failure:
     confirmed = (w for w in suspects if w.confirmed_at is not None and d.breaks(w))
     first = min(confirmed, key=lambda w: (w.suspect_at or 0.0, w.id), default=None)
     if first is None:
-        return Failure(d.root_cause(worker, f"{worker.id} found the generation broken", error), "reported")
-    return Failure(d.root_cause(first, f"{first.id} had an error of its own", first.suspect_error), "own")
+        return Failure(d.root_cause(worker, f"{worker.id} reported a broken generation", error), "reported")
+    return Failure(d.root_cause(first, f"{first.id} failed with its own error", first.suspect_error), "own")
 
 
 def _gate_entered(d: Draft, event: t.GateEntered) -> None:
     worker = _member(d, event.worker, event.generation)
     if worker is None or worker.in_gate:
         return
-    d.put(worker, in_gate=True, heard_at=d.now, place="gate")
+    d.put(worker, in_gate=True, reported_at=d.now, place="gate")
     if isinstance(d.phase, Running) and d.phase.gate_since is None:
         d.phase = replace(d.phase, gate_since=d.now)
 
@@ -346,5 +348,5 @@ def _first_tick(d: Draft, event: t.FirstTick) -> None:
     if worker is None or not isinstance(d.phase, Running) or d.phase.first_tick:
         return
     d.phase = replace(d.phase, first_tick=True)
-    accounting.training_resumed(d, d.now)
+    accounting.first_tick(d)
     d.update_ledger(quiet_until=-inf, outage=None, has_ticked=True)

@@ -53,7 +53,7 @@ def forming(d: Draft, phase: Forming) -> None:
         if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
             d.note("waiting", **{"for": f"the end of generation {phase.ended}", "who": names(awaited)})
             d.phase = replace(phase, noticed=True)
-        d.reason = f"waits for {names(awaited)} to leave generation {phase.ended}"
+        d.reason = f"waiting for {names(awaited)} to leave generation {phase.ended}"
         return
     settle(d, phase)
     if isinstance(d.phase, Forming) and (len(staying(d)) < d.policy.min_np or not form(d)):
@@ -87,7 +87,8 @@ def _awaited(members: list[Worker]) -> list[Worker]:
 
 def _give_up(d: Draft, phase: Forming, awaited: list[Worker]) -> None:
     """Handle the regroup time-out: late members keep their slots and may join later, as newcomers."""
-    reason = f"{names(awaited)} did not leave generation {phase.ended} within {d.policy.regroup_timeout_s:g} s"
+    limit_s = d.policy.regroup_timeout_s
+    reason = f"{names(awaited)} did not leave generation {phase.ended} within --regroup-timeout of {limit_s:g} s"
     cause = t.RootCause(reason, generation=phase.ended)
     if phase.at_tick is not None:
         end_now(d, Failure(cause, "lost"))

@@ -36,7 +36,7 @@ def take_back(d: Draft, worker: t.WorkerId, generation: int) -> None:
     slot = d.slots[worker.slot_id]
     is_its_own = slot.worker is None and 0 < worker.incarnation == slot.incarnation
     if not is_its_own or not _is_over(d, generation):
-        d.effects.append(t.StopWorker(worker, "its slot is another worker's by now", kill=True))
+        d.effects.append(t.StopWorker(worker, "its slot has another worker now", kill=True))
         return
     d.put_slot(worker.slot_id, worker=worker)
     members = d.world.members if d.world is not None and generation == d.generation else ()
@@ -45,7 +45,7 @@ def take_back(d: Draft, worker: t.WorkerId, generation: int) -> None:
     late = generation > 0
     d.add(Worker(worker, started_at=d.now, joined=generation, rank=rank, lacked=lacked, late=late))
     if late:
-        d.effects.append(t.Sever(worker, generation, f"host {worker.host} was out of reach"))
+        d.effects.append(t.Sever(worker, generation, f"host {worker.host} was unreachable"))
 
 
 def _is_over(d: Draft, generation: int) -> bool:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from math import inf
 
 from elasticstate.core import types as t
-from elasticstate.core.diagnostics import listed, names
+from elasticstate.core.diagnostics import names
 from elasticstate.core.ending import end_at
 from elasticstate.core.records import Draft, Running, Worker
+from elasticstate.core.texts import listed
 from elasticstate.core.worlds import candidates
 
 FAILED_HOLDS_IN_A_ROW = 3
@@ -22,22 +23,22 @@ def planned_change(d: Draft, phase: Running, members: list[Worker]) -> None:
         return
     draining, newcomers = _who_changes(d, members)
     if not draining and not newcomers:
-        d.reason = d.reason or "the world trains"
+        d.reason = d.reason or "training"
     elif phase.gate_since is not None:
-        d.reason += ": no interrupt while a member stands there"
+        d.reason += "; no interrupt while a member is in the exit gate"
     elif not phase.first_tick:
-        d.reason = "an interrupt waits for the first tick of the world"
+        d.reason = "interrupt delayed until the first tick of the world"
     elif d.now < d.ledger.hold_not_before:
-        d.reason = "an interrupt waits: the last hold came to nothing"
+        d.reason = "interrupt delayed: the last hold failed"
     elif (draining and d.now >= _drain_time(d, draining)) or (newcomers and d.now >= _join_time(d, newcomers)):
-        cause = listed([f"{w.id} leaves: {w.draining}" for w in draining] + [f"{w.id} joins" for w in newcomers])
+        cause = listed([f"{w.id} drains: {w.draining}" for w in draining] + [f"{w.id} joins" for w in newcomers])
         _hold(d, phase, members, cause)
     elif newcomers and d.now < _join_window_end(d, newcomers):
-        d.reason = f"{names(newcomers)} ready: the join window is open, others boot"
+        d.reason = f"{names(newcomers)} ready; waiting for --join-window, because other workers are booting"
     elif newcomers:
-        d.reason = f"{names(newcomers)} ready: the last interrupt was a short time ago"
+        d.reason = f"{names(newcomers)} ready; waiting for --min-interrupt-distance after the last interrupt"
     else:
-        d.reason = f"{names(draining)} had notice: the preemption window is open, others may have it, too"
+        d.reason = f"draining: {names(draining)}; waiting for --preemption-window for more preemption notices"
 
 
 def planned_deadlines(d: Draft, phase: Running, members: list[Worker]) -> Iterator[tuple[str, float]]:
@@ -90,7 +91,7 @@ def _hold(d: Draft, phase: Running, members: list[Worker], cause: str) -> None:
     d.phase = replace(phase, hold_since=d.now, hold_cause=cause)
     d.effects.append(t.Hold(d.generation, d.ledger.holds))
     d.note("hold", cause=cause)
-    d.reason = f"holds the world: {cause}"
+    d.reason = f"hold: {cause}"
 
 
 def _holding(d: Draft, phase: Running, members: list[Worker]) -> None:
@@ -107,9 +108,9 @@ def _holding(d: Draft, phase: Running, members: list[Worker]) -> None:
         d.update_ledger(holds_failed=failed)
         d.note("warning", text=f"no answer to a hold within {d.policy.hold_timeout_s:g} s from {names(silent)}")
         if failed == FAILED_HOLDS_IN_A_ROW:
-            d.note("warning", text=f"{failed} holds in a row have failed: is commit() called on some ranks only?")
+            d.note("warning", text=f"{failed} holds in a row failed. Call commit() equally often on all ranks.")
     else:
-        d.reason = f"holds the world, waits for the answer of {names(silent)}"
+        d.reason = f"hold: waiting for the answer of {names(silent)}"
 
 
 def _release(d: Draft, phase: Running, cause: str) -> None:
@@ -117,4 +118,4 @@ def _release(d: Draft, phase: Running, cause: str) -> None:
     d.update_ledger(hold_not_before=d.now + d.policy.min_interrupt_distance_s)
     d.effects.append(t.Release(d.generation))
     d.note("release", cause=cause)
-    d.reason = f"nobody is interrupted: {cause}"
+    d.reason = f"hold released: {cause}"

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from elasticstate.core import types as t
-from elasticstate.core.diagnostics import listed
 from elasticstate.core.ending import end_now
-from elasticstate.core.losses import Losses, Origin
+from elasticstate.core.figures import Losses, Origin
 from elasticstate.core.membership import Transition, new_membership
 from elasticstate.core.partition import record_incarnation
 from elasticstate.core.policy import Policy
 from elasticstate.core.records import Draft, Failure, Finishing, Host, Running, Worker
+from elasticstate.core.texts import listed
 from elasticstate.core.worlds import NOTHING
 
 _HOLDS_BITS = 32  # the bits of a hold's number that count the holds of one driver
@@ -36,9 +36,14 @@ class Remains:
     lost: frozenset[str]  # unreachable hosts that had an agent or members of this world: AgentLost follows
     living: dict[t.WorkerId, int]  # reachable workers, each with the newest generation whose world it received
     exited: frozenset[t.WorkerId]  # workers that exited since this world: WorkerExited follows
-    has_ticked: bool  # this world has completed a tick
+    ticks: int  # the most that a member of this world is known to have completed
     has_ended: bool  # some members of this world have received END
     gate_is_open: bool  # some members of this world have received OpenGate
+
+    @property
+    def has_ticked(self) -> bool:
+        """Return True if this world has completed a tick."""
+        return self.ticks > 0
 
 
 def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
@@ -51,7 +56,7 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     d.update_ledger(holds=remains.epoch << _HOLDS_BITS)
     _hosts(d, remains)
     _slots(d, remains)
-    d.reason = "a driver was restarted"
+    d.reason = "a new driver reattached"
     if world is not None:
         _members(d, remains, world)
     return Transition(d.freeze({}), tuple(d.effects), d.reason)
@@ -65,7 +70,7 @@ def _hosts(d: Draft, remains: Remains) -> None:
     for order, name in enumerate((*named, *rest)):
         slots = named.get(name, 0)
         host = d.hosts[name] = Host(
-            name, order, slots, slots_ever=slots, heard="its agent was there before", heard_at=d.now
+            name, order, slots, slots_ever=slots, report="agent connected to the previous driver", reported_at=d.now
         )
         if name in remains.lost:
             d.put_host(host, agent="joined")
@@ -87,7 +92,7 @@ def _members(d: Draft, remains: Remains, world: t.World) -> None:
         is_given = remains.living.get(worker) == generation
         if is_given or worker in remains.exited or worker.host in remains.lost:
             member = Worker(worker, d.now, joined=generation, first_joined=generation, rank=placement.rank, age=age)
-            _add(d, replace(member, heard_at=d.now, ticks_at=d.now, place="train", lacked=placement.rank in lacking))
+            _add(d, replace(member, reported_at=d.now, ticks_at=d.now, place="train", lacked=placement.rank in lacking))
         else:
             absent.append(worker)
     d.world = world
@@ -97,10 +102,12 @@ def _members(d: Draft, remains: Remains, world: t.World) -> None:
         d.effects.append(t.OpenGate(world.generation))
         return
     d.phase = Running(since=d.now, first_tick=remains.has_ticked)
+    if remains.has_ticked:
+        d.update_ledger(goodput=d.ledger.goodput.with_first_tick(world.generation, d.now, remains.ticks))
     if absent or remains.has_ended:
-        why = f"{listed([str(worker) for worker in absent])} had not gone on" if absent else "the last one had ended it"
         d.update_ledger(is_broken=bool(absent))
-        reason = f"the driver was restarted, and {why}"
+        absent_text = f"these members did not receive their world: {listed(map(str, absent))}"
+        reason = f"a new driver reattached; {absent_text if absent else 'the previous driver had ended the generation'}"
         end_now(d, Failure(t.RootCause(reason, generation=world.generation), "lost"))
 
 

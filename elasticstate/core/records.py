@@ -22,7 +22,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elasticstate.core.assignment import NEWCOMER
-from elasticstate.core.losses import Losses, Origin
+from elasticstate.core.figures import Losses, Origin
+from elasticstate.core.goodput import Goodput
 from elasticstate.core.policy import Policy
 from elasticstate.core.types import CommitId, Effect, Note, RootCause, SlotId, WorkerId, WorkerReady, World
 
@@ -58,8 +59,8 @@ class Host(Struct, frozen=True, gc=False):
     notices: int = 0  # preemption notices since discovery last added the host
     gives_way_at: float = -inf  # earlier than cooldown_until: when the job would be below min_np without this host
     may_live_until: float = -inf  # unreachable host: workers of the newest world may train there until this time
-    heard: str = ""  # the last report about the host; "": none yet
-    heard_at: float = -inf
+    report: str = ""  # the last report about the host; "": none yet
+    reported_at: float = -inf
 
     def is_in_preemption_cooldown(self, now: float) -> bool:
         """Return True if the host is in cooldown after a preemption notice."""
@@ -96,7 +97,7 @@ class Worker(Struct, frozen=True, gc=False):
     ready: WorkerReady | None = None
     ready_at: float = inf
     late: bool = False
-    heard_at: float = -inf
+    reported_at: float = -inf
     place: str = "boot"
     ticks: int = 0
     ticks_at: float = -inf  # when ``ticks`` last changed
@@ -177,6 +178,7 @@ class Over:
     """Final phase, FINISHED or FAILED. No event has an effect any more."""
 
     succeeded: bool
+    ended_at: float
 
 
 Phase = Waiting | Forming | Running | Finishing | Over
@@ -209,6 +211,8 @@ class Ledger(Struct, frozen=True, gc=False):
     losses: Losses = Losses()  # since down_since, without the time
     total: Losses = Losses()  # of all earlier changes
     origins: tuple[Origin, ...] = ()  # of the last generations
+    failures: int = 0  # unplanned ends of generations
+    goodput: Goodput = Goodput()
 
 
 @dataclass(frozen=True, slots=True)

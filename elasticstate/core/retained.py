@@ -12,7 +12,7 @@ from elasticstate.core import types as t
 from elasticstate.core.records import Draft, Host, Membership, Worker
 
 
-def remember(d: Draft, slot_id: t.SlotId, commit: t.CommitId | None) -> None:
+def record_retained(d: Draft, slot_id: t.SlotId, commit: t.CommitId | None) -> None:
     """Record the newest commit in a slot's commit storage, as its worker reports it."""
     slot = d.slots.get(slot_id)
     if slot is not None and slot.retained != commit:
@@ -39,7 +39,7 @@ def awaited(m: Draft | Membership) -> list[tuple[t.SlotId, t.CommitId]]:
 
     Slots of draining hosts count until their agent is stopped: the agent removes the commits when it stops.
     """
-    if any(_is_on_the_line(m, worker) for worker in m.workers.values()):
+    if any(_has_job_state(m, worker) for worker in m.workers.values()):
         return []
     ready = [worker.ready.commit for worker in m.workers.values() if worker.ready is not None and not worker.gone]
     best = max((commit for commit in ready if commit is not None), default=t.CommitId(0, 0))
@@ -56,7 +56,7 @@ def _is_given_back(host: Host) -> bool:
     return bool(host.draining) and host.agent == "stopping"
 
 
-def _is_on_the_line(m: Draft | Membership, worker: Worker) -> bool:
+def _has_job_state(m: Draft | Membership, worker: Worker) -> bool:
     """Return True if the worker lives, was in the newest world, and had or received the job's state in that world.
 
     A worker that ended ticks without training has an older state than the others.

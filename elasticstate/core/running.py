@@ -21,6 +21,7 @@ from elasticstate.core.ending import (
 )
 from elasticstate.core.planned import planned_change, planned_deadlines
 from elasticstate.core.records import Draft, Failure, Finishing, Running, Worker
+from elasticstate.core.texts import number_of
 from elasticstate.core.worlds import (
     enter,
     make_world,
@@ -78,7 +79,7 @@ def become_running(d: Draft, chosen: list[Worker]) -> None:
         synced=len(world.lacking),
     )
     d.phase = Running(since=d.now)
-    d.reason = f"world {world.generation}: {world.size} workers"
+    d.reason = f"world {world.generation}: {number_of(world.size, 'worker')}"
 
 
 def _gate_end(d: Draft, phase: Running) -> float:
@@ -89,7 +90,7 @@ def _gate_end(d: Draft, phase: Running) -> float:
 
 def _fail_gate(d: Draft, members: list[Worker]) -> None:
     outside = names([member for member in members if not member.in_gate])
-    reason = f"{outside} not in the exit gate within {d.policy.gate_timeout_s:g} s"
+    reason = f"{outside} did not enter the exit gate within --gate-timeout of {d.policy.gate_timeout_s:g} s"
     end_now(d, Failure(t.RootCause(reason, generation=d.generation), "reported"))
 
 
@@ -98,15 +99,15 @@ def _with_notices(d: Draft, phase: Running, members: list[Worker]) -> Running:
     notice_s = d.policy.waiting_notice_s
     if phase.gate_since is not None:
         outside = names([member for member in members if not member.in_gate])
-        d.reason = f"waits in the exit gate for {outside}"
+        d.reason = f"waiting in the exit gate for {outside}"
         if "gate" not in phase.noticed and d.now >= phase.gate_since + notice_s:
-            d.note("waiting", **{"for": "the exit gate", "who": outside})
+            d.note("waiting", **{"for": "all members in the exit gate", "who": outside})
             return replace(phase, noticed=(*phase.noticed, "gate"))
     elif "ticks" not in phase.noticed:
         late = [w for w in _behind(members) if d.now >= w.ticks_at + notice_s]
         if late:
             completed = max(member.ticks for member in members)
-            d.note("waiting", **{"for": f"ticks: others have completed {completed}", "who": names(late)})
+            d.note("waiting", **{"for": f"tick {completed} on all members", "who": names(late)})
             return replace(phase, noticed=(*phase.noticed, "ticks"))
     return phase
 
@@ -124,21 +125,23 @@ def become_finishing(d: Draft) -> None:
     """Enter Finishing: all members are in the exit gate. The core leaves Finishing when all have exited."""
     if isinstance(d.phase, Running) and d.phase.hold_since is not None:
         d.effects.append(t.Release(d.generation))
-        d.note("release", cause="all members stand in the exit gate")
+        d.note("release", cause="all members are in the exit gate")
     if d.ledger.has_ticked:
         gate_since = d.phase.gate_since if isinstance(d.phase, Running) else None
         accounting.training_resumed(d, d.now if gate_since is None else gate_since)
+    accounting.generation_ended(d, d.now)
     d.effects.append(t.OpenGate(d.generation))
     d.phase = Finishing(since=d.now)
-    d.reason = "all members stand in the exit gate"
+    d.reason = "all members are in the exit gate"
 
 
 def finishing(d: Draft, phase: Finishing) -> None:
     failure = phase.failure or (d.broken[0] if d.broken else None)
+    if failure is not phase.failure:
+        accounting.generation_failed(d)
+        d.phase = replace(phase, failure=failure)
     members = members_of(d)
     if not members:
         become_over(d, failure is None, failure.cause if failure else None)
         return
-    if failure is not phase.failure:
-        d.phase = replace(phase, failure=failure)
-    d.reason = f"behind the exit gate: waits for the exit of {names(members)}"
+    d.reason = f"exit gate open: waiting for the exit of {names(members)}"

@@ -31,8 +31,8 @@ def mark_draining(d: Draft) -> None:
     for host in d.hosts.values():
         if not (host.draining or host.slots < host.slots_ever) or not d.living.get(host.name):
             continue
-        gone = "its slot was taken away" if host.slots else f"host {host.name} is gone from discovery"
-        for worker in [d.workers[worker] for worker in _living(d, host)]:
+        gone = "discovery removed its slot" if host.slots else f"discovery removed host {host.name}"
+        for worker in [d.workers[worker] for worker in _living_workers(d, host)]:
             if (host.draining or worker.id.slot >= host.slots) and not (worker.draining or worker.gone):
                 d.put(worker, draining=host.draining or gone, draining_since=d.now)
 
@@ -56,7 +56,7 @@ def start_and_stop(d: Draft) -> None:
     is_sought = not isinstance(d.phase, (Running, Finishing))
     holders = awaited(d) if is_sought else []
     may_hold = may_hold_more(d, d.ready_workers()) if is_sought and d.draining else []
-    _stop_strangers(d, {slot_id for slot_id, _ in holders}.union(worker.id.slot_id for worker in may_hold))
+    _stop_unneeded(d, {slot_id for slot_id, _ in holders}.union(worker.id.slot_id for worker in may_hold))
     if isinstance(d.phase, Finishing):
         return
     hosts = by_discovery(d)
@@ -64,13 +64,13 @@ def start_and_stop(d: Draft) -> None:
     for host in hosts:
         if host.name in plan.usable:
             if host.agent == "none":
-                d.put_host(host, agent="asked", heard="its agent was started", heard_at=d.now)
+                d.put_host(host, agent="asked", report="agent started", reported_at=d.now)
                 d.effects.append(t.StartAgent(host.name))
         elif host.agent in ("asked", "joined") and not _wanted(host) and not d.living.get(host.name):
             if host.name in plan.holding_hosts:
                 continue  # the host's agent keeps the newest commit: discovery may name the host again
             d.put_host(host, agent="stopping")
-            d.effects.append(t.StopAgent(host.name, host.draining or f"host {host.name} is gone from discovery"))
+            d.effects.append(t.StopAgent(host.name, host.draining or f"discovery removed host {host.name}"))
     _start_workers(d, plan)
 
 
@@ -139,8 +139,8 @@ class _Plan:
         ready = [(slot_id, slot) for slot_id, slot in free if slot.not_before <= d.now]
         if len(ready) == len(free):
             return False
-        hopeful = (slot_id for slot_id, slot in ready if slot.failures < FAILURES_IN_A_ROW) if _is_in_time(d) else ()
-        good = sum(not d.hosts[slot_id.host].draining for slot_id in hopeful)
+        in_time = (slot_id for slot_id, slot in ready if slot.failures < FAILURES_IN_A_ROW) if _is_in_time(d) else ()
+        good = sum(not d.hosts[slot_id.host].draining for slot_id in in_time)
         return _slots_counted_on(d) + good < d.policy.min_np
 
     def deadlines(self) -> Iterator[tuple[str, float]]:
@@ -156,14 +156,14 @@ class _Plan:
         for slot_id, slot in backing_off:
             yield f"backoff of slot {slot_id}", self.start_at(slot_id, slot, is_short)
         if self._cooling or backing_off:
-            yield from _hope_deadlines(d, self.hosts)
+            yield from _late_start_deadlines(d, self.hosts)
 
     def _has_vacancies(self) -> bool:
         limit = self._d.policy.max_np
         return limit is None or self.awaits_retained or _taken_slots(self._d) < limit
 
 
-def _stop_strangers(d: Draft, held: Set[t.SlotId]) -> None:
+def _stop_unneeded(d: Draft, held: Set[t.SlotId]) -> None:
     """Stop workers outside the present world that the job does not need: draining workers, and behind the gate all. A
     draining worker stays if its slot is in ``held``: it holds, or may hold, the newest commit."""
     finishing = isinstance(d.phase, Finishing)
@@ -172,7 +172,7 @@ def _stop_strangers(d: Draft, held: Set[t.SlotId]) -> None:
     for worker in list(d.workers.values()):
         if worker.gone or not (worker.draining or finishing) or d.breaks(worker) or worker.id.slot_id in held:
             continue
-        reason = worker.draining or "the job finishes"
+        reason = worker.draining or "the job is over"
         if worker.ready is None:
             stop(d, worker, reason)
         elif isinstance(d.phase, (Running, Finishing)):
@@ -195,7 +195,7 @@ def _wanted(host: Host) -> bool:
     return host.slots > 0 and not host.draining
 
 
-def _living(d: Draft, host: Host) -> Iterator[t.WorkerId]:
+def _living_workers(d: Draft, host: Host) -> Iterator[t.WorkerId]:
     for index in range(host.slots_ever):
         slot = d.slots.get(t.SlotId(host.name, index))
         if slot is not None and slot.worker is not None:
@@ -235,28 +235,28 @@ def _is_counted_on(d: Draft, worker: Worker) -> bool:
 def _is_in_time(d: Draft, asked_at: float = inf) -> bool:
     """Return True if a start that was requested at ``asked_at``, or would be now, is worth waiting for. It is for half
     of the time after which the job is given up. The other half is for all other starts."""
-    return d.now < _hope_end(d, asked_at)
+    return d.now < _late_from(d, asked_at)
 
 
-def _hope_end(d: Draft, asked_at: float = inf) -> float:
+def _late_from(d: Draft, asked_at: float = inf) -> float:
     waits_since = d.phase.since if isinstance(d.phase, Waiting) else inf
     return min(asked_at, waits_since) + d.time_to_give_up_s() / 2
 
 
-def _hope_deadlines(d: Draft, hosts: list[Host]) -> Iterator[tuple[str, float]]:
+def _late_start_deadlines(d: Draft, hosts: list[Host]) -> Iterator[tuple[str, float]]:
     """Yield the times at which booting workers and requested agents are not counted on any more."""
-    yield "starts are late", _hope_end(d)
+    yield "starts are late", _late_from(d)
     for worker in d.workers.values():
         if worker.booting:
-            yield f"boot of {worker.id} is late", _hope_end(d, worker.started_at)
+            yield f"boot of {worker.id} is late", _late_from(d, worker.started_at)
     for host in hosts:
         if host.agent == "asked":
-            yield f"agent of host {host.name} is late", _hope_end(d, host.heard_at)
+            yield f"agent of host {host.name} is late", _late_from(d, host.reported_at)
 
 
 def _good_slots(d: Draft, host: Host) -> int:
     """Return the number of free slots of a host that may be counted on."""
-    if not _is_in_time(d, host.heard_at if host.agent == "asked" else inf):
+    if not _is_in_time(d, host.reported_at if host.agent == "asked" else inf):
         return 0
     return sum(slot.failures < FAILURES_IN_A_ROW for _, slot in _free_slots(d, host))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from elasticstate.core import types as t
-from elasticstate.core.diagnostics import listed, missing
+from elasticstate.core.diagnostics import missing
 from elasticstate.core.ending import (
     become_over,
     fail_job,
@@ -16,6 +16,7 @@ from elasticstate.core.records import Draft, Waiting, Worker
 from elasticstate.core.retained import awaited
 from elasticstate.core.running import become_running
 from elasticstate.core.slots import leave
+from elasticstate.core.texts import listed, number_of
 from elasticstate.core.worlds import (
     NOTHING,
     choose,
@@ -36,8 +37,9 @@ def waiting(d: Draft, phase: Waiting) -> None:
         d.update_ledger(outage=d.broken[0].cause)
     if d.generation == 0 and plain_commands_are_done(d):
         become_over(d, True)
-    elif d.generation == 0 and (bad := hopeless_slots(d)):
-        reason = f"{bad} slot(s) failed {d.policy.max_no_progress} times in a row before they were ready"
+    elif d.generation == 0 and (bad := failed_slots(d)):
+        times = f"{d.policy.max_no_progress} times in a row"
+        reason = f"{number_of(bad, 'slot')} failed {times} before the first world"
         fail_job(d, reason, d.ledger.outage)
     else:
         _wait_for_a_world(d, phase)
@@ -50,7 +52,7 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
     enough = len(stay) >= policy.min_np
     if not enough:
         _await_retained(d, None)
-    d.reason = f"{len(stay)} of at least {policy.min_np} workers ready"
+    d.reason = f"{number_of(len(stay), 'worker')} ready, --min-np is {policy.min_np}"
     if enough and d.now >= _window_end(d, stay) and form(d):
         return
     if d.now >= _give_up_time(d, phase):
@@ -58,11 +60,17 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
             option, limit_s = (
                 ("elastic", policy.elastic_timeout_s) if d.generation else ("start", policy.start_timeout_s)
             )
-            reason = f"{d.reason} after --{option}-timeout of {limit_s:g} s"
+            reason = f"--{option}-timeout of {limit_s:g} s expired: {d.reason}"
             who = listed(list(missing(d, d.now)), "; ")
             fail_job(d, f"{reason}; missing: {who}", d.ledger.outage)
     elif not phase.noticed and d.now >= phase.since + policy.waiting_notice_s:
-        d.note("waiting", **{"for": d.reason, "who": listed(list(missing(d, d.now)), "; ")})
+        d.note(
+            "waiting",
+            **{
+                "for": f"at least {number_of(policy.min_np, 'ready worker')}",
+                "who": listed(list(missing(d, d.now)), "; "),
+            },
+        )
         d.phase = replace(_waiting(d), noticed=True)
 
 
@@ -103,27 +111,27 @@ def form(d: Draft) -> bool:
     chosen = choose(d)
     if holders := may_hold_more(d, chosen):
         _await_retained(d, None)
-        d.reason = f"waits for {holders[0].id}, which may hold the newest commit"
+        d.reason = f"waiting for {holders[0].id}, which may hold the newest commit"
         return False
     if may_train_on(d):
         _await_retained(d, None)
-        d.reason = f"waits until the workers on {listed(_unreachable_hosts(d))}, out of reach, have given up"
+        d.reason = f"waiting until the workers on unreachable hosts have stopped: {listed(_unreachable_hosts(d))}"
         return False
     slots = awaited(d)
     if slots and isinstance(d.phase, Waiting) and d.phase.retained_since is None:
         _await_retained(d, d.now)
     if slots and not (isinstance(d.phase, Waiting) and d.now >= _retained_until(d, d.phase, slots)):
-        d.reason = f"waits for {slots[0][0]}, whose memory holds the newest commit {slots[0][1]}"
+        d.reason = f"waiting for {slots[0][0]}, which retains the newest commit {slots[0][1]}"
         return False
     lost = _is_lost(d, chosen)
     if lost and (hosts := _unreachable_hosts(d)):
-        d.reason = f"waits for {listed(hosts)}, out of reach: the workers there may hold the only commits"
+        d.reason = f"waiting for unreachable hosts, which may hold the only commits: {listed(hosts)}"
         return False
     for slot_id, commit in slots:
-        late = f"not back within --regroup-timeout of {d.policy.regroup_timeout_s:g} s"
-        d.warn(f"commit {commit} in the memory of {slot_id} is given up: {late}")
+        late = f"no worker of the slot was ready within --regroup-timeout of {d.policy.regroup_timeout_s:g} s"
+        d.warn(f"retained commit {commit} of {slot_id} is given up: {late}")
     if lost:
-        reason = f"StateLostError: the job has committed {d.ledger.highest}, and nobody holds a commit any more"
+        reason = f"StateLostError: no host holds a commit any more; the newest commit was {d.ledger.highest}"
         fail_job(d, reason, d.ledger.outage)
     else:
         become_running(d, chosen)
@@ -205,7 +213,7 @@ def plain_commands_are_done(d: Draft) -> bool:
     return finished > 0 and (finished >= d.policy.np or finished >= max(wanted, d.policy.min_np))
 
 
-def hopeless_slots(d: Draft) -> int:
+def failed_slots(d: Draft) -> int:
     """Return the number of slots that have failed too often before the first world, if too few others are left."""
     if not any(slot.failures >= d.policy.max_no_progress for slot in d.slots.values()):
         return 0

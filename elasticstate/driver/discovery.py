@@ -42,7 +42,7 @@ def parse_hosts(text: str, default_slots: int) -> Hosts:
             try:
                 name, slots = parse_host(line, default_slots)
             except ValueError as error:
-                raise DiscoveryFault("rubbish", str(error)) from None
+                raise DiscoveryFault("malformed", f"{error}. Name one host on each line") from None
             found[name] = found.get(name, 0) + slots
     return tuple(HostSlots(name, slots) for name, slots in found.items())
 
@@ -55,16 +55,18 @@ async def run_script(command: str, timeout_s: float) -> str:
     try:
         answer = await ask(as_command(command), timeout_s)
     except TimeoutError:
-        raise DiscoveryFault("timeout", f"{command} took longer than --discovery-timeout of {timeout_s:g} s") from None
+        raise DiscoveryFault(
+            "timeout", f"{command} did not end within --discovery-timeout of {timeout_s:g} s"
+        ) from None
     except PermissionError as error:
         raise DiscoveryFault(
-            "failed", f"{command} cannot be run: {error}. Make it executable: chmod +x {command}"
+            "failed", f"{command} could not be started: {error}. Make the file executable: chmod +x {command}"
         ) from None
     except (OSError, ValueError) as error:
-        raise DiscoveryFault("failed", f"{command} cannot be run: {error}") from None
+        raise DiscoveryFault("failed", f"{command} could not be started: {error}") from None
     if answer.exit_code != 0:
-        said = answer.stderr.strip() or "and said nothing on stderr"
-        raise DiscoveryFault("failed", f"{command} {how_it_ended(answer.exit_code)}: {said}")
+        output = answer.stderr.strip() or "no output on stderr"
+        raise DiscoveryFault("failed", f"{command} {how_it_ended(answer.exit_code)}: {output}")
     return answer.stdout
 
 
@@ -84,7 +86,7 @@ class Discovery:
         self._empty_in_a_row = 0
         self._warned: set[str] = set()
 
-    def believe(self, hosts: Hosts) -> None:
+    def start_from(self, hosts: Hosts) -> None:
         """Start with the last answer that the previous driver received; used instead of ``first``."""
         self._last = hosts
 
@@ -112,12 +114,12 @@ class Discovery:
 
     async def _ask(self) -> Hosts:
         hosts = parse_hosts(await self._text(), self._default_slots)
-        reason = await in_thread(self._judge, hosts)
+        reason = await in_thread(self._check, hosts)
         if reason:
             raise DiscoveryFault("refused", reason)
         return hosts
 
-    def _judge(self, hosts: Hosts) -> str:
+    def _check(self, hosts: Hosts) -> str:
         """Return why one of the hosts cannot be used, or "". Blocks as long as resolver and file system do."""
         learn_full_name(host.name for host in hosts)
         return next(filter(None, (self._refuse(host.name) for host in hosts)), "")
@@ -132,10 +134,12 @@ class Discovery:
             try:
                 return await in_thread(partial(Path(options.hostfile).read_text, errors="replace"))
             except OSError as error:
-                raise DiscoveryFault("failed", f"hostfile {options.hostfile}: {error.strerror}") from None
+                raise DiscoveryFault(
+                    "failed", f"hostfile {options.hostfile} could not be read: {error.strerror}"
+                ) from None
         return "\n".join(options.hosts) or f"localhost:{options.np}"
 
     def _warn_once(self, fault: DiscoveryFault) -> None:
         if fault.kind not in self._warned:
             self._warned.add(fault.kind)
-            self._warn(f"host discovery: {fault}; the last good answer stands")
+            self._warn(f"host discovery failed: {fault}; using the last valid answer")

@@ -52,7 +52,7 @@ def slots_of(m: Membership) -> list[tuple[str, int]]:
 
 
 class LaunchResults:
-    """Collects the results. ``send`` asks an agent for a part; ``heard`` gets the answer."""
+    """Collects the results. ``send`` requests a part from an agent; ``received`` gets the answer."""
 
     def __init__(self, directory: str, send: Callable[[str, messages.Fetch], None]) -> None:
         self._directory = directory
@@ -60,7 +60,7 @@ class LaunchResults:
         self._ranks = 0
         self._awaited: dict[str, asyncio.Future[messages.Fetched]] = {}
 
-    def heard(self, host: str, part: messages.Fetched) -> None:
+    def received(self, host: str, part: messages.Fetched) -> None:
         awaited = self._awaited.pop(host, None)
         if awaited is not None and not awaited.done():
             awaited.set_result(part)
@@ -80,7 +80,7 @@ class LaunchResults:
         try:
             await asyncio.gather(*(self._fetch_from(host, slots, patience_s) for host, slots in hosts.items()))
         except OSError as problem:  # ConnectionError is an OSError
-            return Outcome(1, "failed", RootCause(f"the results of the workers could not be fetched: {problem}"))
+            return Outcome(1, "failed", RootCause(f"could not fetch the results of the workers: {problem}"))
         return outcome
 
     async def _fetch_from(self, host: str, slots: list[tuple[int, int]], patience_s: float) -> None:
@@ -107,7 +107,7 @@ class LaunchResults:
             part: messages.Fetched = answer.result()
             if part.slot == slot and part.offset == offset and (part.data or not part.size):
                 return part
-        raise ConnectionError(f"what slot {slot} of host {host} has returned was lost with the host")
+        raise ConnectionError(f"host {host} did not send the result of slot {slot}")
 
     def write(self, outcome: Outcome, failures: Sequence[WorkerFailure]) -> None:
         """Write the outcome, for which ``launch()`` waits. Raises OSError."""

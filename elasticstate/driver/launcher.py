@@ -52,7 +52,7 @@ def refuse(host: str) -> str:
     """Return why no agent can be started on a host, or ""."""
     if is_this_machine(host) or shutil.which("ssh"):
         return ""
-    return f"host {host!r} is not this machine, and there is no ssh to reach it with: install OpenSSH's client"
+    return f"host {host!r} is another machine, and this machine has no ssh. Install OpenSSH's client"
 
 
 def start(launch: Launch, options: Options, log: Path) -> AgentProcess:
@@ -75,7 +75,7 @@ class LocalAgent:
         )
         self._mark = agent_variable(launch.socket)
         processes.give_back_descriptors(self.pid)  # before it begins: it waits for its parameters
-        _tell(self._process, launch)
+        _send_parameters(self._process, launch)
 
     @property
     def pid(self) -> int:
@@ -107,7 +107,7 @@ class AdoptedAgent:
 
     async def ended(self) -> str:
         await processes.ended(self._pidfd)
-        return "has ended"
+        return "exited"
 
     def kill(self) -> None:
         """Kill the agent. Its workers die with it (PR_SET_PDEATHSIG)."""
@@ -135,7 +135,7 @@ class SshAgent:
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in the terminal is for the driver
         )
-        _tell(self._process, launch)
+        _send_parameters(self._process, launch)
 
     async def ended(self) -> str:
         await processes.ended_child(self._process.pid)
@@ -160,7 +160,7 @@ class DialledIn:
 
     async def ended(self) -> str:
         await self._over.wait()
-        return "has left"
+        return "closed its connection"
 
     def kill(self) -> None:
         """Stop waiting for it."""
@@ -200,9 +200,9 @@ def ssh_command(
 def how_ssh_ended(code: int, host: str, python: str, log: Path) -> str:
     """Return how an :func:`ssh_command` ended, and what the user can do about it."""
     if code == _SSH_FAILED:
-        return f"was out of reach for ssh: {_explain(host, _last_line(log))}"
+        return f"is unreachable by ssh: {_explain(host, _last_line(log))}"
     if code in (126, 127):
-        return f"could not be started: there is no {python} on {host}: see --remote-python"
+        return f"could not be started: host {host} has no {python}: see --remote-python"
     return how_it_ended(code)
 
 
@@ -213,7 +213,7 @@ def _last_line(log: Path) -> str:
     return ""
 
 
-def _tell(process: subprocess.Popen[bytes], launch: Launch) -> None:
+def _send_parameters(process: subprocess.Popen[bytes], launch: Launch) -> None:
     """Send an agent its parameters, in a thread: the pipe takes 64 KiB; for more, ssh must connect first."""
     assert process.stdin is not None
     line, fd = msgspec.json.encode(launch) + b"\n", os.dup(process.stdin.fileno())
@@ -224,18 +224,18 @@ def _tell(process: subprocess.Popen[bytes], launch: Launch) -> None:
 
 
 _REMEDIES = {
-    "Host key verification failed": "its host key is not known: add it to known_hosts (ssh-keyscan), or, where the "
-    "network can be trusted, give --no-ssh-check-host-keys",
-    "Permission denied": "no key of yours is accepted there: see --ssh-identity-file and ssh-copy-id",
+    "Host key verification failed": "add the host's key to known_hosts (ssh-keyscan), or, in a trusted network, give "
+    "--no-ssh-check-host-keys",
+    "Permission denied": "the host accepts none of your keys: see --ssh-identity-file and ssh-copy-id",
     "Connection refused": "no ssh server listens there: see --ssh-port",
-    "Could not resolve hostname": "its name is not known here: see discovery and ~/.ssh/config",
-    "timed out": "it does not answer: see --connect-timeout",
-    "No route to host": "there is no way to it from here",
+    "Could not resolve hostname": "this machine cannot resolve the name: check the list of hosts and ~/.ssh/config",
+    "timed out": "the host does not answer: see --connect-timeout",
+    "No route to host": "this machine has no route to the host",
 }
 
 
-def _explain(host: str, said: str) -> str:
+def _explain(host: str, message: str) -> str:
     """Return ssh's message, and what the user can do about it."""
-    remedy = next((remedy for words, remedy in _REMEDIES.items() if words in said), "")
-    said = said or f"ssh {host} ended without a word"
-    return f"{said} ({remedy})" if remedy else said
+    remedy = next((remedy for words, remedy in _REMEDIES.items() if words in message), "")
+    message = message or f"ssh {host} printed no message"
+    return f"{message} ({remedy})" if remedy else message

@@ -47,11 +47,12 @@ def first_record(options: Options, job: str) -> Record:
 
 
 def next_record(last: Record, options: Options, job: str) -> Record:
-    """Return the record of a driver that reattaches. Raises OptionError if it is to run another command."""
+    """Return the record of a driver that reattaches. Raises OptionError if it runs another command."""
     if options.command != last.options.command:
         raise OptionError(
-            f"--job-name: {job!r}: takes the name of no other job: one that runs {shlex.join(last.options.command)} "
-            f"has lost its driver: wait for --orphan-timeout, or end it by elasticrun --reattach {job} and Ctrl-C"
+            f"--job-name: {job!r}: a job of this name lost its driver, and it runs another command, "
+            f"{shlex.join(last.options.command)}. Choose another name, or end that job with elasticrun --reattach "
+            f"{job} and Ctrl-C."
         )
     return msgspec.structs.replace(last, epoch=last.epoch + 1, options=options)
 
@@ -112,19 +113,20 @@ class Keeper:
     async def _mend(self) -> None:
         if not await in_thread(lambda: self._directory.is_lost):
             return
-        what = f"{self._directory.path}, which has the record of this job, was deleted"
+        what = f"{self._directory.path}, the directory with the record of this job, was deleted"
         try:
             await in_thread(self._directory.make_anew, self.record)
         except OSError as error:
             if self._is_written:
                 self._warn(
-                    f"{what}, and cannot be made again ({error}): status and --reattach find no job. systemd-logind "
-                    "deletes all of XDG_RUNTIME_DIR at the end of a user's last session: loginctl enable-linger"
+                    f"{what} and could not be created again ({error}): elasticrun status and --reattach do not find "
+                    "the job. systemd-logind deletes XDG_RUNTIME_DIR at the end of a user's last session. Prevent this "
+                    "with loginctl enable-linger"
                 )
             self._is_written = False
         else:
             self._is_written = True
-            self._warn(f"{what}: it was made again")
+            self._warn(f"{what} and created again")
 
     async def keep(self, m: Membership, ports: tuple[int, ...]) -> None:
         """Write the record if it has changed. A file system that hangs delays effects, but not the event loop."""
@@ -133,7 +135,7 @@ class Keeper:
             if record is not None:
                 self.record = record
             if record is not None or not self._is_written:
-                late = asyncio.get_running_loop().call_later(BLOCKED_S, self._warn, self._of_delay())
+                late = asyncio.get_running_loop().call_later(BLOCKED_S, self._warn, self._delay_text())
                 self._note(await in_thread(self._write, self.record))
                 late.cancel()
 
@@ -159,11 +161,15 @@ class Keeper:
 
     def _note(self, failure: str) -> None:
         if failure and self._is_written:
-            self._warn(f"{self._directory.path} cannot be written ({failure}): no driver could take over now")
+            self._warn(
+                f"{self._directory.path} could not be written ({failure}); until then no new driver can reattach"
+            )
         self._is_written = not failure
 
-    def _of_delay(self) -> str:
-        return f"{self._directory.path} takes longer than {BLOCKED_S:g} s to be written: the job waits for its record"
+    def _delay_text(self) -> str:
+        return (
+            f"{self._directory.path} is not written after {BLOCKED_S:g} s; decisions of the driver wait for the record"
+        )
 
 
 class Reattachment:
@@ -210,7 +216,7 @@ class Reattachment:
             lost=frozenset(self.lost()),
             living={report.worker: report.generation for report in reports},
             exited=frozenset(exited if members is None else exited & members),
-            has_ticked=any(stamp.generation == generation and stamp.ticks > 0 for stamp in stamps),
+            ticks=max((stamp.ticks for stamp in stamps if stamp.generation == generation), default=0),
             has_ended=generation > 0 and any(host_report.ended >= generation for host_report in self._reports.values()),
             gate_is_open=generation > 0
             and any(host_report.gate == generation for host_report in self._reports.values()),

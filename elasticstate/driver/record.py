@@ -28,6 +28,10 @@ _LOCK_TIMEOUT_S = 0.2  # another process may lock the directory for a moment, to
 _LONGEST_BYTES = 107 - len("/agent-999-99999")  # the kernel's limit for the path of a Unix socket
 
 
+class JobIsRunningError(OSError):
+    """Another driver has the lock on the job's name."""
+
+
 class Record(msgspec.Struct, frozen=True):
     """Facts that a driver needs to reattach, and cannot get from the agents.
 
@@ -69,11 +73,22 @@ class JobDirectory:
     def __init__(self, job: str) -> None:
         self.path = _path_of(job)
         if len(os.fsencode(self.path)) > _LONGEST_BYTES:
-            raise OptionError(f"--job-name: {job!r}: takes a shorter one: sockets have no room below {self.path}")
+            raise OptionError(
+                f"--job-name: {job!r}: too long: the kernel limits the paths of sockets, which are in {self.path}. "
+                "Choose a shorter name."
+            )
         try:
             self._lock, self._driver_lock = self._take_lock()
+        except JobIsRunningError as error:
+            raise OptionError(
+                f"--job-name: {job!r}: a job of this name is already running: {error}. Choose another name, or see its "
+                f"state with elasticrun status {job}."
+            ) from None
         except OSError as error:
-            raise OptionError(f"--job-name: {job!r}: takes the name of no running job ({error})") from None
+            raise OptionError(
+                f"--job-name: {job!r}: the directory {self.path} cannot be used: {error}. Choose another name, or "
+                "remove the directory."
+            ) from None
         last = _read(self.path)
         self.found = None if last is None or last.is_over else last
         if self.found is None:
@@ -147,8 +162,8 @@ class JobDirectory:
         if not is_readable and (self.path / _RECORD).exists():
             self._unlock()
             raise OptionError(
-                f"--job-name: {job!r}: what its last driver has left in {self.path} cannot be read: install the "
-                "version of elasticstate that it was started with, or remove that directory to begin anew"
+                f"--job-name: {job!r}: the record of an earlier job in {self.path} cannot be read. Install the version "
+                "of elasticstate that started that job, or remove the directory to start a new job."
             )
         for entry in self.path.iterdir():
             if entry.name != _DRIVER_LOCK and (entry.is_symlink() or not entry.is_dir()):
@@ -162,7 +177,7 @@ def _take_driver_lock(directory: int) -> int:
     except BlockingIOError:
         pid = os.read(fd, 20).decode(errors="replace")
         os.close(fd)
-        raise PermissionError(f"its driver is process {pid}") from None
+        raise JobIsRunningError(f"its driver is process {pid}") from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
     return fd

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from elasticstate.config import Options
-from elasticstate.core.losses import NAMES, Losses
+from elasticstate.core.figures import JobFigures, losses_text
+from elasticstate.core.texts import listed, number_of
 from elasticstate.core.types import RootCause, WorkerId
 from elasticstate.errors import OptionError
 from elasticstate.exit_status import status_of
@@ -22,11 +23,7 @@ Fields = dict[str, Any]
 
 _MOST_FAILURES = 1000  # limit of the failures that are kept
 _MOST_EVENTS_BYTES = 16 << 20  # limit of the events that are kept while the event file cannot be written
-
-
-def number_of(count: int, what: str) -> str:
-    """Return ``1 worker``, ``3 workers``."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+_SHOWN = 8  # workers or hosts in one line
 
 
 def _slot_name(worker: str) -> str:
@@ -42,15 +39,6 @@ class Outcome:
     root_cause: RootCause | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Totals of a job, as far as its driver has seen it."""
-
-    generations: int
-    losses: Losses
-    goodput: float | None  # None: no tick was completed
-
-
 class Report:
     """Writer of log lines and events. Call ``event`` for each event, then ``summary`` once.
 
@@ -61,7 +49,7 @@ class Report:
         self._job = job
         self._verbose = verbose
         self._ends: dict[str, str] = {}  # how workers ended, since the last world
-        self._sent_away: set[str] = set()
+        self._expected: set[str] = set()  # workers whose end is no failure
         self._warned: set[str] = set()  # warnings of agents that were logged
         self.failures: list[WorkerFailure] = []  # the first failures of workers
         self._world = ""  # log line of a world in which training has not resumed yet
@@ -73,15 +61,15 @@ class Report:
             self._events = _open_events(events_file)
             self.writers[f"--events-file {events_file}"] = [self._events]
         self._lines: dict[str, Callable[[Fields], str]] = {
-            "job_started": lambda f: f"job {self._job}: {_size(f)}",
-            "host_added": lambda f: f"host {f['host']}: {number_of(f['slots'], 'slot')}",
-            "host_removed": lambda f: f"host {f['host']} was taken away",
-            "host_draining": lambda f: f"host {f['host']} is to be left: {f['reason']}",
-            "host_cooldown": lambda f: f"host {f['host']} is left alone for {f['seconds']:.1f} s: {f['reason']}",
-            "agent_lost": lambda f: f"lost host {f['host']}: its agent {f['reason']}",
+            "job_started": lambda f: f"job {self._job} started: {_size(f)}",
+            "host_added": lambda f: f"host {f['host']} added: {number_of(f['slots'], 'slot')}",
+            "host_removed": lambda f: f"host {f['host']} removed by discovery",
+            "host_draining": lambda f: f"host {f['host']} drains: preemption notice: {f['reason']}",
+            "host_cooldown": lambda f: f"host {f['host']} is in cooldown for {f['seconds']:.1f} s: {f['reason']}",
+            "agent_lost": lambda f: f"host {f['host']} lost: its agent {f['reason']}",
             "worker_exited": self._worker_exited,
-            "worker_unresponsive": lambda f: f"{_slot_name(f['worker'])} does not respond: {f['reason']}",
-            "waiting": lambda f: f"waits for {f['for']}: {f['who']}",
+            "worker_unresponsive": lambda f: f"{_slot_name(f['worker'])} is unresponsive: {f['reason']}",
+            "waiting": lambda f: f"waiting for {f['for']}; missing: {f['who']}",
             "driver_restarted": _driver_restarted,
             "warning": lambda f: f"warning: {f['text']}",
             "world_formed": self._world_formed,
@@ -94,13 +82,13 @@ class Report:
         sizes = {"np": options.np, "min_np": options.min_np, "max_np": options.max_np}
         self.event("job_started", {"generation": 0, "pid": os.getpid(), "command": list(options.command), **sizes})
         if has_one_thread_each:
-            self.say("OMP_NUM_THREADS=1 for each worker, as several share this machine; set it to choose")
+            self.log("OMP_NUM_THREADS is set to 1 for each worker, because several workers may share a machine")
 
     def warn_once(self, host: str, text: str, generation: int) -> None:
         """Log a warning of an agent. The same warning on a thousand hosts is logged once."""
         if text not in self._warned:
             self._warned.add(text)
-            text = f"host {host}: {text} (if it is the same on other hosts, that is not said again)"
+            text = f"host {host}: {text} (logged for the first host only)"
             self.event("warning", {"generation": generation, "text": text})
 
     def event(self, name: str, fields: Fields, at: float | None = None) -> None:
@@ -113,28 +101,28 @@ class Report:
         if name in self._lines:
             text = self._lines[name](fields)
             if text:
-                self.say(text)
+                self.log(text)
         elif self._verbose and name != "root_cause":
-            self.say(" ".join([name, *(f"{key}={value}" for key, value in fields.items())]))
+            self.log(" ".join([name, *(f"{key}={value}" for key, value in fields.items())]))
 
     def reason(self, reason: str) -> None:
         """Log why the core acts or waits: only with ``--verbose``, and only when the reason changes."""
         if self._verbose and reason and reason != self._reason:
             self._reason = reason
-            self.say(f"because {reason}")
+            self.log(f"reason: {reason}")
 
-    def sent_away(self, worker: WorkerId) -> None:
+    def expect_end(self, worker: WorkerId) -> None:
         """Expect the end of a worker that was asked to leave: however it ends, its end is no failure."""
-        self._sent_away.add(str(worker))
+        self._expected.add(str(worker))
 
-    def say(self, text: str) -> None:
-        """Write a log line, now or as soon as the terminal takes it."""
+    def log(self, text: str) -> None:
+        """Write a log line, now or as soon as the terminal can be written."""
         self._terminal.put(message("elasticrun", text).encode(errors="replace"))
 
     def _worker_exited(self, f: Fields) -> str:
         how = self._ends[f["worker"]] = status_of(f["exit_code"], f["signal"])
-        expected = f["exit_code"] == 0 or f["worker"] in self._sent_away
-        self._sent_away.discard(f["worker"])
+        expected = f["exit_code"] == 0 or f["worker"] in self._expected
+        self._expected.discard(f["worker"])
         if not expected and len(self.failures) < _MOST_FAILURES:
             self.failures.append(_failure(f, how))
         if expected and not self._verbose:
@@ -143,57 +131,48 @@ class Report:
         return f"{_slot_name(f['worker'])}{rank} ended: {how}"
 
     def _world_formed(self, f: Fields) -> str:
-        unsaid, self._world = self._world, ""
+        last, self._world = self._world, ""
         first = f["generation"] <= 1
         text = f"generation {f['generation']}: {number_of(f['size'], 'worker')} on {number_of(f['hosts'], 'host')}"
         if not first:
             lost = [f"{_slot_name(w)} ({self._ends[w]})" for w in f["left"] if w in self._ends]
             left = [_slot_name(w) for w in f["left"] if w not in self._ends]
-            changes = (("lost", lost), ("without", left), ("with", [_slot_name(w) for w in f["joined"]]))
-            text += "".join(f"; {what} {few(who)}" for what, who in changes if who)
+            changes = (("lost", lost), ("left", left), ("joined", [_slot_name(w) for w in f["joined"]]))
+            text += "".join(f"; {what}: {listed(who, shown=_SHOWN)}" for what, who in changes if who)
         self._ends.clear()
         if first:
             return text
         self._world = text
-        return unsaid
+        return last
 
     def _training_resumed(self, f: Fields) -> str:
         text, self._world = self._world or f"generation {f['generation']}", ""
-        return f"{text}; back in {_losses(f)}"
+        return f"{text}; training resumed after {losses_text(f)}"
 
     # ------------------------------------------------------------------------------------------------------ the end
 
-    def summary(self, totals: Totals, outcome: Outcome, wall_s: float, driver: int = 1) -> None:
-        """Write the event job_finished, and the summary to the log.
-
-        ``driver``: number of this driver. The totals cover only the time of this driver.
-        """
+    def summary(self, figures: JobFigures, outcome: Outcome, driver: int = 1) -> None:
+        """Write the event job_finished, and the summary to the log. ``driver``: number of this driver."""
         if self._world:
-            self.say(self._world)
-        generations, goodput = totals.generations, totals.goodput
-        fields: Fields = {
-            "generation": generations,
-            "status": "failed" if outcome.status else "succeeded",
-            "generations": generations,
-            "driver": driver,
-            **totals.losses.fields(),
-            "goodput": None if goodput is None else round(goodput, 4),
-        }
+            self.log(self._world)
+        status = "failed" if outcome.status else "succeeded"
+        fields = {"generation": figures.generations, "status": status, "driver": driver, **figures.fields()}
         self.event("job_finished", fields)
-        text = f"job {self._job} {outcome.word} after {wall_s:.1f} s"
-        if generations:
-            text += f" of driver {driver}, which has seen" if driver > 1 else ""
-            text += f": {number_of(generations, 'generation')}, downtime {_losses(fields)}"
-        if goodput is not None:
-            text += f", goodput {goodput:.1%}"
-        self.say(text)
+        text, ran = f"job {self._job} {outcome.word}", f"{figures.wall_s:.1f} s"
+        if figures.generations == 0:
+            text += f" after {ran}"
+        elif driver == 1:
+            text += f" after {ran}: {figures.text()}"
+        else:
+            text += f" in generation {figures.generations}; driver {driver} ran for {ran}: {figures.text_of_driver()}"
+        self.log(text)
 
     def root_cause(self, cause: RootCause) -> None:
         """Log the root cause of a job that failed."""
         failure = failure_of(cause)
-        self.say(f"root cause: {failure.reason}")
+        self.log(f"root cause: {failure.reason}")
         for line in failure.details():
-            self.say(f"  {line}")
+            self.log(f"  {line}")
 
     async def close(self, timeout_s: float) -> None:
         """Wait until all is written; at most ``timeout_s`` for each output that is blocked."""
@@ -211,7 +190,9 @@ def _open_events(path: str) -> Writer:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise OptionError(f"--events-file: {path!r}: takes a path to write to ({error.strerror})") from None
+        raise OptionError(
+            f"--events-file: {path!r}: cannot be written ({error.strerror}). Give a path that this user can write to."
+        ) from None
     return Writer(lambda: fd, _MOST_EVENTS_BYTES)
 
 
@@ -237,16 +218,6 @@ def _size(f: Fields) -> str:
     return f"{number_of(f['np'], 'worker')}{few}"
 
 
-def _losses(f: Fields) -> str:
-    """Return ``0.09 s, 0 commits lost, 2 ticks redone``. A lower bound begins with ``at least``."""
-    seconds, commits, ticks = (f"{'at least ' if name in f['lower_bounds'] else ''}" for name in NAMES)
-    seconds += "unknown (no ticks)" if f["downtime_s"] is None else f"{f['downtime_s']:.2f} s"
-    commits += f"{number_of(f['commits_lost'], 'commit')} lost"
-    ticks += f"{number_of(f['ticks_lost'], 'tick')} redone"
-    is_redone = f["ticks_lost"] or "ticks_lost" in f["lower_bounds"]
-    return ", ".join([seconds, commits, *([ticks] if is_redone else [])])
-
-
 def _failure(f: Fields, how: str) -> WorkerFailure:
     reason = f"{_slot_name(f['worker'])} ended: {how}"
     places = (f["host"], f["slot"], f["rank"], f["generation"])
@@ -254,12 +225,6 @@ def _failure(f: Fields, how: str) -> WorkerFailure:
 
 
 def _driver_restarted(f: Fields) -> str:
-    lost = f"; lost: {few(f['lost'])}" if f["lost"] else ""
-    back = few(f["back"]) or "nobody"
-    return f"driver {f['epoch']} has taken over in generation {f['generation']}: in touch with {back}{lost}"
-
-
-def few(names: Iterable[str]) -> str:
-    """Return the first eight names, and how many more there are."""
-    names = list(names)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    lost = f"; lost hosts: {listed(f['lost'], shown=_SHOWN)}" if f["lost"] else ""
+    back = listed(f["back"], shown=_SHOWN) or "none"
+    return f"driver {f['epoch']} reattached in generation {f['generation']}; connected hosts: {back}{lost}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
+from elasticstate import backends
 from elasticstate.config import COMMIT_DEVICE_MEMORY, Options, inherited_environment
 from elasticstate.core import types as t
 from elasticstate.net import messages
@@ -22,30 +24,13 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
         job=job,
         job_id=job_id,
         epoch=epoch,
-        command=options.command,
-        commit_dir=str(Path(options.commit_dir).absolute()),
-        heartbeat_timeout_s=options.heartbeat_timeout_s,
-        hang_timeout_s=options.hang_timeout_s,
-        failure_grace_s=options.failure_grace_s,
-        start_timeout_s=options.start_timeout_s,
-        stop_timeout_s=options.stop_timeout_s,
-        driver_timeout_s=options.driver_timeout_s,
-        lease_s=options.lease_s,
-        output=messages.Output(
-            options.tag_output,
-            str(Path(options.log_dir).absolute()) if options.log_dir else None,
-            options.tee,
-            options.only_ranks,
+        options=replace(
+            options,
+            commit_dir=str(Path(options.commit_dir).absolute()),
+            log_dir=str(Path(options.log_dir).absolute()) if options.log_dir else None,
         ),
         environment=tuple(environment_of_workers(options)),
-        preemption=messages.PreemptionOptions(
-            options.preemption_signals,
-            options.preemption_command,
-            options.preemption_interval_s,
-            options.preemption_timeout_s,
-        ),
         call=function_to_call(options),
-        backend=options.backend,
     )
 
 
@@ -60,9 +45,7 @@ def environment_of_workers(options: Options) -> Iterator[tuple[str, str]]:
     if one_thread_each(options):
         yield "OMP_NUM_THREADS", "1"
     yield COMMIT_DEVICE_MEMORY, str(options.commit_device_memory)
-    if options.backend == "mpi":  # a script that imports mpi4py must not start MPI by the import
-        yield "MPI4PY_RC_INITIALIZE", "0"
-        yield "MPI4PY_RC_FINALIZE", "0"
+    yield from backends.driver_part(options.backend).worker_variables().items()
 
 
 def one_thread_each(options: Options) -> bool:

@@ -1,76 +1,64 @@
-"""The answer to ``elasticrun status``: the world, its missing workers, why the job waits, and since when."""
+"""The answer to ``elasticrun status``: the world, the other workers and slots, the figures, what the job waits for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from elasticstate.core.diagnostics import failed_times, left_alone
+from elasticstate.core.diagnostics import hosts_in_cooldown, last_heartbeat, why_empty
+from elasticstate.core.figures import JobFigures
 from elasticstate.core.membership import Membership, waiting_for
-from elasticstate.core.records import Over, Slot, Worker
-from elasticstate.driver.report import number_of
+from elasticstate.core.records import Over, Worker
+from elasticstate.core.texts import number_of
 
 
-def status_text(job: str, m: Membership, reason: str, now: float, outputs: Iterable[str] = ()) -> str:
+def status_text(
+    job: str, m: Membership, figures: JobFigures, reason: str, now: float, outputs: Iterable[str] = ()
+) -> str:
     """Return the status as lines of plain text.
 
     ``now`` is a time of the clock that ``step`` uses. ``outputs``: the outputs that cannot be written.
     """
-    return "\n".join([*_lines(job, m, reason, now), *_outputs(outputs)]) + "\n"
+    return "\n".join(_lines(job, m, figures, reason, now, outputs)) + "\n"
 
 
-def _outputs(lines: Iterable[str]) -> Iterator[str]:
-    for number, line in enumerate(lines):
-        if number == 0:
-            yield "output that is not written:"
-        yield f"  {line}"
-
-
-def _lines(job: str, m: Membership, reason: str, now: float) -> Iterator[str]:
+def _lines(
+    job: str, m: Membership, figures: JobFigures, reason: str, now: float, outputs: Iterable[str]
+) -> Iterator[str]:
     since = "" if isinstance(m.phase, Over) else f" for {now - m.phase.since:.1f} s"
     yield f"job {job}: {m.phase_name}{since}; {reason}"
+    if figures.generations:
+        yield f"since the start of the driver {figures.wall_s:.1f} s ago: {figures.text_of_driver()}"
     members = [m.workers[p.worker] for p in m.world.members if p.worker in m.workers] if m.world else []
     if m.world is not None:
         hosts = len({worker.id.host for worker in members})
         living = f"{len(members)} of {number_of(m.world.size, 'worker')} alive"
         yield f"world {m.generation}: {living}, on {number_of(hosts, 'host')}"
     for worker in members:
-        yield f"  rank {worker.rank}  {worker.id}  {_doing(worker, now)}"
-    seated = {worker.id for worker in members}
-    others = [worker for worker in m.workers.values() if worker.id not in seated]
+        yield f"  rank {worker.rank}  {worker.id}  {_about_worker(worker, now)}"
+    in_world = {worker.id for worker in members}
+    others = [worker for worker in m.workers.values() if worker.id not in in_world]
     empty = [(slot_id, slot) for slot_id, slot in m.slots.items() if slot.worker is None]
-    if others or empty:
-        yield "not in the world:"
-    for worker in others:
-        yield f"  {worker.id}  {_doing(worker, now)}"
-    for slot_id, slot in empty:
-        yield f"  {slot_id}  {_why_empty(slot, now)}"
-    cooling = list(left_alone(m, now))
-    if cooling:
-        yield "left alone:"
-    for line in cooling:
-        yield f"  {line}"
-    waiting = waiting_for(m, now)
-    if waiting:
-        yield "waits for:"
-    for line in waiting:
+    about = [f"{worker.id}  {_about_worker(worker, now)}" for worker in others]
+    about += [f"{slot_id}  {why_empty(slot, now)}" for slot_id, slot in empty]
+    yield from _section("not in the world:", about)
+    yield from _section("in cooldown:", hosts_in_cooldown(m, now))
+    yield from _section("waiting for:", waiting_for(m, now))
+    yield from _section("output that cannot be written:", outputs)
+
+
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    """Yield the title and the lines below it; nothing if there are no lines."""
+    for number, line in enumerate(lines):
+        if number == 0:
+            yield title
         yield f"  {line}"
 
 
-def _doing(worker: Worker, now: float) -> str:
+def _about_worker(worker: Worker, now: float) -> str:
     if worker.draining:
-        return f"leaves: {worker.draining}"
+        return f"drains: {worker.draining}"
     if worker.ready is not None:
         return f"ready for {now - worker.ready_at:.1f} s"
     if worker.booting:
-        return f"boots for {now - worker.started_at:.1f} s"
-    heard = f", last heard {now - worker.heard_at:.1f} s ago" if worker.heard_at > 0 else ""
-    return f"{worker.place}, tick {worker.ticks}{heard}"
-
-
-def _why_empty(slot: Slot, now: float) -> str:
-    if slot.finished:
-        return "has finished"
-    if slot.failure is None:
-        return "empty"
-    again = f", starts again in {slot.not_before - now:.1f} s" if slot.not_before > now else ""
-    return f"{failed_times(slot)}: {slot.failure.reason}{again}"
+        return f"booting for {now - worker.started_at:.1f} s"
+    return f"{worker.place}, tick {worker.ticks}, {last_heartbeat(worker, now)}"

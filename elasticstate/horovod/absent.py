@@ -10,12 +10,14 @@ from elasticstate.horovod.world import refuse_process_set
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
     """Raise UsageError: use torch.profiler."""
-    raise UsageError("start_timeline() is not there: use torch.profiler.profile(), and export_chrome_trace() of it")
+    raise UsageError(
+        "elasticstate.horovod has no start_timeline(). Use torch.profiler.profile() and its export_chrome_trace()."
+    )
 
 
 def stop_timeline() -> NoReturn:
     """Raise UsageError, like ``start_timeline``."""
-    raise UsageError("stop_timeline() is not there: use torch.profiler.profile()")
+    raise UsageError("elasticstate.horovod has no stop_timeline(). Use torch.profiler.profile().")
 
 
 class ProcessSet:
@@ -28,4 +30,4 @@ class ProcessSet:
 def add_process_set(process_set: object) -> NoReturn:
     """Raise UsageError: use ``torch.distributed.new_group``."""
     refuse_process_set(process_set if process_set is not None else ())
-    raise AssertionError("refused")
+    raise AssertionError("unreachable")

@@ -16,7 +16,7 @@ from elasticstate.horovod import calls, headers, world
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.handles import Handle
-from elasticstate.horovod.reduction import DTYPES, OPS, Op, chosen, of_torch, scale
+from elasticstate.horovod.reduction import DTYPES, OPS, Op, operation, scale, torch_operation
 
 
 def allreduce(
@@ -46,10 +46,13 @@ def allreduce(
     dies.
     """
     world.refuse_process_set(process_set)
-    op = chosen(average, op)
+    op = operation(average, op)
     if torch.is_grad_enabled() and tensor.requires_grad:
         if op not in (Op.AVERAGE, Op.SUM):
-            raise UsageError(f"no gradient flows through op={op.value}: detach() the tensor, or use Average or Sum")
+            raise UsageError(
+                f"op={op.value}: no gradient flows through this operation. Call detach() on the tensor, or use Average "
+                "or Sum."
+            )
         reduced: torch.Tensor = cast(Any, _Differentiable).apply(
             tensor, name, op, prescale_factor, postscale_factor, compression
         )
@@ -72,7 +75,7 @@ def allreduce_async(
     call.
     """
     world.refuse_process_set(process_set)
-    return _start(tensor, name, False, chosen(average, op), prescale_factor, postscale_factor)
+    return _start(tensor, name, False, operation(average, op), prescale_factor, postscale_factor)
 
 
 def allreduce_(
@@ -99,7 +102,7 @@ def allreduce_async_(
 ) -> Handle:
     """Start ``allreduce_``. Do not use ``tensor`` until ``synchronize()`` returns it."""
     world.refuse_process_set(process_set)
-    return _start(tensor, name, True, chosen(average, op), prescale_factor, postscale_factor)
+    return _start(tensor, name, True, operation(average, op), prescale_factor, postscale_factor)
 
 
 def grouped_allreduce(
@@ -114,7 +117,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Run ``allreduce`` on several tensors at once. Return new tensors in the same order."""
     world.refuse_process_set(process_set)
-    op = chosen(average, op)
+    op = operation(average, op)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         factors = prescale_factor, postscale_factor
         return [allreduce(tensor, None, name, compression, op, *factors) for tensor in tensors]
@@ -124,14 +127,14 @@ def grouped_allreduce(
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, *how: Any) -> torch.Tensor:
-        ctx.how = how
-        return _start(tensor, name, False, *how).wait()
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, *arguments: Any) -> torch.Tensor:
+        ctx.arguments = arguments
+        return _start(tensor, name, False, *arguments).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Reduce the gradient like the tensor, because each rank's tensor is in each rank's output."""
-        return _start(gradients[0], None, False, *ctx.how).wait(), None, None, None, None, None
+        return _start(gradients[0], None, False, *ctx.arguments).wait(), None, None, None, None, None
 
 
 def _start(
@@ -143,7 +146,7 @@ def _start(
     postscale: float,
     compression: type[Compressor] = Compression.none,
 ) -> Handle:
-    of_world = of_torch(op)
+    reduce_op = torch_operation(op)
     generation = world.ready()
     ranks = dist.get_world_size()
     with torch.no_grad():
@@ -153,7 +156,7 @@ def _start(
         if not in_place and sent.data_ptr() == tensor.data_ptr():
             sent = sent.clone()
         scale(sent, prescale)
-    work = dist.all_reduce(sent, of_world, async_op=True)
+    work = dist.all_reduce(sent, reduce_op, async_op=True)
 
     def finish() -> torch.Tensor:
         output = compression.decompress(sent, context)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elasticstate.extension import copy_all
 from elasticstate.horovod import world
 from elasticstate.horovod.compression import Compressor
 from elasticstate.horovod.reduction import scale
@@ -39,7 +40,7 @@ class Bucket:
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         self.parameters = parameters
-        self.missing = len(parameters)  # gradients that are not complete yet
+        self.incomplete = len(parameters)  # gradients that are not complete yet
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._sent: torch.Tensor | None = None
@@ -48,7 +49,7 @@ class Bucket:
 
     def reset(self) -> None:
         """Forget all gradients of the last step."""
-        self.missing = len(self.parameters)
+        self.incomplete = len(self.parameters)
         self._sent = self._context = self._work = None
 
     def drop(self) -> None:
@@ -64,7 +65,7 @@ class Bucket:
             if len(given) < len(self._views):
                 flat.zero_()
             if given:
-                torch._foreach_copy_([view for view, _ in given], [gradient for _, gradient in given])
+                copy_all([view for view, _ in given], [gradient for _, gradient in given])
             scale(flat, factor)
             self._sent, self._context = compression.compress(flat)
         self._start()
@@ -98,7 +99,7 @@ class Bucket:
                 elif parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter).copy_(view)
             if given:
-                torch._foreach_copy_([gradient for gradient, _ in given], [view for _, view in given])
+                copy_all([gradient for gradient, _ in given], [view for _, view in given])
 
     def _buffer(self) -> torch.Tensor:
         """Return one tensor for all gradients, with a view for each. Made again after a model was moved or cast."""

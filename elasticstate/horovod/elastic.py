@@ -9,15 +9,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils.data import Sampler
 
+import elasticstate
 from elasticstate.errors import UsageError
+from elasticstate.extension import Order, world_generation, world_rank, world_size
 from elasticstate.horovod import headers, world
 from elasticstate.horovod.reducer import drop_all
-from elasticstate.state import sampler as plain
-from elasticstate.state.base import State as PlainState
-from elasticstate.state.objects import ObjectState as PlainObjectState
-from elasticstate.state.order import Order, world_generation, world_rank, world_size
-from elasticstate.state.torch import TorchState as PlainTorchState
-from elasticstate.worker import run as worker
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
@@ -31,7 +27,7 @@ def run(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def in_one_world(*args: P.args, **kwargs: P.kwargs) -> R:
         state = args[0]
-        assert isinstance(state, PlainState), "elasticstate.run has looked"
+        assert isinstance(state, elasticstate.State), "elasticstate.run verifies this"
         headers.use(state)
         try:
             if world.is_initialized():
@@ -41,25 +37,25 @@ def run(function: Callable[P, R]) -> Callable[P, R]:
             drop_all()
             headers.use(None)
 
-    return worker.run(in_one_world)
+    return elasticstate.run(in_one_world)
 
 
-class State(PlainState):
+class State(elasticstate.State):
     """Base class for a state of your own. See ``elasticstate.State``."""
 
     def check_host_updates(self) -> None:
-        headers.tick_comes()
+        headers.agree_on_tick()
         super().check_host_updates()
 
 
-class ObjectState(State, PlainObjectState):
+class ObjectState(State, elasticstate.ObjectState):
     """State of plain values. See ``elasticstate.ObjectState``. The first two arguments exist for old scripts only."""
 
     def __init__(self, bcast_object: object = None, get_rank: object = None, **values: Any) -> None:
         super().__init__(**values)
 
 
-class TorchState(State, PlainTorchState):
+class TorchState(State, elasticstate.TorchState):
     """State of model, optimizer and other values. See ``elasticstate.TorchState``."""
 
     def __init__(
@@ -92,7 +88,7 @@ class ElasticSampler(Sampler[int]):
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self._plain, self._at_reset = (
-            plain.ElasticSampler(dataset, shuffle=shuffle, seed=seed, rank=_rank, size=_size) for _ in range(2)
+            elasticstate.ElasticSampler(dataset, shuffle=shuffle, seed=seed, rank=_rank, size=_size) for _ in range(2)
         )
         self._reset_in = 0  # the generation of the last reset
 
@@ -116,9 +112,12 @@ class ElasticSampler(Sampler[int]):
         """
         share = self._share()
         recorded = -(-(self._plain.consumed - share.consumed) // _size())
-        wanted = [self._sample(recorded + i) for i in range(len(indices) if len(self) else 0)]
-        if sorted(wanted) != sorted(int(i) for i in indices):
-            raise UsageError("record_indices: these are not the next samples of this rank: record all, in their order")
+        expected = [self._sample(recorded + i) for i in range(len(indices) if len(self) else 0)]
+        if sorted(expected) != sorted(int(i) for i in indices):
+            raise UsageError(
+                "record_indices: these are not the next samples of this rank. Record all samples in the order of "
+                "iteration."
+            )
         self._plain.record_batch(len(indices) * _size())
 
     def reset(self) -> None:
@@ -134,7 +133,8 @@ class ElasticSampler(Sampler[int]):
     def processed_indices(self) -> set[int]:
         """Raise UsageError: the sampler does not store individual indices."""
         raise UsageError(
-            "ElasticSampler keeps how many samples the world has consumed, not which: state_dict()['consumed']"
+            "ElasticSampler has no processed_indices: it stores only the number of samples that the world has "
+            "consumed. Use state_dict()['consumed']."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class ElasticSampler(Sampler[int]):
         share = self._share()
         return -(-(len(share.dataset) - share.consumed) // _size())
 
-    def _share(self) -> plain.ElasticSampler:
+    def _share(self) -> elasticstate.ElasticSampler:
         """Return the sampler as of the last reset, after a reset in a new world."""
         _size()  # joins the world
         if self._reset_in != world_generation():

@@ -9,12 +9,12 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
+from elasticstate.extension import Channel
 from elasticstate.horovod import calls, headers, world
 from elasticstate.horovod.allreduce import allreduce
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.handles import Handle
 from elasticstate.horovod.reduction import Op
-from elasticstate.state.channel import Channel
 
 # ---------------------------------------------------------------------------------------------------------- allgather
 
@@ -44,16 +44,16 @@ def _start_gather(tensor: torch.Tensor, name: str | None) -> tuple[Handle, list[
     generation = world.ready()
     lines = (f"{calls.signature('allgather', name)} of {calls.form(tensor, any_length=True)}",)
     headers.agree(Call(CallKind.OTHER, lines, wrong=calls.refusal(tensor, needs_dimension=True)))
-    mine = tensor.detach().contiguous()
-    sizes = [count for (count,) in Channel(None, 0).numbers_of_all([len(mine)])]
-    output = mine.new_empty(sum(sizes), *mine.shape[1:])
+    own = tensor.detach().contiguous()
+    sizes = [count for (count,) in Channel(None, 0).numbers_of_all([len(own)])]
+    output = own.new_empty(sum(sizes), *own.shape[1:])
     parts, most = torch.split(output, sizes), max(sizes)
     if most == 0:
         return Handle([], lambda: output, generation), sizes
     if min(sizes) == most:
-        return Handle([dist.all_gather(list(parts), mine, async_op=True)], lambda: output, generation), sizes
-    padded = mine.new_zeros(most, *mine.shape[1:])
-    padded[: len(mine)] = mine
+        return Handle([dist.all_gather(list(parts), own, async_op=True)], lambda: output, generation), sizes
+    padded = own.new_zeros(most, *own.shape[1:])
+    padded[: len(own)] = own
     rows = [torch.empty_like(padded) for _ in sizes]
 
     def finish() -> torch.Tensor:
@@ -218,12 +218,12 @@ class _Alltoall(torch.autograd.Function):
             wrong = f"splits={given} must be {ranks} numbers that add up to the first dimension, {rows}"
         lines = (f"{calls.signature('alltoall', name)} of {calls.form(tensor, any_length=True)}",)
         headers.agree(Call(CallKind.OTHER, lines, wrong=wrong))
-        mine = tensor.detach().contiguous()
+        own = tensor.detach().contiguous()
         ctx.received = [row[world.rank()] for row in Channel(None, 0).numbers_of_all(given)]
-        output = mine.new_empty(sum(ctx.received), *mine.shape[1:])
-        dist.all_to_all_single(output, mine, ctx.received, given)
-        like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
-        received = like.new_tensor(ctx.received)
+        output = own.new_empty(sum(ctx.received), *own.shape[1:])
+        dist.all_to_all_single(output, own, ctx.received, given)
+        template = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+        received = template.new_tensor(ctx.received)
         ctx.mark_non_differentiable(received)
         return output, received
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elasticstate.errors import CollectiveError
-from elasticstate.state.order import world_generation
+from elasticstate.extension import world_generation
 
 
 class Handle:
@@ -34,7 +34,10 @@ class Handle:
         if self._output is None:
             if world_generation() != self._generation:
                 self._works = ()
-                raise CollectiveError(f"a collective of generation {self._generation}, which is over")
+                raise CollectiveError(
+                    f"this collective was started in generation {self._generation}, which has ended. Start it again in "
+                    f"the present world."
+                )
             works, self._works = self._works, ()
             for work in works:
                 work.wait()

@@ -18,13 +18,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+import elasticstate
 from elasticstate.errors import UsageError
+from elasticstate.extension import Channel, ticks as ticks_of, world_generation
 from elasticstate.horovod.calls import Call, CallKind
-from elasticstate.state.base import State
-from elasticstate.state.channel import Channel
-from elasticstate.state.order import world_generation
 
-NEEDS_ALL = "while some ranks are in join(), the others can only call allreduce, barrier and the steps of optimizers"
+NEEDS_ALL = (
+    "a rank made a call that needs all ranks, while some ranks are in join(). Make only calls of allreduce and "
+    "barrier, and steps of optimizers, until all ranks have called join()."
+)
 _MARK_BYTES = 4
 _MOST_RANKS = 8  # maximum number of ranks that an error lists for each call
 _LENGTH = 10
@@ -48,24 +50,24 @@ class CallHeader(NamedTuple):
         return bool(self.wrong) or self.differs
 
 
-_state: weakref.ref[State] | None = None  # the state in use by elastic.run
+_state: weakref.ref[elasticstate.State] | None = None  # the state in use by elastic.run
 _joined_in = 0  # generation whose last header reported joined ranks
 
 
-def use(state: State | None) -> None:
+def use(state: elasticstate.State | None) -> None:
     """Set the state whose ticks are counted; None: ``elastic.run`` has left the world."""
     global _state
     _state = weakref.ref(state) if state is not None else None
 
 
-def state() -> State | None:
+def state() -> elasticstate.State | None:
     return _state() if _state is not None else None
 
 
 def ticks() -> int:
     """Return the number of completed ticks in this world."""
     present = state()
-    return present._session.ticks if present is not None else 0
+    return ticks_of(present) if present is not None else 0
 
 
 def agree(call: Call) -> None:
@@ -94,7 +96,7 @@ def some_have_joined() -> bool:
     return _joined_in != 0 and _joined_in == world_generation()
 
 
-def tick_comes() -> None:
+def agree_on_tick() -> None:
     """Agree on the end of a tick, before the state ends it."""
     if some_have_joined():
         agree(Call(CallKind.TICK, ("the end of a tick",)))

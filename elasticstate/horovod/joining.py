@@ -10,7 +10,7 @@ from elasticstate.horovod import headers, world
 from elasticstate.horovod.calls import CallKind
 from elasticstate.horovod.headers import NEEDS_ALL, CallHeader
 from elasticstate.horovod.reducer import reducer_of
-from elasticstate.horovod.reduction import DTYPES, OPS, Op, of_torch
+from elasticstate.horovod.reduction import DTYPES, OPS, Op, torch_operation
 
 
 def join(device: int = -1) -> int:
@@ -51,8 +51,8 @@ def _end_ticks_up_to(ticks: int) -> None:
     ahead = headers.ticks() - ticks
     if ahead > 0:
         raise UsageError(
-            f"join(): this rank has ended {ahead} tick(s) more than those that still train: call join() before "
-            f"commit(), save() or check_host_updates() at the end of an epoch"
+            f"join(): this rank has completed {ahead} tick(s) more than the ranks that still train. Call join() before "
+            f"the commit(), save() or check_host_updates() at the end of an epoch."
         )
     for _ in range(-ahead):
         _end_tick()
@@ -72,7 +72,7 @@ def _take_part(header: CallHeader) -> None:
     elif header.kind == CallKind.ALLREDUCE:
         op, elements, dtype = header.numbers
         nothing = _nothing(OPS[op], elements, DTYPES[dtype])
-        dist.all_reduce(nothing, of_torch(OPS[op]))
+        dist.all_reduce(nothing, torch_operation(OPS[op]))
     elif header.kind == CallKind.OTHER:
         raise UsageError(NEEDS_ALL)
 

@@ -13,7 +13,7 @@ from elasticstate.errors import UsageError
 from elasticstate.horovod import world
 from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.reducer import Reducer
-from elasticstate.horovod.reduction import Op, of_torch
+from elasticstate.horovod.reduction import Op, torch_operation
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 _OWN = {"step", "_plain", "_reducer", "_must_reduce"}
@@ -54,17 +54,20 @@ def DistributedOptimizer(
         UsageError: any other invalid argument.
     """
     world.refuse_process_set(process_set)
-    of_torch(op)
+    torch_operation(op)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"DistributedOptimizer takes an optimizer of torch, not {type(optimizer).__name__}")
+        raise UsageError(f"DistributedOptimizer({type(optimizer).__name__}): must be a torch.optim.Optimizer")
     if isinstance(optimizer, _Distributed):
-        raise UsageError("this optimizer is a DistributedOptimizer already")
+        raise UsageError("the optimizer is a DistributedOptimizer already. Wrap each optimizer once.")
     if op not in (Op.AVERAGE, Op.SUM):
-        raise UsageError(f"op={op.value}: gradients are reduced by Average or Sum")
+        raise UsageError(f"op={op.value}: must be Average or Sum. No other operation reduces gradients.")
     if gradient_predivide_factor != 1.0 and op is not Op.AVERAGE:
-        raise UsageError("gradient_predivide_factor is for op=Average")
+        raise UsageError(
+            f"gradient_predivide_factor={gradient_predivide_factor:g} requires op=Average. Leave it out with "
+            f"op={op.value}."
+        )
     if backward_passes_per_step < 1:
-        raise UsageError(f"backward_passes_per_step={backward_passes_per_step}: at least 1")
+        raise UsageError(f"backward_passes_per_step={backward_passes_per_step}: must be at least 1")
     names = _names(optimizer, named_parameters)
     reducer = Reducer(op, gradient_predivide_factor, compression, backward_passes_per_step, sparse_as_dense, names)
     kind = type(optimizer)
@@ -104,7 +107,7 @@ class _Distributed(torch.optim.Optimizer):
         self._plain.__setstate__(state)  # called by load_state_dict
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError("a DistributedOptimizer cannot be copied or pickled: use its state_dict()")
+        raise UsageError("a DistributedOptimizer cannot be copied or pickled. Copy or pickle its state_dict().")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the remaining gradients, and step. A closure's gradients are reduced at each call of the closure.
@@ -151,9 +154,12 @@ class _Distributed(torch.optim.Optimizer):
         Raises UsageError if ``passes`` is less than 1, or between ``backward`` and ``step``.
         """
         if passes < 1:
-            raise UsageError(f"set_backward_passes_per_step({passes}): at least 1")
+            raise UsageError(f"set_backward_passes_per_step({passes}): must be at least 1")
         if self._reducer.pending:
-            raise UsageError("set_backward_passes_per_step(): gradients have come already; call it after step()")
+            raise UsageError(
+                "set_backward_passes_per_step() was called between backward() and step(). Call it directly after "
+                "step()."
+            )
         self._reducer.passes = passes
         self._reducer.drop()
 
@@ -161,7 +167,8 @@ class _Distributed(torch.optim.Optimizer):
         """Clear the gradients. Raises UsageError between ``backward`` and ``step``, because it would lose gradients."""
         if self._reducer.pending:
             raise UsageError(
-                "zero_grad() after backward() and before step() or synchronize(): gradients are being reduced"
+                "zero_grad() was called between backward() and step(), while gradients are reduced. Call it after "
+                "step(), or after synchronize()."
             )
         self._plain.zero_grad(set_to_none)
 
@@ -181,12 +188,17 @@ def _names(
         return {}
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-        raise ValueError("named_parameters: takes pairs of name and parameter, as of model.named_parameters()")
+        raise ValueError("named_parameters: must be pairs of name and parameter. Pass model.named_parameters().")
     twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if twice:
-        raise ValueError(f"named_parameters: names that are there more than once: {', '.join(twice)}")
+        raise ValueError(
+            f"named_parameters: repeated names: {', '.join(twice)}. Give each parameter a name of its own."
+        )
     names = {id(parameter): name for name, parameter in pairs}
     nameless = sum(id(parameter) not in names for parameter in _parameters(optimizer))
     if nameless:
-        raise ValueError(f"named_parameters: {nameless} parameters of the optimizer are not among them")
+        raise ValueError(
+            f"named_parameters: {nameless} parameters of the optimizer have no name. Pass the names of all its "
+            "parameters."
+        )
     return names

@@ -23,12 +23,12 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from elasticstate.errors import UsageError
+from elasticstate.extension import world_generation
 from elasticstate.horovod import calls, headers, world
 from elasticstate.horovod.buckets import Bucket, plan
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.compression import Compressor
 from elasticstate.horovod.reduction import Op
-from elasticstate.state.order import world_generation
 
 _all: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()  # by number: the newest comes last
 _numbers = itertools.count()
@@ -184,24 +184,26 @@ class Reducer:
         bucket.launch(1.0 / self._predivide, self._compression)
         self._launched += 1
 
-    def came(self, parameter: torch.Tensor, bucket: Bucket) -> None:
+    def count_pass(self, parameter: torch.Tensor, bucket: Bucket) -> None:
         """Record that a backward pass has added to the gradient of ``parameter``."""
         if not self.pending:
             self._begin()
         gradient, key = parameter.grad, id(parameter)
         if gradient is not None and gradient.is_sparse:
             if not self._sparse_as_dense:
-                raise UsageError(f"the gradient of {self._name(key)} is sparse: give sparse_as_dense=True")
+                raise UsageError(
+                    f"the gradient of {self._name(key)} is sparse. Pass sparse_as_dense=True to DistributedOptimizer."
+                )
             parameter.grad = gradient.to_dense()
         self._left[key] -= 1
         if self._left[key] == 0:
-            bucket.missing -= 1
-            while self._may_launch and self._launched < len(self._buckets) and not self._next.missing:
+            bucket.incomplete -= 1
+            while self._may_launch and self._launched < len(self._buckets) and not self._next.incomplete:
                 self._launch(self._next)
         elif self._left[key] < 0:
             raise UsageError(
-                f"{self._name(key)} got gradients more than backward_passes_per_step={self.passes} times since the "
-                f"last step(): give backward_passes_per_step as many passes as there are before each step"
+                f"{self._name(key)} received gradients from more than backward_passes_per_step={self.passes} passes "
+                f"since the last step(). Set backward_passes_per_step to the number of passes before each step."
             )
 
     def _name(self, key: int) -> str:
@@ -219,7 +221,10 @@ def reducer_of(digest: int) -> Reducer:
     for _, reducer in sorted(_all.items(), reverse=True):
         if reducer.call().digest == digest:
             return reducer
-    raise UsageError("join(): another rank steps a DistributedOptimizer that this one has not made")
+    raise UsageError(
+        "join(): another rank steps a DistributedOptimizer that does not exist on this rank. Create the same "
+        "optimizers on all ranks."
+    )
 
 
 def _on_gradient(reference: weakref.ref[Reducer], bucket: Bucket, parameter: torch.Tensor) -> None:
@@ -227,7 +232,7 @@ def _on_gradient(reference: weakref.ref[Reducer], bucket: Bucket, parameter: tor
     if reducer is None:
         return
     try:
-        reducer.came(parameter, bucket)
+        reducer.count_pass(parameter, bucket)
     except BaseException:
         reducer.drop()
         raise

@@ -21,7 +21,7 @@ class Op(Enum):
     ADASUM = "Adasum"
 
 
-_OF_TORCH = {
+_TORCH_OPERATIONS = {
     Op.AVERAGE: dist.ReduceOp.SUM,  # followed by a division, because Gloo has no average
     Op.SUM: dist.ReduceOp.SUM,
     Op.MIN: dist.ReduceOp.MIN,
@@ -47,22 +47,24 @@ DTYPES = (
 )
 
 
-def of_torch(op: Op) -> dist.ReduceOp.RedOpType:
+def torch_operation(op: Op) -> dist.ReduceOp.RedOpType:
     """Return torch's operation for ``op``. Raises UsageError if there is none."""
     if op is Op.ADASUM:
-        raise UsageError("Adasum is not there: use Average or Sum, and scale the learning rate for them")
-    if op not in _OF_TORCH:
-        raise UsageError(f"op={op!r}: takes Average, Sum, Min, Max or Product")
-    return _OF_TORCH[op]
+        raise UsageError(
+            "op=Adasum: elasticstate.horovod has no Adasum. Use Average or Sum, and adapt the learning rate."
+        )
+    if op not in _TORCH_OPERATIONS:
+        raise UsageError(f"op={op!r}: must be Average, Sum, Min, Max or Product")
+    return _TORCH_OPERATIONS[op]
 
 
-def chosen(average: bool | None, op: Op | None) -> Op:
+def operation(average: bool | None, op: Op | None) -> Op:
     """Return the operation from Horovod's newer (``op``) or older argument (``average``); default: Average.
 
     Raises UsageError if both are given.
     """
     if average is not None and op is not None:
-        raise UsageError("average and op are two spellings of the same: give op alone")
+        raise UsageError("average and op exclude each other, because both select the operation. Pass op alone.")
     if op is not None:
         return op
     return Op.SUM if average is False else Op.AVERAGE

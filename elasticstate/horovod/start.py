@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
+import elasticstate
 from elasticstate.errors import UsageError
+from elasticstate.extension import Channel
 from elasticstate.horovod import calls, headers, world
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.exchange import start_broadcast
-from elasticstate.state.channel import Channel
-from elasticstate.state.torch import TorchState
 
 Parameters: TypeAlias = "Mapping[str, Any] | Iterable[tuple[str, Any]]"
 
@@ -36,14 +36,17 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: ob
     tensors: list[torch.Tensor] = []
     for pair in params.items() if isinstance(params, Mapping) else params:
         if not (isinstance(pair, tuple) and len(pair) == 2):
-            raise UsageError("broadcast_parameters: params must be a state_dict, or pairs of name and tensor")
+            raise UsageError(
+                "broadcast_parameters: params must be a state_dict, or pairs of name and tensor. Pass "
+                "model.state_dict()."
+            )
         name, value = pair
         if isinstance(value, torch.Tensor):
             tensors.append(value)
             lines.append(f"{name}: {calls.form(value)}")
         elif value is not None:
             lines.append(f"{name}: {type(value).__name__}")
-            wrong = wrong or f"{name} is no tensor but {type(value).__name__}: use broadcast_object"
+            wrong = wrong or f"{name} is not a tensor but a {type(value).__name__}: use broadcast_object for it"
     headers.agree(Call(CallKind.OTHER, tuple(lines), wrong=wrong))
     for handle in [start_broadcast(tensor, root_rank) for tensor in tensors]:
         handle.wait()
@@ -63,7 +66,7 @@ def broadcast_optimizer_state(
     lines = [calls.signature("broadcast_optimizer_state", None, root_rank=root_rank)]
     lines += [calls.form(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     headers.agree(Call(CallKind.OTHER, tuple(lines), wrong=world.refusal_of_root(root_rank)))
-    state = TorchState(optimizer=optimizer)
+    state = elasticstate.TorchState(optimizer=optimizer)
     channel = Channel(None, root_rank)
     if world.rank() == root_rank:
         captured = state.capture()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import weakref
 
 import torch.distributed as dist
 
-from elasticstate import present_world
-from elasticstate.config import refusal_of_other_launchers
+import elasticstate
+from elasticstate import extension
 from elasticstate.errors import CollectiveError, NotInWorldError, UsageError
-from elasticstate.worker import run
+
+logger = logging.getLogger("elasticstate.horovod")
 
 _initialized = False
 _initialized_in: int | None = None  # the process: a forked child must not leave the world
@@ -28,10 +30,12 @@ def init(comm: object = None, process_sets: object = None) -> None:
     launcher than elasticrun has started.
     """
     global _initialized, _initialized_in
-    if refusal := refusal_of_other_launchers():
-        raise UsageError(refusal)
+    extension.check_launcher()
     if comm:
-        raise UsageError("init(comm=...): the world is what elasticrun started; for a part of it, new_group()")
+        raise UsageError(
+            "init(comm=...): elasticstate.horovod has one world, of all workers of elasticrun. For a part of it, use "
+            "torch.distributed.new_group(ranks)."
+        )
     if process_sets:
         refuse_process_set(process_sets)
     _initialized = True
@@ -48,7 +52,7 @@ def shutdown() -> None:
     global _initialized
     if _initialized:
         _initialized = False
-        run.leave()
+        extension.leave()
 
 
 def _leave_at_exit() -> None:
@@ -57,8 +61,8 @@ def _leave_at_exit() -> None:
         return
     try:
         shutdown()
-    except CollectiveError as error:  # the agent starts another process in this slot
-        sys.stderr.write(f"elasticstate: the world failed before all were through: {error}\n")
+    except CollectiveError as error:
+        logger.warning("the world failed before all workers reached its end, so this slot is restarted: %s", error)
     except SystemExit:
         pass  # the driver has sent LEAVE
 
@@ -75,15 +79,15 @@ def ready() -> int:
     ``elastic.run`` while the others are inside.
     """
     _need_init()
-    run.join(collectives=True)
+    extension.join(collectives=True)
     if not dist.is_initialized():
         raise NotInWorldError(
-            "the world is over: collectives work until shutdown() or, in a script with elastic.run, inside the "
-            "decorated function"
+            "the world has ended. Call collectives before shutdown() or, in a script with elastic.run, inside the "
+            "decorated function."
         )
-    if (_lane is None or _lane[0] != present_world.generation()) and present_world.size() > 1:
+    if (_lane is None or _lane[0] != elasticstate.generation()) and elasticstate.size() > 1:
         _open_lane()
-    return present_world.generation()
+    return elasticstate.generation()
 
 
 def lane() -> dist.ProcessGroup | None:
@@ -93,13 +97,13 @@ def lane() -> dist.ProcessGroup | None:
     ``backward`` and others in ``step``. In the default group, a collective of the script could be matched with such a
     bucket.
     """
-    return None if _lane is None or present_world.size() == 1 else _lane[1]()
+    return None if _lane is None or elasticstate.size() == 1 else _lane[1]()
 
 
 def _open_lane() -> None:
     global _lane
     group = dist.new_group()
-    _lane = present_world.generation(), weakref.ref(group)
+    _lane = elasticstate.generation(), weakref.ref(group)
 
 
 def rank() -> int:
@@ -108,13 +112,13 @@ def rank() -> int:
     Raises NotInWorldError before ``init()``.
     """
     _join()
-    return present_world.rank()
+    return elasticstate.rank()
 
 
 def size() -> int:
     """Return the number of workers in the world. Joins the world. Raises NotInWorldError before ``init()``."""
     _join()
-    return present_world.size()
+    return elasticstate.size()
 
 
 def local_rank() -> int:
@@ -123,7 +127,7 @@ def local_rank() -> int:
     Raises NotInWorldError before ``init()``.
     """
     _need_init()
-    return present_world.local_rank()
+    return elasticstate.local_rank()
 
 
 def local_size() -> int:
@@ -132,7 +136,7 @@ def local_size() -> int:
     Raises NotInWorldError before ``init()``.
     """
     _join()
-    return present_world.local_size()
+    return elasticstate.local_size()
 
 
 def cross_rank() -> int:
@@ -141,13 +145,13 @@ def cross_rank() -> int:
     Raises NotInWorldError before ``init()``.
     """
     _join()
-    return present_world.cross_rank()
+    return elasticstate.cross_rank()
 
 
 def cross_size() -> int:
     """Return the number of hosts in the world. Joins the world. Raises NotInWorldError before ``init()``."""
     _join()
-    return present_world.cross_size()
+    return elasticstate.cross_size()
 
 
 def is_homogeneous() -> bool:
@@ -168,16 +172,16 @@ def refuse_process_set(process_set: object) -> None:
     """Raise UsageError unless ``process_set`` is None."""
     if process_set is not None:
         raise UsageError(
-            "process sets: make torch.distributed.new_group(ranks) inside the function decorated with elastic.run, and "
-            "use torch's collectives with group=... on it"
+            "elasticstate.horovod has no process sets. Create torch.distributed.new_group(ranks) inside the function "
+            "decorated with elastic.run, and pass the group to torch's collectives."
         )
 
 
 def _need_init() -> None:
     if not _initialized:
-        raise NotInWorldError("not initialised: call init() of elasticstate.horovod first")
+        raise NotInWorldError("elasticstate.horovod is not initialized. Call hvd.init() first.")
 
 
 def _join() -> None:
     _need_init()
-    run.join()
+    extension.join()

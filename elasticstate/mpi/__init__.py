@@ -1,11 +1,18 @@
-"""Programs that run under ``mpirun``, on the driver's host only: they hold MPI identities for workers of agents.
+"""The MPI backend: MPI with ULFM, through mpi4py and Open MPI 5. All of elasticstate that concerns MPI is here.
+
+- ``driver``, ``mpirun``: part of the driver. It starts ``mpirun``, and sends identities to the agents.
+- ``agent``: part of each agent. It gives identities to its workers, and connects them to ``mpirun``.
+- ``worker``: part of each worker, the process groups of torch over MPI. No other module here imports torch.
+- ``broker``, ``holder``, ``pmix``: processes that ``mpirun`` starts, on the driver's host only.
+- ``messages``, ``relay``: used by several of these.
+- ``installation``, ``probe``, ``check``: search for the MPI of this machine, with a trial.
 
 ::
 
     driver ── starts ──► mpirun ──► broker.py      requests more processes from mpirun, the PMIx server
                             └─────► holder.py ...  one for each worker of the job: holds its MPI identity; ends with it
 
-    worker ── tunnel of its agent ══ relay in broker.py ── mpirun      from other hosts (net/relay.py)
+    worker ── tunnel of its agent ══ relay in broker.py ── mpirun      from other hosts (relay.py)
 
 A worker stays a child of its agent, which handles its output, end and signals as with any other backend. But the
 worker connects to the PMIx server as if it were the process that ``mpirun`` has started. So ``mpirun`` can start one

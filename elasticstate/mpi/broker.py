@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticstate.config import inherited_environment
+from elasticstate.log import logger
 from elasticstate.mpi import holder
-from elasticstate.net.relay import Relay
+from elasticstate.mpi.relay import Relay
 from elasticstate.net.trust import Trust, read_token
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _hold(pmix: Pmix, members: list[tuple[int, str]]) -> None:
     try:
         pmix.spawn([([sys.executable, "-I", "-S", holder.__file__, str(pid), path], "/") for pid, path in members])
     except RuntimeError as error:  # the requesting worker times out; an exception here would end all workers
-        print(f"elasticstate: no holders for {members}: {error}", file=sys.stderr, flush=True)
+        logger.error("mpirun could not start holders for %s: %s", members, error)
 
 
 def _release(relay: Relay, paths: list[str], host: str | None) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from elasticstate.net import messages
 
 
-def _decoder(kind: Any) -> Callable[[bytes], Any]:
+def decoder(kind: Any) -> Callable[[bytes], Any]:
     """Return a decoder that raises msgspec.DecodeError on any malformed message.
 
     msgspec's own decoder raises UnicodeDecodeError for text that is not UTF-8.
@@ -27,8 +27,8 @@ def _decoder(kind: Any) -> Callable[[bytes], Any]:
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_from_worker = _decoder(messages.FromWorkerBody)
-decode_for_worker = _decoder(messages.ToWorkerBody)
-decode_opening = _decoder(messages.Opening)
-decode_from_agent = _decoder(messages.FromAgent)
-decode_to_agent = _decoder(messages.ToAgent)
+decode_from_worker = decoder(messages.FromWorkerBody)
+decode_for_worker = decoder(messages.ToWorkerBody)
+decode_opening = decoder(messages.Opening)
+decode_from_agent = decoder(messages.FromAgent)
+decode_to_agent = decoder(messages.ToAgent)

@@ -22,13 +22,13 @@ from elasticstate.net.local_peers import LocalPeers
 from elasticstate.net.stream import MessageQueue, Stream, dial, reason_of
 from elasticstate.net.trust import NAME, Trust
 
-MAX_UNPROVEN = 2048  # limit of unauthenticated connections; each takes 70 kB
-UNPROVEN_SHARE = 4  # they may use 1/4 of this process's descriptors: the job needs the rest
+MAX_UNAUTHENTICATED = 2048  # limit of unauthenticated connections; each takes 70 kB
+UNAUTHENTICATED_SHARE = 4  # they may use 1/4 of this process's descriptors: the job needs the rest
 SILENT_SHARE = 0.75  # share of --heartbeat-timeout: the next check still comes within the timeout
 _BACKLOG = 4096  # connections that the kernel queues until they are accepted
-_BREATH_S = 0.05  # pause when no descriptor is left
+_NO_DESCRIPTOR_PAUSE_S = 0.05  # pause when no descriptor is left
 _NEXT_ADDRESS_S = 0.25  # RFC 8305
-_BROKE_OFF = "it broke off before it had proved that it belongs to the job: it may have another token"
+_CLOSED_EARLY = "the peer closed the connection before it had authenticated, perhaps because it has another token"
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -38,10 +38,10 @@ class Owner(Protocol):
     def agent_joined(self, stream: AgentStream, /) -> None:
         """Handle the Hello of an agent."""
 
-    def agent_said(self, stream: AgentStream, message: messages.FromAgent, /) -> None:
+    def agent_sent(self, stream: AgentStream, message: messages.FromAgent, /) -> None:
         """Handle a later message of an agent."""
 
-    def agent_gone(self, stream: AgentStream, reason: str, /) -> None:
+    def agent_lost(self, stream: AgentStream, reason: str, /) -> None:
         """Handle the end of an agent's connection; called once."""
 
     def status(self) -> str:
@@ -58,15 +58,15 @@ class AgentStream:
 
     def __init__(self, owner: Owner, peer: str) -> None:
         self.peer = peer
-        self.has_spoken = False
+        self.has_sent = False
         self.stream = Stream(self._received, self._ended)
         self._owner = owner
         self._is_agent = False
 
     @property
-    def heard_at(self) -> float:
+    def received_at(self) -> float:
         """Time of the last data from the peer, on the loop's clock."""
-        return self.stream.heard_at
+        return self.stream.received_at
 
     def send(self, data: bytes) -> None:
         """Send an encoded message after all earlier ones. No effect after the connection has ended."""
@@ -82,7 +82,7 @@ class AgentStream:
         self.stream.close()
 
     def abort(self, reason: str) -> None:
-        """Close the connection at once; ``agent_gone`` follows."""
+        """Close the connection at once; ``agent_lost`` follows."""
         self.stream.abort(reason)
 
     def reset(self, reason: str) -> None:
@@ -92,21 +92,21 @@ class AgentStream:
     def _received(self, data: bytes) -> None:
         try:
             if self._is_agent:
-                self._owner.agent_said(self, codec.decode_from_agent(data))
-            elif not self.has_spoken:
+                self._owner.agent_sent(self, codec.decode_from_agent(data))
+            elif not self.has_sent:
                 self._first(codec.decode_opening(data))
         except msgspec.DecodeError as error:
-            self.abort(f"it sent what is no message: {error}")
+            self.abort(f"received a malformed message ({error})")
 
     def _first(self, first: messages.Opening) -> None:
-        self.has_spoken = True
+        self.has_sent = True
         if isinstance(first, messages.AskStatus):
             self.send(self._owner.status().encode())
             self.stream.close()
         elif first.protocol != messages.PROTOCOL_VERSION:
             reason = (
-                f"the agent speaks protocol {first.protocol} (elasticstate {first.version}), "
-                f"the driver {messages.PROTOCOL_VERSION}: install the same version on all hosts"
+                f"the agent uses protocol {first.protocol} (elasticstate {first.version}), "
+                f"the driver protocol {messages.PROTOCOL_VERSION}. Install the same version on all hosts"
             )
             self._owner.refused(self.peer, reason)
             self.refuse(reason)
@@ -116,26 +116,28 @@ class AgentStream:
 
     def _ended(self, reason: str) -> None:
         if self._is_agent:
-            self._owner.agent_gone(self, reason)
-        elif not self.has_spoken:
+            self._owner.agent_lost(self, reason)
+        elif not self.has_sent:
             self._owner.refused(self.peer, reason)
 
 
-def _most_unproven() -> int:
+def _most_unauthenticated() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_UNPROVEN if limit == resource.RLIM_INFINITY else max(1, min(MAX_UNPROVEN, limit // UNPROVEN_SHARE))
+    if limit == resource.RLIM_INFINITY:
+        return MAX_UNAUTHENTICATED
+    return max(1, min(MAX_UNAUTHENTICATED, limit // UNAUTHENTICATED_SHARE))
 
 
 class ControlServer:
     """The driver's server."""
 
-    def __init__(self, trust: Trust, proof_timeout_s: float, owner: Owner) -> None:
+    def __init__(self, trust: Trust, authentication_timeout_s: float, owner: Owner) -> None:
         self._trust = trust
-        self._proof_timeout_s = proof_timeout_s
+        self._authentication_timeout_s = authentication_timeout_s
         self._owner = owner
-        self._most_unproven = _most_unproven()
-        self._unproven: dict[asyncio.Task[None], socket.socket] = {}  # in the order of arrival
-        self._turned_away: dict[socket.socket, str] = {}  # reason of the refusal
+        self._most_unauthenticated = _most_unauthenticated()
+        self._unauthenticated: dict[asyncio.Task[None], socket.socket] = {}  # in the order of arrival
+        self._refused: dict[socket.socket, str] = {}  # reason of the refusal
         self._streams: set[Stream] = set()
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
@@ -163,10 +165,10 @@ class ControlServer:
         await asyncio.gather(*self._accepting, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
-        meeting = list(self._unproven)
-        while self._unproven:
-            self._turn_away_the_oldest("the driver ends")
-        await asyncio.gather(*meeting)
+        authenticating = list(self._unauthenticated)
+        while self._unauthenticated:
+            self._refuse_the_oldest("the driver is shutting down")
+        await asyncio.gather(*authenticating)
         closing = [asyncio.ensure_future(stream.closed()) for stream in self._streams]
         for stream in self._streams:
             stream.close()
@@ -183,32 +185,32 @@ class ControlServer:
                     connection, address = await loop.sock_accept(listener)
                 except OSError as error:
                     if error.errno in _FULL:
-                        self._turn_away_the_oldest(f"there is no room for it: {error.strerror}")
-                        await asyncio.sleep(_BREATH_S)
+                        self._refuse_the_oldest(f"the driver cannot hold more connections ({error.strerror})")
+                        await asyncio.sleep(_NO_DESCRIPTOR_PAUSE_S)
                     continue
                 peer = f"{address[0]}:{address[1]}"
                 if reason := local_peers.refuse(connection):
                     connection.close()
                     self._owner.refused(peer, reason)
                 else:
-                    self._begin_to_meet(connection, peer)
+                    self._begin_authentication(connection, peer)
                 await asyncio.sleep(0)  # let refused connections close, and agents' messages in
 
-    def _begin_to_meet(self, connection: socket.socket, peer: str) -> None:
-        if len(self._unproven) >= self._most_unproven:
-            self._turn_away_the_oldest("too many others wait to prove that they belong to the job")
-        task = asyncio.ensure_future(self._meet(connection, peer))
-        self._unproven[task] = connection
-        task.add_done_callback(lambda task: self._unproven.pop(task, None))
+    def _begin_authentication(self, connection: socket.socket, peer: str) -> None:
+        if len(self._unauthenticated) >= self._most_unauthenticated:
+            self._refuse_the_oldest("too many unauthenticated connections")
+        task = asyncio.ensure_future(self._authenticate(connection, peer))
+        self._unauthenticated[task] = connection
+        task.add_done_callback(lambda task: self._unauthenticated.pop(task, None))
 
-    def _turn_away_the_oldest(self, reason: str) -> None:
-        if self._unproven:
-            connection = self._unproven.pop(next(iter(self._unproven)))
-            self._turned_away[connection] = reason
+    def _refuse_the_oldest(self, reason: str) -> None:
+        if self._unauthenticated:
+            connection = self._unauthenticated.pop(next(iter(self._unauthenticated)))
+            self._refused[connection] = reason
             with suppress(OSError):  # the connection has ended already
                 connection.shutdown(socket.SHUT_RDWR)
 
-    async def _meet(self, connection: socket.socket, peer: str) -> None:
+    async def _authenticate(self, connection: socket.socket, peer: str) -> None:
         """Wait for the certificate and the first message, each with a time limit; else close the connection."""
         agent = AgentStream(self._owner, peer)
         stream = agent.stream
@@ -217,18 +219,18 @@ class ControlServer:
         stream.when_closed(lambda: self._streams.discard(stream))
         try:
             await loop.connect_accepted_socket(
-                lambda: stream, connection, ssl=self._trust.server, ssl_handshake_timeout=self._proof_timeout_s
+                lambda: stream, connection, ssl=self._trust.server, ssl_handshake_timeout=self._authentication_timeout_s
             )
         except (OSError, ssl.SSLError) as error:
             stream.give_up()
             error.__traceback__ = None  # its frames would hold the buffers of TLS, 70 kB, until a garbage collection
-            reason = _BROKE_OFF if isinstance(error, ConnectionResetError) else reason_of(error)
-            self._owner.refused(peer, self._turned_away.pop(connection, reason))
+            reason = _CLOSED_EARLY if isinstance(error, ConnectionResetError) else reason_of(error)
+            self._owner.refused(peer, self._refused.pop(connection, reason))
         else:
-            await asyncio.wait({asyncio.ensure_future(stream.heard())}, timeout=self._proof_timeout_s)
-            if not agent.has_spoken:
-                agent.abort(self._turned_away.get(connection, "it did not say in time what it wants"))
-            self._turned_away.pop(connection, None)
+            await asyncio.wait({asyncio.ensure_future(stream.first_received())}, timeout=self._authentication_timeout_s)
+            if not agent.has_sent:
+                agent.abort(self._refused.get(connection, "timed out: the peer authenticated but sent no message"))
+            self._refused.pop(connection, None)
 
 
 class DriverStream:
@@ -264,7 +266,7 @@ class DriverStream:
                 task.cancel()
             for result in await asyncio.gather(*dialling, return_exceptions=True):
                 if isinstance(result, tuple):  # this connection succeeded, too
-                    result[0].abort("another address was quicker")
+                    result[0].abort("another address answered first")
         raise ConnectionError("; ".join(dict.fromkeys(reasons)))
 
     @property
@@ -278,9 +280,9 @@ class DriverStream:
         return self._stream.peer_address
 
     @property
-    def heard_at(self) -> float:
+    def received_at(self) -> float:
         """Time of the last data from the driver, on the loop's clock."""
-        return self._stream.heard_at
+        return self._stream.received_at
 
     def send(self, message: messages.Opening | messages.FromAgent) -> None:
         """Send a message after all earlier ones. No effect after the connection has ended."""
@@ -293,12 +295,12 @@ class DriverStream:
         """
         data = await self._queue.get()
         try:
-            order: messages.ToAgent = codec.decode_to_agent(data)
+            message: messages.ToAgent = codec.decode_to_agent(data)
         except msgspec.DecodeError as error:
-            raise ConnectionError(f"it sent what is no message: {error}") from None
-        if isinstance(order, messages.Refusal):
-            raise ConnectionRefusedError(order.reason)
-        return order
+            raise ConnectionError(f"received a malformed message ({error})") from None
+        if isinstance(message, messages.Refusal):
+            raise ConnectionRefusedError(message.reason)
+        return message
 
     async def close(self) -> None:
         """Send all pending messages, then close the connection."""

@@ -51,7 +51,7 @@ class WorkerLink:
         _, uid = _peer_of(self._socket)
         if uid != os.getuid():
             self._socket.close()
-            raise PermissionError(f"{self._path} is no socket of this user's agent: it belongs to user {uid}")
+            raise PermissionError(f"the socket {self._path} belongs to user {uid}, not to this user's agent")
 
     def detach(self) -> int:
         """Return the socket's descriptor. From now on the caller must close it."""
@@ -105,7 +105,9 @@ class StorageLink:
         if not isinstance(answer, messages.Storage) or len(descriptors) != 4 + answer.has_call:
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise ConnectionError(f"the agent gave {self._worker} no storage: see what the agent has printed")
+            raise ConnectionError(
+                f"{self._worker} received no commit storage. The output of its agent names the cause."
+            )
         page, first, second, result, *call = descriptors
         return Given(answer.key, page, (first, second), result, call[0] if call else None)
 
@@ -171,7 +173,7 @@ class WorkerConnection:
             try:
                 message = codec.decode_from_worker(data)
             except msgspec.DecodeError as error:
-                self._server.refuse(self, f"sent what is no message: {error}")
+                self._server.refuse(self, f"its message is malformed ({error})")
                 return
             self._server.receive(self, message)
 
@@ -281,7 +283,7 @@ class AgentSocket:
             connection.setblocking(False)
             pid, uid = _peer_of(connection)
             if uid != os.getuid():
-                self._complain(f"refused process {pid}: it belongs to user {uid}")
+                self._complain(f"refused a connection of process {pid}, which belongs to user {uid}")
                 connection.close()
             else:
                 self._connections.add(WorkerConnection(self, connection))
@@ -304,16 +306,16 @@ class AgentSocket:
 
     def _check(self, message: messages.FromWorkerBody) -> str:
         if not isinstance(message, messages.Hello | messages.RequestStorage):
-            return "did not say hello first"
+            return "its first message is not Hello"
         if message.protocol != messages.PROTOCOL_VERSION:
-            return f"speaks protocol {message.protocol}, this is {messages.PROTOCOL_VERSION}"
+            return f"it uses protocol {message.protocol}, the agent protocol {messages.PROTOCOL_VERSION}"
         if message.worker in self._workers and isinstance(message, messages.Hello):
-            return f"says it is {message.worker}, which is connected"
+            return f"it claims to be {message.worker}, which is connected already"
         return self._admit(message.worker)
 
     def refuse(self, connection: WorkerConnection, reason: str) -> None:
         who = connection.worker or "a process"
-        self._complain(f"{who} {reason}: disconnected")
+        self._complain(f"disconnected {who}: {reason}")
         connection.close()
 
     def forget(self, connection: WorkerConnection) -> None:

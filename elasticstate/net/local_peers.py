@@ -56,10 +56,10 @@ class LocalPeers:
             return ""
         user, is_open = self._ask(connection.family, peer, own)
         if not is_open:
-            return "it has closed the connection already"
+            return "the peer has closed the connection"
         if user in (None, 0, os.geteuid()):
             return ""
-        return f"it is a process of another user of this machine (user {user})"
+        return f"the peer belongs to another user of this machine (user {user})"
 
     def _ask(
         self, family: socket.AddressFamily, peer: tuple[str, int], own: tuple[str, int]
@@ -75,8 +75,8 @@ class LocalPeers:
         addresses = b"".join(
             socket.inet_pton(family, address.partition("%")[0]).ljust(16, b"\0") for address in (peer[0], own[0])
         )
-        wanted = _PORTS.pack(peer[1], own[1]) + addresses + _SOCKET.pack(0, _ANY, _ANY)
-        request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ANY) + wanted
+        socket_id = _PORTS.pack(peer[1], own[1]) + addresses + _SOCKET.pack(0, _ANY, _ANY)
+        request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ANY) + socket_id
         header = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, self._number, 0)
         try:
             self._kernel.sendto(header + request, (0, 0))

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import signal
 
+from elasticstate.config import Options
 from elasticstate.core.types import CommitId, StartWorker as StartWorker, StopWorker as StopWorker, WorkerId
 from elasticstate.net.worker_messages import (
     LASTING as LASTING,
-    Applicant as Applicant,
-    AskIdentities as AskIdentities,
+    BackendRequest as BackendRequest,
     BufferGrown as BufferGrown,
     CommitSealed as CommitSealed,
     CommitSize as CommitSize,
@@ -55,7 +55,7 @@ from elasticstate.net.worker_messages import (
     WorldMessage as WorldMessage,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -131,7 +131,7 @@ class HostReport(Message, frozen=True):
 class Stamps(Message, frozen=True):
     """The latest stamp of each worker of the host with a heartbeat or a change since the last message of this kind.
 
-    ``number``: the driver acknowledges it with ``Heard``; 0: no acknowledgement.
+    ``number``: the driver acknowledges it with ``Acknowledgement``; 0: no acknowledgement.
     """
 
     stamps: tuple[tuple[WorkerId, Stamp], ...]
@@ -190,43 +190,14 @@ FromAgent = (
 # ------------------------------------------------------------------------------------------------ driver -> agent
 
 
-class PreemptionOptions(Message, frozen=True):
-    """Sources of preemption notices for an agent and its workers."""
-
-    signals: tuple[int, ...]
-    command: str | None
-    interval_s: float
-    timeout_s: float
-
-
-class Output(Message, frozen=True):
-    """Destinations of the workers' output."""
-
-    tagged: bool = True
-    log_dir: str | None = None
-    tee: int = 3  # streams shown on the terminal: 1 stdout, 2 stderr
-    only_ranks: tuple[tuple[int, int], ...] = ()  # ranks shown on the terminal, as ranges; none: all
-
-
 class JobSpec(Message, frozen=True):
-    """First message to an agent: what to run, and the options that concern an agent."""
+    """First message to an agent: the job with its options."""
 
     job: str
     job_id: str
     epoch: int  # counts the drivers of the job; agents refuse a lower one
-    command: tuple[str, ...]
-    commit_dir: str
-    heartbeat_timeout_s: float
-    hang_timeout_s: float | None
-    failure_grace_s: float
-    start_timeout_s: float
-    stop_timeout_s: float
-    driver_timeout_s: float
-    lease_s: float | None
-    output: Output
-    environment: tuple[tuple[str, str], ...]
-    preemption: PreemptionOptions
-    backend: str = "auto"  # transport of tensors between workers
+    options: Options  # paths are absolute
+    environment: tuple[tuple[str, str], ...]  # variables of all workers
     call: bytes = b""  # the function that workers of ``launch()`` call (see worker/call.py); only they decode it
 
 
@@ -250,12 +221,10 @@ class WorldsOnHost(Message, frozen=True):
     worlds: tuple[tuple[WorkerId, WorldMessage], ...]
 
 
-class Identity(Message, frozen=True):
-    """MPI identity of a worker, to be written to the file ``path``, for which the worker waits."""
+class BackendOrder(Message, frozen=True):
+    """Order of the backend's part in the driver to its part in an agent. Only the backend decodes ``data``."""
 
-    path: str
-    environment: tuple[tuple[str, str], ...]
-    relay_port: int = 0  # port of the relay to mpirun, on the driver's host; 0: mpirun runs on the same host
+    data: bytes
 
 
 class Shutdown(Message, frozen=True):
@@ -264,7 +233,7 @@ class Shutdown(Message, frozen=True):
     reason: str
 
 
-class Heard(Message, frozen=True):
+class Acknowledgement(Message, frozen=True):
     """Acknowledgement of the Stamps with this number. It renews the lease on ticks from when the Stamps were sent."""
 
     number: int
@@ -276,4 +245,15 @@ class Refusal(Message, frozen=True):
     reason: str
 
 
-ToAgent = JobSpec | StartWorker | Fetch | StopWorker | ToWorkers | WorldsOnHost | Identity | Shutdown | Heard | Refusal
+ToAgent = (
+    JobSpec
+    | StartWorker
+    | Fetch
+    | StopWorker
+    | ToWorkers
+    | WorldsOnHost
+    | BackendOrder
+    | Shutdown
+    | Acknowledgement
+    | Refusal
+)

@@ -69,7 +69,7 @@ def _interfaces() -> dict[str, str]:
     return found
 
 
-def why_nobody_can_listen(address: str, port: int = 0) -> str:
+def listen_error(address: str, port: int = 0) -> str:
     """Return why this process cannot listen at this address, or "". Port 0: any port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

@@ -11,16 +11,15 @@ import asyncio
 import socket
 import ssl
 import struct
-from asyncio import sslproto
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from elasticstate.compat.standard_library import set_tls_buffer_bytes
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
 
-# asyncio keeps a buffer of this size for each TLS connection, and fills it with zeros. With its default of 256 KiB, the
-# driver of a thousand hosts would waste a quarter of a gigabyte. (Python 3.10 has no such buffer.)
-setattr(sslproto.SSLProtocol, "max_size", 1 << 14)  # noqa: B010 - typeshed lacks it
+# With asyncio's default of 256 KiB, the driver of a thousand hosts would waste a quarter of a gigabyte.
+set_tls_buffer_bytes(1 << 14)
 _LENGTH = struct.Struct("!I")
 _MAX_BACKLOG_BYTES = 64 << 20  # unread data of a peer, before the connection is aborted
 _NO_LINGER = struct.pack("ii", 1, 0)  # socket(7)
@@ -40,9 +39,9 @@ class Stream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._pending = bytearray()
         self._reason = ""
-        self._spoke: asyncio.Future[None] = self._loop.create_future()
+        self._first_done: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self.heard_at = self._loop.time()
+        self.received_at = self._loop.time()
 
     # ---------------------------------------------------------------------------------------------------- for its user
 
@@ -53,14 +52,14 @@ class Stream(asyncio.Protocol):
             return
         transport.write(_LENGTH.pack(len(data)) + data)
         if transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
-            self.abort("it does not read what it is sent")
+            self.abort("the peer does not read its messages")
 
     def close(self) -> None:
         """Send all pending messages and close: within a moment, even if the other end does not."""
         # A second close() of an SSL transport drops its protocol (Python 3.11, asyncio/sslproto.py).
         if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
-            self._loop.call_later(_LAST_MOMENT_S, self.abort, "it did not close the connection")
+            self._loop.call_later(_LAST_MOMENT_S, self.abort, "the peer did not close the connection in time")
 
     def abort(self, reason: str) -> None:
         """Close at once, without sending pending data. ``lost`` gets the reason."""
@@ -79,9 +78,9 @@ class Stream(asyncio.Protocol):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.abort(reason)
 
-    async def heard(self) -> None:
+    async def first_received(self) -> None:
         """Wait until the first message has been received and handled, or the connection has ended."""
-        await asyncio.wait({self._spoke, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({self._first_done, self._ended}, return_when=asyncio.FIRST_COMPLETED)
 
     async def closed(self) -> None:
         """Wait until the connection has ended."""
@@ -113,13 +112,13 @@ class Stream(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self.heard_at = self._loop.time()
+        self.received_at = self._loop.time()
         self._pending += data
         begin = 0
         while len(self._pending) - begin >= _LENGTH.size and not self._reason:
             (length,) = _LENGTH.unpack_from(self._pending, begin)
             if length > MAX_MESSAGE_BYTES:
-                self.abort(f"a message of {length} bytes is larger than {MAX_MESSAGE_BYTES}")
+                self.abort(f"received a message of {length} bytes; the limit is {MAX_MESSAGE_BYTES}")
                 return
             end = begin + _LENGTH.size + length
             if len(self._pending) < end:
@@ -128,8 +127,8 @@ class Stream(asyncio.Protocol):
                 self._received(bytes(self._pending[begin + _LENGTH.size : end]))
             begin = end
         del self._pending[:begin]
-        if begin and not self._spoke.done():
-            self._spoke.set_result(None)
+        if begin and not self._first_done.done():
+            self._first_done.set_result(None)
 
     def give_up(self) -> None:
         """Forget user and callbacks: the handshake has failed, so ``connection_lost`` is never called.
@@ -142,7 +141,7 @@ class Stream(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._ended.set_result(None)
-        self._reason = self._reason or (reason_of(error) if error is not None else "it has closed the connection")
+        self._reason = self._reason or (reason_of(error) if error is not None else "the peer has closed the connection")
         self._lost(self._reason)
 
 
@@ -154,21 +153,22 @@ def reason_of(error: BaseException) -> str:
     """Return why a connection was refused or has ended, as text for the log."""
     match error:
         case ssl.SSLCertVerificationError():
-            return "its certificate is not of this job: it has another token"
+            return "TLS handshake failed: the peer has the token of another job"
         case ssl.SSLError() if "DID_NOT_RETURN" in (error.reason or ""):
-            return "it has shown no certificate"
+            return "TLS handshake failed: the peer has sent no certificate"
         case ssl.SSLError() if "ALERT" in (error.reason or "") or "CERTIFICATE" in (error.reason or ""):
-            return "it and this end do not have the same token"
+            return "TLS handshake failed: the peer and this process have different tokens"
         case ssl.SSLError():
-            return f"it speaks no TLS as this job does ({(error.reason or str(error)).lower().replace('_', ' ')})"
+            detail = (error.reason or str(error)).lower().replace("_", " ")
+            return f"TLS handshake failed: the peer does not belong to this job ({detail})"
         case asyncio.TimeoutError() | TimeoutError():
-            return "it did not answer in time"
+            return "timed out: the peer did not answer"
         case ConnectionAbortedError():
-            return "it did not prove in time that it belongs to the job"
+            return "timed out: the peer did not authenticate"
         case ConnectionResetError() | BrokenPipeError():
-            return "it has broken off the connection"
+            return "the peer has reset the connection"
         case ConnectionRefusedError():
-            return "nobody listens there"
+            return "connection refused: no process listens at this port"
         case _:
             return str(error) or type(error).__name__
 
@@ -179,23 +179,23 @@ class MessageQueue:
     def __init__(self) -> None:
         self._messages: deque[bytes] = deque()
         self._end: str | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def received(self, data: bytes) -> None:
         self._messages.append(data)
-        self._news.set()
+        self._changed.set()
 
     def lost(self, reason: str) -> None:
         self._end = reason
-        self._news.set()
+        self._changed.set()
 
     async def get(self) -> bytes:
         """Return the next message. After the last one, raises ConnectionError with the reason."""
         while not self._messages:
             if self._end is not None:
                 raise ConnectionError(self._end)
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         return self._messages.popleft()
 
 

@@ -46,18 +46,18 @@ def read_token(path: str) -> str:
         found = os.fstat(file.fileno())  # of the open file: the path may name another file by now
         if found.st_uid != os.geteuid():
             raise PermissionError(
-                f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}: a token file must be the user's "
-                "own. Make a copy that nobody else can read, or change its owner"
+                f"it belongs to user {found.st_uid}, not to this user ({os.geteuid()}). Change its owner, or make a "
+                "copy that only this user can read"
             )
         if found.st_mode & 0o077:
             mode = stat.S_IMODE(found.st_mode)
-            raise PermissionError(
-                f"its mode {mode:04o} lets other users read or change it: it must be the user's alone. Run chmod 600"
-            )
+            raise PermissionError(f"its mode {mode:04o} lets other users read or change it. Run chmod 600 on it")
         data = file.read(_MOST_TOKEN_BYTES + 1)
     token = data.decode(errors="replace").strip() if len(data) <= _MOST_TOKEN_BYTES else ""
     if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or len(token.split()) > 1:
-        raise ValueError(f"it holds no token: one word of at least {MIN_TOKEN_LENGTH} characters")
+        raise ValueError(
+            f"it contains no token, which is one word of at least {MIN_TOKEN_LENGTH} characters. Copy the driver's file"
+        )
     return token
 
 
@@ -79,7 +79,9 @@ def token_of_job(path: str | None) -> str:
     except FileExistsError:
         pass
     except OSError as error:
-        raise OptionError(f"--token-file: {path!r}: cannot be made ({error.strerror})") from None
+        raise OptionError(
+            f"--token-file: {path!r}: cannot be created ({error.strerror}). Choose a path that this user can write to."
+        ) from None
     try:
         return read_token(path)
     except (OSError, ValueError) as error:
@@ -97,7 +99,7 @@ class Trust:
 
     def __init__(self, token: str) -> None:
         if len(token) < MIN_TOKEN_LENGTH:
-            raise ValueError(f"a token has at least {MIN_TOKEN_LENGTH} characters, this one has {len(token)}")
+            raise ValueError(f"the token has {len(token)} characters, fewer than {MIN_TOKEN_LENGTH}")
         seed = HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=_PURPOSE).derive(token.encode())
         authority_key, key = Ed25519PrivateKey.from_private_bytes(seed), Ed25519PrivateKey.generate()
         authority = _certificate(authority_key, authority_key, "elasticstate job", is_authority=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
 
 from elasticstate.core.types import (
     CommitId,
@@ -112,18 +111,10 @@ class WorkerPreemptionNotice(Message, frozen=True):
     signal: int
 
 
-class Applicant(NamedTuple):
-    """A worker that requests an MPI identity (see elasticstate/mpi)."""
+class BackendRequest(Message, frozen=True):
+    """Request of the worker's backend to its part in the driver. Only the backend decodes ``data``."""
 
-    host: str
-    pid: int
-    path: str  # of the file that the worker waits for, on its host
-
-
-class AskIdentities(Message, frozen=True):
-    """Request for identities for these workers, which start MPI together."""
-
-    members: tuple[Applicant, ...]
+    data: bytes
 
 
 LASTING = Ready | GenerationFailure | Gate
@@ -141,7 +132,7 @@ FromWorkerBody = (
     | GrowBuffer
     | CommitSealed
     | WorkerPreemptionNotice
-    | AskIdentities
+    | BackendRequest
 )
 
 
@@ -160,7 +151,7 @@ class WorldMessage(Message, frozen=True):
     store: str
     collective_timeout_s: float
     regroup_timeout_s: float
-    verify_sync: bool = False
+    verify_sync: bool
     fresh: bool = False
 
 

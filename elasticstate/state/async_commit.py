@@ -23,6 +23,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from elasticstate._native import checksum
+from elasticstate.compat.tensors import version_of
 from elasticstate.state.copy_stream import CopyStream, Mark
 
 CHUNK_BYTES = 64 << 20  # size between two marks: the checksum of one chunk is computed while the next chunks are copied
@@ -129,7 +130,7 @@ class Copy:
     # ----------------------------------------------------------------------------------------------------- both threads
 
     def _is_written(self) -> bool:
-        return any(tensor._version != version for tensor, version in self._optimizer_owned)
+        return any(version_of(tensor) != version for tensor, version in self._optimizer_owned)
 
     # ---------------------------------------------------------------------------------------------- the training thread
 
@@ -152,7 +153,7 @@ class Copy:
                 copy_stream: copy_stream.mark() for copy_stream in {item.copy_stream: None for item in now}
             }.values():
                 mark.hold_back()
-            self._optimizer_owned = [(item.tensor, item.tensor._version) for item in optimizer_owned]
+            self._optimizer_owned = [(item.tensor, version_of(item.tensor)) for item in optimizer_owned]
             marks += self._copy(optimizer_owned, sources)
             self._optimizer_owned_marks = {
                 copy_stream: copy_stream.mark() for copy_stream in {item.copy_stream: None for item in optimizer_owned}
@@ -180,7 +181,7 @@ class Copy:
 
     def _finish(self) -> None:
         try:
-            ready = self._checksum_what_comes()
+            ready = self._checksum_copied_bytes()
             self.outcome = self._judge()
             if self.outcome is CopyOutcome.SEALED:
                 self.checksum = checksum(self._content, ready, self._content.numel(), self._found)
@@ -190,7 +191,7 @@ class Copy:
         finally:
             self._done.set()
 
-    def _checksum_what_comes(self) -> int:
+    def _checksum_copied_bytes(self) -> int:
         """Wait for all marks. Return the offset up to which the checksum is computed."""
         at = ready = self._begin_at
         passed: set[int] = set()

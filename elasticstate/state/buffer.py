@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import logging
 import pickle
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from elasticstate._native import Pieces, checksum, scatter
 from elasticstate.core.types import CommitId
+from elasticstate.log import logger
 from elasticstate.seals import commit_tag, part_tag
 from elasticstate.state.copy_stream import CopyStream
 from elasticstate.state.layout import Frame, Header, Layout, digest, parse, round_up, view
@@ -20,8 +20,6 @@ from elasticstate.state.storage import CommitStorage
 
 GRANULE_BYTES = 1 << 16  # the pickle of the objects grows by a few bytes now and then: avoid a new buffer for that
 LENGTH_BYTES = 8  # length prefix of the random state, whose part of the buffer is longer
-
-logger = logging.getLogger("elasticstate")
 
 
 class Buffer:
@@ -54,12 +52,12 @@ class Buffer:
         try:
             self.frame, self._digest = parse(self.memory)
             if self._digest != layout or not self.frame.objects < self.length <= self.memory.numel():
-                raise ValueError("it is not the one that was sealed")
+                raise ValueError("the buffer does not contain the commit that was sealed")
             self._header_tag = part_tag(self._storage.key, self.memory[: self.frame.random].numpy())
             if not hmac.compare_digest(tag, self._tag(commit, self.checksum)):
-                raise ValueError("this job has not written it like this")
+                raise ValueError("another process than a worker of this job changed the buffer")
         except Exception as error:  # any damage
-            logger.warning("commit %s (buffer %d) is damaged: %s; it is given up", commit, self.index, error)
+            logger.warning("discarded damaged commit %s (buffer %d): %s", commit, self.index, error)
             self.unseal()
             return
         self.commit = commit
@@ -69,7 +67,7 @@ class Buffer:
     def begin(self, header: Header, private: bytes, objects_bytes: int) -> int:
         """Grow the buffer and write all parts before the tensors. Returns the header's checksum.
 
-        The previous commit in this buffer is given up.
+        The previous commit in this buffer is lost.
         """
         self.unseal()
         self.ensure_size(header.frame.objects + objects_bytes)
@@ -96,7 +94,7 @@ class Buffer:
     def seal(self, commit: CommitId, found: int) -> None:
         """Seal the complete content as ``commit``."""
         self.write_seal(commit, found)
-        self.take_note(commit, found)
+        self.record_seal(commit, found)
 
     def write_seal(self, commit: CommitId, found: int) -> None:
         """Write the seal to the control page. Safe on any thread while no other thread changes this buffer."""
@@ -115,7 +113,7 @@ class Buffer:
         owner = self._storage.owner
         return commit_tag(key, owner, self.index, commit, self.length, found, self._header_tag, self._rest_tag)
 
-    def take_note(self, commit: CommitId, found: int) -> None:
+    def record_seal(self, commit: CommitId, found: int) -> None:
         """Record the seal in this object, after ``write_seal``."""
         self.commit, self.checksum = commit, found
 
@@ -148,9 +146,13 @@ class Buffer:
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    def is_whole(self, pieces: Pieces) -> bool:
-        """Return True if the checksum is correct. The same pass writes the bytes to the addresses in ``pieces``."""
+    def load(self, pieces: Pieces) -> bool:
+        """Copy the bytes to the addresses in ``pieces``, and return True if their checksum is correct. One pass."""
         return scatter(self.memory, pieces, 0, self.length) == self.checksum
+
+    def is_intact(self) -> bool:
+        """Return True if the checksum is correct."""
+        return checksum(self.memory, 0, self.length) == self.checksum
 
     def objects(self) -> dict[str, Any]:
         content: Any = self.memory[self.frame.objects : self.length].numpy()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeAlias
 
 import torch
 
+from elasticstate.compat import tensors
+from elasticstate.log import logger
+
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
-
-logger = logging.getLogger("elasticstate")
 
 
 class Mark(Protocol):
@@ -45,7 +45,7 @@ class CopyStream(Protocol):
     def mark(self) -> Mark:
         """Return a mark after all copies queued so far."""
 
-    def bring(self, targets: list[torch.Tensor], places: list[torch.Tensor]) -> None:
+    def copy_back(self, targets: list[torch.Tensor], places: list[torch.Tensor]) -> None:
         """Copy from pinned memory to device tensors, after all submitted training work. Return after the copies."""
 
 
@@ -54,7 +54,7 @@ CopyStreamOf: TypeAlias = Callable[[torch.device], "CopyStream | None"]
 
 def copy_stream_of(device: torch.device) -> CopyStream | None:
     """Return the copy stream of a device; None if torch or native code copies its tensors synchronously."""
-    return _cuda_copy_stream(device) if device.type == "cuda" else None
+    return _cuda_copy_stream(device) if device.type == "cuda" and tensors.has_versions() else None
 
 
 def has_copy_stream(copy_stream_of: CopyStreamOf) -> Callable[[torch.Tensor], bool]:
@@ -84,7 +84,9 @@ class CudaCopyStream:
         if int(result) == 0:
             self._pinned.add(memory.data_ptr())
         else:
-            _say_once(f"the memory of commits cannot be pinned ({_words(result)}): they take longer, and stop training")
+            _warn_once(
+                f"commits are slower and stop training, because their memory cannot be pinned: {_error_text(result)}"
+            )
 
     def unpin(self, memory: torch.Tensor) -> None:
         if memory.data_ptr() in self._pinned:
@@ -96,17 +98,17 @@ class CudaCopyStream:
 
     def copy(self, places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            torch._foreach_copy_(places, sources, non_blocking=True)
+            tensors.copy_all(places, sources, non_blocking=True)
 
     def mark(self) -> Mark:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # blocking: a waiting thread sleeps
         event.record(self._stream)
         return _CudaMark(self._device, event)
 
-    def bring(self, targets: list[torch.Tensor], places: list[torch.Tensor]) -> None:
+    def copy_back(self, targets: list[torch.Tensor], places: list[torch.Tensor]) -> None:
         stream = torch.cuda.current_stream(self._device)
         with torch.no_grad(), torch.cuda.stream(stream):
-            torch._foreach_copy_(targets, places, non_blocking=True)
+            tensors.copy_all(targets, places, non_blocking=True)
         stream.synchronize()
 
 
@@ -149,9 +151,9 @@ def _driver_call(name: str) -> Callable[..., object]:
 
 
 @functools.cache
-def _say_once(warning: str) -> None:
+def _warn_once(warning: str) -> None:
     logger.warning("%s", warning)
 
 
-def _words(result: object) -> str:
+def _error_text(result: object) -> str:
     return str(torch.cuda.cudart().cudaGetErrorString(result))  # type: ignore[no-untyped-call]

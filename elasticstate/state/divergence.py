@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import io
 import itertools
-import logging
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -16,11 +15,10 @@ import msgspec
 
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateDivergedError, StateError
+from elasticstate.log import logger
 from elasticstate.state.channel import Channel
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import Leaf, Row, Tree
-
-logger = logging.getLogger("elasticstate")
 
 MAX_NAMES = 20  # maximum number of names in each rank's report
 
@@ -46,7 +44,7 @@ class Exclusions:
         if new:
             more = f", {len(new) - MAX_NAMES} more" if len(new) > MAX_NAMES else ""
             names = ", ".join(new[:MAX_NAMES])
-            logger.warning("check() leaves out values that differ by rank by design: %s%s", names, more)
+            logger.warning("check() skips values that differ by rank by design: %s%s", names, more)
 
 
 def check(snapshot: Snapshot, channel: Channel, rank: int, exclusions: Exclusions) -> None:
@@ -66,18 +64,18 @@ def check(snapshot: Snapshot, channel: Channel, rank: int, exclusions: Exclusion
     rows = channel.numbers_of_all([*(own or CommitId(-1, -1)), *summary])
     commits = [CommitId(*row[:2]) if row[0] >= 0 else None for row in rows]
     if set(commits) == {None}:
-        raise StateError("there is no commit to check: none has been made yet")
+        raise StateError("No rank holds a commit to check. Call commit() before check().")
     if len(set(commits)) > 1:
         held = _groups({rank: str(commit or "none") for rank, commit in enumerate(commits)})
-        raise StateDivergedError(f"the ranks hold different commits: {held}")
+        raise StateDivergedError(f"Ranks hold different commits: {held}. Call check() after the same tick on each.")
     if all(row == rows[0] for row in rows):
         return
     mine = {name: value for name, value in _fingerprints(snapshot).items() if name not in exclusions}
     theirs = _from_rank_0(channel, rank, mine)
     others = {name: mine.get(name, "") for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)}
     first = dict(list(others.items())[:MAX_NAMES])
-    told = channel.messages_of_all(msgspec.msgpack.encode((len(others), first)))
-    reports = [msgspec.msgpack.decode(message, type=tuple[int, dict[str, str]]) for message in told]
+    messages = channel.messages_of_all(msgspec.msgpack.encode((len(others), first)))
+    reports = [msgspec.msgpack.decode(message, type=tuple[int, dict[str, str]]) for message in messages]
     if any(count for count, _ in reports):
         raise StateDivergedError(_text(commits[0], [names for _, names in reports], max(n for n, _ in reports)))
 
@@ -97,20 +95,20 @@ def _text(commit: CommitId | None, reports: list[dict[str, str]], count: int) ->
     shown = "; ".join(f"{name}: {_groups(by_rank, named=False)}" for name, by_rank in sorted(names.items()))
     more = f"; {count - MAX_NAMES} more" if count > MAX_NAMES else ""
     return (
-        f"the members of this world have committed different states as {commit}. {shown}{more}. "
-        f"Make them equal on all ranks, or, if they differ by design, name them: state.exclude_from_check(name)."
+        f"Ranks committed different values as {commit}. {shown}{more}. Make them equal on all ranks, or exclude values "
+        f"that differ by design: state.exclude_from_check(name)."
     )
 
 
 def _groups(by_rank: dict[int, str], named: bool = True) -> str:
     """Return the ranks grouped by equal values, as text: ``rank 0 | ranks 1, 2``."""
     groups: dict[str, list[int]] = {}
-    for rank, what in by_rank.items():
-        groups.setdefault(what, []).append(rank)
+    for rank, value in by_rank.items():
+        groups.setdefault(value, []).append(rank)
     texts = []
-    for what, ranks in groups.items():
-        who = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-        texts.append(f"{what} on {who}" if named else who)
+    for value, ranks in groups.items():
+        listed = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+        texts.append(f"{value} on {listed}" if named else listed)
     return (", " if named else " | ").join(texts)
 
 

@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset
 
 
 def fault_of(loader: object) -> str:
-    """Return why a loader cannot be resumed twice within an epoch, and what to do. Return "" for all other objects.
+    """Return the reason why a loader cannot be resumed twice in an epoch, and the remedy; "" for all other objects.
 
     Without a state of the data set, ``load_state_dict()`` calls ``next()`` once for each batch taken before, and each
     call counts as a further batch: torchdata 0.11, ``stateful_dataloader.py``, ``_num_yielded``, with and without

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch.distributed.algorithms.join import JoinHook
 
-if TYPE_CHECKING:
-    from elasticstate.state.base import State
+from elasticstate.state.committer import Committer
 
 
 class StateJoinHook(JoinHook):
@@ -18,11 +15,11 @@ class StateJoinHook(JoinHook):
     receive the state of the last one.
     """
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, committer: Committer) -> None:
+        self._committer = committer
 
     def main_hook(self) -> None:
-        self._state._shadow_tick()
+        self._committer.tick_without_inputs()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._state._follow_the_last(is_last_joiner)
+        self._committer.follow_last_joiner(is_last_joiner)

@@ -143,7 +143,7 @@ def torch_dtype(name: str) -> torch.dtype | None:
         return None
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or str(found) != name:
-        raise StateError(f"there is no dtype {name} in torch {torch.__version__}")
+        raise StateError(f"torch {torch.__version__} has no dtype {name}. Install the version of torch that committed.")
     return found
 
 
@@ -216,14 +216,14 @@ def _encode(layout: Layout, random_bytes: int) -> tuple[int, bytes]:
     owners: dict[tuple[int, int, str, tuple[int, ...]], str] = {}
     for entry in layout.entries:
         if entry.name in (RANDOM, OBJECTS, METADATA):
-            raise StateError(f"state.{entry.name} cannot be committed under this name: choose another")
+            raise StateError(f"state.{entry.name} cannot be committed under this name. Choose another name.")
         key = (entry.offset, entry.size_bytes, entry.dtype, entry.shape)
         owner = owners.setdefault(key, entry.name) if entry.size_bytes else entry.name
         if owner != entry.name:
             tied[entry.name] = owner
             continue
-        name, shape, told = _stored_as(entry)
-        if not told:
+        name, shape, is_complete = _stored_as(entry)
+        if not is_complete:
             kinds[entry.name] = (entry.dtype, entry.shape)
         start = random_bytes + entry.offset
         stored[entry.name] = _Stored(name, shape, (start, start + entry.size_bytes))
@@ -259,42 +259,45 @@ def parse(memory: torch.Tensor) -> tuple[Frame, int]:
     The content is not trusted. Raises ValueError, or StateError for a dtype unknown to torch.
     """
     content = memory.numpy()
-    _require(content.size > 8, "no header")
+    _require(content.size > 8, "the buffer has no header")
     capacity = int.from_bytes(content[:8].tobytes(), "little")
-    _require(2 <= capacity <= content.size - 8, "the header does not fit")
+    _require(2 <= capacity <= content.size - 8, "the header is longer than the buffer")
     header = content[: 8 + capacity].data
     try:
         raw = msgspec.json.decode(header[8:], type=dict[str, msgspec.Raw])
-        _require(METADATA in raw, "no metadata")
+        _require(METADATA in raw, "the header has no metadata")
         metadata = msgspec.json.decode(raw.pop(METADATA), type=_Metadata)
         notes = msgspec.json.decode(metadata.elasticstate, type=_Notes)
         stored = {name: msgspec.json.decode(item, type=_Stored) for name, item in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    _require(notes.version == VERSION, f"version {notes.version}")
+    _require(notes.version == VERSION, f"the format version is {notes.version}, not {VERSION}")
     return _frame(stored, notes, 8 + capacity, content.size), digest(header)
 
 
 def _frame(stored: dict[str, _Stored], notes: _Notes, begin: int, size: int) -> Frame:
     random, objects = stored.pop(RANDOM, None), stored.pop(OBJECTS, None)
     if random is None or objects is None:
-        raise ValueError("a part is missing")
+        raise ValueError("the header lacks the random state or the objects")
     last, end = objects.data_offsets
-    _require(begin % ALIGNMENT_BYTES == 0, "not aligned")
+    _require(begin % ALIGNMENT_BYTES == 0, "the random state is not aligned")
     _require(random.data_offsets[0] == 0, "the random state is not the first part")
     # The file may be longer than the header states: the agent may have enlarged it after the header was written.
-    _require(8 <= random.data_offsets[1] <= last <= end <= size - begin, "parts out of place")
-    _require(random.data_offsets[1] % ALIGNMENT_BYTES == 0, "not aligned")
+    _require(8 <= random.data_offsets[1] <= last <= end <= size - begin, "the parts are not in order")
+    _require(random.data_offsets[1] % ALIGNMENT_BYTES == 0, "the tensors are not aligned")
     tensors_bytes = last - random.data_offsets[1]
     entries = {name: _entry(name, item, notes, random.data_offsets[1]) for name, item in stored.items()}
     places = sorted((entry.offset, entry.offset + entry.size_bytes) for entry in entries.values())
-    _require([0, *(end for _, end in places)] == [*(start for start, _ in places), tensors_bytes], "holes")
+    _require(
+        [0, *(end for _, end in places)] == [*(start for start, _ in places), tensors_bytes],
+        "holes between tensors",
+    )
     for name, owner in notes.tied.items():
-        _require(name not in entries and owner in stored, f"{name} is tied to nothing")
+        _require(name not in entries and owner in stored, f"{name} is tied to a tensor that does not exist")
         found = entries[owner]
         entries[name] = Entry(name, found.dtype, found.shape, found.offset, found.size_bytes)
     names = list(stored) if notes.order is None else notes.order
-    _require(len(names) == len(entries) and entries.keys() == set(names), "names are missing")
+    _require(len(names) == len(entries) and entries.keys() == set(names), "the order does not contain all names")
     layout = Layout([entries[name] for name in names], tensors_bytes)
     return Frame(layout, begin, begin + random.data_offsets[1], begin + last)
 
@@ -305,31 +308,31 @@ def _entry(name: str, stored: _Stored, notes: _Notes, random_bytes: int) -> Entr
     if name in notes.kinds:
         dtype, shape = notes.kinds[name]
     else:
-        _require(stored.dtype in _TORCH_OF, f"{name} is of an unknown dtype")
+        _require(stored.dtype in _TORCH_OF, f"{name} has an unknown dtype")
         dtype, shape = str(_TORCH_OF[stored.dtype]), stored.shape
     check_sizes(name, dtype, shape, end - start)
     _require((start - random_bytes) % alignment_of(dtype) == 0, f"{name} is not aligned")
     entry = Entry(name, dtype, shape, start - random_bytes, end - start)
-    _require(_stored_as(entry)[:2] == (stored.dtype, stored.shape), f"{name} is two things at once")
+    _require(_stored_as(entry)[:2] == (stored.dtype, stored.shape), f"{name} has two different dtypes or shapes")
     return entry
 
 
 def check_sizes(name: str, dtype: str, shape: tuple[int, ...], size_bytes: int) -> None:
-    """Raise ValueError unless dtype and shape are valid, and such a tensor or array takes ``size_bytes`` bytes."""
+    """Raise ValueError unless dtype and shape are valid, and such a tensor or array has ``size_bytes`` bytes."""
     kind = torch_dtype(dtype)
     if kind is None:
         try:
             found = np.dtype(dtype)
         except (TypeError, SyntaxError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from error
-        _require(found.str == dtype and found.kind in "biufcSUmM", f"{name} is of an odd dtype")
+        _require(found.str == dtype and found.kind in "biufcSUmM", f"{name} has an unsupported dtype")
         item = found.itemsize
     else:
         item = kind.itemsize
-    _require(len(shape) <= MAX_DIMENSIONS and all(0 <= n < 1 << 62 for n in shape), f"{name} has an odd shape")
-    _require(math.prod(shape) * item == size_bytes, f"{name} has another size than its shape says")
+    _require(len(shape) <= MAX_DIMENSIONS and all(0 <= n < 1 << 62 for n in shape), f"{name} has an invalid shape")
+    _require(math.prod(shape) * item == size_bytes, f"{name} has a size that does not match its shape")
 
 
-def _require(condition: bool, what: str) -> None:
+def _require(condition: bool, error: str) -> None:
     if not condition:
-        raise ValueError(what)
+        raise ValueError(error)

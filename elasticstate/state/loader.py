@@ -126,19 +126,23 @@ class ElasticDataLoader:
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise UsageError(
-                f"{type(dataset).__name__} has no length or no indices: ElasticDataLoader cannot share it out; put a "
-                "torchdata.stateful_dataloader.StatefulDataLoader into the state instead"
+                f"{type(dataset).__name__} has no length or no indices, so ElasticDataLoader cannot divide it among "
+                "ranks. Put a torchdata.stateful_dataloader.StatefulDataLoader into the state instead."
             )
         if (batch_size is None) == (global_batch_size is None):
-            raise UsageError("give ElasticDataLoader either batch_size= or global_batch_size=")
+            raise UsageError(
+                f"batch_size={batch_size} and global_batch_size={global_batch_size}: give exactly one of the two."
+            )
         if micro_batch_size is not None and global_batch_size is None:
-            raise UsageError("micro_batch_size= goes with global_batch_size=: a batch_size= is as large as it is")
+            raise UsageError(
+                f"micro_batch_size={micro_batch_size} requires global_batch_size=. Give that, or a smaller batch_size=."
+            )
         sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         for name, value in sizes.items():
             if value is not None and value < 1:
-                raise UsageError(f"{name}={value}: takes at least 1")
+                raise UsageError(f"{name}={value}: must be at least 1")
         if taken := [name for name in _OURS if name in options]:
-            raise UsageError(f"{taken[0]}= is ElasticDataLoader's own: it decides which samples come, and when")
+            raise UsageError(f"{taken[0]}= cannot be given, because ElasticDataLoader orders the samples. Remove it.")
         Order(len(dataset), shuffle, seed)  # raises UsageError for an invalid seed
         self.dataset = dataset
         self.batch_size, self.global_batch_size, self.micro_batch_size = sizes.values()
@@ -149,7 +153,7 @@ class ElasticDataLoader:
         self.consumed = 0
         self.weight, self.step_ends = 1.0, True
         self._rank, self._size = rank, size
-        self._over_in: int | None = None  # the generation in which a ``for`` reached the end of this epoch
+        self._ended_in_generation: int | None = None  # the generation in which a ``for`` reached the end of this epoch
         self._changes = 0  # counts changes of the position, other than by iterating
         self._batches = _Parts(self._parts)
         self._random = torch.Generator()
@@ -175,23 +179,25 @@ class ElasticDataLoader:
         return left // whole if self.drop_last else -(-left // whole)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._over_in == world_generation():
+        if self._ended_in_generation == world_generation():
             raise UsageError(
-                f"epoch {self.epoch} is over: begin the next one, by 'for epoch in loader.epochs(n)' or "
-                f"loader.set_epoch({self.epoch + 1})"
+                f"Epoch {self.epoch} is over. Begin the next one by 'for epoch in loader.epochs(n)' or "
+                f"loader.set_epoch({self.epoch + 1})."
             )
         changes = self._changes
         self._random.manual_seed(self._seed_of_fetching())
         for batch in self._loader:
             if self._changes != changes:
-                raise UsageError("the loader was restored, or given another epoch, in a 'for' over it: begin a new one")
+                raise UsageError(
+                    "The loader was restored, or given another epoch, inside a 'for' loop over it. Begin a new loop."
+                )
             _, self.weight, trained = self._batches.plan.popleft()
             self.step_ends = trained is not None
             if trained is not None:
                 self.consumed = trained
             yield batch
         if self._changes == changes:
-            self._over_in = world_generation()
+            self._ended_in_generation = world_generation()
 
     def accumulate(self, model: nn.Module | _Synchronized) -> AbstractContextManager[Any]:
         """Return a context for the backward pass of a batch. Only the last batch of a step exchanges gradients.
@@ -212,7 +218,7 @@ class ElasticDataLoader:
 
     def _go_to(self, epoch: int, consumed: int) -> None:
         self.epoch, self.consumed = epoch, consumed
-        self._over_in = None
+        self._ended_in_generation = None
         self._changes += 1
 
     # ---------------------------------------------------------------------------------------------- shares of the ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elasticstate.state.base import State
-from elasticstate.state.values import Captured, is_array, put
+from elasticstate.state.values import Captured, is_array, load_value
 
 
 class ObjectState(State):
@@ -18,8 +18,11 @@ class ObjectState(State):
     def capture(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
+    def _load_targets(self) -> Captured:
+        return self.capture()
+
     def apply(self, values: Captured) -> None:
         self._check_names(values)
         for name in self._names:
             value = values[name]
-            setattr(self, name, put(getattr(self, name), values, name) if is_array(value) else value)
+            setattr(self, name, load_value(getattr(self, name), values, name) if is_array(value) else value)

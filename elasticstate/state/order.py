@@ -26,7 +26,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < MOST_SEEDS:
-            raise UsageError(f"seed={self.seed}: takes a number from 0 to 2**64 - 1")
+            raise UsageError(f"seed={self.seed}: must be a number from 0 to 2**64 - 1")
 
     def indices(self, epoch: int, start: int, count: int, step: int = 1) -> torch.Tensor:
         """Return the samples at positions ``start``, ``start + step``, ...: ``int64[count]``."""

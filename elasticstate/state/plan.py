@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,8 +13,8 @@ import torch
 from elasticstate._native import Pieces
 from elasticstate.errors import StateError
 from elasticstate.state.copy_stream import CopyStreamOf, copy_stream_of, has_copy_stream
-from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Header, Layout, lay_out, round_up, view
-from elasticstate.state.values import Array, Captured
+from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Header, lay_out, round_up, view
+from elasticstate.state.values import Array
 
 Tensor = torch.Tensor
 Described: TypeAlias = "tuple[str, str, tuple[int, ...], int, object]"  # see layout.lay_out
@@ -101,11 +99,11 @@ class Plan:
         stored bits differ from their values, and tensors on a device without a copy stream.
         """
         placed: dict[int, tuple[int, int]] = {}
-        is_far = has_copy_stream(copy_stream_of)
+        is_on_device = has_copy_stream(copy_stream_of)
         for value, entry in zip(values, self.layout.entries, strict=True):
             if not entry.size_bytes or entry.offset in placed:
                 continue
-            is_queued = isinstance(value, torch.Tensor) and is_far(value)
+            is_queued = isinstance(value, torch.Tensor) and is_on_device(value)
             address = None if is_queued else plain_address(value)
             placed[entry.offset] = (address or 0, entry.size_bytes)
             if is_queued:
@@ -137,73 +135,6 @@ def plain_address(value: Array) -> int | None:
     return _array_address(value) if value.flags.c_contiguous else None
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """Live tensors and arrays that take a commit's bytes as they are."""
-
-    found: dict[str, Array]
-    addresses: dict[int, int]  # by offset: addresses that native code writes
-    queued: dict[int, tuple[Tensor, Entry]]  # by offset: tensors that the copy stream of their device writes
-
-
-def targets(
-    layout: Layout, live: Captured, buffers: Iterable[Tensor], copy_stream_of: CopyStreamOf = copy_stream_of
-) -> Targets:
-    """Return the live values that a restore can write directly.
-
-    The result is empty if a live value has another shape or dtype than the commit's value of that name, because
-    ``apply`` then has to check all values before any is written. It is also empty if live values overlap.
-    """
-    found: dict[str, Array] = {}
-    addresses: dict[int, int] = {}
-    queued: dict[int, tuple[Tensor, Entry]] = {}
-    is_far = has_copy_stream(copy_stream_of)
-    ranges = [(buffer.data_ptr(), buffer.data_ptr() + buffer.numel()) for buffer in buffers if buffer.numel()]
-    for entry in layout.entries:
-        value = live.get(entry.name)
-        address: int | None
-        far: Tensor | None = None
-        if isinstance(value, torch.Tensor):
-            same = _dtype_name(value.dtype) == entry.dtype and value.size() == entry.shape
-            far = value if is_far(value) else None
-            find = plain_address if far is None else _far_address
-            address = find(value) if same and value.layout is torch.strided else None
-        elif isinstance(value, np.ndarray):
-            same = value.dtype.str == entry.dtype and value.shape == entry.shape
-            address = plain_address(value) if same and value.flags.writeable else None
-        else:
-            continue
-        if not same:
-            return Targets({}, {}, {})
-        if address is None or not entry.size_bytes:
-            continue
-        if addresses.setdefault(entry.offset, address) == address:
-            found[entry.name] = value
-            if far is not None:
-                queued[entry.offset] = far, entry
-    sizes = {entry.offset: entry.size_bytes for entry in layout.entries if entry.size_bytes}
-    ranges += [(address, address + sizes[offset]) for offset, address in addresses.items()]
-    ranges.sort()
-    if any(end > start for (_, end), (start, _) in itertools.pairwise(ranges)):
-        return Targets({}, {}, {})
-    for offset in queued:
-        del addresses[offset]
-    return Targets(found, addresses, queued)
-
-
-def _far_address(tensor: Tensor) -> int | None:
-    """Return the address of a device tensor whose bytes are contiguous in any dimension order; otherwise None.
-
-    Copies from and to a device are by value, so the order does not matter. Addresses of all devices of a process
-    differ.
-    """
-    is_dense = tensor.is_contiguous() or any(
-        tensor.ndim == ndim and tensor.is_contiguous(memory_format=memory_format)
-        for ndim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d))
-    )
-    return tensor.data_ptr() if is_dense and not tensor.is_conj() and not tensor.is_neg() else None
-
-
 def copy_odd(memory: Tensor, values: dict[str, Array], odd: Iterable[tuple[str, Entry]], begin: int) -> None:
     """Copy values that are not plain memory with torch and numpy. Return when all copies are complete."""
     for name, entry in odd:
@@ -215,7 +146,7 @@ def copy_odd(memory: Tensor, values: dict[str, Array], odd: Iterable[tuple[str, 
 
 
 @functools.cache
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype)
 
 
@@ -240,7 +171,7 @@ def _describe_array(name: str, array: np.ndarray[Any, Any]) -> Described:
 
 def _describe_tensor(name: str, tensor: Tensor) -> Described:
     _check_dense(name, tensor)
-    dtype, shape = _dtype_name(tensor.dtype), tuple(tensor.shape)
+    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
     bits = tensor.is_conj(), tensor.is_neg()
     key = (tensor.device, tensor.data_ptr(), dtype, shape, tensor.stride(), bits)
     return name, dtype, shape, tensor.numel() * tensor.element_size(), key
@@ -258,4 +189,7 @@ def _check_dense(name: str, tensor: Tensor) -> None:
         kind = "lazy parameter that has no shape yet"
     else:
         return
-    raise StateError(f"state.{name} is a {kind}: only dense tensors that are whole on every rank can be committed")
+    raise StateError(
+        f"state.{name} is a {kind}. A commit holds only dense tensors that are whole on every rank: keep this value "
+        f"outside the state, or capture it as dense tensors."
+    )

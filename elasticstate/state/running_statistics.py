@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase  # base class of batch and instance norms (torch 2.13)
+
+from elasticstate.compat.modules import NORMS
 
 
 def running_statistics(name: str, module: torch.nn.Module) -> Iterator[str]:
@@ -16,7 +17,7 @@ def running_statistics(name: str, module: torch.nn.Module) -> Iterator[str]:
     cover all ranks, so they are not included.
     """
     for path, part in module.named_modules(prefix=f"{name}.buffers", remove_duplicate=False):
-        if isinstance(part, _NormBase) and not isinstance(part, torch.nn.SyncBatchNorm):
+        if isinstance(part, NORMS) and not isinstance(part, torch.nn.SyncBatchNorm):
             for key in ("running_mean", "running_var", "num_batches_tracked"):
-                if part._buffers.get(key) is not None:
+                if getattr(part, key, None) is not None:
                     yield f"{path}.{key}"

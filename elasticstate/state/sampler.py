@@ -74,7 +74,9 @@ class ElasticSampler(Sampler[int]):
         Raises UsageError if ``n_global`` is negative.
         """
         if n_global < 0:
-            raise UsageError(f"record_batch({n_global}): the number of samples that all ranks consumed is at least 0")
+            raise UsageError(
+                f"record_batch({n_global}): must be at least 0, the number of samples that all ranks consumed"
+            )
         self.consumed = min(self.consumed + n_global, len(self.dataset))
 
     def __iter__(self) -> Iterator[int]:

@@ -45,7 +45,7 @@ class Session(Protocol):
     def commit_id(self) -> CommitId:
         """Return the id of a commit made at the end of the present tick: (generation, ticks + 1)."""
 
-    def ended(self, generation: int) -> bool:
+    def has_ended(self, generation: int) -> bool:
         """Return True if ``generation`` is over, so that its collectives may have been cut. Safe on any thread."""
 
     def tick(self) -> None:
@@ -54,10 +54,10 @@ class Session(Protocol):
     def progress(self) -> None:
         """Report progress to the agent without ending a tick."""
 
-    def sealed(self, commit: CommitId | None, previous: CommitId | None, /) -> None:
-        """Record the ids of the newest commit and of the one before it."""
+    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int, /) -> None:
+        """Record the ids of the newest commit and of the previous commit, and the size of the newest."""
 
-    def synced(self, size_bytes: int, seconds: float, /) -> None:
+    def record_sync(self, size_bytes: int, seconds: float, /) -> None:
         """Record a state that was sent or received."""
 
     def process_group_for(self, ranks: tuple[int, ...], /) -> dist.ProcessGroup | None:
@@ -85,7 +85,7 @@ class SoloSession:
         self._refuse_launchers()
         return CommitId(0, self._saves + 1)
 
-    def ended(self, generation: int) -> bool:
+    def has_ended(self, generation: int) -> bool:
         return False
 
     def tick(self) -> None:
@@ -99,9 +99,9 @@ class SoloSession:
         """
         if self._is_worker:
             raise UsageError(
-                "a state was committed, synced or ticked outside a function decorated with @elasticstate.run: each "
-                "worker of elasticrun would train a model of its own. Put the training into a function decorated with "
-                "@elasticstate.run and pass it this state."
+                "A state was committed, synced or ticked outside a function decorated with @elasticstate.run, so each "
+                "worker of elasticrun would train its own model. Put the training into a function decorated with "
+                "@elasticstate.run, and pass this state to the function."
             )
         if self._refusal and not dist.is_initialized():
             raise UsageError(self._refusal)
@@ -109,11 +109,11 @@ class SoloSession:
     def progress(self) -> None:
         """Do nothing: no agent monitors this process."""
 
-    def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
-        if commit is not None:
-            self._saves = commit.tick
+    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
+        if newest is not None:
+            self._saves = newest.tick
 
-    def synced(self, size_bytes: int, seconds: float) -> None:
+    def record_sync(self, size_bytes: int, seconds: float) -> None:
         raise AssertionError("nothing is sent outside a world")
 
     def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

@@ -9,7 +9,6 @@ Buffers are kept as long as they are large enough: the first touch of fresh memo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
@@ -18,21 +17,19 @@ import msgspec
 import numpy as np
 import torch
 
-from elasticstate._native import Pieces, checksum, checksums, fill, gather, scatter
+from elasticstate._native import checksum, checksums, fill, gather, scatter
 from elasticstate.config import commit_device_memory
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, StateError
+from elasticstate.log import logger
 from elasticstate.state.async_commit import Copy, CopyOutcome, Item
 from elasticstate.state.buffer import Buffer
-from elasticstate.state.copy_stream import CopyStream, CopyStreamOf, copy_stream_of
-from elasticstate.state.layout import Entry, Frame, Header, Layout, digest, view
-from elasticstate.state.plan import Plan, Targets, address, copy_odd, random_capacity, targets
+from elasticstate.state.copy_stream import CopyStreamOf, copy_stream_of
+from elasticstate.state.layout import Entry, Header, Layout, digest
+from elasticstate.state.loading import Targets, find_targets
+from elasticstate.state.plan import Plan, address, copy_odd, random_capacity
 from elasticstate.state.storage import CommitStorage, PrivateStorage
-from elasticstate.state.values import Captured, Values, dumps, is_array, sort_out
-
-NOTHING = Pieces([], [], [])
-
-logger = logging.getLogger("elasticstate")
+from elasticstate.state.values import Captured, Values, dumps, is_array, split_by_kind
 
 
 class Snapshot:
@@ -123,7 +120,7 @@ class Snapshot:
         Raises what ``write`` raises.
         """
         self._prepare()
-        tensors, arrays, objects = sort_out(captured)
+        tensors, arrays, objects = split_by_kind(captured)
         blob = dumps(objects)
         plan = self._plan
         if plan is None or not plan.fits(tensors, arrays, len(private)):
@@ -181,17 +178,17 @@ class Snapshot:
         outcome = copy.wait()
         self._copy = None
         if outcome is CopyOutcome.SEALED:
-            self._older.take_note(commit, copy.checksum)
+            self._older.record_seal(commit, copy.checksum)
             self._newer, self._older = self._older, self._newer
         elif outcome is CopyOutcome.TORN:
             self._trusts_steps = False
             logger.warning(
-                "commit %s is given up: while it was copied, something else than an optimizer's step() wrote a "
-                "parameter or the state of an optimizer; from now on training waits until commits are copied",
+                "discarded commit %s: code other than an optimizer's step() wrote a parameter or the state of an "
+                "optimizer while the commit was copied. From now on, training waits until each commit is copied.",
                 commit,
             )
         elif outcome is CopyOutcome.FAILED:
-            logger.warning("commit %s could not be copied from the device: %s", commit, copy.error)
+            logger.warning("discarded commit %s: the copy from the device failed: %s", commit, copy.error)
         self._last_error = copy.error
         return outcome
 
@@ -202,9 +199,11 @@ class Snapshot:
         """
         outcome = self.settle()
         if outcome is CopyOutcome.CUT:
-            raise CollectiveError("the generation was over before its commit was copied from the device")
+            raise CollectiveError("the generation ended before its commit was copied from the device")
         if outcome is not None and outcome is not CopyOutcome.SEALED:
-            raise self._last_error or StateError("the commit was written while it was copied")
+            raise self._last_error or StateError(
+                "Code other than an optimizer's step() wrote a tensor of the commit while it was copied. Commit again."
+            )
 
     def close(self) -> None:
         """Settle and unpin, before the memory is released."""
@@ -216,7 +215,7 @@ class Snapshot:
         """Give the newest commit another id. Raises StateError if there is none."""
         self._prepare()
         if self._newer.commit is None:
-            raise StateError(f"there is no commit that could become {commit}")
+            raise StateError(f"This worker holds no commit that can become {commit}. Commit first.")
         self._newer.seal(commit, self._newer.checksum)
 
     def forget(self) -> None:
@@ -233,28 +232,25 @@ class Snapshot:
 
     # ------------------------------------------------------------------------------------------------- reading a commit
 
-    def restore(self, live: Captured) -> Values:
-        """Return the content of the newest intact commit, after writing it into the matching values of ``live``.
+    def load_into(self, live: Captured) -> Values:
+        """Return the content of the newest intact commit, after copying it into the values of ``live`` that it fits.
 
-        One pass over the memory verifies and copies, so discard the content of ``live`` when this raises. A damaged
-        commit is dropped with a warning. The returned values are views of the buffer: copy them, never keep them.
+        One pass over the memory verifies and copies, so the content of ``live`` is undefined if this raises. Values
+        that the pass cannot copy (another layout in memory) are left to the caller: see ``load_value``. A damaged
+        commit is discarded with a warning. The returned values are views of the buffer: copy them, never keep them.
 
         Raises StateError if there is no intact commit.
         """
         self.settle()
-        damaged = False
+        if self._newer.commit is None:
+            raise StateError("This worker holds no commit to restore. Call commit() before restore().")
         while self._newer.commit is not None:
             buffer = self._newer
-            found = targets(buffer.frame.layout, live, [self._newer.memory, self._older.memory], self._copy_stream_of)
-            if buffer.is_whole(_pieces(buffer.frame, found.addresses)):
-                return self._brought(buffer, found)
-            self._give_up(buffer)
-            damaged = True
-        raise StateError(
-            "both commits are damaged: nothing is left to restore"
-            if damaged
-            else "there is nothing to restore: no commit has been made yet"
-        )
+            found = self._find_targets(buffer, live)
+            if buffer.load(found.pieces(buffer.frame)):
+                return self._loaded(buffer, found)
+            self._discard_damaged(buffer)
+        raise StateError("Both commits of this worker are damaged, so none can be restored. Restart the worker.")
 
     def read(self, commit: CommitId) -> Values:
         """Return the values captured for ``commit``.
@@ -265,13 +261,13 @@ class Snapshot:
         """
         self.settle()
         buffer = self._find(commit)
-        if not buffer.is_whole(NOTHING):
-            self._give_up(buffer)
-            raise StateError(f"commit {commit} is damaged")
+        if not buffer.is_intact():
+            self._discard_damaged(buffer)
+            raise StateError(f"Commit {commit} is damaged. Restore the previous commit.")
         return Values(buffer.memory, buffer.frame, buffer.objects(), {})
 
     def read_private(self, commit: CommitId) -> bytes:
-        """Return the part of ``commit`` that belongs to this worker alone. Call it after ``restore`` or ``read``."""
+        """Return the part of ``commit`` that belongs to this worker alone. Call it after ``load_into`` or ``read``."""
         buffer = self._find(commit)
         return buffer.private()
 
@@ -303,13 +299,13 @@ class Snapshot:
     def seal_incoming(self, commit: CommitId, live: Captured) -> Values:
         """Seal the received commit as the only one: a worker that lacked the job's state has no other useful commit.
 
-        Returns what ``restore`` would return. One pass over the memory computes the checksum and copies.
+        Returns what ``load_into`` would return. One pass over the memory computes the checksum and copies.
         """
         buffer = self._older
-        found = targets(buffer.frame.layout, live, [self._newer.memory, buffer.memory], self._copy_stream_of)
-        self._seal_older(scatter(buffer.memory, _pieces(buffer.frame, found.addresses), 0, buffer.length), commit)
+        found = self._find_targets(buffer, live)
+        self._seal_older(scatter(buffer.memory, found.pieces(buffer.frame), 0, buffer.length), commit)
         self._older.unseal()
-        return self._brought(buffer, found)
+        return self._loaded(buffer, found)
 
     # ------------------------------------------------------------------------------------------------------- comparison
 
@@ -318,11 +314,11 @@ class Snapshot:
         self.settle()
         commit = self._newer.commit
         if commit is None:
-            raise StateError("there is no commit to check: none has been made yet")
-        if not self._newer.is_whole(NOTHING):
-            self._give_up(self._newer)
-            rest = f"commit {self.newest} is left" if self.newest is not None else "no commit is left"
-            raise StateError(f"commit {commit} is damaged: its checksum is wrong; {rest}")
+            raise StateError("This worker holds no commit to check. Call commit() before check().")
+        if not self._newer.is_intact():
+            self._discard_damaged(self._newer)
+            remedy = f"Restore commit {self.newest}" if self.newest is not None else "Commit again"
+            raise StateError(f"Commit {commit} is damaged: its checksum is wrong. {remedy}.")
 
     def summary(self, left_out: Container[str] = ()) -> tuple[int, int, int]:
         """Return three numbers that summarize the newest commit.
@@ -351,28 +347,21 @@ class Snapshot:
 
     # ---------------------------------------------------------------------------------------------------------- helpers
 
-    def _brought(self, buffer: Buffer, found: Targets) -> Values:
-        """Return the content of an intact buffer, after all its device tensors are copied to their devices."""
-        by_stream: dict[CopyStream, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for tensor, entry in found.queued.values():
-            copy_stream = self._copy_stream_of(tensor.device)
-            assert copy_stream is not None, "targets() has asked for it"
-            live, places = by_stream.setdefault(copy_stream, ([], []))
-            live.append(tensor)
-            places.append(view(buffer.memory, entry, buffer.frame.tensors))
-        for copy_stream, (live, places) in by_stream.items():
-            buffer.pin(copy_stream)
-            copy_stream.bring(live, places)
-        return Values(buffer.memory, buffer.frame, buffer.objects(), found.found)
+    def _find_targets(self, buffer: Buffer, live: Captured) -> Targets:
+        buffers = [self._newer.memory, self._older.memory]
+        return find_targets(buffer.frame.layout, live, buffers, self._copy_stream_of)
+
+    def _loaded(self, buffer: Buffer, found: Targets) -> Values:
+        """Return the content of an intact buffer, after copying to devices."""
+        found.copy_to_devices(buffer, self._copy_stream_of)
+        return Values(buffer.memory, buffer.frame, buffer.objects(), found.by_name)
 
     def _seal_older(self, found: int, commit: CommitId) -> None:
         self._older.seal(commit, found)
         self._newer, self._older = self._older, self._newer
 
-    def _give_up(self, buffer: Buffer) -> None:
-        logger.warning(
-            "commit %s (buffer %d) is damaged: its checksum is wrong; it is given up", buffer.commit, buffer.index
-        )
+    def _discard_damaged(self, buffer: Buffer) -> None:
+        logger.warning("discarded damaged commit %s (buffer %d): its checksum is wrong", buffer.commit, buffer.index)
         if buffer is self._newer:
             self.drop_newest()
         else:
@@ -388,13 +377,3 @@ class Snapshot:
 def _number(value: object) -> int:
     """Return a 63-bit hash of a value."""
     return digest(msgspec.msgpack.encode(value)) >> 1
-
-
-def _pieces(frame: Frame, addresses: dict[int, int]) -> Pieces:
-    sizes = {entry.offset: entry.size_bytes for entry in frame.layout.entries if entry.size_bytes}
-    offsets = sorted(addresses)
-    return Pieces(
-        [addresses[offset] for offset in offsets],
-        [sizes[offset] for offset in offsets],
-        [frame.tensors + offset for offset in offsets],
-    )

@@ -47,15 +47,15 @@ class Row:
 class Values(Mapping[str, Any]):
     """Content of a commit by name. Tensors and arrays are views of its buffer, created on access.
 
-    ``written``: the live tensors and arrays that already contain the commit's bytes.
+    ``loaded``: the live tensors and arrays that already contain the commit's bytes (``Snapshot.load_into``).
     """
 
-    def __init__(self, memory: torch.Tensor, frame: Frame, objects: Mapping[str, Any], written: dict[str, Array]):
+    def __init__(self, memory: torch.Tensor, frame: Frame, objects: Mapping[str, Any], loaded: dict[str, Array]):
         self.entries: dict[str, Entry] = {entry.name: entry for entry in frame.layout.entries}
         self._memory = memory
         self._tensors = frame.tensors
         self._objects = objects
-        self._written = written
+        self._loaded = loaded
 
     def __getitem__(self, name: str) -> Any:
         entry = self.entries.get(name)
@@ -71,17 +71,17 @@ class Values(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._objects) + len(self.entries)
 
-    def is_in(self, name: str, target: object) -> bool:
+    def is_loaded(self, name: str, target: object) -> bool:
         """Return True if ``target`` already contains the bytes of ``name``."""
-        written = self._written.get(name)
-        if written is None or written is target:
-            return written is not None
+        loaded = self._loaded.get(name)
+        if loaded is None or loaded is target:
+            return loaded is not None
         return (
             isinstance(target, torch.Tensor)
-            and isinstance(written, torch.Tensor)
-            and alike(target, written)
+            and isinstance(loaded, torch.Tensor)
+            and alike(target, loaded)
             and target.is_contiguous()
-            and target.data_ptr() == written.data_ptr()
+            and target.data_ptr() == loaded.data_ptr()
         )
 
 
@@ -90,7 +90,7 @@ def is_array(value: object) -> bool:
     return isinstance(value, torch.Tensor) or (type(value) is np.ndarray and value.dtype.kind in "biufcSUmM")
 
 
-def sort_out(
+def split_by_kind(
     captured: Captured,
 ) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
     """Return the tensors, the arrays and the objects."""
@@ -107,11 +107,16 @@ def sort_out(
     return tensors, arrays, objects
 
 
-def put(target: object, values: Captured, name: str, device: torch.device | None = None) -> Array:
-    """Call ``write_into`` for a value by its name. Do nothing if a restore has already written the value."""
-    if isinstance(values, Values) and values.is_in(name, target):
-        return target  # type: ignore[return-value]  # is_in has checked that it is a tensor or array
+def load_value(target: object, values: Captured, name: str, device: torch.device | None = None) -> Array:
+    """Call ``write_into`` for a value by its name, unless ``target`` is loaded already."""
+    if isinstance(values, Values) and values.is_loaded(name, target):
+        return target  # type: ignore[return-value]  # a loaded target is a tensor or array
     return write_into(target, values[name], device)
+
+
+def is_loaded(target: object, values: Captured, name: str) -> bool:
+    """Return True if ``target`` already contains the bytes of ``name``."""
+    return isinstance(values, Values) and values.is_loaded(name, target)
 
 
 def write_into(target: object, value: Array, device: torch.device | None = None) -> Array:
@@ -174,8 +179,9 @@ def _made_picklable(name: str, value: object) -> object:
         return _Boxed(cloudpickle.dumps(value, protocol=5))
     except Exception as error:
         raise StateError(
-            f"state.{name} holds something that cannot be committed ({type(value).__name__}: {error}); "
-            "keep it outside the state, or give its class __reduce__ or state_dict()/load_state_dict()"
+            f"state.{name} cannot be committed, because it contains a value that cannot be pickled "
+            f"({type(value).__name__}: {error}). Keep the value outside the state, or give its class __reduce__, or "
+            "state_dict() and load_state_dict()."
         ) from error
 
 

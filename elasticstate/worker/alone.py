@@ -1,4 +1,4 @@
-"""SoloRun: ``run`` under plain ``python train.py``."""
+"""SoloLoop: ``run`` under plain ``python train.py``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from elasticstate import present_world
+from elasticstate.compat.stores import HashStore
 from elasticstate.config import refusal_of_other_launchers
 from elasticstate.errors import UsageError
 from elasticstate.state.base import State
@@ -17,7 +17,7 @@ from elasticstate.worker import contexts
 from elasticstate.worker.own_groups import OwnProcessGroups
 
 
-class SoloRun:
+class SoloLoop:
     """A world of one, without a driver. Commits are in ordinary memory, and there are no other workers to wait for."""
 
     def __init__(self) -> None:

@@ -20,6 +20,8 @@ from elasticstate.net.link import Given, StorageLink
 from elasticstate.seals import RESULT_HEAD_BYTES, result_hasher
 from elasticstate.worker.record import record
 
+_NOT_LAUNCHED = "Only elasticstate.launch() runs elasticstate.worker.call. Call elasticstate.launch(function) instead."
+
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Return the bytes that :func:`main` reads. The caller's module path comes first: unpickling may need it."""
@@ -34,34 +36,36 @@ def main() -> None:
     """
     environment = worker_environment()
     if environment is None:
-        raise UsageError("elasticstate.worker.call is run by elasticstate.launch() and by nobody else")
+        raise UsageError(_NOT_LAUNCHED)
     storage = StorageLink(environment.socket, environment.worker)
     given = storage.ask()
     storage.close()
-    path, packed = pickle.loads(_call_of(given))
+    path, packed = pickle.loads(_packed_call(given))
     sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
     function, args, kwargs = pickle.loads(packed)
-    _keep(function(*args, **kwargs), given)
+    _store_result(function(*args, **kwargs), given)
 
 
-def _call_of(given: Given) -> bytes:
+def _packed_call(given: Given) -> bytes:
     """Return the pickled function and arguments from the agent's memory. The agent received them from the driver."""
     for fd in (given.page, *given.buffers):
         os.close(fd)
     if given.call is None:
-        raise UsageError("elasticstate.worker.call is run by elasticstate.launch() and by nobody else")
+        raise UsageError(_NOT_LAUNCHED)
     with open(given.call, "rb") as file:
         return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
 
 
-def _keep(result: Any, given: Given) -> None:
+def _store_result(result: Any, given: Given) -> None:
     """Write the result. The keyed checksum is written last, so a partial result is never valid."""
     if result is None:
         return
     try:
         data = cloudpickle.dumps(result)
     except Exception as error:
-        raise TypeError(f"launch(): the result is a {type(result).__name__} that cannot be pickled: {error}") from error
+        raise TypeError(
+            f"launch(): the result is a {type(result).__name__} that cannot be pickled: {error}. Return another value."
+        ) from error
     hasher = result_hasher(given.key)
     hasher.update(data)
     with open(given.result, "r+b") as file:

@@ -9,8 +9,8 @@ from elasticstate.errors import UsageError
 
 def _refuse_second_group(*args: object, **kwargs: object) -> None:
     raise UsageError(
-        "init_process_group() inside a function decorated with @elasticstate.run: the default process group is there "
-        "already and changes with the world; use it, or torch.distributed.new_group()"
+        "init_process_group() was called inside a function decorated with @elasticstate.run, where elasticstate "
+        "creates the default process group. Use that group, or torch.distributed.new_group()."
     )
 
 

@@ -17,36 +17,36 @@ def main() -> None:
     timeout_s = float(sys.argv[1])
     faulthandler.enable()
     faulthandler.dump_traceback_later(timeout_s, exit=True)
-    _say(at="import torch")
+    _report(at="import torch")
     import torch
     import torch.distributed as dist
 
     has_nccl = dist.is_available() and dist.is_nccl_available()
-    _say(torch=str(torch.__version__), cuda_build=torch.version.cuda or "", rocm_build=torch.version.hip or "")
-    _say(has_gloo=dist.is_available() and dist.is_gloo_available(), has_nccl=has_nccl)
+    _report(torch=str(torch.__version__), cuda_build=torch.version.cuda or "", rocm_build=torch.version.hip or "")
+    _report(has_gloo=dist.is_available() and dist.is_gloo_available(), has_nccl=has_nccl)
     if torch.version.cuda or torch.version.hip:
-        _say(at="CUDA")
-        _say_devices()
+        _report(at="CUDA")
+        _report_devices()
     if has_nccl:
-        _say(at="NCCL", nccl=_nccl_version())
-    _say(at="elasticstate's native module")
+        _report(at="NCCL", nccl=_nccl_version())
+    _report(at="elasticstate's native module")
     import elasticstate._native  # noqa: F401
 
     if dist.is_available() and dist.is_gloo_available():
-        _say(at="Gloo")
+        _report(at="Gloo")
         _try_gloo(timeout_s)
-    _say(at="")
+    _report(at="")
 
 
-def _say_devices() -> None:
+def _report_devices() -> None:
     import torch
 
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # its error names the cause
         names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
-        _say(devices=names)
+        _report(devices=names)
     except (RuntimeError, AssertionError) as error:
-        _say(no_cuda=_in_a_line(error))
+        _report(no_cuda=_in_a_line(error))
 
 
 def _nccl_version() -> str:
@@ -60,8 +60,8 @@ def _try_gloo(timeout_s: float) -> None:
     """Create and destroy a world of one as a worker does, and run an all-reduce in it."""
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import TCPStore
 
+    from elasticstate.compat.stores import TCPStore
     from elasticstate.worker.contexts.context import Rendezvous
     from elasticstate.worker.contexts.gloo import GlooContext
 
@@ -72,17 +72,17 @@ def _try_gloo(timeout_s: float) -> None:
         context.create(Rendezvous(store, "check", "check", 0, 1, timeout, timeout, lambda: None))
         value = torch.ones(1)
         dist.all_reduce(value)
-        _say(gloo_works=value.item() == 1)
+        _report(gloo_works=value.item() == 1)
         context.destroy()
     except Exception as error:  # report any error
-        _say(no_gloo=_in_a_line(error))
+        _report(no_gloo=_in_a_line(error))
 
 
 def _in_a_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _say(**facts: object) -> None:
+def _report(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 from elasticstate import error_file, present_world
 from elasticstate.config import error_file_path, worker_environment
 from elasticstate.errors import NotInWorldError
+from elasticstate.log import logger
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,16 +38,16 @@ class ErrorHandler:
             tick: number of completed ticks, inside ``run``; None elsewhere.
         """
         started = worker_environment()
-        who = started.worker if started is not None else None
+        worker = started.worker if started is not None else None
         place: dict[str, int | None] = {"rank": None, "generation": None}
         with suppress(NotInWorldError):
             place = {"rank": present_world.rank(), "generation": present_world.generation()}
         return error_file.describe(
             error,
             time_ns,
-            host=who.host if who is not None else None,
-            slot=who.slot if who is not None else None,
-            incarnation=who.incarnation if who is not None else None,
+            host=worker.host if worker is not None else None,
+            slot=worker.slot if worker is not None else None,
+            incarnation=worker.incarnation if worker is not None else None,
             pid=os.getpid(),
             tick=tick,
             **place,
@@ -61,11 +61,11 @@ class ErrorHandler:
 
 
 def handle(handler: ErrorHandler, error: BaseException, time_ns: int, tick: int | None = None) -> None:
-    """Call the handler. An error inside the handler must not hide ``error``, so it is only printed to stderr."""
+    """Call the handler. An error inside the handler must not hide ``error``, so it is only logged."""
     try:
         handler.record_exception(error, time_ns, tick)
     except Exception as problem:
-        sys.stderr.write(f"elasticstate: the error could not be recorded: {type(problem).__name__}: {problem}\n")
+        logger.error("the error handler failed, so the error is not recorded: %s: %s", type(problem).__name__, problem)
 
 
 @overload

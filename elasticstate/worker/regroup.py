@@ -7,10 +7,10 @@ import time
 import traceback
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
 from elasticstate import present_world
+from elasticstate.compat.stores import PrefixStore, Store, TCPStore
 from elasticstate.config import WorkerEnvironment
+from elasticstate.error_chain import error_chain
 from elasticstate.net import messages
 from elasticstate.net.runs import from_runs
 from elasticstate.worker.contexts.context import Backend, Context, Rendezvous
@@ -73,7 +73,7 @@ class Regrouper:
         if isinstance(self._store, TCPStore) and self._store is self._server:
             self._server = None  # its keys belong to this generation, so it cannot be used again
         self._store = None
-        self._sentinel.left()
+        self._sentinel.leave()
         gc.collect()
 
     def _connect(self, view: present_world.WorldView, message: messages.WorldMessage) -> TCPStore:
@@ -122,28 +122,14 @@ def _view(message: messages.WorldMessage) -> present_world.WorldView:
     )
 
 
-def let_go(error: BaseException) -> None:
+def release_exception(error: BaseException) -> None:
     """Release all objects that an exception keeps alive: the frames of its whole chain, and its attributes.
 
     ``clear_frames`` of the outermost traceback is not enough: ``raise X from e`` keeps e's frames. These keep the DDP
     wrapper, its buckets and the dead process group alive.
     """
-    for link in chain(error):
+    for link in error_chain(error):
         traceback.clear_frames(link.__traceback__)
         link.__traceback__ = None
         link.__cause__ = link.__context__ = None
         link.__dict__.clear()
-
-
-def chain(error: BaseException) -> list[BaseException]:
-    """Return the exception with all its causes and contexts, recursively."""
-    found: list[BaseException] = []
-    ahead: list[BaseException | None] = [error]
-    while ahead:
-        link = ahead.pop()
-        if link is None or any(link is known for known in found):
-            continue
-        found.append(link)
-        ahead += [link.__cause__, link.__context__]
-        ahead += getattr(link, "exceptions", ())  # members of an ExceptionGroup
-    return found

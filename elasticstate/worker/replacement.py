@@ -7,14 +7,16 @@ import signal
 import sys
 from typing import NoReturn
 
+from elasticstate.log import logger
 
-def be_replaced(reason: str) -> NoReturn:
+
+def exit_for_replacement(reason: str) -> NoReturn:
     """End this process immediately. The agent starts another one in this slot, which resumes from the retained commit.
 
     The process ends by a signal: the driver does not count that as the worker's own error, and no exit code of
     libraries runs, which may wait for a device or for dead members.
     """
-    sys.stderr.write(f"elasticstate: {reason}; this worker is replaced\n")
+    logger.error("this worker is restarted: %s", reason)
     sys.stdout.flush()
     sys.stderr.flush()
     while True:

@@ -1,8 +1,8 @@
 """Sentinel: the Python side of the worker's link to the agent. A C++ thread (``native/sentinel.hpp``) does the work.
 
 That thread owns the socket to the agent and never needs the GIL. It sends heartbeats, answers HOLD, applies END,
-RELEASE and verdicts, and cuts an ended generation. This module sends what only Python knows, waits (without the GIL,
-with working Ctrl-C and signal handlers), and turns messages that the thread received into exceptions.
+RELEASE and verdicts, and cuts an ended generation. This module sends the messages that need Python, waits (without the
+GIL, with working Ctrl-C and signal handlers), and turns messages that the thread received into exceptions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ A = TypeVar("A")
 
 
 class Connection(Protocol):
-    """The connected socket to the agent. ``detach`` hands over its descriptor."""
+    """The connected socket to the agent. ``detach`` returns its descriptor, which the caller then owns."""
 
     def detach(self) -> int: ...
 
@@ -58,23 +58,25 @@ class Sentinel:
         self._commit: CommitId | None = None
         self._previous: CommitId | None = None
         self._newest_sealed: CommitId | None = None  # intact or not
-        self._notices: list[int] = []  # signals that announce a preemption
+        self._preemption_signals: list[int] = []
         self._exits = False
         self._cutter: threading.Thread | None = None
 
     # --------------------------------------------------------------------------------------------------- start and stop
 
-    def start(self, notices: Iterable[int] = (signal.SIGTERM,)) -> None:
+    def start(self, preemption_signals: Iterable[int] = (signal.SIGTERM,)) -> None:
         """Send HELLO and start the thread. Call it on the main thread, once.
 
-        The signals in ``notices`` are preemption notices from now on, except those that the program handles or ignores.
+        ``preemption_signals`` are preemption notices from now on, except those that the program handles or ignores.
         """
-        self.say(messages.Hello(self._worker, os.getpid(), messages.PROTOCOL_VERSION))
-        self._notices = [number for number in notices if signal.getsignal(number) is signal.SIG_DFL]
-        for number in self._notices:
+        self.send(messages.Hello(self._worker, os.getpid(), messages.PROTOCOL_VERSION))
+        self._preemption_signals = [
+            number for number in preemption_signals if signal.getsignal(number) is signal.SIG_DFL
+        ]
+        for number in self._preemption_signals:
             self._native.notice(number)
-            signal.signal(number, self._on_notice)
-        if self._notices:
+            signal.signal(number, self._on_preemption_signal)
+        if self._preemption_signals:
             signal.set_wakeup_fd(self._native.signal_fd, warn_on_full_buffer=False)
         self._native.start()
         _started.add(self)
@@ -82,17 +84,17 @@ class Sentinel:
     def finish(self) -> None:
         """Mark the worker as done: it has passed the exit gate, and ends in its own time as a plain process."""
         self._native.set_place(Place.DONE)
-        self._let_signals_go()
+        self._restore_signals()
 
-    def _let_signals_go(self) -> None:
-        ours = [number for number in self._notices if signal.getsignal(number) == self._on_notice]
+    def _restore_signals(self) -> None:
+        ours = [number for number in self._preemption_signals if signal.getsignal(number) == self._on_preemption_signal]
         if ours:
             signal.set_wakeup_fd(-1)
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
 
-    def _on_notice(self, signum: int, frame: object) -> None:
-        if not self.leaving or self._exits:
+    def _on_preemption_signal(self, signum: int, frame: object) -> None:
+        if not self.is_leaving or self._exits:
             return  # the thread has reported the signal; or a second signal arrives while the interpreter ends
         self._exits = True
         if self._native.place == Place.BOOT:
@@ -101,10 +103,10 @@ class Sentinel:
             os._exit(0)
         raise SystemExit(0)
 
-    def _forked(self) -> None:
+    def detach_forked(self) -> None:
         """Detach a forked child of the worker: it is not part of the job, and SIGTERM ends it."""
         self._native.forked()
-        self._let_signals_go()
+        self._restore_signals()
 
     # ---------------------------------------------------------------------------------------------- state of the worker
 
@@ -128,44 +130,44 @@ class Sentinel:
         return end.cause
 
     @property
-    def leaving(self) -> bool:
+    def is_leaving(self) -> bool:
         return self._native.leaving
 
-    def ended(self, generation: int) -> bool:
+    def has_ended(self, generation: int) -> bool:
         """Return True if ``generation`` is over. It never becomes False again."""
         return self._native.ended(generation)
 
     @property
-    def in_generation(self) -> bool:
+    def is_in_generation(self) -> bool:
         """True if a generation was entered and not left yet."""
         return self._native.in_generation
 
     def check(self) -> None:
         """Raise CollectiveError if the present generation is over. Call it before each step of a regroup."""
-        if self.ended(self.generation):
+        if self.has_ended(self.generation):
             raise CollectiveError(self.cause)
 
     # --------------------------------------------------------------------------------------------------------- messages
 
-    def say(self, message: messages.FromWorkerBody) -> None:
+    def send(self, message: messages.FromWorkerBody) -> None:
         """Send a message to the agent, now or as soon as the agent reads."""
         self._native.send(encode_from_worker(message))
 
-    def ask(self, question: messages.FromWorkerBody, answer: type[A]) -> A:
-        """Send ``question``, and wait for the agent's message of type ``answer``. Other messages are dropped."""
-        self.say(question)
+    def request(self, request: messages.FromWorkerBody, answer: type[A]) -> A:
+        """Send ``request``, and wait for the agent's message of type ``answer``. Other messages are dropped."""
+        self.send(request)
         while True:
             message = worker_codec.decode_to_worker(self._native.wait_other())
             if isinstance(message, answer):
                 return message
 
-    def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
+    def record_commits(self, commit: CommitId | None, previous: CommitId | None) -> None:
         """Record the ids of both buffers. Report a generation's first commit at once: the job has now committed."""
         known, self._commit, self._previous = self._commit, commit, previous
         if commit is not None and (self._newest_sealed is None or commit > self._newest_sealed):
             self._newest_sealed = commit
         if commit is not None and commit.tick and (known is None or known < CommitId(commit.generation, 1)):
-            self.say(messages.CommitSealed(self._worker, commit))
+            self.send(messages.CommitSealed(self._worker, commit))
 
     # ------------------------------------------------------------------------------------------------------ generations
 
@@ -177,7 +179,7 @@ class Sentinel:
         self._native.set_place(Place.REGROUP)
         joined, paused_s = self.generation, self._native.paused_s
         ids = (self._commit, self._previous)
-        self.say(messages.Ready(joined, *ids, store, self.ticks, paused_s, behind, self._newest_sealed))
+        self.send(messages.Ready(joined, *ids, store, self.ticks, paused_s, behind, self._newest_sealed))
         message = self._native.wait_world(joined)
         if message is None:
             raise SystemExit(0)
@@ -198,7 +200,7 @@ class Sentinel:
             context.sever()
             time.sleep(_SWEEP_INTERVAL_S)
 
-    def train(self) -> None:
+    def begin_training(self) -> None:
         """Mark the start of the user's function: the generation is created and synced."""
         self._native.set_place(Place.TRAIN)
         self.check()
@@ -215,37 +217,37 @@ class Sentinel:
         """
         end = self._native.tick()
         if end is not None:
-            self._stop(end)
+            self._raise_end(end)
 
-    def _stop(self, end: _native.TickEnd) -> None:
+    def _raise_end(self, end: _native.TickEnd) -> None:
         if end is _native.TickEnd.INTERRUPTED:
             raise HostsUpdatedInterrupt(self.cause)
         if end is _native.TickEnd.BEYOND:
-            raise CollectiveError(f"tick {self.ticks} is beyond the tick that all leave at")
+            raise CollectiveError(f"tick {self.ticks} comes after the tick at which all members left the generation")
         raise CollectiveError(self.cause)
 
     def is_own_error(self, error: str) -> bool:
         """Request the verdict on this worker's exception. Return True for an own error, False for a broken world."""
         generation = self.generation
-        self.say(messages.GenerationFailure(generation, False, error))
+        self.send(messages.GenerationFailure(generation, False, error))
         return self._native.wait_verdict(generation)
 
-    def failed(self, error: str) -> None:
+    def report_failure(self, error: str) -> None:
         """End the present generation and report its failure, if it has not ended already."""
         generation = self.generation
         end = worker_codec.encode_to_worker(messages.End(generation, None, error))
         if self._native.end(generation, end):
-            self.say(messages.GenerationFailure(generation, True, error))
+            self.send(messages.GenerationFailure(generation, True, error))
 
-    def gate(self) -> None:
+    def wait_in_gate(self) -> None:
         """Wait in the exit gate for all members. Raises CollectiveError if the generation ends before that."""
         generation = self.generation
         self._native.set_place(Place.GATE)
-        self.say(messages.Gate(generation))
+        self.send(messages.Gate(generation))
         if not self._native.wait_gate(generation):
             raise CollectiveError(self.cause)
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """Stop the cutting: nothing of the generation remains in this process."""
         self._native.left()
         if self._cutter is not None:
@@ -258,7 +260,7 @@ _started: weakref.WeakSet[Sentinel] = weakref.WeakSet()
 
 def _in_child() -> None:
     for sentinel in list(_started):
-        sentinel._forked()
+        sentinel.detach_forked()
     _started.clear()
 
 

@@ -8,7 +8,6 @@ from elasticstate import present_world
 from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId
 from elasticstate.net import messages
-from elasticstate.state.base import State
 from elasticstate.worker.contexts.context import Context
 from elasticstate.worker.sentinel import Sentinel
 
@@ -24,7 +23,6 @@ class WorkerSession:
         self._reported_bytes = 0
         self.worker_key = worker_key
         self.view: present_world.WorldView = present_world.alone()
-        self.state: State | None = None
 
     def enter(self, view: present_world.WorldView, context: Context) -> None:
         """Use this world from now on."""
@@ -58,8 +56,8 @@ class WorkerSession:
         self._sentinel.may_commit()
         return CommitId(self.view.generation, self._sentinel.ticks + 1)
 
-    def ended(self, generation: int) -> bool:
-        return self._sentinel.ended(generation)
+    def has_ended(self, generation: int) -> bool:
+        return self._sentinel.has_ended(generation)
 
     def tick(self) -> None:
         self._sentinel.tick()
@@ -71,14 +69,14 @@ class WorkerSession:
     def progress(self) -> None:
         self._page.progress()
 
-    def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
-        self._sentinel.sealed(commit, previous)
-        if self.state is not None and self.state.commit_bytes > self._reported_bytes:
-            self._reported_bytes = self.state.commit_bytes
-            self._sentinel.say(messages.CommitSize(self._reported_bytes))
+    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
+        self._sentinel.record_commits(newest, previous)
+        if size_bytes > self._reported_bytes:
+            self._reported_bytes = size_bytes
+            self._sentinel.send(messages.CommitSize(size_bytes))
 
-    def synced(self, bytes: int, seconds: float) -> None:
-        self._sentinel.say(messages.Synced(self.view.generation, bytes, seconds))
+    def record_sync(self, size_bytes: int, seconds: float) -> None:
+        self._sentinel.send(messages.Synced(self.view.generation, size_bytes, seconds))
 
     def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Return a group of exactly these ranks, which include this one; None is the default group, for all ranks."""

@@ -86,7 +86,7 @@ class Agent:
         order = codec.decode_to_agent(data)
         match order:
             case messages.JobSpec():
-                self.timeout_s = order.heartbeat_timeout_s
+                self.timeout_s = order.options.heartbeat_timeout_s
                 self.send(messages.HostReport((), ()))
             case messages.StartWorker(worker):
                 self.workers.append(worker)

@@ -31,6 +31,7 @@ from statistics import median
 import torch
 
 import elasticstate as elastic
+from elasticstate.state.base import committer_of
 from elasticstate.state.copy_stream import copy_stream_of
 
 TENSOR_BYTES = 64 << 20
@@ -95,7 +96,7 @@ class Workload:
         """Return the seconds from the call of ``commit()`` until all bytes are in the shared memory."""
         copy_stream = copy_stream_of(self.device)
         assert copy_stream is not None
-        self.state._settle()
+        committer_of(self.state).settle()
         torch.cuda.synchronize(self.device)
         started = time.perf_counter()
         self.state.commit()
@@ -117,7 +118,7 @@ def measure(workload: Workload, rounds: int) -> dict[str, list[float]]:
 
     def settled() -> None:
         state.commit()
-        state._settle()
+        committer_of(state).settle()
 
     for _ in range(2):  # both buffers
         settled()
@@ -137,7 +138,7 @@ def measure(workload: Workload, rounds: int) -> dict[str, list[float]]:
     names = list(ways)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            state._settle()
+            committer_of(state).settle()
             found[name].append(ways[name]())
     return found
 

@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Iterable
 
+from elasticstate.config import Options
 from elasticstate.core.membership import Membership, new_membership, step
-from elasticstate.core.policy import Policy
 from elasticstate.core.types import (
     AgentJoined,
     CommitId,
@@ -39,7 +39,7 @@ def batches(events: list[Event]) -> Iterable[Event]:
 
 def trained_world(slots: int) -> tuple[Membership, float]:
     """Return a running world of ``slots`` workers, and the CPU time that it took to form this world."""
-    m = new_membership(Policy(np=slots, min_np=slots // 2))
+    m = new_membership(Options(command=(), np=slots, min_np=slots // 2).policy())
     hosts = tuple(HostSlots(f"h{i:05}", SLOTS_PER_HOST) for i in range(slots // SLOTS_PER_HOST))
     began = time.process_time()
     m = step(m, HostsDiscovered(hosts), 0.0).next

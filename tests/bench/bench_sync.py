@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from elasticstate import TorchState
 from elasticstate.core.types import CommitId
+from elasticstate.state.base import committer_of
 
 MB = 1 << 20
 GOAL = 0.8
@@ -55,12 +56,12 @@ class Session:
 
     def tick(self) -> None: ...
     def progress(self) -> None: ...
-    def ended(self, generation: int) -> bool:
+    def has_ended(self, generation: int) -> bool:
         return False
 
-    def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None: ...
+    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None: ...
 
-    def synced(self, size_bytes: int, seconds: float) -> None:
+    def record_sync(self, size_bytes: int, seconds: float) -> None:
         self.size_bytes = size_bytes
 
     def process_group_for(self, ranks: tuple[int, ...]) -> Any:
@@ -118,7 +119,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
     session = Session(rank)
     state = state_of(rank, args.tensors, args.mb * MB)
-    state._bind(session)
+    committer_of(state).use_session(session)
     if rank == 0:
         state.commit()
     timed_sync(state, session)
@@ -132,7 +133,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
         rounds.append((seconds[0], seconds[1]))
     collectives = session.collectives
     few = state_of(rank, 10, args.mb * MB)
-    few._bind(session)
+    committer_of(few).use_session(session)
     timed_sync(few, session)
     if rank == 1:
         result = {"rounds": rounds, "bytes": flat.numel(), "many": collectives, "few": session.collectives}

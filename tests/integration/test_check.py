@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from elasticstate.errors import OptionError
-from elasticstate.mpi_build import MpiInstallation, find_mpi, look_for_mpi
+from elasticstate.mpi.installation import MpiInstallation, require_mpi, search
 
 BESIDE = Path(sys.executable).parent
 LIMIT_S = 120  # time limit of these tests; the machine may be busy
@@ -69,7 +69,7 @@ def program(path: Path, text: str) -> Path:
 
 
 def look(python: Path | str = sys.executable) -> MpiInstallation:
-    return asyncio.run(look_for_mpi(LIMIT_S, python=str(python)))
+    return asyncio.run(search(LIMIT_S, python=str(python)))
 
 
 # ------------------------------------------------------------------------------------------------ available features
@@ -87,7 +87,7 @@ def test_all_that_is_here_is_found() -> None:
         f"[X] mpirun ({BESIDE}/mpirun), of that library",
         "[X] ULFM: one of two processes was killed",
         "[X] MPI_THREAD_MULTIPLE",
-        "[X] ports of 127.0.0.1: can listen there",
+        "[X] ports of 127.0.0.1: can listen",
         "[X] --commit-dir /dev/shm: tmpfs, ",
     ):
         assert f"    {line}" in stdout
@@ -111,10 +111,10 @@ def test_what_is_asked_for_and_missing_is(tmp_path: Path) -> None:
         status, stdout, stderr = check("--listen", address, "--token-file", "t", "--commit-dir", nowhere)
     assert status == 1
     assert (
-        f"[ ] --commit-dir {nowhere}: cannot create a directory in it (No such file or directory): choose another"
-        in stdout
+        f"[ ] --commit-dir {nowhere}: this user cannot create a directory there (No such file or directory): choose "
+        "another" in stdout
     )
-    assert "of 127.0.0.1: cannot listen there (Address already in use" in stdout
+    assert "of 127.0.0.1: cannot listen (Address already in use" in stdout
     assert stderr.splitlines() == [
         f"elasticrun: --commit-dir: {nowhere!r}: cannot hold commits. Choose another directory.",
         f"elasticrun: --listen: {address!r}: cannot listen there. Give an address of this machine and a free port.",
@@ -133,14 +133,14 @@ def test_hosts_that_cannot_be_reached(tmp_path: Path) -> None:
     script = program(tmp_path / "discover", "echo localhost; echo nobody.invalid:2")
     status, stdout, stderr = check("--host-discovery-script", str(script))
     assert status == 1
-    assert "    [X] localhost: this machine\n    [ ] nobody.invalid: was out of reach for ssh: " in stdout
+    assert "    [X] localhost: this machine\n    [ ] nobody.invalid: is unreachable by ssh: " in stdout
     assert stderr == "elasticrun: --host-discovery-script: 1 of 2 hosts cannot be used. See the lines above.\n"
 
 
 def test_a_hostfile_that_is_not_there() -> None:
     status, stdout, stderr = check("--hostfile", "/nowhere")
     assert status == 1
-    assert "[ ] hostfile /nowhere: No such file or directory" in stdout
+    assert "[ ] hostfile /nowhere could not be read: No such file or directory" in stdout
     assert stderr == "elasticrun: --hostfile: 1 of 1 hosts cannot be used. See the lines above.\n"
 
 
@@ -157,7 +157,7 @@ def test_a_small_file_system_is_told_of(tmp_path: Path) -> None:
     mount = f'mount -t tmpfs -o size=64m none {place} && exec "$@"'
     status, stdout, stderr = check("--commit-dir", str(place), before=("unshare", "--mount", "sh", "-c", mount, "sh"))
     assert (status, stderr) == (0, "")
-    assert f"[X] --commit-dir {place}: tmpfs, 67.1 MB of 67.1 MB free\n        little space: " in stdout
+    assert f"[X] --commit-dir {place}: tmpfs, 67.1 MB of 67.1 MB free\n        low space: " in stdout
 
 
 # ------------------------------------------------------------------------------------------------------------ torch
@@ -221,7 +221,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_mpi_of_this_environment() -> None:
-    found = find_mpi(LIMIT_S)
+    found = require_mpi(LIMIT_S)
     assert (found.mpirun, found.has_ulfm, found.has_thread_multiple) == (str(BESIDE / "mpirun"), True, True)
     assert found.version == found.mpirun_version
     assert Path(found.library).name.startswith("libmpi.so")
@@ -248,7 +248,7 @@ def test_an_environment_without_mpi(tmp_path: Path) -> None:
 def test_an_mpi4py_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPI4PY_LIBMPI", "")  # leaves only the search path of the linker
     with pytest.raises(OptionError, match=r"^--backend: 'mpi': mpi4py 4.* cannot load .* LD_LIBRARY_PATH\.$"):
-        find_mpi(LIMIT_S)
+        require_mpi(LIMIT_S)
 
 
 def test_no_mpirun(elsewhere: Path) -> None:
@@ -300,5 +300,5 @@ def test_an_mpirun_that_fails(elsewhere: Path, tmp_path: Path) -> None:
 def test_an_mpi_that_hangs_is_ended(elsewhere: Path, tmp_path: Path) -> None:
     text = f"case $1 in --version) exec {BESIDE}/mpirun --version;; esac\nwhile :; do :; done"
     program(tmp_path / "bin" / "mpirun", text)
-    problem = asyncio.run(look_for_mpi(5, python=str(elsewhere))).problem
-    assert "cannot start two processes: it took longer than 5 s (--start-timeout). Run pip install" in problem
+    problem = asyncio.run(search(5, python=str(elsewhere))).problem
+    assert "cannot start two processes: timed out after 5 s (--start-timeout). Run pip install" in problem

@@ -14,8 +14,8 @@ import pytest
 import torch
 from ranks import SOON_S, Rank, Ranks
 
-from elasticstate.driver.mpirun import Mpirun
-from elasticstate.net.messages import Applicant
+from elasticstate.mpi.messages import Applicant
+from elasticstate.mpi.mpirun import Mpirun
 from elasticstate.private import open_directory, write_file
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU, and torch sees none here")
@@ -41,7 +41,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 def give_identities(mpirun: Mpirun, members: list[Applicant]) -> None:
     """Give identities to the ranks, as the driver and the agents do."""
-    mpirun.ask(members)
+    mpirun.request_identities(members)
     deadline = time.monotonic() + SOON_S
     for member in members:
         while (identity := mpirun.identity(member)) is None:

@@ -87,7 +87,8 @@ def test_a_death_while_there_is_no_driver_is_dealt_with_by_the_next_one(tmp_path
         assert (finished["driver"], finished["lower_bounds"]) == (2, ["downtime_s"])
         assert finished["downtime_s"] > 0
         assert re.search(
-            r"of driver 2, which has seen: 3 generations, downtime at least [\d.]+ s, 0 commits", job.output
+            r"in generation 3; driver 2 ran for [\d.]+ s: 1 failure, downtime at least [\d.]+ s, 0 commits lost",
+            job.output,
         )
 
 
@@ -165,7 +166,7 @@ def test_a_living_job_has_one_driver(tmp_path: Path, name: str) -> None:
             )
             assert second.returncode == 2
             assert second.stderr.count("\n") == 1
-            assert f"takes the name of no running job (its driver is process {job.process.pid})" in second.stderr
+            assert f"a job of this name is already running: its driver is process {job.process.pid}" in second.stderr
         job.stop_file.touch()
         job.finish(0)
         job.check_survival()
@@ -176,7 +177,10 @@ def test_the_name_of_a_job_that_waits_for_its_driver_is_not_given_to_another(tmp
         job.wait_for_step(2)
         kill_the_driver(job, name)
         for arguments, complaint in (
-            (["-np", "1", "--job-name", name, "--", "true"], "has lost its driver: wait for --orphan-timeout"),
+            (
+                ["-np", "1", "--job-name", name, "--", "true"],
+                "a job of this name lost its driver, and it runs another command",
+            ),
             (
                 ["--reattach", name, "-np", "3"],
                 "--reattach: '-np 3': must not be given. A job keeps the command and the options",

@@ -101,9 +101,12 @@ elastic.rank()
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (SECOND_CALL, "UsageError: train(): a process runs one function"),
-        (OWN_GROUP, "UsageError: init_process_group() inside a function"),
-        (NO_STATE, "UsageError: train() is decorated with @elasticstate.run: its first argument has to be a State"),
+        (
+            SECOND_CALL,
+            "UsageError: train(): this process has called a function decorated with @elasticstate.run before",
+        ),
+        (OWN_GROUP, "UsageError: init_process_group() was called inside a function"),
+        (NO_STATE, "UsageError: train() is decorated with @elasticstate.run, so its first argument must be a State"),
         (NO_WORLD, "NotInWorldError: there is no world yet"),
     ],
 )

@@ -41,7 +41,7 @@ def test_a_stopped_worker_is_found_and_the_others_train_on(rank: int, tmp_path: 
         let_it_end(job, tmp_path / "stop")
         job.finish()
     check_that_the_other_went_on(job, 2.0 + 1.5, since)
-    assert "no sign of life for --heartbeat-timeout of 2 s" in job.events("worker_unresponsive")[0]["reason"]
+    assert "no heartbeat for --heartbeat-timeout of 2 s" in job.events("worker_unresponsive")[0]["reason"]
     assert "train.py" in job.output, "the stacks name the script"
 
 

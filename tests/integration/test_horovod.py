@@ -175,7 +175,7 @@ def test_a_collective_after_the_end_of_the_world_says_so() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "NotInWorldError: the world is over" in done.stderr
+    assert "NotInWorldError: the world has ended" in done.stderr
 
 
 def test_the_example_learns() -> None:

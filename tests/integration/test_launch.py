@@ -61,7 +61,7 @@ def test_results_come_by_rank_of_the_last_world() -> None:
     results = json.loads(done.stdout.splitlines()[-1])
     assert len(results) in (2, 3), "another one may have come in time"
     assert results == [[rank, len(results), [5]] for rank in range(len(results))]
-    assert "lost localhost:1 (SIGKILL)" in done.stderr
+    assert "lost: localhost:1 (SIGKILL)" in done.stderr
 
 
 def test_results_of_any_size_come_from_each_host() -> None:
@@ -183,7 +183,7 @@ def test_ctrl_c_ends_all_and_is_raised(launched: Launched) -> None:
     launched.process.send_signal(signal.SIGINT)
     assert launched.finish() == -signal.SIGINT
     said = launched.output.read_text()
-    assert "SIGINT: stops the workers" in said
+    assert "SIGINT: stopping the workers" in said
     assert said.rstrip().endswith("KeyboardInterrupt")
     launched.wait_for("end of the workers", lambda: not any(map(psutil.pid_exists, launched.workers())))
 
@@ -198,11 +198,11 @@ def test_a_job_ends_with_its_caller(launched: Launched) -> None:
 
 def test_an_elasticrun_that_is_killed_is_replaced(launched: Launched) -> None:
     os.kill(launched.driver(), signal.SIGKILL)
-    launched.wait_for("another driver", lambda: "driver 2 has taken over" in launched.output.read_text())
+    launched.wait_for("another driver", lambda: "driver 2 reattached" in launched.output.read_text())
     launched.stop.touch()
     assert launched.finish() == 0, launched.output.read_text()
     said = launched.output.read_text()
-    assert "ended: SIGKILL; starting another one, which reattaches" in said
+    assert "ended: SIGKILL. Another one starts and reattaches to the workers." in said
     assert "[True, True]" in said
     assert len(launched.workers()) == 2, "nobody was started anew"
 
@@ -265,5 +265,5 @@ def test_a_notebook_launches_functions_of_its_cells_shows_what_they_print_and_ma
         endless = "elastic.launch(lambda: (print('up', os.getpid(), flush=True), time.sleep(600)), np=1)"
         printed, error = cells.run(endless, interrupt=lambda text: "] up " in text)
         assert error == "KeyboardInterrupt", printed
-        assert "SIGINT: stops the workers" in printed
+        assert "SIGINT: stopping the workers" in printed
         assert json.loads(cells.run("print(elastic.launch(f, (1,), np=1))")[0].splitlines()[-1]) == [2]

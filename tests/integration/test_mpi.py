@@ -18,8 +18,8 @@ import psutil
 import pytest
 from job import Hosts, Job
 
-from elasticstate.driver.mpirun import Mpirun
-from elasticstate.net.messages import Applicant
+from elasticstate.mpi.messages import Applicant
+from elasticstate.mpi.mpirun import Mpirun
 from elasticstate.net.trust import make_token
 
 MPI = ("--backend", "mpi", "--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
@@ -57,10 +57,10 @@ def test_a_request_that_cannot_be_met_does_not_end_mpirun(tmp_path: Path) -> Non
     dead.wait()
     gone, here = (Applicant("localhost", pid, str(tmp_path)) for pid in (dead.pid, os.getpid()))
     try:
-        mpirun.ask([])  # a request for no processes
-        wait_until(lambda: "no holders for []" in mpirun.last_output(), "the refusal")
-        mpirun.ask([gone])
-        mpirun.ask([here])
+        mpirun.request_identities([])  # a request for no processes
+        wait_until(lambda: "could not start holders for []" in mpirun.last_output(), "the refusal")
+        mpirun.request_identities([gone])
+        mpirun.request_identities([here])
         wait_until(lambda: mpirun.identity(here) is not None, "an identity")
         assert mpirun.identity(gone) is None
     finally:
@@ -70,16 +70,16 @@ def test_a_request_that_cannot_be_met_does_not_end_mpirun(tmp_path: Path) -> Non
 def test_an_identity_for_another_host_is_held_until_its_worker_has_ended(tmp_path: Path) -> None:
     mpirun, far = Mpirun(tmp_path, 30), [Applicant("far", pid, str(tmp_path)) for pid in (1, 2)]
     try:
-        mpirun.ask(far, make_token())
+        mpirun.request_identities(far, make_token())
         wait_until(lambda: all(mpirun.identity(member) is not None for member in far), "identities")
         assert {identity.relay_port > 0 for member in far if (identity := mpirun.identity(member))} == {True}
         holders = [json.loads((tmp_path / "mpi" / "held" / "far" / str(pid)).read_text())["pid"] for pid in (1, 2)]
         assert all(command_of(psutil.Process(pid)) for pid in holders)
-        mpirun.ended("far", 1)
+        mpirun.end_identity("far", 1)
         wait_until(lambda: not psutil.pid_exists(holders[0]), "end of the first holder")
         assert mpirun.identity(far[0]) is None
         assert command_of(psutil.Process(holders[1]))
-        mpirun.lost("far")
+        mpirun.end_identities_of("far")
         wait_until(lambda: not psutil.pid_exists(holders[1]), "end of the second holder")
     finally:
         mpirun.stop()
@@ -162,7 +162,7 @@ def test_mpirun_is_killed_and_all_resume_from_their_commits(tmp_path: Path) -> N
         resumed = job.wait_for_event("training_resumed")
         assert resumed["ticks_lost"] <= 1
         (warning,) = job.events("warning")
-        assert warning["text"].startswith("mpirun has ended: all workers resume from their commits")
+        assert warning["text"].startswith("mpirun has ended: all workers restart and resume from their commits")
         job.stop_file.touch()
         job.finish(0)
         job.check_survival()

@@ -43,9 +43,7 @@ def test_a_worker_that_has_lost_its_device_is_replaced_and_resumes(tmp_path: Pat
         assert sorted(e["slot"] for e in ends) == [1, 2]
         replaced = next(e for e in ends if e["slot"] == 1)
         assert "Traceback" in replaced["error"], "the error file"
-        assert "localhost:1] elasticstate: this process cannot use its device any more; this worker is replaced" in (
-            job.output
-        )
+        assert "localhost:1] elasticstate: this worker is restarted: this process cannot use its device" in job.output
         entered = job.log("enter")
         assert len({e["pid"] for e in entered}) == 5, "slot 0 has gone on in its process"
         assert all(e["step"] >= 9 for e in entered if e["generation"] > 1), "nobody begins anew"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.mpi_build import AS_ROOT
+from elasticstate.mpi.installation import AS_ROOT
 
 PROGRAM = """
 import elasticstate, elasticstate.horovod as hvd, torch.distributed as dist

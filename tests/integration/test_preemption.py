@@ -59,18 +59,18 @@ def test_a_notice_command_drains_its_host_and_discovery_may_name_it_anew(tmp_pat
         end = drained(job, "127.0.0.2")
         reason = "spot instance: terminate at noon"
         assert job.wait_for_event("host_draining")["reason"] == reason
-        assert end["cause"] == f"127.0.0.2:0#1 leaves: notice: {reason}"
+        assert end["cause"] == f"127.0.0.2:0#1 drains: preemption notice: {reason}"
         is_in_preemption_cooldown = job.wait_for_event("host_cooldown", host="127.0.0.2", seconds=600.0)
         later = is_in_preemption_cooldown["time"] + 2.5  # without the cooldown, its agent would join within a second
         job.wait_for("training to go on", lambda: any(line["time"] > later for line in job.log("commit")))
-        assert len(job.events("agent_joined")) == 3, "it is left alone, though discovery names it"
+        assert len(job.events("agent_joined")) == 3, "the host is not used, although discovery names it"
         (tmp_path / "notice-127.0.0.2").unlink()
         hosts.set("localhost", "127.0.0.3")
         job.wait_for_event("host_removed")
         hosts.set(*HOSTS)
         job.wait_for_event("world_formed", size=3, generation=3)
         ends_well(job)
-    assert f"elasticrun: host 127.0.0.2 is to be left: {reason}" in job.output
+    assert f"elasticrun: host 127.0.0.2 drains: preemption notice: {reason}" in job.output
 
 
 @pytest.mark.parametrize("by_command", [False, True], ids=["signal", "command"])
@@ -97,5 +97,5 @@ def test_a_worker_with_notice_by_another_signal_drains(tmp_path: Path) -> None:
         all_train(job, 3)
         os.kill(job.pid_of(1), signal.SIGXCPU)
         end = drained(job, HOSTS[1])
-        assert end["cause"] == "127.0.0.2:0#1 leaves: notice: SIGXCPU to the worker"
+        assert end["cause"] == "127.0.0.2:0#1 drains: preemption notice: SIGXCPU to the worker"
         ends_well(job)

@@ -153,7 +153,7 @@ def test_commits_that_are_not_ours_are_not_claimed(tmp_path: Path) -> None:
         job.wait_for_step(10)
         give_to_another_job(job)
         job.finish(status=1)
-    assert "StateLostError: the job has committed" in job.events("root_cause")[0]["reason"]
+    assert "StateLostError: no host holds a commit any more" in job.events("root_cause")[0]["reason"]
     assert "was killed by SIGKILL" in job.events("root_cause")[0]["reason"], "the first failure is named"
     assert len(job.log("enter")) == 1, "nobody has trained from anything else"
 
@@ -161,8 +161,8 @@ def test_commits_that_are_not_ours_are_not_claimed(tmp_path: Path) -> None:
 def test_a_commit_of_another_layout_is_not_claimed(tmp_path: Path) -> None:
     with Job(tmp_path, "-np", "1", steps=60, misfit=True, fault=["kill@30:rank=0"]) as job:
         job.finish(status=1)
-    assert "StateLostError: the job has committed" in job.events("root_cause")[0]["reason"]
-    assert "cannot be resumed from, it is given up" in job.output
+    assert "StateLostError: no host holds a commit any more" in job.events("root_cause")[0]["reason"]
+    assert "which cannot be restored" in job.output
     assert len(job.log("enter")) == 1
 
 
@@ -199,7 +199,7 @@ def test_commits_that_fit_are_kept_there_and_removed_at_the_end(small: Path, tmp
         job.wait_for_step(1)
         assert memory_of(job).parent == small
         job.finish()
-    assert "commits take 17.8 MB on this host (2 workers x 2 x 4.5 MB), 25.2 MB are free" in job.output
+    assert "commits need 17.8 MB on this host (2 workers x 2 x 4.5 MB); 25.2 MB are free" in job.output
     assert not list(small.iterdir())
 
 
@@ -238,7 +238,7 @@ def test_the_driver_removes_what_an_agent_killed_in_the_end_has_left(tmp_path: P
         agent = job.events("agent_joined")[0]["pid"]
         os.kill(agent, signal.SIGSTOP)
         job.process.send_signal(signal.SIGINT)
-        job.wait_for("the end's begin", lambda: "SIGINT: stops the workers" in job.output)
+        job.wait_for("the end's begin", lambda: "SIGINT: stopping the workers" in job.output)
         assert memory.exists()
         os.kill(agent, signal.SIGKILL)
         job.finish(status=130)

@@ -22,6 +22,7 @@ from elasticstate._native import checksum
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError
 from elasticstate.state import rng
+from elasticstate.state.base import committer_of
 from elasticstate.state.layout import digest
 from elasticstate.state.snapshot import Snapshot
 from tests.pages import page_at
@@ -152,8 +153,8 @@ def test_no_bit_of_a_commit_can_change_unnoticed(sealed: FileStorage, caplog: py
         at = chance.randrange(images[name].size if name == "control" else lengths[int(name[0])])
         bit = 1 << chance.randrange(8)
         images[name][at] ^= bit
-        state._attach(sealed)
-        assert state._resume()
+        committer_of(state).use_storage(sealed)
+        assert committer_of(state).resume()
         newest, previous = state.commits
         assert content_of(state) == expected[newest]
         if name == "control":
@@ -163,7 +164,7 @@ def test_no_bit_of_a_commit_can_change_unnoticed(sealed: FileStorage, caplog: py
         elif previous is not None:  # the older buffer has not been read yet
             assert (newest, previous) == (newer, older)
             with pytest.raises(StateError, match="damaged"):
-                state._snapshot.read(older)
+                committer_of(state).snapshot.read(older)
         images[name][at] ^= bit
         images["control"][:] = pristine_page
         caplog.clear()

@@ -41,14 +41,14 @@ def test_a_host_that_does_not_answer_is_told_of(network: Network) -> None:
     assert status == 1
     first, second = said.splitlines()
     assert first.startswith("    [X] a: ")
-    assert second.startswith("    [ ] b: was out of reach for ssh: ")
+    assert second.startswith("    [ ] b: is unreachable by ssh: ")
     assert "see --connect-timeout" in second
 
 
 def test_a_python_that_is_not_there(network: Network) -> None:
     status, said = check(network, "-H", "a:1", "--remote-python", "/no/such/python")
     assert status == 1
-    assert said == "    [ ] a: could not be started: there is no /no/such/python on a: see --remote-python\n"
+    assert said == "    [ ] a: could not be started: host a has no /no/such/python: see --remote-python\n"
 
 
 def test_a_python_without_elasticstate(network: Network, tmp_path: Path) -> None:
@@ -57,4 +57,4 @@ def test_a_python_without_elasticstate(network: Network, tmp_path: Path) -> None
     bare.chmod(0o755)
     status, said = check(network, "-H", "a:1", "--remote-python", str(bare))
     assert status == 1
-    assert said.startswith(f"    [ ] a: {bare} there has no elasticstate: pip install it there")
+    assert said.startswith(f"    [ ] a: {bare} on that host has no elasticstate: pip install elasticstate there")

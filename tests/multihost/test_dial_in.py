@@ -99,7 +99,7 @@ def test_an_agent_with_another_token_is_refused_and_the_job_goes_on(network: Net
         stranger = stack.enter_context(agent(network, "b", other, "--slots", "1", "--wait", "5"))
         assert stranger.wait(30) == 1
         assert stranger.stderr is not None
-        assert "it has another token" in stranger.stderr.read()
+        assert "the peer has the token of another job" in stranger.stderr.read()
         job.wait_for_event("warning")
         trains_with(job, 1)
         ends_well(job)

@@ -310,7 +310,7 @@ test -e {tmp_path}/notice-$ELASTICSTATE_HOST && echo "$NOTICE_TEST to $(ip -o ad
         (tmp_path / "notice-b").touch()
         trains_with(job, 2)
         (end,) = job.events("end")
-        assert end["cause"] == f"b:0#1 leaves: notice: a notice to {network['b'].address}"
+        assert end["cause"] == f"b:0#1 drains: preemption notice: a notice to {network['b'].address}"
         assert end["at"] != "now"
         assert job.wait_for_event("worker_exited", host="b")["exit_code"] == 0
         job.wait_for_event("host_cooldown", host="b")

@@ -31,7 +31,7 @@ def test_a_host_key_that_is_not_known(network: Network, tmp_path: Path) -> None:
     (network.etc / "ssh" / "known_hosts").write_text("")
     said = failed_job(network, tmp_path)
     assert "Host key verification failed" in said
-    assert "add it to known_hosts (ssh-keyscan)" in said
+    assert "add the host's key to known_hosts (ssh-keyscan)" in said
 
 
 def test_host_keys_are_not_checked_if_so_told(network: Network, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_host_that_does_not_answer(network: Network, tmp_path: Path) -> None:
 
 def test_a_python_that_is_not_there(network: Network, tmp_path: Path) -> None:
     said = failed_job(network, tmp_path, "--remote-python", "/no/such/python")
-    assert "there is no /no/such/python on a: see --remote-python" in said
+    assert "host a has no /no/such/python: see --remote-python" in said
 
 
 def test_a_python_without_elasticstate(network: Network, tmp_path: Path) -> None:
@@ -77,4 +77,4 @@ def test_a_name_that_nobody_knows(network: Network, tmp_path: Path) -> None:
     with Job(tmp_path, *options, within=network["d"].storage.enter(), steps=1) as job:
         job.finish(status=1)
         assert "Could not resolve hostname nobody" in job.output
-        assert "its name is not known here" in job.output
+        assert "this machine cannot resolve the name" in job.output

@@ -44,7 +44,7 @@ def test_a_job_whose_files_were_deleted_goes_on_and_survives_the_death_of_all(
         calm = Calm(job)
         logind_deletes(commits)
         logind_deletes(mine)
-        for what in ("commits were deleted", "the socket of this agent was deleted", "was deleted: it was made again"):
+        for what in ("commits were deleted", "the socket of this agent was deleted", "was deleted and created again"):
             job.wait_for(f"a warning that {what}", lambda what=what: what in job.output, 10)
         assert "loginctl enable-linger" in job.output
         assert find_job(name) is not None

@@ -47,7 +47,7 @@ def test_idle_connections_neither_exhaust_the_descriptors_nor_the_memory(tmp_pat
 
         with Attacker(idle(CROWD), "127.0.0.1", port, user=STRANGER) as crowd:
             assert crowd.count() == CROWD
-            said = f"another user of this machine (user {STRANGER}) (1024 times by now)"
+            said = f"another user of this machine (user {STRANGER}) (1024 times so far)"
             job.wait_for("refusal of another user's crowd", lambda: warned(job, said))
             assert driver.num_fds() <= descriptors + 10, "they are dropped at once"
 
@@ -57,7 +57,7 @@ def test_idle_connections_neither_exhaust_the_descriptors_nor_the_memory(tmp_pat
             def refused() -> list[str]:
                 nonlocal highest
                 highest = max(highest, driver.num_fds())
-                return warned(job, "too many others wait to prove that they belong to the job (1024 times by now)")
+                return warned(job, "too many unauthenticated connections (1024 times so far)")
 
             job.wait_for("refusal of a crowd", refused)
             assert crowd.count() == CROWD

@@ -23,7 +23,7 @@ import pytest
 from job import Job
 
 from elasticstate.net import codec, messages, trust
-from elasticstate.net.control import MAX_UNPROVEN, ask_status
+from elasticstate.net.control import MAX_UNAUTHENTICATED, ask_status
 from elasticstate.net.stream import dial
 from elasticstate.net.trust import NAME, Trust
 from tests.security.attackers import (
@@ -41,7 +41,7 @@ SLOW, SLOW_SECONDS = 500, 3.0
 GARBAGE_BYTES = 1 << 30
 IDLE = 10_000
 QUIET_TICKS = 100
-MOST_TAKEN_BYTES = MAX_UNPROVEN * 80_000 + 50_000_000  # each connection takes 70 kB
+MOST_TAKEN_BYTES = MAX_UNAUTHENTICATED * 80_000 + 50_000_000  # each connection takes 70 kB
 HELLO = messages.AgentHello("localhost", "x", 0, 0, 1, messages.PROTOCOL_VERSION, "1")
 
 
@@ -141,12 +141,13 @@ def test_strangers_disturb_no_tick_and_take_a_bounded_memory(tmp_path: Path) -> 
         assert sum(handshakes) == HANDSHAKES
         assert bytes_of_slow_clients >= 10 * SLOW
         assert bytes_of_garbage >= GARBAGE_BYTES
-        job.wait_for("refusals of handshakes", lambda: refusals(job, "it has shown no certificate (8192 times by now)"))
-        job.wait_for("refusals of slow clients", lambda: refusals(job, "in time"))
+        no_certificate = "the peer has sent no certificate (8192 times so far)"
+        job.wait_for("refusals of handshakes", lambda: refusals(job, no_certificate))
+        job.wait_for("refusals of slow clients", lambda: refusals(job, "timed out"))
 
         with watch.during("idle connections"), Attacker(idle(IDLE), door.host, door.port) as crowd:
             assert crowd.count() == IDLE
-            job.wait_for("refusals of a crowd", lambda: refusals(job, "too many others wait"))
+            job.wait_for("refusals of a crowd", lambda: refusals(job, "too many unauthenticated connections"))
             assert "rank 1" in asyncio.run(ask_status(door.address, door.token, 60))
 
 
@@ -169,13 +170,13 @@ def credulous(trusting: Trust) -> ssl.SSLContext:
 def random_bytes(job: Job, door: Door) -> None:
     with connect(door.host, door.port) as stranger:
         stranger.sendall(b"rubbish " + os.urandom(4096))  # never the start of a ClientHello
-        job.wait_for("the refusal of random bytes", lambda: refusals(job, "speaks no TLS"))
+        job.wait_for("the refusal of random bytes", lambda: refusals(job, "the peer does not belong to this job"))
 
 
 def half_a_handshake(job: Job, door: Door) -> None:
     with connect(door.host, door.port) as stranger:
         stranger.sendall(client_hello()[:100])
-        job.wait_for("the refusal of half a handshake", lambda: refusals(job, "in time"))
+        job.wait_for("the refusal of half a handshake", lambda: refusals(job, "timed out"))
 
 
 def another_token(job: Job, door: Door) -> None:
@@ -186,12 +187,12 @@ def another_token(job: Job, door: Door) -> None:
 
 def an_expired_certificate(job: Job, door: Door) -> None:
     """Authenticate with a certificate that the job's token has signed, but that has expired."""
-    before = len(refusals(job, "its certificate is not of this job"))
+    before = len(refusals(job, "the peer has the token of another job"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trust, "_UNTIL", datetime(2001, 1, 1, tzinfo=timezone.utc))
         expired = Trust(door.token)
     asyncio.run(knock(door, credulous(expired)))
-    job.wait_for("its refusal", lambda: len(refusals(job, "its certificate is not of this job")) > before)
+    job.wait_for("its refusal", lambda: len(refusals(job, "the peer has the token of another job")) > before)
 
 
 def a_replayed_conversation(job: Job, door: Door) -> None:
@@ -203,7 +204,7 @@ def a_replayed_conversation(job: Job, door: Door) -> None:
         with suppress(ConnectionResetError):
             while answer := stranger.recv(1 << 16):
                 assert b"rank 1" not in answer, "it is encrypted, if it is anything"
-    job.wait_for("its refusal", lambda: refusals(job, "speaks no TLS"))
+    job.wait_for("its refusal", lambda: refusals(job, "the peer does not belong to this job"))
 
 
 async def record(door: Door) -> bytes:
@@ -252,7 +253,7 @@ def an_agent_of_no_host(_: Job, door: Door) -> None:
         await stream.closed()
         return answer.reason
 
-    assert "no host of this job, or has another agent" in asyncio.run(greet())
+    assert "does not belong to this job, or has another agent" in asyncio.run(greet())
 
 
 def a_message_that_says_it_is_large(job: Job, door: Door) -> None:
@@ -261,7 +262,7 @@ def a_message_that_says_it_is_large(job: Job, door: Door) -> None:
         stream.sendall(struct.pack("!I", 1 << 30) + b"x" * 1000)
         with suppress(OSError):
             assert stream.recv(1) == b""
-    job.wait_for("the refusal of a gigabyte", lambda: refusals(job, "of 1073741824 bytes is larger than"))
+    job.wait_for("the refusal of a gigabyte", lambda: refusals(job, "received a message of 1073741824 bytes"))
 
 
 FALSE_PROOFS = (

@@ -75,11 +75,11 @@ class Fleet:
             if self._coming and self._coming[0][0] <= self.now:
                 event = heapq.heappop(self._coming)[2]()
                 if event is not None:
-                    self.tell(event)
+                    self.deliver(event)
             else:
-                self.tell(t.TimePassed())
+                self.deliver(t.TimePassed())
 
-    def tell(self, event: t.Event) -> None:
+    def deliver(self, event: t.Event) -> None:
         before = self.m
         self.m, effects, _ = step(self.m, event, self.now)
         for effect in effects:
@@ -107,7 +107,7 @@ class Fleet:
             case t.StartAgent(host):
                 self._start_agent(self.machines[host])
             case t.StopAgent(host):
-                self.later(0.1, lambda: t.AgentLost(host, "stopped"))
+                self.later(0.1, lambda: t.AgentLost(host, "exited with 0"))
             case t.StartWorker(worker):
                 self._start_worker(worker)
             case t.StopWorker(worker) | t.Leave(worker):
@@ -127,7 +127,9 @@ class Fleet:
             case "connect":
                 self.later(machine.answers_in_s, lambda: t.AgentJoined(machine.name))
             case "refuse":
-                self.later(machine.answers_in_s, lambda: t.AgentLost(machine.name, "connection refused"))
+                self.later(
+                    machine.answers_in_s, lambda: t.AgentLost(machine.name, "is unreachable: connection refused")
+                )
             case "hang" if machine.after == "connect":  # the attempt succeeds when the host is up
                 self.later(machine.up_at - self.now + 1.0, lambda: t.AgentJoined(machine.name))
 

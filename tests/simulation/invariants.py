@@ -11,7 +11,7 @@ from math import inf
 
 from elasticstate.core import partition, retained, types as t
 from elasticstate.core.cooldown import FAILURES_IN_A_ROW
-from elasticstate.core.losses import NAMES
+from elasticstate.core.figures import NAMES
 from elasticstate.core.membership import Membership, Transition, next_deadline
 from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import Remains
@@ -92,7 +92,7 @@ class Checker:
                     assert generation == self.generation
                     assert remains.gate_is_open
                 case _:
-                    assert isinstance(effect, t.Note), f"{effect} before anything is heard"
+                    assert isinstance(effect, t.Note), f"{effect} before the first event"
         assert not absent or transition.effects, "a world without some of its members cannot go on"
 
     @property
@@ -101,7 +101,7 @@ class Checker:
 
     def see(self, before: Membership, event: t.Event, now: float, transition: Transition) -> None:
         after, effects, reason = transition
-        assert reason, "every transition says why"
+        assert reason, "every transition has a reason"
         _is_counted_right(after)
         self._behind_gate, self._back = isinstance(before.phase, Finishing), set()
         deadline = next_deadline(after)
@@ -121,7 +121,7 @@ class Checker:
             host = getattr(part, "host", "")
             known = before.hosts.get(host)
             agent = agents.get(host, known.agent if known is not None else "")
-            self._hear_notice(agent, part, before.policy, now)
+            self._follow_notice(agent, part, before.policy, now)
         for effect in effects:
             self._see_effect(before, after, effects, effect, now)
         assert not self._severed, "who is back is severed"
@@ -137,7 +137,7 @@ class Checker:
         newest = max(
             slot.retained for slot_id, slot in after.slots.items() if slot.retained is not None and slot_id.host in kept
         )
-        assert self._waits_for_memory(after), "more workers were started than max_np"
+        assert self._awaits_retained(after), "more workers were started than max_np"
         assert [after.slots[worker.slot_id].retained for worker in started] == [newest], "more were started than max_np"
         self.reached["beyond max_np"] += 1
 
@@ -160,7 +160,7 @@ class Checker:
                 members = self.world.members if self.world is not None else ()
                 self._stands_still |= any(placement.worker == worker for placement in members)
 
-    def _hear_notice(self, agent: str, event: t.Event, policy: Policy, now: float) -> None:
+    def _follow_notice(self, agent: str, event: t.Event, policy: Policy, now: float) -> None:
         """Follow I17: after a preemption notice a host stays unused until its cooldown ends or discovery removes it."""
         match event:
             case t.HostDraining(host=host) if agent == "joined" and host in self._named:
@@ -275,10 +275,10 @@ class Checker:
                 if cause is not None:
                     self.reached.update(f"end: {name}" for name in ENDS if name in cause.reason)
                     lease_over = now >= max(self._leases.values(), default=now)
-                    assert lease_over or "StateLostError" not in cause.reason, "I3: who is out of reach may hold it"
+                    assert lease_over or "StateLostError" not in cause.reason, "I3: an unreachable host may hold it"
             case t.Note(event):
                 self.reached[f"note {event}"] += 1
-                self.reached["memory given up"] += "is given up" in str(effect.get("text"))
+                self.reached["retained commit given up"] += "is given up" in str(effect.get("text"))
                 if event == "training_resumed":
                     figures = [effect.get(name) for name in NAMES]
                     assert all(isinstance(figure, int | float) and figure >= 0 for figure in figures), figures
@@ -291,7 +291,7 @@ class Checker:
         assert world.generation == self.generation + 1, "I1: one world per generation, strictly rising"
         assert not self.world or world.generation - 1 in self._ended, "I1: the last generation has been ended"
         lease_until = max(self._leases.values(), default=now)
-        assert self._stands_still or now >= lease_until, "I16: the last world, out of reach, may be training"
+        assert self._stands_still or now >= lease_until, "I16: the last world is unreachable and may be training"
         self.reached["lease over"] += bool(self._leases) and not self._stands_still
         self._leases, self._stands_still = {}, False
         assert policy.min_np <= world.size, "I4"
@@ -357,14 +357,14 @@ class Checker:
             assert holds, "I17: nothing starts on a host between its notice and the end of its agent"
             self.reached["used once more"] += 1
             return
-        assert until <= host.cooldown_until or until <= now, "I17: a host that had notice is in cooldown"
+        assert until <= host.cooldown_until or until <= now, "I17: a host with a preemption notice is in cooldown"
         if host.cooldown_until <= now:
             return
         self.reached["notice gave way"] += until > now
         elsewhere = 0
         for other in after.hosts.values():
             usable = other.slots and not other.draining and other.cooldown_until <= now
-            usable = usable and not self._too_late(after, other.heard_at if other.agent == "asked" else now, now)
+            usable = usable and not self._too_late(after, other.reported_at if other.agent == "asked" else now, now)
             for index in range(other.slots_ever):
                 slot = after.slots.get(t.SlotId(other.name, index))
                 worker = after.workers.get(slot.worker) if slot and slot.worker else None
@@ -378,7 +378,7 @@ class Checker:
                 else:
                     elsewhere += bool(usable) and index < other.slots and not hopeless
         holds = any(slot.retained is not None for slot_id, slot in after.slots.items() if slot_id.host == host.name)
-        assert elsewhere < after.policy.min_np or (holds and self._waits_for_memory(after)), "I5"
+        assert elsewhere < after.policy.min_np or (holds and self._awaits_retained(after)), "I5"
         self.reached["cooldown gave way"] += 1
 
     def _too_late(self, after: Membership, asked_at: float, now: float) -> bool:
@@ -388,7 +388,7 @@ class Checker:
         limit_s = after.policy.elastic_timeout_s if self.generation else after.policy.start_timeout_s
         return now >= asked_at + limit_s / 2
 
-    def _waits_for_memory(self, after: Membership) -> bool:
+    def _awaits_retained(self, after: Membership) -> bool:
         return isinstance(after.phase, Waiting) and after.phase.retained_since is not None
 
     def _hold(self, before: Membership, after: Membership, generation: int, now: float) -> None:
@@ -405,7 +405,7 @@ class Checker:
     def _end(self, before: Membership, generation: int, at_tick: int | None, now: float) -> None:
         assert generation == self.generation, "I1: only the present generation is ended"
         ends = self._ended.setdefault(generation, [])
-        assert None not in ends, "END now is said once"
+        assert None not in ends, "END now is sent once"
         assert at_tick is None or not ends, "END at a tick comes first, and once"
         if at_tick is not None:
             phase = before.phase
@@ -423,6 +423,6 @@ class Checker:
         first = min(w.suspect_at for w in here if w.suspect_at is not None)
         proof_at = first + after.policy.failure_grace_s
         assert now >= proof_at
-        unproven = [w for w in here if not w.gone and w.heard_at < proof_at]
+        unproven = [w for w in here if not w.gone and w.reported_at < proof_at]
         assert all(w.suspect_at == first for w in unproven), "OWN needs proof that all others live"
         self.reached["verdict"] += 1

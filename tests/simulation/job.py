@@ -11,7 +11,7 @@ from collections import Counter
 
 from elasticstate.core import types as t
 from elasticstate.core.membership import Transition, new_membership, next_deadline, step
-from elasticstate.core.policy import Policy
+from tests.policy import policy_of
 from tests.simulation.invariants import Checker, each
 from tests.simulation.judge import Judge
 from tests.simulation.partition import Partition
@@ -32,7 +32,7 @@ class Job:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         np = rng.randint(1, 4)
-        self.policy = Policy(
+        self.policy = policy_of(
             np=np,
             min_np=rng.randint(1, np),
             max_np=rng.choice((np, np + 1, None)),
@@ -49,8 +49,7 @@ class Job:
             join_window_s=rng.choice((0.0, 2.0)),
             min_interrupt_distance_s=rng.choice((0.0, 0.5)),
             max_no_progress=rng.choice((3, 8)),
-            cooldown_min_s=1.0,
-            cooldown_max_s=4.0,
+            cooldown_range_s=(1.0, 4.0),
         )
         self.script = Script(batches=rng.randint(3, 12), every=rng.choice((1, 1, 2, 3)), uneven=rng.random() < 0.2)
         self.m = new_membership(self.policy)
@@ -83,7 +82,7 @@ class Job:
 
     def run(self, actions: int) -> None:
         """Run ``actions`` random actions with faults, then actions without faults until the job ends."""
-        self.tell(t.HostsDiscovered(self.hosts))
+        self.deliver(t.HostsDiscovered(self.hosts))
         for _ in range(actions):
             if self.end is not None:
                 break
@@ -128,7 +127,7 @@ class Job:
     def _worker_acts(self, worker: Worker, kind: float) -> bool:
         reachable = worker.id.host not in self.partition.cuts
         if kind < 0.4 and worker.up and reachable:
-            self.tell(worker.up.popleft())
+            self.deliver(worker.up.popleft())
             return True
         if worker.exit is not None or worker.frozen:
             if worker.exit is not None and not (worker.up and reachable):
@@ -146,11 +145,11 @@ class Job:
     def _agents_and_exits(self) -> bool:
         if self.exits and self.rng.random() < 0.6:
             left = self.exits.pop(self.rng.randrange(len(self.exits)))
-            self.tell(t.Several((*self._last_lines(left.worker), left)))
+            self.deliver(t.Several((*self._last_lines(left.worker), left)))
             return True
         if self.lost:
             host = self.lost.pop()
-            self.tell(t.AgentLost(host, "connection closed"))
+            self.deliver(t.AgentLost(host, "is unreachable: connection closed"))
             return True
         for host, state in self.agents.items():
             if state == "asked" and host not in self.partition:
@@ -158,33 +157,33 @@ class Job:
                 return True
             if state == "asked" and self.rng.random() < 0.1:
                 del self.agents[host]
-                self.tell(t.AgentLost(host, "out of reach for ssh"))
+                self.deliver(t.AgentLost(host, "is unreachable by ssh"))
                 return True
         return self.partition.something_happens()
 
     def _has_ended(self, exited: t.WorkerExited) -> None:
         """Record an exit. The agent detects it, and the core receives it later if the host is reachable."""
-        self.restart.accounts.ended(exited)
+        self.restart.host_reports.ended(exited)
         if exited.worker.host not in self.partition and not self.restart.is_down:
             self.exits.append(exited)
 
     def agent_joins(
-        self, host: str, workers: tuple[tuple[t.WorkerId, int], ...] = (), words: tuple[t.Event, ...] = ()
+        self, host: str, workers: tuple[tuple[t.WorkerId, int], ...] = (), messages: tuple[t.Event, ...] = ()
     ) -> None:
-        """Connect an agent with its host's retained commits. ``words``: the messages of surviving ``workers``."""
+        """Connect an agent with its host's retained commits. ``messages``: the messages of surviving ``workers``."""
         self.agents[host] = "up"
         group = self.groups.get(self.m.generation)
         if group is not None and group.reachable is False:
             group.reachable = any(placement.worker.host == host for placement in group.world.members)
-        found = self.in_memory(host)
-        incarnations = self.restart.accounts.incarnations.get(host, {})
+        found = self.retained_on(host)
+        incarnations = self.restart.host_reports.incarnations.get(host, {})
         joined = t.AgentJoined(host, found, workers, tuple(incarnations.items()))
-        self.tell(t.Several((joined, *words)) if words else joined)
+        self.deliver(t.Several((joined, *messages)) if messages else joined)
         is_taken = host in self.m.hosts and self.m.hosts[host].agent == "joined"
         is_over = self.end is not None or self.restart.is_down
-        assert is_taken or is_over or host not in self.agents, f"the agent of {host} is neither taken nor told to stop"
+        assert is_taken or is_over or host not in self.agents, f"the agent of {host} is neither used nor stopped"
 
-    def in_memory(self, host: str) -> tuple[tuple[int, t.CommitId], ...]:
+    def retained_on(self, host: str) -> tuple[tuple[int, t.CommitId], ...]:
         """Return the newest commit in each slot of a host."""
         slots = [(slot_id.slot, retained) for slot_id, retained in self.retained.items() if slot_id.host == host]
         return tuple((slot, retained.commit[0]) for slot, retained in slots if retained.commit)
@@ -215,15 +214,15 @@ class Job:
                 if worker.id.host not in self.partition:
                     beats.append(t.WorkerUnresponsive(worker.id, "no stamp"))
                 self.kill(worker)
-        self.tell(t.Several(tuple(beats)))
+        self.deliver(t.Several(tuple(beats)))
 
     # ------------------------------------------------------------------------------------------------- the core
 
-    def tell(self, event: t.Event) -> None:
+    def deliver(self, event: t.Event) -> None:
         if self.end is not None:
             return
         for part in each(event):
-            self.judge.hear(part)
+            self.judge.record(part)
         transition = step(self.m, event, self.now)
         self.reached["events"] += 1
         self.log.append((self.now, event, transition))
@@ -262,12 +261,12 @@ class Job:
                     self.partition.stop(host)
                     self.judge.forget(host)
             case t.StopAgent(host):
-                self._stop_agent(host, with_memory=True)
+                self._stop_agent(host, with_commits=True)
             case t.StartWorker(worker) if self.agents.get(worker.host) == "up" and worker.host not in self.partition:
                 content = Content(str(worker), 0, 0)
                 retained = self.retained.setdefault(worker.slot_id, Retained())
                 self.workers[worker] = Worker(worker, self.script, self.groups, self.rng, content, retained)
-                self.restart.accounts.started(worker)
+                self.restart.host_reports.started(worker)
             case t.PublishWorld(world):
                 if world.generation - 1 in self.groups:
                     self.groups[world.generation - 1].ticks_after = 0
@@ -275,25 +274,25 @@ class Job:
                 for placement in world.members:
                     self._send(placement.worker, effect)
                     if self._reaches(placement.worker.host):
-                        self.restart.accounts.exits.pop(placement.worker.host, None)
+                        self.restart.host_reports.exits.pop(placement.worker.host, None)
                 self.judge.nothing_made_is_lost(world)
             case t.StopWorker(worker) | t.ConfirmOwnError(worker) | t.Leave(worker) | t.Sever(worker):
                 if isinstance(effect, t.Leave):
                     self.judge.draining_worker_holds_nothing_back(worker)
                 self._send(worker, effect)
                 if isinstance(effect, t.Sever) and self._reaches(worker.host):
-                    self.restart.accounts.ends[worker.host] = effect.generation
+                    self.restart.host_reports.ends[worker.host] = effect.generation
             case t.Hold() | t.Release() | t.End() | t.OpenGate():
                 group = self.groups[effect.generation]
                 if isinstance(effect, t.End) and group.reachable is None:
                     group.reachable = any(p.worker.host not in self.partition for p in group.world.members)
                 for worker in self.workers:
                     self._send(worker, effect)
-                told = {host: effect.generation for host in self.agents if self._reaches(host)}
+                reached = {host: effect.generation for host in self.agents if self._reaches(host)}
                 if isinstance(effect, t.OpenGate):
-                    self.restart.accounts.gates.update(told)
+                    self.restart.host_reports.gates.update(reached)
                 elif isinstance(effect, t.End) and effect.at_tick is None:
-                    self.restart.accounts.ends.update(told)
+                    self.restart.host_reports.ends.update(reached)
             case t.EndJob():
                 self.end = effect
                 self.judge.end(effect)
@@ -305,15 +304,15 @@ class Job:
     def _reaches(self, host: str) -> bool:
         return host not in self.partition and host not in self.deaf
 
-    def _stop_agent(self, host: str, *, with_memory: bool) -> None:
-        """End the agent and its workers. Their commits remain, unless the host dies, too (``with_memory``)."""
+    def _stop_agent(self, host: str, *, with_commits: bool) -> None:
+        """End the agent and its workers. Their commits remain, unless the host dies, too (``with_commits``)."""
         if self.agents.pop(host, None) is not None:
-            self.restart.accounts.forget(host)
+            self.restart.host_reports.forget(host)
             for worker in [worker for worker in self.workers.values() if worker.id.host == host]:
                 self.vanish(worker)
             self.exits = [left for left in self.exits if left.worker.host != host]
             self.lost.append(host)
-            if with_memory:
+            if with_commits:
                 self.host_is_cleared(host)
 
     def host_is_cleared(self, host: str) -> None:
@@ -343,20 +342,20 @@ class Job:
         agents = [host for host in self.agents if host not in self.partition]
         if kind == "hosts":
             hosts = [t.HostSlots(host, self.rng.randint(1, 2)) for host in HOSTS if self.rng.random() < 0.8]
-            self.tell(t.HostsDiscovered(tuple(hosts)))
+            self.deliver(t.HostsDiscovered(tuple(hosts)))
         elif kind == "cut ones gone":
-            self.tell(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS if host not in self.partition)))
+            self.deliver(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS if host not in self.partition)))
         elif kind == "driver":
             self.restart.die()
         elif kind == "driver in the middle":
             self.restart.is_about_to_die = True
         elif kind == "host notice" and agents:
             for host in self.rng.sample(agents, self.rng.randint(1, len(agents))):
-                notice = self.restart.accounts.notices[host] = t.HostDraining(host, "SIGTERM to its agent")
+                notice = self.restart.host_reports.notices[host] = t.HostDraining(host, "SIGTERM to its agent")
                 if not self.restart.is_down:
-                    self.tell(notice)
+                    self.deliver(notice)
         elif kind in ("agent", "host") and agents:
-            self._stop_agent(self.rng.choice(agents), with_memory=kind == "host")
+            self._stop_agent(self.rng.choice(agents), with_commits=kind == "host")
         elif kind.startswith("cut") and agents:
             members = {placement.worker.host for placement in self.m.world.members} if self.m.world else set(agents)
             count = {"cut": 1, "cut two": 2, "cut all": len(agents)}.get(kind, 0)
@@ -387,7 +386,7 @@ class Job:
     def _all_is_well_again(self) -> None:
         while self.partition.cuts and self.end is None:
             self.partition.heal(self.rng.choice(list(self.partition.cuts)))
-        self.tell(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS)))
+        self.deliver(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS)))
 
 
 def play(seed: int, actions: int) -> Counter[str]:

@@ -17,16 +17,18 @@ class Judge:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.heard: dict[t.SlotId, t.CommitId] = {}  # retained commits that the core has received and that still exist
+        self.reported: dict[
+            t.SlotId, t.CommitId
+        ] = {}  # retained commits that the core has received and that still exist
         self.waits_since: float | None = None  # since when the core waits for a retained commit
         self.given_up = t.CommitId(0, 0)  # commits up to this one may be lost
 
     def see(self, transition: Transition) -> None:
         """Record a transition of the core."""
         phase, reason = transition.next.phase, transition.reason
-        self.job.reached["memory awaited"] += "whose memory holds the newest commit" in reason
-        self.job.reached["lease waited for"] += "out of reach, have given up" in reason
-        self.job.reached["state out of reach"] += "may hold the only commits" in reason
+        self.job.reached["retained commit awaited"] += "which retains the newest commit" in reason
+        self.job.reached["lease waited for"] += "until the workers on unreachable hosts have stopped" in reason
+        self.job.reached["state on unreachable hosts"] += "may hold the only commits" in reason
         waits = isinstance(phase, Waiting) and phase.retained_since is not None
         if not waits and self.job.end is None:
             self.waits_since = None
@@ -35,14 +37,14 @@ class Judge:
 
     def restart(self) -> None:
         """Start again with a new core, which has received no event yet."""
-        self.heard = {}
+        self.reported = {}
         self.waits_since = None
 
     def forget(self, host: str) -> None:
         """Forget the retained commits of this host."""
-        self.heard = {slot_id: commit for slot_id, commit in self.heard.items() if slot_id.host != host}
+        self.reported = {slot_id: commit for slot_id, commit in self.reported.items() if slot_id.host != host}
 
-    def hear(self, event: t.Event) -> None:
+    def record(self, event: t.Event) -> None:
         """Record an event that the core receives."""
         match event:
             case (
@@ -52,10 +54,10 @@ class Judge:
             ):
                 known = self.job.m.workers.get(worker) is not None
                 if known and commit is not None and worker.slot_id in self.job.retained:
-                    self.heard[worker.slot_id] = commit
+                    self.reported[worker.slot_id] = commit
             case t.AgentJoined(host, commits):
                 self.forget(host)
-                self.heard.update((t.SlotId(host, slot), commit) for slot, commit in commits)
+                self.reported.update((t.SlotId(host, slot), commit) for slot, commit in commits)
 
     def _has_waited(self) -> bool:
         """Return True if the core has waited for a retained commit for the regroup time-out."""
@@ -77,13 +79,13 @@ class Judge:
             return
         holders = [
             slot_id
-            for slot_id, commit in self.heard.items()
+            for slot_id, commit in self.reported.items()
             if commit >= made
             and (m := self.job.retained[slot_id].commit)
             and m[0] >= made
             and not self.job.m.hosts[slot_id.host].draining
         ]
-        assert not holders or self._has_waited(), f"a commit of all is lost: {made}, in the memory of {holders}"
+        assert not holders or self._has_waited(), f"a commit of all is lost: {made}, retained by {holders}"
         self.given_up = max(self.given_up, made)
         self.job.reached["given up"] += bool(holders)
 
@@ -99,7 +101,7 @@ class Judge:
             return  # no commit, or a death that the core cannot know of yet
         held = [w.commit[0] for w in stay if w.commit is not None]
         if held:
-            assert max(held) >= worker.commit[0], "I15: the leaver takes a commit with it"
+            assert max(held) >= worker.commit[0], "I15: the drained worker takes a commit with it"
             self.job.reached["I15"] += 1
 
     def end(self, end: t.EndJob) -> None:
@@ -116,12 +118,12 @@ class Judge:
             holders = [w.id for w in job.workers.values() if w.exit is None and not w.frozen and w.commit is not None]
             away = [worker for worker in holders if worker.host in job.partition]
             members = [placement.worker for placement in job.m.world.members] if job.m.world is not None else []
-            assert not set(away).intersection(members), f"{reason}; but with {away}, out of reach"
+            assert not set(away).intersection(members), f"{reason}; but with {away}, which are unreachable"
             holders = [worker for worker in holders if worker not in away]
             assert all(worker in job.m.workers and job.m.workers[worker].gone for worker in holders), reason
             left = [
                 slot_id
-                for slot_id in self.heard
+                for slot_id in self.reported
                 if job.retained[slot_id].commit and not job.m.hosts[slot_id.host].draining
             ]
-            assert not left or self._has_waited(), f"{reason}; but in memory of {left}"
+            assert not left or self._has_waited(), f"{reason}; but retained by {left}"

@@ -60,7 +60,7 @@ class Partition:
                 cut.has_given_up = True
                 job.reached["agent gave up"] += bool(workers)
                 job.host_is_cleared(host)
-                job.restart.accounts.forget(host)
+                job.restart.host_reports.forget(host)
 
     def something_happens(self) -> bool:
         """Report a lost agent to the core, or let an agent return. Return False if nothing happened."""
@@ -76,7 +76,7 @@ class Partition:
     def _tell_loss(self, host: str, cut: Cut) -> None:
         cut.is_informed = True
         self.job.agents.pop(host, None)
-        self.job.tell(t.AgentLost(host, "was silent", may_live=True))
+        self.job.deliver(t.AgentLost(host, "sent no heartbeat", may_live=True))
 
     def stop(self, host: str) -> None:
         """Stop an agent for the core: the agent whose loss is not reported yet, or the agent requested since."""
@@ -114,7 +114,7 @@ class Partition:
             job.reached["back while the next one is stopped"] += 1
         workers = job.workers_on(host)
         reports = {worker: worker.report() for worker in workers}
-        words = [word for worker in workers for word in (worker.heartbeat(), *reports[worker][1])]
+        messages = [message for worker in workers for message in (worker.heartbeat(), *reports[worker][1])]
         for worker in workers:
             worker.up.clear()
         job.reached["healed in time"] += bool(workers)
@@ -123,5 +123,5 @@ class Partition:
             for worker in workers:
                 worker.up.extend((worker.heartbeat(), *reports[worker][1]))
         job.agent_joins(
-            host, tuple((worker.id, reports[worker][0]) for worker in workers), tuple(words) if at_once else ()
+            host, tuple((worker.id, reports[worker][0]) for worker in workers), tuple(messages) if at_once else ()
         )

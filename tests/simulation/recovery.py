@@ -41,7 +41,7 @@ def _answers(m: Membership, deaf: t.WorkerId | None) -> Iterator[t.Event]:
         if host.agent == "asked":
             yield t.AgentJoined(host.name)
         elif host.agent == "stopping":
-            yield t.AgentLost(host.name, "stopped")
+            yield t.AgentLost(host.name, "exited with 0")
     for worker in m.workers.values():
         if worker.id == deaf:
             continue

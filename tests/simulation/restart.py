@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NOBODY = Options(command=("train",), np=1, min_np=1)
 
 
-class Accounts:
+class HostReports:
     """Facts that the agents of a job keep for the next driver (agent/host_report.py)."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Restart:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.accounts = Accounts()
+        self.host_reports = HostReports()
         self.record = Record("job", "id", 1, "token", (), NOBODY, "/")
         self.is_down = False
         self.is_about_to_die = False  # dies in the middle of the next effects
@@ -94,14 +94,14 @@ class Restart:
             elif job.now >= worker.busy_until:
                 worker.step()
             if worker.exit is not None:
-                self.accounts.ended(worker.exit)
+                self.host_reports.ended(worker.exit)
         elif chance < 0.1:
             job.kill(worker)
         if job.now >= self._since + job.policy.driver_timeout_s:
             for host in [host for host in job.agents if host not in job.partition]:
                 job.reached["agent gave up"] += bool(job.workers_on(host))
                 del job.agents[host]
-                self.accounts.forget(host)
+                self.host_reports.forget(host)
                 job.host_is_cleared(host)
         job.partition.time_passes()
 
@@ -121,10 +121,10 @@ class Restart:
             joined = t.AgentJoined(
                 host, host_report.commits, tuple((w.id, reports[w.id][0]) for w in workers), host_report.incarnations
             )
-            words = [word for worker in workers for word in (worker.heartbeat(), *reports[worker.id][1])]
-            events += [*self.accounts.exits.get(host, []), joined, *words]
-            if host in self.accounts.notices:
-                events.append(self.accounts.notices[host])
+            sent = [message for worker in workers for message in (worker.heartbeat(), *reports[worker.id][1])]
+            events += [*self.host_reports.exits.get(host, []), joined, *sent]
+            if host in self.host_reports.notices:
+                events.append(self.host_reports.notices[host])
             for worker in workers:
                 worker.up.clear()
         lost = takeover.lost()
@@ -134,9 +134,9 @@ class Restart:
                 job.agents.pop(host, None)
         self._forget_those_asked_for()
         may_live = [host for host in lost if host in job.partition or job.rng.random() < 0.5]
-        events = [*(t.AgentLost(host, "not back", host in may_live) for host in lost), *events]
+        events = [*(t.AgentLost(host, "did not reconnect", host in may_live) for host in lost), *events]
         transition = reattach(job.policy, takeover.remains(), job.now)
-        job.reached["taken over"] += 1
+        job.reached["reattached"] += 1
         job.reached["the world goes on"] += bool(self.record.world) and transition.next.phase_name[:7] == "RUNNING"
         job.reached["the world cannot go on"] += any(isinstance(effect, t.End) for effect in transition.effects)
         job.reached["the gate was open"] += any(isinstance(effect, t.OpenGate) for effect in transition.effects)
@@ -144,7 +144,7 @@ class Restart:
         job.judge.restart()
         job.replace(transition)
         if events:
-            job.tell(t.Several(tuple(events)))
+            job.deliver(t.Several(tuple(events)))
 
     def _forget_those_asked_for(self) -> None:
         """Reset hosts that were cut off before: the new driver refuses no agent of the dead driver."""
@@ -172,8 +172,8 @@ class Restart:
         )
         exits = tuple(
             messages.Exited(left.worker, 1, left.exit_code, left.signal, "")
-            for left in self.accounts.exits.get(host, [])
+            for left in self.host_reports.exits.get(host, [])
         )
-        incarnations = tuple(self.accounts.incarnations.get(host, {}).items())
-        gate, ended = self.accounts.gates.get(host, 0), self.accounts.ends.get(host, 0)
-        return messages.HostReport(job.in_memory(host), reports, exits, incarnations, gate, ended)
+        incarnations = tuple(self.host_reports.incarnations.get(host, {}).items())
+        gate, ended = self.host_reports.gates.get(host, 0), self.host_reports.ends.get(host, 0)
+        return messages.HostReport(job.retained_on(host), reports, exits, incarnations, gate, ended)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from elasticstate.core import types as t
 from elasticstate.core.policy import Policy
 from elasticstate.core.records import Finishing, Forming, Membership, Running, Worker
+from tests.policy import policy_of
 
 HOSTS = ("a", "b", "c", "d")
 
@@ -19,7 +20,7 @@ HOSTS = ("a", "b", "c", "d")
 def random_policy(rng: random.Random) -> Policy:
     """Return a policy with short time-outs, so that schedules of some tens of events reach all of them."""
     np = rng.randint(1, 4)
-    return Policy(
+    return policy_of(
         np=np,
         min_np=rng.randint(1, np),
         max_np=rng.choice((None, np, np + 1, np + 2)),
@@ -39,8 +40,7 @@ def random_policy(rng: random.Random) -> Policy:
         gate_timeout_s=rng.choice((None, 3.0)),
         reset_limit=rng.choice((None, None, 3)),
         max_no_progress=rng.randint(2, 4),
-        cooldown_min_s=2.0,
-        cooldown_max_s=rng.choice((2.0, 16.0)),
+        cooldown_range_s=(2.0, rng.choice((2.0, 16.0))),
         waiting_notice_s=2.0,
     )
 
@@ -103,7 +103,7 @@ class EventMaker:
             some += [(self._failure, 0.7), (self._suspect, 0.6), (self._all_suspect, 0.3), (self._gate, 0.6)]
             some += [(self._tick, 3.0 if m.phase.first_tick else 12.0), (self._stray_ready, 0.05)]
             if any(w.suspect_at is not None for w in workers):
-                some.append((self._all_heard, 8.0))
+                some.append((self._all_alive, 8.0))
             if m.phase.hold_since is not None:
                 some.append((self._answers, 14.0))
             if m.phase.gate_since is not None:
@@ -139,14 +139,14 @@ class EventMaker:
         living = [(w.id, w.joined) for w in m.workers.values() if w.id.host == host and w.gone != "failed"]
         if living:
             self.away[host] = living
-        return t.AgentLost(host, "was silent", may_live=True)
+        return t.AgentLost(host, "sent no heartbeat", may_live=True)
 
     def _all_unreachable(self, m: Membership) -> t.Event:
         """Make all hosts of the newest world unreachable."""
         hosts = {w.id.host for w in m.workers.values() if w.joined == m.generation}
         for host in sorted(hosts):
             self.away[host] = [(w.id, w.joined) for w in m.workers.values() if w.id.host == host]
-        return t.Several(tuple(t.AgentLost(host, "was silent", may_live=True) for host in sorted(hosts)))
+        return t.Several(tuple(t.AgentLost(host, "sent no heartbeat", may_live=True) for host in sorted(hosts)))
 
     def _reachable_again(self, m: Membership) -> t.Event:
         """Return an agent with most of the workers that may live on its host, and sometimes one that cannot."""
@@ -168,7 +168,7 @@ class EventMaker:
 
     def _agent_lost(self, m: Membership) -> t.Event:
         host = self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"])
-        return t.AgentLost(host, "connection closed")
+        return t.AgentLost(host, "is unreachable: connection closed")
 
     def _host_draining(self, m: Membership) -> t.Event:
         return t.HostDraining(self.rng.choice([h.name for h in m.hosts.values() if h.agent != "none"]), "SIGTERM")
@@ -234,7 +234,7 @@ class EventMaker:
             self.commits[worker.id] = commit
         return t.CommitSealed(worker.id, commit)
 
-    def _all_heard(self, m: Membership) -> t.Event:
+    def _all_alive(self, m: Membership) -> t.Event:
         beats = [t.Heartbeat(w.id, "train", w.joined, w.ticks, None) for w in m.workers.values()]
         return t.Several(tuple(beats))
 

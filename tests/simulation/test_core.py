@@ -25,7 +25,13 @@ MUST_BE_REACHED = (
     *("verdict", "postponed leave", "cooldown gave way", "forming", "below min-np", "job succeeded", "job failed"),
     *(f"end: {name}" for name in ENDS),
     *("note host_cooldown", "note agent_lost", "note waiting", "note warning", "note training_resumed"),
-    *("note worker_unresponsive", "note host_removed", "note root_cause", "memory awaited", "memory given up"),
+    *(
+        "note worker_unresponsive",
+        "note host_removed",
+        "note root_cause",
+        "retained commit awaited",
+        "retained commit given up",
+    ),
     *("notice", "notice gave way", "note host_draining", "commits_lost", "ticks_lost"),
     *("returned", "refused", "joined while stopped", "lease waited for", "lease over"),
 )
@@ -51,8 +57,10 @@ def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
         if rng.random() < 0.015:
             _what_is_stale_has_no_effect(rng, m, now)
         checker.reached["below min-np"] += m.phase_name == "WAITING" and m.generation > 0
-        checker.reached["memory awaited"] += "whose memory holds" in transition.reason
-        checker.reached["lease waited for"] += "out of reach, have given up" in transition.reason
+        checker.reached["retained commit awaited"] += "which retains the newest commit" in transition.reason
+        checker.reached["lease waited for"] += (
+            "until the workers on unreachable hosts have stopped" in transition.reason
+        )
         checker.reached["forming"] += m.phase_name.startswith("FORMING")
         if isinstance(m.phase, Over):
             break

@@ -11,36 +11,36 @@ from tests.simulation.transcripts import TRANSCRIPTS, replay
 SCENARIOS = (
     "all_but_one_die",
     "all_killed_at_once",
-    "all_out_of_reach",
-    "back_without_the_state",
+    "all_unreachable",
     "below_min_np_and_back",
     "below_min_np_for_too_long",
     "death_while_forming",
+    "drain_and_death_together",
     "evicted_host",
     "finish_in_the_gate",
-    "holders_host_gone",
     "host_joins",
-    "host_leaves",
-    "host_out_of_reach_and_back",
+    "host_of_only_commit_lost",
+    "host_removed",
+    "host_unreachable_and_back",
     "hosts_in_cooldown",
     "lease",
-    "leave_and_death_together",
-    "memory_is_awaited",
-    "memory_lost",
     "newcomer_dies_before_it_is_ready",
+    "newcomer_returns_without_the_state",
     "no_progress",
-    "notice_gives_way",
-    "notice_of_a_host",
-    "notice_of_several_hosts",
-    "one_of_all_out_of_reach_is_back",
+    "one_of_all_unreachable_is_back",
     "one_worker_dies",
     "own_error_of_all",
     "own_error_of_one",
     "plain_commands",
+    "preemption_cooldown_gives_way",
+    "preemption_notice",
+    "preemption_notices_of_several_hosts",
     "rank_0_dies",
     "reset_limit",
     "reset_window",
-    "slot_budget",
+    "retained_commit_awaited",
+    "retained_commit_lost",
+    "slot_backoff",
     "start",
     "state_lost",
 )
@@ -51,7 +51,7 @@ def test_every_scenario_has_its_transcript() -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_core_says_what_the_transcript_says(scenario: str) -> None:
+def test_the_core_answers_as_in_the_transcript(scenario: str) -> None:
     text = Path(TRANSCRIPTS, f"{scenario}.txt").read_text()
-    assert text.startswith("# "), "the header says which property it shows"
-    assert replay(text) == text, "if this is meant: python -m tests.simulation.transcripts --update, and read the diff"
+    assert text.startswith("# "), "the header names the property"
+    assert replay(text) == text, "run python -m tests.simulation.transcripts --update, and read the diff"

@@ -55,7 +55,7 @@ class Group:
         if self.ticks_after is None or was_complete or not self.complete(key) or not isinstance(key, tuple):
             return
         self.ticks_after += 1
-        assert self.reachable, f"I16: {key} of {self.world.generation}, all of it out of reach, after a newer world"
+        assert self.reachable, f"I16: {key} of {self.world.generation}, all of it unreachable, after a newer world"
         assert self.ticks_after <= 1, f"I16: {key} of {self.world.generation}, the second after a newer world"
 
     def count(self, worker: t.WorkerId, ticks: int) -> None:
@@ -126,7 +126,7 @@ class Worker:
     frozen: bool = False
     busy_until: float = 0.0  # the end of its present batch
     crash: bool = False  # fault: the next batch raises an exception of this worker's own
-    words: list[t.Event] = field(default_factory=list)  # the lasting messages: its agent can send them again
+    lasting: list[t.Event] = field(default_factory=list)  # the lasting messages: its agent can send them again
     restored: int = 0
     passed_gate: bool = False
     is_out: bool = False  # out of inputs in its last generation
@@ -175,7 +175,7 @@ class Worker:
                 self._restore()
                 yield True
             except OwnError:
-                self._say(t.FailureReported(self.id, generation, False, "ValueError: own"))
+                self._send(t.FailureReported(self.id, generation, False, "ValueError: own"))
                 while self.sentinel.ended < generation and self.sentinel.own_error < generation:
                     yield False
                 if self.sentinel.own_error >= generation:
@@ -185,9 +185,9 @@ class Worker:
             self._cut()
             yield True
 
-    def _say(self, word: t.Event) -> None:
-        self.up.append(word)
-        self.words.append(word)
+    def _send(self, message: t.Event) -> None:
+        self.up.append(message)
+        self.lasting.append(message)
 
     @property
     def commit(self) -> tuple[t.CommitId, Content] | None:
@@ -215,7 +215,7 @@ class Worker:
         commit, previous = self.retained.commit, self.retained.previous
         if commit is not None:
             assert self.content == commit[1], "I10: READY, but the live state is not the commit"
-        self._say(
+        self._send(
             t.WorkerReady(
                 self.id,
                 sentinel.generation,
@@ -251,7 +251,7 @@ class Worker:
             if group.cut - {self.id} and self.noticed:
                 self.sentinel.ended = max(self.sentinel.ended, generation)
                 self._cut()
-                self._say(t.FailureReported(self.id, generation, True, "Connection closed by peer"))
+                self._send(t.FailureReported(self.id, generation, True, "Connection closed by peer"))
                 raise Failed
             yield False
 
@@ -335,7 +335,7 @@ class Worker:
 
     def _gate(self, generation: int) -> Iterator[bool]:
         self.sentinel.place = "gate"
-        self._say(t.GateEntered(self.id, generation))
+        self._send(t.GateEntered(self.id, generation))
         while self.sentinel.open_gate < generation:
             if self.sentinel.ended >= generation:
                 raise Failed
@@ -372,7 +372,7 @@ class Worker:
             case t.OpenGate(generation):
                 sentinel.open_gate = max(sentinel.open_gate, generation)
             case t.Leave():
-                assert sentinel.place == "regroup", "told to leave out of a generation"
+                assert sentinel.place == "regroup", "LEAVE inside a generation"
                 sentinel.leave = True
             case t.StopWorker(kill=kill):
                 self.die(None, 9 if kill else 15)
@@ -400,7 +400,7 @@ class Worker:
         worlds = [message.world for message in self.down if isinstance(message, t.PublishWorld)]
         world = worlds[-1] if worlds else self.sentinel.world
         given = world.generation if world is not None else 0
-        return given, [word for word in self.words if getattr(word, "generation", -1) == given]
+        return given, [message for message in self.lasting if getattr(message, "generation", -1) == given]
 
     def heartbeat(self) -> t.Heartbeat:
         commit = self.commit[0] if self.commit else None

@@ -208,7 +208,7 @@ def test_whoever_loses_the_race_against_a_removal_makes_it_anew(base: str, job: 
 def test_what_cannot_be_a_commit_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert refuse(str(tmp_path)) == ""
-    assert refuse(str(tmp_path / "none")) == "cannot create a directory in it (No such file or directory)"
-    assert refuse(str(tmp_path / "file")) == "cannot create a directory in it (Not a directory)"
-    assert refuse("/proc").startswith("cannot create a directory in it")
+    assert refuse(str(tmp_path / "none")) == "this user cannot create a directory there (No such file or directory)"
+    assert refuse(str(tmp_path / "file")) == "this user cannot create a directory there (Not a directory)"
+    assert refuse("/proc").startswith("this user cannot create a directory there")
     assert not list(tmp_path.glob("elasticstate-*"))

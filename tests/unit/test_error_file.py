@@ -98,7 +98,7 @@ def test_an_exception_that_cannot_be_pickled_or_printed_is_named(tmp_path: Path)
 
 
 def test_a_handler_of_ones_own_says_more_and_its_faults_hide_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
 
@@ -115,7 +115,7 @@ def test_a_handler_of_ones_own_says_more_and_its_faults_hide_nothing(
 
     with pytest.raises(ValueError, match="mine"):
         our_record(error_handler=Broken())(main)()
-    assert capsys.readouterr().err == "elasticstate: the error could not be recorded: OSError: disk\n"
+    assert caplog.messages == ["the error handler failed, so the error is not recorded: OSError: disk"]
     with pytest.raises(ValueError, match="mine"):
         our_record(error_handler=Ours())(main)()
     assert json.loads((tmp_path / "error").read_text())["build"] == 7

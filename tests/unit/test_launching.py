@@ -25,7 +25,7 @@ def nothing() -> None: ...
         ({"np": 2, "qqq": 3}, r"unknown option 'qqq'\. elasticrun --help lists all options\.$"),
         ({"np": 2, "cooldown_range": (5, 1)}, r"^--cooldown-range/.*: '5 1': must be two times"),
         ({"np": 2, "tag_output": "perhaps"}, r"^--tag-output: 'perhaps': must be"),
-        ({"np": 2, "commit_dir": "/no/such/directory"}, r"^--commit-dir: '/no/such/directory': takes a directory"),
+        ({"np": 2, "commit_dir": "/no/such/directory"}, r"^--commit-dir: '/no/such/directory': cannot hold commits"),
     ],
 )
 def test_a_bad_option_names_option_value_and_valid_values(options: dict[str, Any], said: str) -> None:

@@ -46,7 +46,7 @@ def test_the_drivers_lines_are_escaped(capfd: pytest.CaptureFixture[str]) -> Non
 def test_the_agents_lines_are_escaped(capfd: pytest.CaptureFixture[str]) -> None:
     launch = Launch("a", "id", 0, (), "t" * 32, 1.0, 1.0, "", "", "/", "/", ())
     agent = Agent(launch)
-    agent._complain(HOSTILE)
+    agent.outputs.complain(HOSTILE)
     (stderr,) = agent.outputs._writers["stderr"]
     asyncio.run(stderr.flushed(FLUSH_S))
     stderr.close()

@@ -9,21 +9,19 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import elasticstate
-from elasticstate.config import Options
-from elasticstate.core.policy import Policy
 
 PACKAGE = Path(elasticstate.__file__).parent
 NATIVE = PACKAGE.parent / "native"
-OPTIONS = {"config.options", "core.policy"}  # the options, and the defaults of some that the policy repeats
+OPTIONS = {"config.options"}
 
 ALLOWED = {
     # intervals between two looks; nothing ends by them
+    "core.policy: waiting_notice_s": "a wait that lasts longer is reported",
     "agent.host_lock: _LOOK_INTERVAL_S": "between two attempts to lock; --heartbeat-timeout decides",
     "agent.stale_files: _LEAST_INTERVAL_S": "between two searches for stale files",
     "agent.supervisor: LOOK_INTERVAL_S": "between two looks at the stamps; --heartbeat-timeout decides",
@@ -33,25 +31,25 @@ ALLOWED = {
     "agent.driver_connection: _FIRST_PAUSE_S": "between two attempts to dial; --orphan-timeout decides",
     "agent.driver_connection: _LONGEST_PAUSE_S": "the same",
     "commits: time.sleep(0.01)": "between two looks at a lock",
-    "driver.agents: _LONGEST_INTERVAL_S": "between two searches for silent agents; --heartbeat-timeout decides",
-    "driver.driver: _LONGEST_DELAY_S": "collects changes that are not urgent",
+    "driver.agent_silence: _LONGEST_INTERVAL_S": "between two searches for silent agents; --heartbeat-timeout decides",
+    "driver.event_queue: _LONGEST_DELAY_S": "collects changes that are not urgent",
     "driver.launcher: interval_s": "at least one second, the least that ssh takes; --heartbeat-timeout decides",
     "driver.output_troubles: _LOOK_INTERVAL_S": "between two looks at output that is not written",
     "driver.record: time.sleep(0.01)": "between two looks at a lock",
-    "net.control: _BREATH_S": "before the next connection is accepted, when there is no descriptor left",
+    "net.control: _NO_DESCRIPTOR_PAUSE_S": "before the next connection is accepted, when there is no descriptor left",
     "net.control: _NEXT_ADDRESS_S": "RFC 8305: before the next address is tried, too; --connect-timeout decides",
     "worker.contexts.gloo_groups: time.sleep(0.001)": "between two looks",
     "loop_watch: SLOW_S": "a longer callback is reported in tests; nothing ends by it",
     "writing: BLOCKED_S": "a write that lasts longer is reported; output waits no longer for it, and nothing else ends",
     "writing: _RETRY_INTERVAL_S": "between two attempts to write data",
     "mpi.broker: _LOOK_INTERVAL_S": "between two checks for the end of the job",
-    "driver.identities: _LOOK_INTERVAL_S": "between two looks; --start-timeout decides",
+    "mpi.driver: _LOOK_INTERVAL_S": "between two looks; --start-timeout decides",
     "worker.contexts.nccl: _LOOK_INTERVAL_S": "between two looks",
-    "worker.contexts.mpi.identity: _LOOK_INTERVAL_S": "between two looks; --regroup-timeout decides",
-    "worker.contexts.mpi.context: _LOOK_INTERVAL_S": "between two looks; --regroup-timeout decides",
-    "worker.contexts.mpi.world: _LOOK_INTERVAL_S": "between two looks; the end of the generation decides",
-    "worker.contexts.mpi.operation: _SHORTEST_PAUSE_S": "between two tests of an operation that is under way",
-    "worker.contexts.mpi.operation: _LONGEST_PAUSE_S": "the same",
+    "mpi.worker.identity: _LOOK_INTERVAL_S": "between two looks; --regroup-timeout decides",
+    "mpi.worker.context: _LOOK_INTERVAL_S": "between two looks; --regroup-timeout decides",
+    "mpi.worker.world: _LOOK_INTERVAL_S": "between two looks; the end of the generation decides",
+    "mpi.worker.operation: _SHORTEST_PAUSE_S": "between two tests of an operation that is under way",
+    "mpi.worker.operation: _LONGEST_PAUSE_S": "the same",
     "worker.sentinel: _SWEEP_INTERVAL_S": "between two cuts",
     "worker.regroup: _SLICE": "of the wait for the store; --regroup-timeout decides",
     # a moment for something that has ended already to clean up
@@ -60,15 +58,15 @@ ALLOWED = {
     "agent.worker_process: _DRAIN_TIMEOUT_S": "for the output of a process that has ended",
     "driver.agents: _LAST_MOMENT_S": "for a process to end whose sockets are closed, so that its status is known",
     "net.stream: _LAST_MOMENT_S": "for the other end of a connection that is being closed",
-    "driver.mpirun: _END_TIMEOUT_S": "for processes that have been killed; the job is over",
-    "driver.mpirun: _LOOK_INTERVAL_S": "between two looks at them",
-    "worker.contexts.mpi.world: _LATEST_MESSAGE_S": "before something is freed; nothing waits",
-    "worker.contexts.mpi.world: _EARLY_TIMEOUT_S": "for what would make the next pause shorter",
+    "mpi.mpirun: _END_TIMEOUT_S": "for processes that have been killed; the job is over",
+    "mpi.mpirun: _LOOK_INTERVAL_S": "between two looks at them",
+    "mpi.worker.world: _LATEST_MESSAGE_S": "before something is freed; nothing waits",
+    "mpi.worker.world: _EARLY_TIMEOUT_S": "for what would make the next pause shorter",
     "worker.contexts.gloo_groups: _CUT_AFTER_S": "for operations of a generation that has been left",
     "worker.contexts.nccl: _TOGETHER_TIMEOUT_S": "for all members to be through with a generation that is left; then "
     "it is left all the same",
-    "worker.contexts.mpi.operation: _ABANDON_AFTER_S": "for operations of a generation that has ended",
-    "worker.contexts.mpi.context: _STUCK_AFTER_S": "for MPI to come back from a generation that has ended; then the "
+    "mpi.worker.operation: _ABANDON_AFTER_S": "for operations of a generation that has ended",
+    "mpi.worker.context: _STUCK_AFTER_S": "for MPI to come back from a generation that has ended; then the "
     "worker is replaced, and a longer wait would not help",
     "worker.contexts.gloo_groups: _QUIET_TIMEOUT_S": "for operations that were cut; then it goes on all the same",
     # limits that decide by themselves
@@ -176,14 +174,6 @@ def test_every_number_of_seconds_in_the_native_code_has_a_reason() -> None:
         found |= {f"{path.name}: {wait}" for wait in [*_NATIVE_CONSTANT.findall(text), *calls]}
     assert sorted(found - set(ALLOWED_NATIVE)) == [], "make it follow from an option"
     assert sorted(set(ALLOWED_NATIVE) - found) == [], "not there any more"
-
-
-def test_the_policy_repeats_the_defaults_of_the_options() -> None:
-    options = {f.name: f.default for f in fields(Options)}
-    options["cooldown_min_s"], options["cooldown_max_s"] = options["cooldown_range_s"]
-    for field in fields(Policy):
-        if field.name.endswith("_s") and field.name in options:
-            assert field.default == options[field.name], field.name
 
 
 @pytest.mark.parametrize(

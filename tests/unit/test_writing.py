@@ -61,7 +61,7 @@ def test_a_file_that_cannot_be_written_is_written_as_soon_as_it_can(
 
 async def flushed_in_the_end(output: Writer) -> None:
     """Wait for the output in spite of its errors, for which ``flushed`` does not wait."""
-    while output.trouble() not in ("", "it is slow"):
+    while output.trouble() not in ("", "read too slowly"):
         await asyncio.sleep(0.01)
     await output.flushed()
 
@@ -78,7 +78,7 @@ def test_a_pipe_that_is_not_read_delays_nobody_and_loses_nothing_that_fits(write
     output.put(b"x" * LIMIT)
     assert time.monotonic() - began < BLOCKED_S
     assert output.dropped_bytes == LIMIT
-    until(lambda: output.trouble() == "it is not read", "a trouble")
+    until(lambda: output.trouble() == "not read", "a trouble")
     with os.fdopen(source, "rb") as pipe:
         until(lambda: pipe.readline().endswith(b"kept\n"), "what was kept")
         asyncio.run(output.flushed())
@@ -120,7 +120,7 @@ def test_a_caller_waits_for_room_and_not_longer_than_it_has_patience(writer: Cal
         await output.write(b"x" * LIMIT)  # fits into the pipe
         await output.write(b"x" * LIMIT)
         waiting = asyncio.ensure_future(output.write(b"y" * LIMIT))
-        await output.write(b"dropped", patience_s=0.1)
+        await output.write(b"dropped", timeout_s=0.1)
         assert output.dropped_bytes == len(b"dropped")
         assert not waiting.done()
         found = b""

@@ -1,22 +1,20 @@
-"""Backends: ways to send tensors between the members of a world. See context.py. Only this module names a backend."""
+"""Gloo and NCCL, and the choice of the backend in a worker. See context.py and elasticstate.backends."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
+from elasticstate.backends import BACKENDS, load_part
 from elasticstate.worker.contexts.context import Backend
-
-_CLASSES = {"gloo": "gloo:GlooBackend", "mpi": "mpi:MpiBackend", "nccl": "nccl:NcclBackend"}
 
 
 def choose(name: str) -> Backend:
     """Return the backend with this name. ``auto`` chooses by the devices of this machine."""
-    module, _, kind = _CLASSES[by_devices() if name == "auto" else name].partition(":")
-    return cast(Backend, getattr(import_module(f"{__name__}.{module}"), kind)())
+    parts = BACKENDS[by_devices() if name == "auto" else name]
+    return cast(Backend, load_part(parts.worker)())
 
 
 def by_devices() -> str:

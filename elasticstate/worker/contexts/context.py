@@ -1,6 +1,6 @@
 """Interface between the run loop and a backend: one :class:`Backend` per process, one :class:`Context` per generation.
 
-Each backend is one module (or package) in this folder. No backend depends on the loop or on another backend.
+No backend depends on the loop or on another backend. The table in elasticstate.backends names the backends.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from datetime import timedelta
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from torch._C._distributed_c10d import Store
-
 from elasticstate._native import GlooSockets
+from elasticstate.compat.stores import Store
 from elasticstate.config import WorkerEnvironment
 from elasticstate.net.messages import FromWorkerBody
 
@@ -83,8 +82,8 @@ class Context(Protocol):
 class Backend(Protocol):
     """One way to send tensors, for the life of the process."""
 
-    def prepare(self, environment: WorkerEnvironment, say: Callable[[FromWorkerBody], None]) -> None:
-        """Do slow preparations before the first READY. ``say`` sends a message to the agent."""
+    def prepare(self, environment: WorkerEnvironment, send: Callable[[FromWorkerBody], None]) -> None:
+        """Do slow preparations before the first READY. ``send`` sends a message to the agent."""
 
     def context(self) -> Context:
         """Return a context for the next generation. The one before it has been destroyed."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from elasticstate.compat.process_groups import set_default_group_timeout
 from elasticstate.config import WorkerEnvironment
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.worker.contexts.context import Fault, Rendezvous
@@ -18,7 +18,7 @@ from elasticstate.worker.contexts.groups import TorchGroups
 class GlooBackend:
     """The Gloo backend (see context.Backend). None of its objects outlives a generation."""
 
-    def prepare(self, environment: WorkerEnvironment, say: Callable[[FromWorkerBody], None]) -> None: ...
+    def prepare(self, environment: WorkerEnvironment, send: Callable[[FromWorkerBody], None]) -> None: ...
 
     def context(self) -> GlooContext:
         return GlooContext()
@@ -50,7 +50,7 @@ class GlooContext:
             world_size=rendezvous.size,
             timeout=rendezvous.init_timeout,
         )
-        distributed_c10d._set_pg_timeout(rendezvous.collective_timeout, dist.group.WORLD)
+        set_default_group_timeout(rendezvous.collective_timeout)
 
     def subgroup(self, ranks: tuple[int, ...]) -> Any:
         assert self._rendezvous is not None, "there is a generation"

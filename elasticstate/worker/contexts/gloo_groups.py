@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from elasticstate._native import GlooSockets
+from elasticstate.compat.stores import PrefixStore
 from elasticstate.errors import CollectiveError
 from elasticstate.worker.contexts.context import Rendezvous
 

@@ -6,7 +6,6 @@ Python thread aborts NCCL's communicators.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,16 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from elasticstate.compat import process_groups
 from elasticstate.config import WorkerEnvironment
 from elasticstate.errors import UsageError
+from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.worker.contexts import device as devices, nccl_settings
 from elasticstate.worker.contexts.context import Fault, Rendezvous
 from elasticstate.worker.contexts.gloo_groups import GlooGroups
 from elasticstate.worker.contexts.groups import TorchGroups
-from elasticstate.worker.replacement import be_replaced
+from elasticstate.worker.replacement import exit_for_replacement
 
 _TOGETHER_TIMEOUT_S = 5.0  # maximum time until all members have completed their last operations
 _LOOK_INTERVAL_S = 0.005
@@ -38,14 +38,16 @@ class NcclBackend:
     def __init__(self) -> None:
         self._scratch: torch.Tensor | None = None
 
-    def prepare(self, environment: WorkerEnvironment, say: Callable[[FromWorkerBody], None]) -> None:
+    def prepare(self, environment: WorkerEnvironment, send: Callable[[FromWorkerBody], None]) -> None:
         """Prepare the device and NCCL's settings.
 
         Raises UsageError when this slot has no device, or this torch has no NCCL.
         """
         slot = environment.worker.slot
         _make_sure_of_device(slot)
-        nccl_settings.warn(nccl_settings.apply_settings(nccl_settings.nccl_version()))
+        process_groups.require_group_parts()
+        for warning in nccl_settings.apply_settings(nccl_settings.nccl_version()):
+            logger.warning(warning)
         torch.cuda.set_device(slot)
         self._scratch = torch.zeros(1, device=torch.device("cuda", slot))
 
@@ -56,15 +58,15 @@ class NcclBackend:
 def _make_sure_of_device(slot: int) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not dist.is_nccl_available():
-        problem, remedy = "this torch is built without NCCL", "install a build of torch for CUDA, or use --backend gloo"
+        problem, remedy = "this torch is built without NCCL", "Install a build of torch for CUDA, or use --backend gloo"
     elif not count:
-        problem, remedy = "torch sees no CUDA device", "see 'elasticrun --check', or use --backend gloo"
+        problem, remedy = "torch finds no CUDA device", "Run elasticrun --check, or use --backend gloo"
     elif slot >= count:
-        problem = f"slot {slot} of this host has no CUDA device of its own: torch sees {count}"
-        remedy = f"at most {count} slots on this host (-np, -H, --slots-per-host), or --backend gloo"
+        problem = f"slot {slot} of this host has no CUDA device of its own, because torch finds {count}"
+        remedy = f"Use at most {count} slots on this host (-np, -H, --slots-per-host), or --backend gloo"
     else:
         return
-    raise UsageError(f"--backend: 'nccl': {problem}; {remedy}")
+    raise UsageError(f"--backend: 'nccl': {problem}. {remedy}.")
 
 
 class NcclContext:
@@ -106,7 +108,7 @@ class NcclContext:
             timeout=rendezvous.init_timeout,
             device_id=self._scratch.device,
         )
-        distributed_c10d._set_pg_timeout(rendezvous.collective_timeout, dist.group.WORLD)
+        process_groups.set_default_group_timeout(rendezvous.collective_timeout)
 
     def _begin_group(self, size: int) -> bool:
         with self._lock:
@@ -142,7 +144,7 @@ class NcclContext:
         that leaves alone waits until the timeout. torch's own shutdown is not used: aborting a communicator during that
         shutdown is not safe.
         """
-        cpu: Any = distributed_c10d._get_default_group()._get_backend(_CPU)
+        cpu = process_groups.part_for(dist.group.WORLD, _CPU)
         device = self._scratch.device if self._scratch is not None else _CUDA
 
         is_late = threading.Event()
@@ -199,15 +201,15 @@ class NcclContext:
         if rendezvous is None:
             return  # no group exists yet, or any more
         with self._lock:
-            groups = [group for group in list(distributed_c10d._world.pg_map) if group not in self._aborted]
+            groups = [group for group in process_groups.all_groups() if group not in self._aborted]
             self._aborted.update(groups)
         aborts = [devices.Aside(backend.abort) for backend in map(_nccl_of, groups) if backend is not None]
         deadline = time.monotonic() + 2 * rendezvous.init_timeout.total_seconds()  # an abort may wait for an init
         for abort in aborts:
             if not abort.join(deadline - time.monotonic()):
-                be_replaced("NCCL does not come back from aborting its communicators")
+                exit_for_replacement("NCCL has not aborted its communicators in time")
             if abort.error is not None:
-                sys.stderr.write(f"elasticstate: NCCL's abort of a communicator has failed: {abort.error}\n")
+                logger.error("NCCL could not abort a communicator: %s", abort.error)
 
     def broken(self) -> bool:
         """Return True if this process has cut the generation, or a pair of the Gloo part has lost its connection.
@@ -219,9 +221,5 @@ class NcclContext:
 
 def _nccl_of(group: Any) -> Any:
     """Return the NCCL part of a group; None if it has none."""
-    try:
-        backend = group._get_backend(_CUDA)
-    except RuntimeError:
-        return None
-    backend = getattr(backend, "wrapped_pg", backend)  # wrapped with TORCH_DISTRIBUTED_DEBUG=DETAIL
-    return backend if backend.name() == "nccl" else None  # a Gloo group also accepts CUDA tensors
+    part = process_groups.part_for(group, _CUDA)
+    return part if part is not None and part.name() == "nccl" else None  # a Gloo group also accepts CUDA tensors

@@ -8,7 +8,6 @@ https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 from __future__ import annotations
 
 import math
-import sys
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -32,56 +31,56 @@ _ALWAYS = (
     Setting(
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
         "0",
-        "torch's watchdog deals with a failed collective itself, and mostly by ending the process",
+        "torch's watchdog handles a failed collective, in most cases by ending the process",
     ),
     # Watchdog::run() rethrows the errors of its event queries (a CUDA error, an aborted communicator) on its own
     # thread, where nothing catches them: std::terminate().
     Setting(
         ("TORCH_NCCL_RETHROW_CUDA_ERRORS",),
         "0",
-        "torch's watchdog ends the process when it meets a CUDA error",
+        "torch's watchdog ends the process after a CUDA error",
     ),
     # HeartbeatMonitor::runLoop() calls std::abort() when the watchdog stops for a while, for example during a long
     # abort or while the process is stopped. --heartbeat-timeout and --hang-timeout cover these cases.
     Setting(
         ("TORCH_NCCL_ENABLE_MONITORING",),
         "0",
-        "torch's heartbeat monitor ends the process when the watchdog stands still",
+        "torch's heartbeat monitor ends the process when the watchdog makes no progress",
     ),
     # The source announces that the switch above will be removed. After that, a timeout of one day must suffice. (More
     # than 24 days, in milliseconds, do not fit into torch's int.)
     Setting(
         ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",),
         "86400",
-        "torch's heartbeat monitor may end the process when the watchdog stands still for so long",
+        "torch's heartbeat monitor may end the process when the watchdog makes no progress for so many seconds",
     ),
     # With 1 (the default) the monitor asks the store of the default group every second for dump requests of other
     # ranks. The store of an ended generation is cut.
     Setting(
         ("TORCH_NCCL_DUMP_ON_TIMEOUT",),
         "0",
-        "torch's heartbeat monitor goes on asking the store of a generation that has ended",
+        "torch's heartbeat monitor keeps sending requests to the store of a generation that has ended",
     ),
     # Watchdog::runLoop() sleeps for four times this value (15 s) after it finds a failed operation, so that other ranks
     # can write their dumps. Destroying the group joins the watchdog, and would wait as long.
     Setting(
         ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",),
         "0",
-        "each failure may hold up the recovery by four times as many milliseconds",
+        "each failure may delay the recovery by four times as many milliseconds",
     ),
     # Programs that use NVIDIA's in-process restart (nvidia-resiliency-ext) set it. The failure that it prevents is
     # neither known here nor measured. It costs bandwidth on machines with NVSwitch.
     Setting(
         ("NCCL_NVLS_ENABLE",),
         "0",
-        "NVLink SHARP is not known to outlive an abort of its communicators",
+        "NVLink SHARP may not survive an abort of its communicators",
     ),
 )
 _NONBLOCKING = Setting(
     # Without it, ncclCommInitRank() returns only when all members have arrived, or never.
     ("TORCH_NCCL_USE_COMM_NONBLOCKING",),
     "1",
-    "nothing bounds the wait for the other members when a communicator is made",
+    "the creation of a communicator waits without limit for the other members",
 )
 _NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds; default 1800
 
@@ -99,14 +98,10 @@ def apply_settings(nccl: tuple[int, ...]) -> list[str]:
         if given is not None:
             name, value = given
             warnings.append(
-                f"{name}={value} is set in the environment: {setting.otherwise}; unset it, or set it to {setting.value}"
+                f"{name}={value} in the environment: {setting.otherwise}. Unset the variable, or set it to "
+                f"{setting.value}."
             )
     return warnings
-
-
-def warn(warnings: list[str]) -> None:
-    for text in warnings:
-        sys.stderr.write(f"elasticstate: {text}\n")
 
 
 def bound_init(timeout: timedelta) -> None:

@@ -27,6 +27,7 @@ from collectives import check_all
 from elasticstate.config import WorkerEnvironment
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import CollectiveError
+from elasticstate.mpi.messages import decode_request
 from elasticstate.worker import contexts
 from elasticstate.worker.contexts.context import Context, Rendezvous
 
@@ -154,10 +155,11 @@ environment = WorkerEnvironment(
     job_id="job",
     local_address="127.0.0.1",
     commits=str(directory / str(os.getpid())),
+    preemption_signals=(),
     backend=backend_name,
 )
 backend = contexts.choose(backend_name)
-backend.prepare(environment, lambda message: say(asks=message.members))
+backend.prepare(environment, lambda message: say(asks=decode_request(message.data).applicants))
 context: Context = backend.context()
 threading.Thread(target=listen, daemon=True).start()
 threading.Thread(target=sweep, daemon=True).start()

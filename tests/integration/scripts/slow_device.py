@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from elasticstate.state import base
+from elasticstate.state import committer
 from elasticstate.state.snapshot import Snapshot
 
 
@@ -27,7 +27,7 @@ class SlowDevice:
 
     def __init__(self, pace_s: float | None = None) -> None:
         self.pinned: dict[int, int] = {}  # bytes at each address
-        self.brought = 0
+        self.copied_back = 0
         self.held_back = 0
         self.error: Exception | None = None  # raised by every later call
         self._pace_s = pace_s
@@ -64,12 +64,12 @@ class SlowDevice:
         with self._change:
             return Mark(self, len(self._steps))
 
-    def bring(self, targets: list[torch.Tensor], places: list[torch.Tensor]) -> None:
+    def copy_back(self, targets: list[torch.Tensor], places: list[torch.Tensor]) -> None:
         self._check()
         with torch.no_grad():
             for target, place in zip(targets, places, strict=True):
                 target.copy_(place)
-        self.brought += len(targets)
+        self.copied_back += len(targets)
 
     # ---------------------------------------------------------------------------------------------- interface for tests
 
@@ -154,4 +154,4 @@ class Mark:
 
 def use(device: SlowDevice) -> None:
     """Put the tensors of all new states on this device, permanently."""
-    base.Snapshot = functools.partial(Snapshot, copy_stream_of=lambda _: device)
+    committer.Snapshot = functools.partial(Snapshot, copy_stream_of=lambda _: device)

@@ -23,6 +23,7 @@ import torch
 from elasticstate import TorchState
 from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId
+from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
 
 OWNER = b"the torn commits"
@@ -78,14 +79,14 @@ class Session:
     def commit_id(self) -> CommitId:
         return CommitId(1, self.ticks + 1)
 
-    def ended(self, generation: int) -> bool:
+    def has_ended(self, generation: int) -> bool:
         return False
 
     def tick(self) -> None:
         self.ticks += 1
 
     def progress(self) -> None: ...
-    def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None: ...
+    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None: ...
 
 
 def content(tick: int) -> Iterator[tuple[str, int, float]]:
@@ -174,13 +175,13 @@ class Stateful(dict):
 def write(prefix: Path, marks: Marks) -> None:
     """Continue from the last commit, forever."""
     state = TorchState(tensors=Stateful(), note="")
-    state._attach(FileStorage(prefix))
+    committer_of(state).use_storage(FileStorage(prefix))
     last = state.commits[0]
-    if last is not None and not state._resume():
+    if last is not None and not committer_of(state).resume():
         raise RuntimeError("what the parent has seen whole cannot be resumed from")
-    state._bind(Session(last.tick if last is not None else 0))
+    committer_of(state).use_session(Session(last.tick if last is not None else 0))
     while True:
-        tick = state._session.ticks + 1
+        tick = committer_of(state).ticks + 1
         fill(state, tick)
         marks.begin(tick)
         state.commit()

@@ -25,6 +25,7 @@ from faults import Fault, Faults
 from torch.nn.parallel import DistributedDataParallel
 
 import elasticstate as elastic
+from elasticstate.state.base import committer_of
 
 
 def options() -> argparse.Namespace:
@@ -138,7 +139,7 @@ def train(state: elastic.TorchState) -> int:
             if state.step == 5:
                 evaluate(args.evaluate)
             before = state.commits[0]
-            steps[g, state._session.ticks + 1] = state.step
+            steps[g, committer_of(state).ticks + 1] = state.step
             state.commit(every=args.commit_every)
             newest = state.commits[0]
             if newest != before:  # the newest sealed commit may be that of an earlier step

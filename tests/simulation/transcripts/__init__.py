@@ -15,7 +15,7 @@ from typing import Any
 
 from elasticstate.core import types as t
 from elasticstate.core.membership import new_membership, next_deadline, step
-from elasticstate.core.policy import Policy
+from tests.policy import policy_of
 
 TRANSCRIPTS = Path(__file__).parent
 
@@ -23,7 +23,7 @@ TRANSCRIPTS = Path(__file__).parent
 def replay(text: str) -> str:
     """Return the transcript with the answers of the present core."""
     lines: list[str] = []
-    m = new_membership(Policy(np=1, min_np=1))
+    m = new_membership(policy_of(np=1, min_np=1))
     for line in text.splitlines():
         if line.startswith("policy "):
             m = new_membership(replace(m.policy, **{key: _value(value) for key, value in _pairs(line.split()[1:])}))
@@ -35,7 +35,8 @@ def replay(text: str) -> str:
             m, effects, reason = step(m, event, float(at.removeprefix("t=")))
             deadline = next_deadline(m)
             until = f" (until {deadline:g})" if deadline is not None else ""
-            lines += ["", line, *(f"  {say(effect)}" for effect in effects), f"  = {m.phase_name}: {reason}{until}"]
+            lines += ["", line, *(f"  {describe(effect)}" for effect in effects)]
+            lines.append(f"  = {m.phase_name}: {reason}{until}")
         elif line.startswith("#"):
             lines.append(line)
     return "\n".join(lines) + "\n"
@@ -80,7 +81,7 @@ def parse_event(words: list[str]) -> t.Event:
         events: dict[str, Callable[[], t.Event]] = {
             "agent-joined": lambda: _joined(rest[0], rest[1:]),
             "agent-lost": lambda: t.AgentLost(rest[0], " ".join(rest[1:])),
-            "agent-away": lambda: t.AgentLost(rest[0], " ".join(rest[1:]), may_live=True),
+            "agent-unreachable": lambda: t.AgentLost(rest[0], " ".join(rest[1:]), may_live=True),
             "agent-draining": lambda: t.HostDraining(rest[0], " ".join(rest[1:])),
         }
         return events[kind]()
@@ -114,15 +115,17 @@ def parse_event(words: list[str]) -> t.Event:
     raise ValueError(f"no such event: {kind}")
 
 
-def say(effect: t.Effect) -> str:
+def describe(effect: t.Effect) -> str:
     """Return one readable line for an effect."""
     match effect:
         case t.PublishWorld(world):
             hosts: dict[str, list[str]] = {}
             for p in world.members:
                 hosts.setdefault(p.worker.host, []).append(f"{p.rank}={p.worker}")
-            lacking = f", state from {world.root} to {list(world.lacking)}" if world.lacking else ", all hold the state"
-            return f"PublishWorld {world.generation}: {' | '.join(' '.join(m) for m in hosts.values())}{lacking}"
+            lacking = (
+                f"state from {world.root} to {list(world.lacking)}" if world.lacking else "all members hold the state"
+            )
+            return f"PublishWorld {world.generation}: {' | '.join(' '.join(m) for m in hosts.values())}, {lacking}"
         case t.End(generation, at_tick, cause):
             return f"End {generation} {'now' if at_tick is None else f'at tick {at_tick}'}: {cause}"
         case t.Sever(worker, generation, cause):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import pytest
 
+from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream, ControlServer
@@ -26,18 +27,16 @@ SPEC = messages.JobSpec(
     job="j",
     job_id=JOB_ID,
     epoch=1,
-    command=("true",),
-    commit_dir="",
-    heartbeat_timeout_s=60.0,
-    hang_timeout_s=None,
-    failure_grace_s=2.0,
-    start_timeout_s=60.0,
-    stop_timeout_s=60.0,
-    driver_timeout_s=60.0,
-    lease_s=None,
-    output=messages.Output(tagged=False),
+    options=Options(
+        command=("true",),
+        heartbeat_timeout_s=60.0,
+        start_timeout_s=60.0,
+        stop_timeout_s=60.0,
+        driver_timeout_s=60.0,
+        tag_output=False,
+        preemption_interval_s=0.05,
+    ),
     environment=(("GIVEN", "1"),),
-    preemption=messages.PreemptionOptions((signal.SIGTERM,), None, 0.05, 5.0),
 )
 
 # A worker that sends Hello, and prints each message that it receives.
@@ -104,10 +103,10 @@ class Scene:
     def agent_joined(self, stream: AgentStream) -> None:
         self._streams.append(stream)
 
-    def agent_said(self, _: AgentStream, message: messages.FromAgent) -> None:
+    def agent_sent(self, _: AgentStream, message: messages.FromAgent) -> None:
         self.heard.append(message)
 
-    def agent_gone(self, stream: AgentStream, _: str) -> None:
+    def agent_lost(self, stream: AgentStream, _: str) -> None:
         self.lost.set()
 
     def status(self) -> str:
@@ -162,7 +161,9 @@ class Scene:
         self.send(messages.StartWorker(W))
 
     def spec(self, *command: str, **changes: Any) -> messages.JobSpec:
-        return msgspec.structs.replace(SPEC, **{"command": command, "commit_dir": str(self.directory), **changes})
+        epoch = changes.pop("epoch", SPEC.epoch)
+        options = replace(SPEC.options, command=command, commit_dir=str(self.directory), **changes)
+        return msgspec.structs.replace(SPEC, epoch=epoch, options=options)
 
     def send(self, order: messages.ToAgent) -> None:
         self._streams[0].send(codec.encode(order))

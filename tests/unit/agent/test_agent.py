@@ -75,7 +75,7 @@ def test_without_a_driver_a_hold_is_released_and_training_goes_on_for_a_while(tm
         assert await scene.line() == "Release"
         status, rest = await scene.end()
         assert status == 1
-        assert "no driver for --driver-timeout of 1 s: stops its workers" in rest
+        assert "stopping the workers: no driver within --driver-timeout of 1 s" in rest
         assert "Leave" in rest
         assert not (scene.directory / "job").exists()
 
@@ -114,7 +114,7 @@ def test_sigterm_is_told_and_not_obeyed(tmp_path: Path) -> None:
 def test_a_signal_that_is_no_notice_has_its_usual_effect(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.start()
-        await scene.serve("sleep", "100", preemption=messages.PreemptionOptions((signal.SIGUSR1,), None, 1.0, 1.0))
+        await scene.serve("sleep", "100", preemption_signals=(signal.SIGUSR1,))
         await scene.hear(messages.Started)
         scene.agent.send_signal(signal.SIGUSR1)
         assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGUSR1 to its agent")
@@ -201,6 +201,6 @@ def test_a_worker_is_given_room_for_its_commits_or_told_why_not(tmp_path: Path) 
         scene.send(messages.Shutdown("done"))
         status, said = await scene.end()
         assert status == 0
-        assert "commits take 262.1 kB on this host (1 worker x 2 x 131.1 kB)" in said
+        assert "commits need 262.1 kB on this host (1 worker x 2 x 131.1 kB)" in said
 
     play(tmp_path, scenario)

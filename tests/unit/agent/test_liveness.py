@@ -49,7 +49,7 @@ def test_a_worker_that_beats_is_well(worker: Worker) -> None:
 def test_a_silent_worker_is_given_up_after_the_heartbeat_timeout_and_once(worker: Worker) -> None:
     worker.liveness.look(10.1)
     assert worker.liveness.verdict(10.0, 10.0) == ""
-    assert worker.liveness.verdict(10.1, 10.0) == "no sign of life for --heartbeat-timeout of 10 s"
+    assert worker.liveness.verdict(10.1, 10.0) == "no heartbeat for --heartbeat-timeout of 10 s"
     worker.liveness.end()
     assert worker.liveness.verdict(10.1, 10.0) == ""
 
@@ -99,19 +99,19 @@ def test_behind_the_gate_nobody_is_judged(worker: Worker) -> None:
 def test_rubbish_on_the_page_is_no_place(worker: Worker) -> None:
     worker.page.set_place(99)
     worker.heartbeat(1.0, place=99)  # type: ignore[arg-type]
-    assert worker.liveness.verdict(20.0, 10.0) == "no sign of life for --heartbeat-timeout of 10 s"
+    assert worker.liveness.verdict(20.0, 10.0) == "no heartbeat for --heartbeat-timeout of 10 s"
 
 
 def test_news_are_signs_of_life_and_commits_and_each_is_told_once(worker: Worker) -> None:
-    worker.liveness.news()
-    assert worker.liveness.news() is None
+    worker.liveness.changed_stamp()
+    assert worker.liveness.changed_stamp() is None
     worker.heartbeat(1.0, ticks=2)
-    assert worker.liveness.news() == Stamp(Place.TRAIN, 1, 2, None)
-    assert worker.liveness.news() is None
+    assert worker.liveness.changed_stamp() == Stamp(Place.TRAIN, 1, 2, None)
+    assert worker.liveness.changed_stamp() is None
     worker.page.seal(1, OWNER, 1, 3, 0, 0, 0)
-    assert worker.liveness.news() == Stamp(Place.TRAIN, 1, 2, CommitId(1, 3))
+    assert worker.liveness.changed_stamp() == Stamp(Place.TRAIN, 1, 2, CommitId(1, 3))
     worker.page.seal(0, b"x" * 16, 1, 4, 0, 0, 0)
-    assert worker.liveness.news() is None, "a seal of another owner is none"
+    assert worker.liveness.changed_stamp() is None, "a seal of another owner is none"
 
 
 def test_stamps_are_sent_each_second_less_often_in_a_large_world_and_several_times_within_the_timeout() -> None:

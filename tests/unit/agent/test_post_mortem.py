@@ -30,7 +30,7 @@ def test_who_ends_well_has_no_cause(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "counted", "said"),
     [
-        (signal.SIGKILL, 3, "stderr\nout of memory: its memory cgroup has counted 2 OOM kill(s) meanwhile"),
+        (signal.SIGKILL, 3, "stderr\nout of memory: its memory cgroup counted 2 OOM kill(s) while the worker ran"),
         (signal.SIGKILL, 1, "stderr"),
         (signal.SIGSEGV, 3, "stderr"),
     ],

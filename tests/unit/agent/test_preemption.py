@@ -13,12 +13,6 @@ import pytest
 from elasticstate.net import messages
 from tests.unit.agent.scene import Scene, play
 
-TERM = (signal.SIGTERM,)
-
-
-def asking(command: str, timeout_s: float = 5.0) -> messages.PreemptionOptions:
-    return messages.PreemptionOptions(TERM, command, 0.05, timeout_s)
-
 
 def script(directory: Path, body: str) -> str:
     path = directory / "notice.sh"
@@ -51,7 +45,7 @@ def test_it_is_asked_until_it_gives_notice_and_not_after(tmp_path: Path) -> None
 
     async def scenario(scene: Scene) -> None:
         await scene.start()
-        await scene.serve("sleep", "100", preemption=asking(script(tmp_path, body)), stop_timeout_s=0.2)
+        await scene.serve("sleep", "100", preemption_command=script(tmp_path, body), stop_timeout_s=0.2)
         await scene.until(lambda: times_asked(tmp_path) >= 3, "three calls")
         assert notices(scene) == []
         (tmp_path / "go").touch()
@@ -69,7 +63,7 @@ def test_it_is_asked_until_it_gives_notice_and_not_after(tmp_path: Path) -> None
 def test_a_signal_ends_the_asking(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.start()
-        await scene.serve("sleep", "100", preemption=asking(script(tmp_path, "sleep 100")), stop_timeout_s=0.2)
+        await scene.serve("sleep", "100", preemption_command=script(tmp_path, "sleep 100"), stop_timeout_s=0.2)
         await scene.until(lambda: times_asked(tmp_path) == 1, "a call")
         asked = int((tmp_path / "asked").read_text())
         scene.agent.send_signal(signal.SIGTERM)
@@ -84,8 +78,8 @@ def test_a_signal_ends_the_asking(tmp_path: Path) -> None:
     ("body", "timeout_s", "said"),
     [
         ("echo one >&2; echo two >&2; exit 3", 5.0, "exited with 3: two"),
-        ("exit 4", 5.0, "exited with 4: without a word on stderr"),
-        ("kill -KILL $$", 5.0, "was killed by SIGKILL: without a word on stderr"),
+        ("exit 4", 5.0, "exited with 4: nothing on stderr"),
+        ("kill -KILL $$", 5.0, "was killed by SIGKILL: nothing on stderr"),
         ("sleep 100", 0.1, "took longer than --preemption-timeout of 0.1 s"),
     ],
 )
@@ -96,9 +90,11 @@ def test_any_other_answer_is_warned_of_once_and_asking_goes_on(
 
     async def scenario(scene: Scene) -> None:
         await scene.start()
-        await scene.serve("sleep", "100", preemption=asking(command, timeout_s), stop_timeout_s=0.2)
+        await scene.serve(
+            "sleep", "100", preemption_command=command, preemption_timeout_s=timeout_s, stop_timeout_s=0.2
+        )
         warning = await scene.hear(messages.AgentWarning)
-        assert warning.text == f"--preemption-command {command!r} {said}; it is asked again every 0.05 s"
+        assert warning.text == f"--preemption-command {command!r} {said}; it runs again every 0.05 s"
         count = times_asked(tmp_path)
         await scene.until(lambda: times_asked(tmp_path) >= count + 3, "more calls")
         assert notices(scene) == [warning]
@@ -116,7 +112,7 @@ def test_any_other_answer_is_warned_of_once_and_asking_goes_on(
 def test_a_command_that_is_not_there_is_warned_of(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.start()
-        await scene.serve("sleep", "100", preemption=asking("no-such-command -x"), stop_timeout_s=0.2)
+        await scene.serve("sleep", "100", preemption_command="no-such-command -x", stop_timeout_s=0.2)
         text = (await scene.hear(messages.AgentWarning)).text
         assert text.startswith("--preemption-command 'no-such-command -x' cannot be run: [Errno 2] No such file")
         await ends_well(scene)
@@ -128,7 +124,7 @@ def test_a_slow_command_holds_nothing_up_and_ends_with_the_agent(tmp_path: Path)
     async def scenario(scene: Scene) -> None:
         await scene.start()
         command = script(tmp_path, "exec python3 -c 'import os, time; os.write(1, bytes(9000000)); time.sleep(100)'")
-        await scene.serve("sleep", "100", preemption=asking(command, 60.0), stop_timeout_s=0.2)
+        await scene.serve("sleep", "100", preemption_command=command, preemption_timeout_s=60.0, stop_timeout_s=0.2)
         await scene.until(lambda: times_asked(tmp_path) == 1, "a call")
         asked = int((tmp_path / "asked").read_text())
         await scene.hear(messages.Stamps)  # heartbeat of the agent

@@ -104,7 +104,7 @@ class Host:
 def test_the_first_who_asks_lets_the_host_say_what_commits_take(small: Path) -> None:
     host = Host(small)
     assert host.make((0, 0, MB), (0, 1, MB), (1, 0, MB), (1, 1, MB)) == [(MB, "")] * 4
-    assert host.said == [f"commits take 4.2 MB on this host (2 workers x 2 x 1.0 MB), 8.4 MB are free in {small}"]
+    assert host.said == [f"commits need 4.2 MB on this host (2 workers x 2 x 1.0 MB); 8.4 MB are free in {small}"]
     assert host.size(1, 1) == MB
     host.close()
 
@@ -115,8 +115,8 @@ def test_more_than_there_is_is_refused_at_once(small: Path) -> None:
     assert length == 0
     assert error == (
         f"commits do not fit into --commit-dir {small} of host h: they need 12.6 MB more (two buffers of 3.1 MB for "
-        f"each of 2), and 8.4 MB are free. Make the state smaller, choose another --commit-dir, or give this one more "
-        f"room (mount -o remount,size=... {small}; docker run --shm-size=...)"
+        f"each of 2), and 8.4 MB are free. Make the state smaller, choose another --commit-dir, or enlarge this "
+        f"one (mount -o remount,size=... {small}; docker run --shm-size=...)"
     )
     assert not any(path.stat().st_size for path in host.directory.path.glob("*.safetensors"))
     assert host.make((0, 0, MB)) == [(MB, "")], "a smaller state fits"

@@ -14,8 +14,8 @@ import pytest
 
 from elasticstate.agent.output import Audience, Outputs
 from elasticstate.agent.worker_process import Ending, WorkerProcess
+from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
-from elasticstate.net.messages import Output
 from elasticstate.processes import session_members
 
 W = WorkerId("h", 1, 1)
@@ -38,7 +38,7 @@ def run(
     """Run a command as a worker, with its output in log files."""
 
     async def scenario() -> Ending:
-        pumps = Outputs("h").pumps(W, Output(log_dir=str(directory), tee=0), Audience(()))
+        pumps = Outputs("h").pumps(W, Options(command=(), log_dir=str(directory), tee=0), Audience(()))
         process = WorkerProcess(W, command, dict(os.environ), str(directory), *pumps)
         if meanwhile is not None:
             await meanwhile(process)
@@ -86,7 +86,9 @@ def test_a_command_that_is_not_there_exits_with_127(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        WorkerProcess(W, ["true"], {}, str(tmp_path / "nope"), *Outputs("h").pumps(W, Output(), Audience(())))
+        WorkerProcess(
+            W, ["true"], {}, str(tmp_path / "nope"), *Outputs("h").pumps(W, Options(command=()), Audience(()))
+        )
 
 
 def test_what_a_command_leaves_in_its_session_ends_with_it(tmp_path: Path) -> None:
@@ -147,12 +149,12 @@ def test_a_worker_dies_with_its_agent(tmp_path: Path) -> None:
 import asyncio, os, sys
 from elasticstate.agent.output import Audience, Outputs
 from elasticstate.agent.worker_process import WorkerProcess
+from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
-from elasticstate.net.messages import Output
 
 async def main():
     worker = WorkerId("h", 0, 1)
-    pumps = Outputs("h").pumps(worker, Output(tagged=False), Audience(()))
+    pumps = Outputs("h").pumps(worker, Options(command=(), tag_output=False), Audience(()))
     process = WorkerProcess(worker, ["sh", "-c", "echo $$; exec sleep 100"], os.environ, {str(tmp_path)!r}, *pumps)
     await process.ended()
 

@@ -8,10 +8,10 @@ import pytest
 
 from elasticstate.check.hosts import judge
 from elasticstate.check.local import file_system, shared_memory_line
-from elasticstate.check.mpi_lines import mpi_lines
 from elasticstate.check.report import Line, last_line, render
 from elasticstate.check.torch_build import Torch, read, torch_lines
-from elasticstate.mpi_build import MpiInstallation
+from elasticstate.mpi.check import mpi_lines
+from elasticstate.mpi.installation import MpiInstallation
 from elasticstate.processes import Answer
 
 GOOD = {"torch": "2.13.0+cpu", "has_gloo": True, "has_nccl": False, "gloo_works": True, "at": ""}
@@ -187,8 +187,12 @@ def test_a_host_that_is_well() -> None:
 
 def test_a_host_that_is_not() -> None:
     missing = "ModuleNotFoundError: No module named 'elasticstate'\n"
-    assert host(Answer(1, "", missing)).startswith("    [ ] h1: /p/python there has no elasticstate: pip install it")
-    assert host(Answer(0, "-m elasticstate\n", "")).startswith("    [ ] h1: /p/python there did not answer as Python")
+    assert host(Answer(1, "", missing)).startswith(
+        "    [ ] h1: /p/python on that host has no elasticstate: pip install"
+    )
+    assert host(Answer(0, "-m elasticstate\n", "")).startswith(
+        "    [ ] h1: /p/python on that host is not a working Python"
+    )
     assert host(Answer(3, "", "a\nb\n")) == "    [ ] h1: exited with 3: b"
 
 
@@ -212,7 +216,7 @@ def test_the_type_of_a_file_system(path: str, kind: str) -> None:
 
 def test_little_space_has_a_note_with_the_remedy() -> None:
     text = str(shared_memory_line("/dev/shm", "tmpfs", 64 << 20, 60 << 20))
-    assert text.startswith("    [X] --commit-dir /dev/shm: tmpfs, 62.9 MB of 67.1 MB free\n        little space: ")
+    assert text.startswith("    [X] --commit-dir /dev/shm: tmpfs, 62.9 MB of 67.1 MB free\n        low space: ")
     assert "docker run --shm-size=16g" in text
     assert shared_memory_line("/dev/shm", "tmpfs", 8 << 30, 8 << 30).notes == ()
     assert "not in memory" in str(shared_memory_line("/x", "ext4", 8 << 40, 8 << 40))

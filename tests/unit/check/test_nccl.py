@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticstate.check.nccl import KNOWN, known_of
+from elasticstate.check.nccl import KNOWN_BUGS, known_bugs
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,12 @@ from elasticstate.check.nccl import KNOWN, known_of
     ],
 )
 def test_what_is_known_of_a_version(version: tuple[int, ...], machine: str, words: list[str]) -> None:
-    found = known_of(version, machine)
+    found = known_bugs(version, machine)
     assert len(found) == len(words)
     for known, word in zip(found, words, strict=True):
         assert word in known
 
 
 def test_every_bug_has_its_source() -> None:
-    assert all(known.source.startswith("https://") for known in KNOWN)
-    assert len({known.source for known in KNOWN}) == len(KNOWN)
+    assert all(known.source.startswith("https://") for known in KNOWN_BUGS)
+    assert len({known.source for known in KNOWN_BUGS}) == len(KNOWN_BUGS)

@@ -48,7 +48,7 @@ def test_tags_are_turned_off() -> None:
             "-np/--num-proc is missing: '-np' after COMMAND belongs to COMMAND. Write options before COMMAND.",
         ),
         ([], "COMMAND is missing"),
-        (["-np", "1", "--events-file", "/nowhere/e", "c"], "--events-file: '/nowhere/e': takes a path to write to"),
+        (["-np", "1", "--events-file", "/nowhere/e", "c"], "--events-file: '/nowhere/e': cannot be written"),
         (["status"], "status: '': must be the name of one job. Use elasticrun status JOB."),
     ],
 )
@@ -163,6 +163,6 @@ def test_a_busy_port_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
         address = f"127.0.0.1:{busy.getsockname()[1]}"
         assert main(["-np", "1", "--listen", address, "--token-file", str(tmp_path / "token"), "true"]) == 2
     said = (
-        f"elasticrun: --listen: {address!r}: Address already in use. Give an address of this machine and a free port\n"
+        f"elasticrun: --listen: {address!r}: Address already in use. Give an address of this machine and a free port.\n"
     )
     assert capsys.readouterr().err == said

@@ -158,10 +158,8 @@ def test_a_command_that_fails_again_and_again_ends_the_job_with_its_error_last(t
         status, _, stderr = job.end()
     assert status == 1
     last = stderr.partition("elasticrun: root cause")[2].splitlines()
-    assert last[0].startswith(
-        ": 1 slot(s) failed 2 times in a row before they were ready; first failure: localhost:0#1"
-    )
-    assert last[1] == "elasticrun:   worker localhost:0 on host localhost, without a rank, generation 0, exit code 1"
+    assert last[0].startswith(": 1 slot failed 2 times in a row before the first world; first failure: localhost:0#1")
+    assert last[1] == "elasticrun:   worker localhost:0 on host localhost, no rank yet, generation 0, exit code 1"
     assert last[-1] == "elasticrun:   KeyError: 'the cause'"
     assert job.events("root_cause")[0]["exit_code"] == 1
 
@@ -172,7 +170,7 @@ def test_discovery_that_fails_at_first_ends_the_job(tmp_path: Path) -> None:
     assert status == 1
     assert stderr.splitlines()[-2:] == [
         "elasticrun: root cause: the first call of host discovery failed",
-        "elasticrun:   false exited with 1: and said nothing on stderr",
+        "elasticrun:   false exited with 1: no output on stderr",
     ]
 
 
@@ -200,7 +198,7 @@ def test_status_and_sigusr1_tell_the_same(tmp_path: Path) -> None:
         asked = subprocess.run(ask, capture_output=True, text=True, timeout=20)
         assert asked.returncode == 0, asked.stderr
         assert f"job {job.name}: WAITING" in asked.stdout
-        assert "localhost:0 boots for" in asked.stdout
+        assert "localhost:0 is booting for" in asked.stdout
         job.process.send_signal(signal.SIGUSR1)
         taken = subprocess.run(
             [sys.executable, "-m", "elasticstate", "--job-name", job.name, "-np", "1", "true"],
@@ -209,7 +207,7 @@ def test_status_and_sigusr1_tell_the_same(tmp_path: Path) -> None:
             timeout=20,
         )
         assert taken.returncode == 2
-        assert "takes the name of no running job" in taken.stderr
+        assert "a job of this name is already running" in taken.stderr
         job.process.terminate()
         status, _, stderr = job.end()
     assert status == 143
@@ -274,7 +272,7 @@ def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
         job.process.kill()
         stderr = job.end()[2]  # waits for all processes that hold the pipe
         job.wait(lambda: all(map(is_gone, [*workers, *agents])), "the end of agents and workers")
-    assert stderr.count("no driver for --driver-timeout of 0.5 s: stops its workers") == 2
+    assert stderr.count("stopping the workers: no driver within --driver-timeout of 0.5 s") == 2
 
 
 def test_the_workers_of_a_killed_agent_go_too_and_come_back(tmp_path: Path) -> None:
@@ -310,7 +308,7 @@ def test_an_agent_that_stands_still_is_as_good_as_dead(tmp_path: Path) -> None:
         agent = job.agents()[0]
         agent.suspend()
         lost = job.wait_for("agent_lost")
-        assert [event["reason"] for event in lost] == ["was silent for 0.75 s"]
+        assert [event["reason"] for event in lost] == ["sent no heartbeat for 0.75 s"]
         job.wait(lambda: is_gone(worker) and is_gone(agent), "the death of both")
         job.process.terminate()
         assert job.end()[0] == 143
@@ -345,7 +343,7 @@ def test_a_worker_that_falls_silent_is_killed(tmp_path: Path) -> None:
     with running(tmp_path, *argv, sys.executable, "-c", SPEAK + "time.sleep(100)") as job:
         assert job.end()[0] == 1
     unresponsive = job.events("worker_unresponsive")
-    assert [event["reason"] for event in unresponsive] == ["no sign of life for --heartbeat-timeout of 3 s"]
+    assert [event["reason"] for event in unresponsive] == ["no heartbeat for --heartbeat-timeout of 3 s"]
     assert [event["signal"] for event in job.events("worker_exited")] == [signal.SIGKILL]
 
 
@@ -429,7 +427,7 @@ def test_a_signal_to_an_agent_drains_its_host_which_then_rests(
         is_in_preemption_cooldown["host"],
         is_in_preemption_cooldown["seconds"],
         is_in_preemption_cooldown["reason"],
-    ) == (host, 1.5, f"notice: {reason}")
+    ) == (host, 1.5, f"preemption notice: {reason}")
     assert again["time"] - is_in_preemption_cooldown["time"] >= 1.4
     assert job.events("agent_lost") == []
 
@@ -442,7 +440,7 @@ def test_a_host_with_notice_is_used_at_once_if_the_job_needs_it(tmp_path: Path) 
         started(job, 1)
         job.process.terminate()
         assert job.end()[0] == 143
-    assert again["time"] - job.events("host_cooldown")[0]["time"] < 60, "it rests for 600 s otherwise"
+    assert again["time"] - job.events("host_cooldown")[0]["time"] < 60, "the cooldown would last 600 s otherwise"
 
 
 def test_a_notice_command_that_fails_is_warned_of_once(tmp_path: Path) -> None:
@@ -459,7 +457,7 @@ def test_a_notice_command_that_fails_is_warned_of_once(tmp_path: Path) -> None:
         job.wait_for("warning")
         job.process.terminate()
         assert job.end()[0] == 143
-    said = "--preemption-command './notice' exited with 2: no service; it is asked again every 0.05 s"
+    said = "--preemption-command './notice' exited with 2: no service; it runs again every 0.05 s"
     (warning,) = job.events("warning")
     assert any(warning["text"].startswith(f"host {host}: {said}") for host in hosts), warning
     assert job.events("host_draining") == []

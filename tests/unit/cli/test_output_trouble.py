@@ -28,17 +28,17 @@ def test_a_terminal_that_is_not_read_is_reported_with_the_workers_that_wait_for_
             lambda: any(sorted(e["workers"]) == workers for e in job.events("output_blocked")), "both workers waiting"
         )
         event = job.events("output_blocked")[-1]
-        assert (event["host"], event["output"], event["reason"]) == ("localhost", "stdout", "it is not read")
+        assert (event["host"], event["output"], event["reason"]) == ("localhost", "stdout", "not read")
         started = max(event["time"] for event in job.events("worker_started"))
         assert event["time"] - started < 10
         shown = status_of(job.name)
-        assert "output that is not written:\n  host localhost: stdout: it is not read, for" in shown
-        assert "localhost:0, localhost:1 wait for it (with --log-dir no worker waits)" in shown
+        assert "output that cannot be written:\n  host localhost: stdout: not read, for" in shown
+        assert "waiting workers: localhost:0, localhost:1. With --log-dir, no worker waits for the terminal" in shown
         status, stdout, stderr = job.end()
     assert status == 0
     for slot in (0, 1):
         assert stdout.count(f"[localhost:{slot}] {'x' * 99}\n") == LINES
-    assert "warning: host localhost: stdout: it is not read; " in stderr
+    assert "warning: host localhost: stdout: not read; " in stderr
 
 
 def test_log_files_have_what_a_terminal_that_is_not_read_lacks(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_log_files_have_what_a_terminal_that_is_not_read_lacks(tmp_path: Path) -
     assert stdout.count("\n") < 2 * LINES
     blocked = job.events("output_blocked")
     assert {(event["output"], len(event["workers"])) for event in blocked} == {("stdout", 0)}
-    assert "warning: host localhost: stdout: it is " in stderr
+    assert "warning: host localhost: stdout: " in stderr
 
 
 def test_a_job_without_stderr_runs_as_any_other(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elasticstate import config
@@ -25,6 +26,8 @@ from elasticstate.core.types import HostSlots, WorkerId
 from elasticstate.driver.spec import job_spec
 from elasticstate.errors import OptionError
 from elasticstate.kinds import parse_host
+from elasticstate.net import messages
+from elasticstate.net.launch import Launch
 
 COMMAND = ["python", "train.py"]
 
@@ -136,8 +139,8 @@ def test_a_bad_value_in_the_environment_names_the_variable() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"min_np": "3"}, "--min-np: 3: must be at most -np, which is 2"),
-        ({"max_np": "1"}, "--max-np: 1: must be at least -np, which is 2"),
+        ({"min_np": "3"}, "--min-np: 3: must be at most -np, which is 2. Lower --min-np, or raise -np."),
+        ({"max_np": "1"}, "--max-np: 1: must be at least -np, which is 2. Raise --max-np, or lower -np."),
         ({"hosts": "a", "hostfile": "f"}, "--hosts and --hostfile exclude each other. Give only one of them."),
     ],
 )
@@ -212,22 +215,20 @@ def test_the_policy_is_made_of_the_options() -> None:
         min_np="1", max_np="4", failure_grace_s="0.5", reset_limit="2", gate_timeout_s="9", cooldown_range_s="1 2"
     )
     policy = options.policy()
-    assert policy == Policy(
-        np=2,
-        min_np=1,
-        max_np=4,
-        failure_grace_s=0.5,
-        reset_limit=2,
-        gate_timeout_s=9.0,
-        cooldown_min_s=1.0,
-        cooldown_max_s=2.0,
-    )
+    names = {each.name for each in fields(Policy)} - {"waiting_notice_s"}
+    assert {name: getattr(policy, name) for name in names} == {name: getattr(options, name) for name in names}
+    assert (policy.np, policy.min_np, policy.max_np, policy.cooldown_range_s) == (2, 1, 4, (1.0, 2.0))
 
 
-def test_options_and_policy_agree_on_defaults() -> None:
-    from_options, from_policy = read().policy(), Policy(np=2, min_np=2, max_np=2)
-    for each in fields(Policy):
-        assert getattr(from_options, each.name) == getattr(from_policy, each.name), each.name
+def test_only_the_options_declare_defaults() -> None:
+    """The notice time is no option. The sizes of buffers and the like are no options, either."""
+    assert [each.name for each in fields(Policy) if each.default is not MISSING] == ["waiting_notice_s"]
+    names = {each.name for each in fields(Options)}
+    carriers = (messages.JobSpec, messages.WorldMessage, Launch)
+    carried = [(f.name, f.default) for kind in carriers for f in msgspec.structs.fields(kind) if f.name in names]
+    carried += [(f.name, f.default) for f in fields(WorkerEnvironment) if f.name in names]
+    assert carried
+    assert [name for name, default in carried if default not in (msgspec.NODEFAULT, MISSING)] == []
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 
 def test_a_worker_reads_what_its_agent_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     told = WorkerEnvironment(
-        "/s", "/mark", WorkerId("127.0.0.2", 1, 3), "job", "c0ffee", "127.0.0.2", "/dev/shm/x/1", 4096, (10, 15)
+        "/s", "/mark", WorkerId("127.0.0.2", 1, 3), "job", "c0ffee", "127.0.0.2", "/dev/shm/x/1", (10, 15), "gloo", 4096
     )
     for name, value in told.variables().items():
         monkeypatch.setenv(name, value)
@@ -264,7 +265,9 @@ def test_a_worker_reads_what_its_agent_wrote(monkeypatch: pytest.MonkeyPatch) ->
     assert worker_environment() is None
 
 
-WORKER = WorkerEnvironment("socket", "mark", WorkerId("localhost", 0, 1), "job", "id", "127.0.0.1", "commits")
+WORKER = WorkerEnvironment(
+    "socket", "mark", WorkerId("localhost", 0, 1), "job", "id", "127.0.0.1", "commits", (15,), "gloo"
+)
 LAUNCHERS = (
     "OMPI_COMM_WORLD_SIZE",
     "MV2_COMM_WORLD_SIZE",

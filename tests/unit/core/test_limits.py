@@ -7,12 +7,14 @@ import tracemalloc
 import pytest
 
 from elasticstate.core import types as t
+from elasticstate.core.accounting import figures_of
 from elasticstate.core.limits import MAX_SLOTS, MAX_SLOTS_OF_HOST, within_limits
 from elasticstate.core.membership import Membership, new_membership, step
 from elasticstate.core.policy import Policy
 from elasticstate.driver.status import status_text
+from tests.policy import policy_of
 
-POLICY = Policy(np=2, min_np=1, max_np=2)
+POLICY = policy_of(np=2, min_np=1, max_np=2)
 
 
 def warnings(effects: tuple[t.Effect, ...]) -> list[object]:
@@ -31,7 +33,7 @@ def test_a_host_with_far_too_many_slots_is_used_with_a_bounded_number_and_a_warn
     try:
         m, warned = discovered(("localhost", slots))
         m, effects, _ = step(m, t.AgentJoined("localhost"), 0.1)
-        text = status_text("j", m, "", 0.2)
+        text = status_text("j", m, figures_of(m, 0.0, 0.2), "", 0.2)
         assert tracemalloc.get_traced_memory()[1] < 4_000_000
     finally:
         tracemalloc.stop()
@@ -46,7 +48,7 @@ def test_a_host_with_far_too_many_slots_is_used_with_a_bounded_number_and_a_warn
 
 def test_all_hosts_together_are_bounded_with_a_warning() -> None:
     hosts = [(f"h{i}", 1000) for i in range(100)]
-    m, warned = discovered(*hosts, policy=Policy(np=2, min_np=1))
+    m, warned = discovered(*hosts, policy=policy_of(np=2, min_np=1))
     assert sum(host.slots for host in m.hosts.values()) == MAX_SLOTS
     assert warned == [
         f"discovery names 100000 slots on 100 hosts: the job uses the first {MAX_SLOTS} of them. "
@@ -55,13 +57,13 @@ def test_all_hosts_together_are_bounded_with_a_warning() -> None:
 
 
 def test_max_np_raises_both_limits() -> None:
-    m, warned = discovered(("a", 100_000), policy=Policy(np=2, min_np=1, max_np=100_000))
+    m, warned = discovered(("a", 100_000), policy=policy_of(np=2, min_np=1, max_np=100_000))
     assert (m.hosts["a"].slots, warned) == (100_000, [])
 
 
 def test_spare_slots_beyond_max_np_are_kept() -> None:
     """Spare slots replace a lost host, or a slot that fails repeatedly."""
-    m, warned = discovered(("a", 8), ("b", 8), policy=Policy(np=8, min_np=8, max_np=8))
+    m, warned = discovered(("a", 8), ("b", 8), policy=policy_of(np=8, min_np=8, max_np=8))
     assert ([host.slots for host in m.hosts.values()], warned) == ([8, 8], [])
 
 

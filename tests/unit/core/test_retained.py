@@ -22,7 +22,7 @@ def test_the_only_holder_of_the_newest_commit_leaves_one_world_later() -> None:
     assert "Hold" in kinds(effects), "and it drains again after that world's first tick"
 
 
-def test_a_host_that_leaves_with_the_only_commit_in_its_memory_is_used_once_more() -> None:
+def test_a_draining_host_that_retains_the_only_commit_is_used_once_more() -> None:
     script = """
     0.0 hosts a:1 b:1
     0.1 agent-joined a
@@ -46,7 +46,7 @@ def test_a_host_that_leaves_with_the_only_commit_in_its_memory_is_used_once_more
     assert "Hold" in kinds(effects), "and it leaves after that world's first tick"
 
 
-def test_who_is_started_on_a_leaving_host_takes_no_place_within_max_np() -> None:
+def test_a_worker_started_on_a_draining_host_does_not_count_for_max_np() -> None:
     script = """
     0.0 hosts a:2 b:2
     0.1 agent-joined a + agent-joined b
@@ -62,13 +62,13 @@ def test_who_is_started_on_a_leaving_host_takes_no_place_within_max_np() -> None
     assert drive("2.2 time", m)[1] == []
 
 
-def test_a_leaver_that_may_hold_the_newest_commit_is_not_stopped_while_a_world_is_sought() -> None:
+def test_a_draining_worker_that_may_hold_the_newest_commit_is_not_stopped_while_a_world_is_sought() -> None:
     script = """
     0.0 hosts a:1 b:1
     0.1 agent-joined a
     1.0 ready a:0#1
     1.1 first a:0#1 in=1
-    2.0 agent-away a silent
+    2.0 agent-unreachable a silent
     3.0 agent-joined b
     4.0 ready b:0#1
     500.0 time
@@ -85,21 +85,21 @@ def test_a_leaver_that_may_hold_the_newest_commit_is_not_stopped_while_a_world_i
     assert world.members[world.root].worker == t.WorkerId("a", 0, 1)
 
 
-def test_a_living_member_is_enough_and_nobody_waits_for_memory() -> None:
+def test_with_a_living_member_the_core_does_not_wait_for_retained_commits() -> None:
     script = HELD + "2.0 exit a:0#1 signal=9 + exit a:1#1 signal=9\n"
     m, _ = drive(script, min_np=1)
     _, effects = drive("2.1 ready a:2#1 in=1 commit=1.8", m)
     assert published(effects).size == 1, "(1, 9) was not sealed by all"
 
 
-def test_a_slot_that_says_it_has_nothing_is_not_waited_for() -> None:
+def test_the_core_does_not_wait_for_a_slot_that_reports_no_commit() -> None:
     m, effects = drive(HELD + ALL_DIE + "5.0 ready a:0#2 + ready a:2#2\n10.0 time")
     assert m.phase_name == "WAITING"
-    assert waiting_for(m, 10.0)[0] == "a:1 holds the newest commit (1, 9) in its memory"
+    assert waiting_for(m, 10.0)[0] == "a:1 retains the newest commit (1, 9)"
     _, effects = drive("10.1 ready a:1#2", m)
     cause = ended(effects).root_cause
     assert cause is not None
-    assert "StateLostError: the job has committed (1, 9)" in cause.reason
+    assert "no host holds a commit any more; the newest commit was (1, 9)" in cause.reason
 
 
 def test_an_older_commit_is_better_than_a_longer_wait() -> None:
@@ -111,7 +111,7 @@ def test_an_older_commit_is_better_than_a_longer_wait() -> None:
     assert world.members[world.root].worker == t.WorkerId("a", 0, 2)
     warning = only([e for e in effects if isinstance(e, t.Note) and e.event == "warning"], t.Note)
     assert isinstance(warning, t.Note)
-    assert "commit (1, 9) in the memory of a:1 is given up" in str(warning.get("text"))
+    assert "retained commit (1, 9) of a:1 is given up" in str(warning.get("text"))
 
 
 def test_while_the_only_holder_boots_the_state_is_not_lost() -> None:

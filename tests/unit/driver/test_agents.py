@@ -22,16 +22,13 @@ SPEC = structs.replace(FIRST_SPEC, epoch=2)
 def test_where_an_agent_has_dialled_in_again_no_other_one_is_started(tmp_path: Path) -> None:
     """The messages of the agent may be late or delayed, so the core does not know the agent yet."""
     events: list[t.Event] = []
-    said: list[tuple[str, messages.FromAgent]] = []
+    received: list[tuple[str, messages.FromAgent]] = []
 
     def fail(text: str) -> None:
         raise AssertionError(text)
 
     async def scenario() -> None:
-        options = read_options({"np": "1"}, ["true"], {})
-        agents = Agents(
-            SPEC, options, TOKEN, tmp_path, events.append, lambda *each: said.append(each), str, fail, lambda _: None
-        )
+        agents = Agents(SPEC, TOKEN, tmp_path, events.append, lambda *each: received.append(each), str, fail, print)
         agents.listen()
         driver = await DriverStream.dial((f"127.0.0.1:{agents.ports[0]}",), Trust(TOKEN), 60)
         driver.send(messages.AgentHello("far", "id", 0, 1, 77, messages.PROTOCOL_VERSION, "1"))
@@ -39,9 +36,9 @@ def test_where_an_agent_has_dialled_in_again_no_other_one_is_started(tmp_path: P
         agents.start("far")
         assert agents.pid_of("far") == 77
         driver.send(messages.HostReport((), ()))
-        while not said:
+        while not received:
             await asyncio.sleep(0.001)
-        assert said == [("far", messages.HostReport((), ()))]
+        assert received == [("far", messages.HostReport((), ()))]
         await driver.close()
         while not events:
             await asyncio.sleep(0.001)
@@ -60,13 +57,12 @@ def test_an_agent_whose_name_is_no_host_name_is_refused(tmp_path: Path, name: st
 
     async def scenario() -> None:
         options = read_options({"np": "1", "listen": "127.0.0.1", "token_file": str(tmp_path / "token")}, ["true"], {})
-        agents = Agents(
-            SPEC, options, TOKEN, tmp_path, lambda _: None, lambda *_: None, str, warnings.append, lambda _: None
-        )
+        spec = structs.replace(SPEC, options=options)
+        agents = Agents(spec, TOKEN, tmp_path, lambda _: None, lambda *_: None, str, warnings.append, print)
         agents.listen()
         driver = await DriverStream.dial((f"127.0.0.1:{agents.ports[0]}",), Trust(TOKEN), 60)
         driver.send(messages.AgentHello(name, "id", 1, 0, 77, messages.PROTOCOL_VERSION, "1"))
-        with pytest.raises(ConnectionRefusedError, match="its name is not a host name"):
+        with pytest.raises(ConnectionRefusedError, match="the agent's host name is invalid"):
             await driver.receive()
         await driver.close()
         assert agents.pid_of(name) is None

@@ -9,7 +9,6 @@ import msgspec
 
 from elasticstate.agent.result import Results
 from elasticstate.core.membership import new_membership, step
-from elasticstate.core.policy import Policy
 from elasticstate.core.records import Membership
 from elasticstate.core.types import AgentJoined, HostsDiscovered, HostSlots, RootCause, WorkerExited, WorkerId
 from elasticstate.driver.launch_results import OUTCOME_FILE, LaunchOutcome, LaunchResults, result_name, slots_of
@@ -17,6 +16,7 @@ from elasticstate.driver.report import Outcome
 from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
 from elasticstate.seals import result_hasher
+from tests.policy import policy_of
 
 SUCCEEDED = Outcome(0, "succeeded")
 KEY = b"the key of the job"
@@ -24,7 +24,7 @@ KEY = b"the key of the job"
 
 def finished() -> Membership:
     """Commands without ``run`` on two hosts. They have exited with 0, in another order than that of discovery."""
-    m = new_membership(Policy(np=3, min_np=3, max_np=3))
+    m = new_membership(policy_of(np=3, min_np=3, max_np=3))
     hosts = (HostSlots("b", 2), HostSlots("a", 1))
     events = [HostsDiscovered(hosts), AgentJoined("a", (), (), ()), AgentJoined("b", (), (), ())]
     for event in (*events, *(WorkerExited(w, 0, None, "") for w in [*map(worker, "ab"), WorkerId("b", 1, 1)])):
@@ -63,7 +63,7 @@ def fetched(directory: Path, kept: dict[tuple[str, int], bytes], silent: str = "
             with path.open("rb") as file:
                 part = results[host].part(file.fileno(), question.slot, question.offset)
             if host != silent:
-                asyncio.get_running_loop().call_soon(returns.heard, host, part)
+                asyncio.get_running_loop().call_soon(returns.received, host, part)
 
         returns = LaunchResults(str(job), send)
         outcome = await returns.fetched(SUCCEEDED, finished(), 0.2)
@@ -88,7 +88,7 @@ def test_a_host_that_is_lost_with_its_results_fails_the_job(tmp_path: Path) -> N
     outcome = fetched(tmp_path, {("b", 0): b"x"}, silent="a")
     assert (outcome.status, outcome.word) == (1, "failed")
     assert outcome.root_cause is not None
-    assert outcome.root_cause.reason.endswith("what slot 0 of host a has returned was lost with the host")
+    assert outcome.root_cause.reason.endswith("host a did not send the result of slot 0")
 
 
 def test_a_result_that_no_worker_of_the_job_has_written_is_none(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_result_that_no_worker_of_the_job_has_written_is_none(tmp_path: Path) 
 
 
 def test_a_root_cause_is_one_of_the_failures(tmp_path: Path) -> None:
-    cause = RootCause("b:0#1 had an error of its own", worker("b"), 0, 1, error="boom")
+    cause = RootCause("b:0#1 failed with its own error", worker("b"), 0, 1, error="boom")
     other = WorkerFailure("a:0 ended: exit code 1", "a", 0, 1, 1, 1)
     tmp_path.chmod(0o700)
     LaunchResults(str(tmp_path), lambda host, question: None).write(Outcome(1, "failed", cause), [other])

@@ -13,7 +13,7 @@ from elasticstate.net.names import address_of, is_loopback, is_this_machine, own
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2", "127.3.2.1", socket.gethostname()])
-def test_names_of_this_machine_are_taken(host: str) -> None:
+def test_names_of_this_machine_need_no_ssh(host: str) -> None:
     assert refuse(host) == ""
 
 
@@ -21,7 +21,7 @@ def test_names_of_this_machine_are_taken(host: str) -> None:
 def test_other_names_need_ssh(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_this_machine(host)
     monkeypatch.setenv("PATH", "")
-    assert refuse(host).startswith(f"host {host!r} is not this machine, and there is no ssh to reach it with")
+    assert refuse(host).startswith(f"host {host!r} is another machine, and this machine has no ssh")
 
 
 def test_own_addresses_are_no_loopback() -> None:

@@ -22,24 +22,25 @@ def test_the_same_trouble_on_many_hosts_is_one_warning_and_one_end(capfd: pytest
     outputs = OutputTroubles(report, lambda name, **fields: events.append((name, fields)))
     logs = "--log-dir /logs"
     for host in "abc":
-        outputs.heard(host, OutputTrouble(logs, FULL, (), 0))
-    outputs.heard("a", OutputTrouble(logs, FULL, (), 5))
+        outputs.update(host, OutputTrouble(logs, FULL, (), 0))
+    outputs.update("a", OutputTrouble(logs, FULL, (), 5))
     assert re.fullmatch(
-        rf"host b: {logs}: {FULL}, for 0.\d s; 0 bytes dropped; output is kept up to a limit, then dropped",
+        rf"host b: {logs}: {FULL}, for 0.\d s; 0 bytes dropped; output above a limit is dropped",
         min(outputs.lines(), key=lambda line: "host b" not in line),
     )
     outputs.forget("c")  # the host is lost
     for host, dropped_bytes in (("a", 5), ("b", 10)):
-        outputs.heard(host, OutputTrouble(logs, "", (), dropped_bytes))
+        outputs.update(host, OutputTrouble(logs, "", (), dropped_bytes))
     assert list(outputs.lines()) == []
-    outputs.heard("a", OutputTrouble("stdout", "it is not read", (), 0))
-    outputs.heard("a", OutputTrouble("stdout", "it is not read", (WorkerId("a", 3, 1),), 0))
+    outputs.update("a", OutputTrouble("stdout", "not read", (), 0))
+    outputs.update("a", OutputTrouble("stdout", "not read", (WorkerId("a", 3, 1),), 0))
     asyncio.run(report.close(60))
     assert capfd.readouterr().err.splitlines() == [
-        f"elasticrun: warning: host a: {logs}: {FULL}; output is kept up to a limit, then dropped",
-        f"elasticrun: host b: {logs} is written again: 15 bytes of output were dropped",
-        "elasticrun: warning: host a: stdout: it is not read; output is kept up to a limit, then dropped",
-        "elasticrun: warning: host a: stdout: it is not read; a:3 wait for it (with --log-dir no worker waits)",
+        f"elasticrun: warning: host a: {logs}: {FULL}; output above a limit is dropped",
+        f"elasticrun: host b: {logs} can be written again; dropped 15 bytes",
+        "elasticrun: warning: host a: stdout: not read; output above a limit is dropped",
+        "elasticrun: warning: host a: stdout: not read; waiting workers: a:3. With --log-dir, no worker waits for the "
+        "terminal",
     ]
     names = [(name, fields["host"]) for name, fields in events]
     assert names == [

@@ -75,7 +75,8 @@ def test_the_name_of_a_running_job_is_taken() -> None:
     directory = JobDirectory("a")
     directory.write(a_record())
     with pytest.raises(
-        OptionError, match=f"--job-name: 'a': takes the name of no running job .its driver is process {os.getpid()}"
+        OptionError,
+        match=f"--job-name: 'a': a job of this name is already running: its driver is process {os.getpid()}",
     ):
         JobDirectory("a")
     directory.remove()
@@ -115,7 +116,7 @@ def test_what_a_driver_has_left_that_died_at_once_is_nothing() -> None:
     directory.remove()
 
 
-def test_a_driver_that_dies_as_it_clears_up_leaves_nothing_to_take_over() -> None:
+def test_a_driver_that_dies_as_it_cleans_up_leaves_nothing_to_reattach_to() -> None:
     killed = JobDirectory("a")
     killed.write_id("c0ffee")
     asyncio.run(Keeper(killed, a_record(), lambda _: None).job_is_over())
@@ -140,7 +141,7 @@ def test_a_directory_that_was_deleted_is_made_anew_with_the_record() -> None:
     with pytest.raises(OptionError, match="its driver is process"):
         JobDirectory("a")
     assert len(warnings) == 1
-    assert "was deleted: it was made again" in warnings[0]
+    assert "was deleted and created again" in warnings[0]
     directory.remove()
     assert not directory.path.exists()
 
@@ -154,7 +155,7 @@ def test_a_directory_whose_name_another_has_taken_is_left_to_them() -> None:
     for _ in range(2):
         asyncio.run(keeper.look())
     assert len(warnings) == 1
-    assert "cannot be made again" in warnings[0]
+    assert "could not be created again" in warnings[0]
     asyncio.run(keeper.job_is_over())
     assert not list(directory.path.iterdir()), "nothing of the job is written there: the record has its token"
     directory.remove()
@@ -166,7 +167,7 @@ def test_what_cannot_be_read_is_not_thrown_away() -> None:
     killed.write(a_record())
     die(killed)
     (killed.path / "driver.json").write_text("{")
-    with pytest.raises(OptionError, match=r"cannot be read: install the version .* or remove that directory"):
+    with pytest.raises(OptionError, match=r"cannot be read. Install the version .* or remove the directory"):
         JobDirectory("a")
     assert (killed.path / "driver.json").read_text() == "{"
 
@@ -176,7 +177,9 @@ def test_a_job_goes_on_under_its_name_with_the_same_command_only() -> None:
     after = next_record(last, OPTIONS, "a")
     assert (after.epoch, after.job_id, after.token) == (last.epoch + 1, last.job_id, last.token)
     other = Options(command=("python", "other.py"), np=2, min_np=1)
-    with pytest.raises(OptionError, match=r"--job-name: 'a': .*python train.py has lost its driver"):
+    with pytest.raises(
+        OptionError, match=r"--job-name: 'a': .* lost its driver, and it runs another command, python train.py"
+    ):
         next_record(last, other, "a")
 
 
@@ -202,7 +205,7 @@ def test_a_record_that_cannot_be_written_is_no_record() -> None:
     asyncio.run(keeper.keep(m, (5, 6)))
     assert find_job("a") is None
     assert len(warnings) == 1
-    assert "cannot be written (Is a directory): no driver could take over" in warnings[0]
+    assert "could not be written (Is a directory); until then no new driver can reattach" in warnings[0]
     obstacle.rmdir()
     asyncio.run(keeper.keep(m, (5, 6)))
     assert find_job("a") == keeper.record
@@ -236,5 +239,5 @@ def test_a_record_on_a_disk_that_hangs_delays_what_follows_from_it_and_not_the_e
     asyncio.run(scenario())
     assert find_job("j") == keeper.record
     assert keeper.record.ports == (7, 8)
-    assert warnings == [f"{directory.path} takes longer than 2 s to be written: the job waits for its record"]
+    assert warnings == [f"{directory.path} is not written after 2 s; decisions of the driver wait for the record"]
     directory.remove()

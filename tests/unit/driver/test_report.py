@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.core.losses import Losses
+from elasticstate.core.figures import JobFigures, Losses
 from elasticstate.core.types import RootCause, WorkerId
-from elasticstate.driver.report import Outcome, Report, Totals
+from elasticstate.driver.report import Outcome, Report
 from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
 
@@ -42,7 +42,7 @@ def open_report() -> Iterator[Callable[..., Report]]:
         asyncio.run(report.close(60))
 
 
-def said(report: Report, capfd: pytest.CaptureFixture[str]) -> list[str]:
+def logged(report: Report, capfd: pytest.CaptureFixture[str]) -> list[str]:
     (terminal,) = report.writers["stderr"]
     asyncio.run(terminal.flushed())
     captured = capfd.readouterr()
@@ -57,15 +57,15 @@ def test_a_recovery_is_one_line(open_report: Callable[..., Report], capfd: pytes
     report.event("worker_exited", exited("b:1#1", 3, None, 9))
     report.event("world_formed", formed(4, 3, 2, [], ["b:1#1"]))
     report.event("training_resumed", {"generation": 4, **Losses(0.0912).fields()})
-    assert said(report, capfd) == [
-        "job j: 4 workers (2 to any number)",
+    assert logged(report, capfd) == [
+        "job j started: 4 workers (2 to any number)",
         "generation 1: 4 workers on 2 hosts",
         "b:1 (rank 3) ended: SIGKILL",
-        "generation 4: 3 workers on 2 hosts; lost b:1 (SIGKILL); back in 0.09 s, 0 commits lost",
+        "generation 4: 3 workers on 2 hosts; lost: b:1 (SIGKILL); training resumed after 0.09 s, 0 commits lost",
     ]
 
 
-def test_an_event_has_the_time_at_which_it_was(open_report: Callable[..., Report], tmp_path: Path) -> None:
+def test_an_event_has_the_time_of_the_fact(open_report: Callable[..., Report], tmp_path: Path) -> None:
     report = open_report(str(tmp_path / "events"))
     began = time.time()
     report.event("warning", {"generation": 1, "text": "now"})
@@ -85,46 +85,54 @@ def test_planned_changes_and_what_they_cost(
     report.event("training_resumed", {"generation": 2, **Losses(1.0, 1, 3).fields()})
     bounds = frozenset({"downtime_s", "commits_lost", "ticks_lost"})
     report.event("training_resumed", {"generation": 2, **Losses(0.5, 0, 0, bounds).fields()})
-    assert said(report, capfd) == [
-        "generation 2: 1 worker on 1 host; without a:0; with c:0; back in 1.00 s, 1 commit lost, 3 ticks redone",
-        "generation 2; back in at least 0.50 s, at least 0 commits lost, at least 0 ticks redone",
+    assert logged(report, capfd) == [
+        "generation 2: 1 worker on 1 host; left: a:0; joined: c:0; training resumed after 1.00 s, "
+        "1 commit lost, 3 ticks redone",
+        "generation 2; training resumed after at least 0.50 s, at least 0 commits lost, at least 0 ticks redone",
     ]
 
 
-def test_a_world_that_never_trained_is_not_kept_from_people(
+def test_a_world_that_never_trained_is_logged(
     open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = open_report()
     report.event("world_formed", formed(2, 2, 1, [], []))
     report.event("world_formed", formed(3, 1, 1, [], []))
-    assert said(report, capfd) == ["generation 2: 2 workers on 1 host"]
-    report.summary(Totals(3, Losses(2.0, 1), None), Outcome(1, "failed"), 12.34)
-    assert said(report, capfd) == [
+    assert logged(report, capfd) == ["generation 2: 2 workers on 1 host"]
+    report.summary(JobFigures(3, 2, Losses(2.0, 1), None, 12.34), Outcome(1, "failed"))
+    assert logged(report, capfd) == [
         "generation 3: 1 worker on 1 host",
-        "job j failed after 12.3 s: 3 generations, downtime 2.00 s, 1 commit lost",
+        "job j failed after 12.3 s: 3 generations, 2 failures, downtime 2.00 s, 1 commit lost",
     ]
 
 
-def test_the_summary_says_what_is_not_known(
+def test_the_summary_of_a_later_driver_covers_its_own_time(
     open_report: Callable[..., Report], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = open_report(str(tmp_path / "events"), False)
-    report.summary(Totals(2, Losses(None, 0, 7), 0.5), Outcome(0, "succeeded"), 2.0, driver=3)
-    assert said(report, capfd) == [
-        "job j succeeded after 2.0 s of driver 3, which has seen: 2 generations, downtime unknown (no ticks), "
+    report.summary(JobFigures(2, 1, Losses(None, 0, 7), 0.5, 2.0), Outcome(0, "succeeded"), driver=3)
+    assert logged(report, capfd) == [
+        "job j succeeded in generation 2; driver 3 ran for 2.0 s: 1 failure, downtime unknown (no ticks), "
         "0 commits lost, 7 ticks redone, goodput 50.0%"
     ]
     asyncio.run(report.close(60))
     event = json.loads((tmp_path / "events").read_text())
-    figures = {"downtime_s": None, "commits_lost": 0, "ticks_lost": 7, "lower_bounds": [], "goodput": 0.5, "driver": 3}
-    assert figures.items() <= event.items()
+    figures = {
+        "failures": 1,
+        "downtime_s": None,
+        "commits_lost": 0,
+        "ticks_lost": 7,
+        "lower_bounds": [],
+        "goodput": 0.5,
+    }
+    assert {**figures, "driver": 3}.items() <= event.items()
 
 
 def test_the_failures_of_workers_are_kept(
     open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = open_report(None, False)
-    report.sent_away(WorkerId("a", 0, 1))
+    report.expect_end(WorkerId("a", 0, 1))
     report.event("worker_exited", exited("a:0#1", None, None, 15))
     report.event("worker_exited", exited("a:1#1", 1, 0, None))
     report.event("worker_exited", exited("b:1#1", 3, 5, None))
@@ -132,19 +140,19 @@ def test_the_failures_of_workers_are_kept(
     assert report.failures == [failure]
 
 
-def test_who_was_sent_away_is_no_news(open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_expected_end_is_not_logged(open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]) -> None:
     report = open_report()
-    report.sent_away(WorkerId("a", 0, 1))
+    report.expect_end(WorkerId("a", 0, 1))
     report.event("worker_exited", exited("a:0#1", None, None, 15))
     report.event("worker_exited", exited("a:1#1", 1, 0, None))
-    assert said(report, capfd) == []
+    assert logged(report, capfd) == []
 
 
-def test_the_root_cause_tells_all(open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_root_cause_has_all_details(open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]) -> None:
     report = open_report()
     cause = RootCause("b:1#2 exited with 1", WorkerId("b", 1, 2), 3, 4, exit_code=1, error="Traceback:\n  boom\n")
     report.root_cause(cause)
-    assert said(report, capfd) == [
+    assert logged(report, capfd) == [
         "root cause: b:1#2 exited with 1",
         "  worker b:1 on host b, rank 3, generation 4, exit code 1",
         "  Traceback:",
@@ -152,14 +160,14 @@ def test_the_root_cause_tells_all(open_report: Callable[..., Report], capfd: pyt
     ]
 
 
-def test_verbose_says_every_event_and_each_new_reason(
+def test_verbose_logs_every_event_and_each_new_reason(
     open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = open_report(verbose=True)
     report.event("hold", {"generation": 1, "cause": "a host joined"})
-    for reason in ("waits", "waits", "", "goes on"):
+    for reason in ("waits", "waits", "", "continues"):
         report.reason(reason)
-    assert said(report, capfd) == ["hold generation=1 cause=a host joined", "because waits", "because goes on"]
+    assert logged(report, capfd) == ["hold generation=1 cause=a host joined", "reason: waits", "reason: continues"]
 
 
 def test_the_event_file_has_a_line_at_once_for_each_event(open_report: Callable[..., Report], tmp_path: Path) -> None:
@@ -189,5 +197,5 @@ def test_events_are_kept_while_their_disk_is_full_and_nothing_ends(
 
 
 def test_an_event_file_that_cannot_be_written_is_a_bad_option() -> None:
-    with pytest.raises(OptionError, match="--events-file: '/nowhere/x': takes a path to write to"):
+    with pytest.raises(OptionError, match="--events-file: '/nowhere/x': cannot be written"):
         Report("j", "/nowhere/x", verbose=False)

@@ -18,7 +18,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, "1")  # so that monkeypatch restores the variable
         monkeypatch.delenv(name)
     monkeypatch.setattr(run, "_used", False)
-    monkeypatch.setattr(run, "_ahead", None)
+    monkeypatch.setattr(run, "_joined", None)
     monkeypatch.setattr(present_world, "_present", None)
     monkeypatch.setattr(ours, "_initialized", False)
     monkeypatch.setattr(ours, "_lane", None)

@@ -61,7 +61,7 @@ def test_indices_are_recorded_in_their_order() -> None:
     order = list(sampler)
     sampler.record_indices(order[:3])
     assert list(sampler) == order, "until a reset"
-    with pytest.raises(UsageError, match="in their order"):
+    with pytest.raises(UsageError, match="in the order of iteration"):
         sampler.record_indices(order[4:6])
     sampler.reset()
     assert list(sampler) == order[3:]

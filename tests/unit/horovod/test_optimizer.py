@@ -148,7 +148,7 @@ def test_it_cannot_be_copied_or_wrapped_twice(alone: None) -> None:
             copied(optimizer)
     with pytest.raises(UsageError, match="already"):
         hvd.DistributedOptimizer(optimizer)
-    with pytest.raises(UsageError, match="takes an optimizer"):
+    with pytest.raises(UsageError, match=r"must be a torch\.optim\.Optimizer"):
         hvd.DistributedOptimizer(nn.Linear(1, 1))  # type: ignore[type-var]  # the wrong type
 
 
@@ -168,9 +168,9 @@ def test_a_later_one_takes_the_place_of_an_earlier_one(alone: None, launched: li
 def test_names_are_checked() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="more than once: bias"):
+    with pytest.raises(ValueError, match="repeated names: bias"):
         hvd.DistributedOptimizer(optimizer, [("bias", model.bias), ("bias", model.weight)])
-    with pytest.raises(ValueError, match="1 parameters of the optimizer are not among them"):
+    with pytest.raises(ValueError, match="1 parameters of the optimizer have no name"):
         hvd.DistributedOptimizer(optimizer, [("bias", model.bias)])
     with pytest.raises(ValueError, match="pairs"):
         hvd.DistributedOptimizer(optimizer, model.parameters())  # type: ignore[arg-type]  # the wrong type
@@ -198,7 +198,7 @@ def test_zero_grad_between_backward_and_step(alone: None) -> None:
     model, optimizer = make()
     optimizer.zero_grad()
     backward(model)
-    with pytest.raises(UsageError, match="before step"):
+    with pytest.raises(UsageError, match="after step"):
         optimizer.zero_grad()
     optimizer.step()
     optimizer.zero_grad()
@@ -215,7 +215,7 @@ def test_more_passes_than_were_said(alone: None) -> None:
     backward(model)
     with pytest.raises(UsageError, match="after step"):
         optimizer.set_backward_passes_per_step(1)
-    with pytest.raises(UsageError, match="before step"):
+    with pytest.raises(UsageError, match="after step"):
         optimizer.zero_grad()
     backward(model)
     optimizer.step()

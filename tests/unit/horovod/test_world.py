@@ -79,7 +79,7 @@ ABSENT: list[tuple[Callable[[], Any], str]] = [
     (lambda: hvd.start_timeline("file"), "profiler"),
     (lambda: hvd.stop_timeline(), "profiler"),
     (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), "Average or Sum"),
-    (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "give op alone"),
+    (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "Pass op alone"),
     (lambda: hvd.allreduce(torch.ones(1, requires_grad=True), op=hvd.Max), "detach"),
     (lambda: hvd.broadcast(torch.ones(1), 1), "root_rank=1"),
     (lambda: hvd.broadcast_object(1, 1), "root_rank=1"),

@@ -69,7 +69,7 @@ def test_every_bit_of_a_seal_counts(path: Path) -> None:
 
 
 def test_a_page_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="cannot look"):
+    with pytest.raises(OSError, match="cannot read the size"):
         ControlPage(1 << 20)
     short = tmp_path / "short"
     short.write_bytes(bytes(4095))

@@ -85,9 +85,9 @@ def test_each_range_has_its_checksum() -> None:
 def test_a_range_outside_the_buffer_is_refused_and_nothing_is_copied(begin: int, end: int) -> None:
     buffer, one = zeros(10), torch.ones(10, dtype=torch.uint8)
     for copy in (gather, scatter):
-        with pytest.raises(ValueError, match=f"bytes {begin} to {end} are no part of a buffer of 10"):
+        with pytest.raises(ValueError, match=f"bytes {begin} to {end} are outside a buffer of 10"):
             copy(buffer, pieces_of([one]), begin, end)
-    with pytest.raises(ValueError, match="no part of a buffer of 10"):
+    with pytest.raises(ValueError, match="outside a buffer of 10"):
         checksum(buffer, begin, end)
     assert not buffer.any()
     assert one.all()
@@ -100,7 +100,7 @@ def test_a_piece_that_ends_outside_the_buffer_is_copied_as_far_as_the_range_goes
 
 
 def test_checksums_of_what_does_not_fit_name_it() -> None:
-    with pytest.raises(ValueError, match="range 1: 5 bytes at offset 6 are no part of a buffer of 10"):
+    with pytest.raises(ValueError, match="range 1: 5 bytes at offset 6 are outside a buffer of 10"):
         checksums(zeros(10), [0, 6], [10, 5])
     with pytest.raises(ValueError, match="2 offsets, but 1 sizes"):
         checksums(zeros(10), [0, 6], [10])

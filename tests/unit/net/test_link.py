@@ -117,9 +117,9 @@ def test_sending_to_a_worker_that_does_not_read_never_blocks_and_loses_nothing(t
 @pytest.mark.parametrize(
     ("first", "complaint"),
     [
-        (COMMITTED, "did not say hello first"),
+        (COMMITTED, "its first message is not Hello"),
         (messages.Hello(WorkerId("h", 0, 2), 1, messages.PROTOCOL_VERSION), "is no worker of this agent"),
-        (messages.Hello(W, 1, 99), f"speaks protocol 99, this is {messages.PROTOCOL_VERSION}"),
+        (messages.Hello(W, 1, 99), f"it uses protocol 99, the agent protocol {messages.PROTOCOL_VERSION}"),
     ],
 )
 def test_who_does_not_introduce_itself_is_disconnected(

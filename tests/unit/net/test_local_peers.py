@@ -55,7 +55,7 @@ def connection(user: int, host: str = "127.0.0.1", listen: str = "127.0.0.1") ->
 @NEEDS_ROOT
 def test_a_process_of_another_user_is_refused(peers: LocalPeers, host: str, listen: str) -> None:
     with connection(STRANGER, host, listen) as accepted:
-        assert peers.refuse(accepted) == f"it is a process of another user of this machine (user {STRANGER})"
+        assert peers.refuse(accepted) == f"the peer belongs to another user of this machine (user {STRANGER})"
 
 
 @NEEDS_ROOT
@@ -84,7 +84,7 @@ def test_another_user_does_not_pass_for_root_by_closing_at_once(peers: LocalPeer
         socket.create_connection(listener.getsockname()).close()
         accepted, _ = listener.accept()
         with accepted:
-            assert peers.refuse(accepted) == "it has closed the connection already"
+            assert peers.refuse(accepted) == "the peer has closed the connection"
 
 
 def test_where_the_kernel_does_not_answer_nobody_is_refused(peers: LocalPeers) -> None:

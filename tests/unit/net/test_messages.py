@@ -11,7 +11,7 @@ from elasticstate.net import codec, messages
 from elasticstate.net.runs import as_runs, from_runs
 
 W = WorkerId("h", 0, 1)
-WORLD = messages.WorldMessage("j", 3, Placement(W, 0, 0, 1, True, 0, 1), 1, 0, ((0, 2),), "h:1", 60.0, 60.0)
+WORLD = messages.WorldMessage("j", 3, Placement(W, 0, 0, 1, True, 0, 1), 1, 0, ((0, 2),), "h:1", 60.0, 60.0, False)
 STAMP = messages.Stamp(messages.Place.TRAIN, 1, 2, CommitId(1, 2))
 SAID = [
     (codec.decode_opening, messages.AgentHello("h", "id", 0, 0, 1, 1, "1")),

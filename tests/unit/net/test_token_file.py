@@ -64,5 +64,5 @@ def test_a_token_file_is_not_read_without_end(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.touch(mode=0o600)
     os.truncate(path, 1 << 40)  # sparse file
-    with pytest.raises(ValueError, match="it holds no token"):
+    with pytest.raises(ValueError, match="it contains no token"):
         read_token(str(path))

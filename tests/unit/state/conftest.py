@@ -17,6 +17,7 @@ from scripts.slow_device import SlowDevice
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CommitStorageError, HostsUpdatedInterrupt
 from elasticstate.state.async_commit import Copy
+from elasticstate.state.base import committer_of
 from tests.pages import page_at
 from tests.unit.state.overlapping import CommitStorage, Job
 
@@ -71,7 +72,7 @@ class Member:
     def commit_id(self) -> CommitId:
         return CommitId(self.generation, self.ticks + 1)
 
-    def ended(self, generation: int) -> bool:
+    def has_ended(self, generation: int) -> bool:
         return self.is_over
 
     def tick(self) -> None:
@@ -82,10 +83,11 @@ class Member:
     def progress(self) -> None:
         self.signs += 1
 
-    def sealed(self, commit: CommitId | None, previous: CommitId | None) -> None:
-        self.commits.append((commit, previous))
+    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
+        assert (size_bytes > 0) == (newest is not None)
+        self.commits.append((newest, previous))
 
-    def synced(self, size_bytes: int, seconds: float) -> None:
+    def record_sync(self, size_bytes: int, seconds: float) -> None:
         assert seconds >= 0
         self.sent.append(size_bytes)
 
@@ -211,6 +213,6 @@ def job(device: SlowDevice, file_storage: CommitStorage, member: Any, world: Any
     job.train()
     job.commit()
     job.train()
-    job.state._settle()
+    committer_of(job.state).settle()
     assert job.state.commits == (CommitId(1, 1), None)
     return job

@@ -11,6 +11,7 @@ from scripts.slow_device import SlowDevice
 
 from elasticstate.core.types import CommitId
 from elasticstate.state import TorchState
+from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
 
 CommitStorage = Callable[..., Any]
@@ -35,8 +36,8 @@ class Job:
         model, optimizer = parts()
         self.state = TorchState(model=model, optimizer=optimizer, **more, note=[0])
         self.device, self.session = device, session
-        self.state._snapshot = Snapshot(storage, lambda _: device)
-        self.state._bind(session)
+        committer_of(self.state).snapshot = Snapshot(storage, lambda _: device)
+        committer_of(self.state).use_session(session)
         self.was: dict[CommitId, str] = {}  # content at the time of each commit
 
     def train(self) -> None:

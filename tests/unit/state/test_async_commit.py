@@ -18,6 +18,7 @@ from scripts.slow_device import SlowDevice
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.state import TorchState, async_commit
+from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.storage import PrivateStorage
 from tests.unit.state.overlapping import CommitStorage, Job, contents, found, note_of, parts
@@ -31,7 +32,7 @@ def test_a_commit_returns_before_the_copy_and_counts_after_it(job: Job, file_sto
     assert job.state.commits == found(file_storage) == (CommitId(1, 1), None), "the older buffer is nobody's"
     assert job.session.ticks == 2
     job.device.finish()
-    job.state._snapshot._copy[0]._done.wait()  # type: ignore[index]
+    committer_of(job.state).snapshot._copy[0]._done.wait()  # type: ignore[index]
     assert found(file_storage) == (commit, CommitId(1, 1)), "without a word of the training's thread"
     job.state.check_host_updates()
     assert job.state.commits == job.session.commits[-1] == (commit, CommitId(1, 1)), "told at the next tick"
@@ -111,18 +112,18 @@ def test_two_commits_in_a_row(job: Job, file_storage: CommitStorage) -> None:
     third = job.commit()
     assert job.state.commits == (second, None)
     assert job.restored() == third
-    job.state._snapshot.drop_newest()
+    committer_of(job.state).snapshot.drop_newest()
     assert job.restored() == second
 
 
 def test_ids_go_on_where_there_is_no_world(device: SlowDevice) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     state = TorchState(model=torch.nn.ParameterList([weight]), optimizer=torch.optim.SGD([weight], lr=1.0))
-    state._snapshot = Snapshot(None, lambda _: device)
+    committer_of(state).snapshot = Snapshot(None, lambda _: device)
     for tick in (1, 2, 3):
         state.commit()
         assert state.commits[0] == (CommitId(0, tick - 1) if tick > 1 else None)
-    state._settle()
+    committer_of(state).settle()
     assert state.commits == (CommitId(0, 3), CommitId(0, 2))
 
 
@@ -149,7 +150,7 @@ def test_a_large_state_goes_in_pieces_beside_arrays_and_tied_and_empty_tensors(
         commit = job.commit()
         job.state.array[:] = -1.0
     assert job.restored() == commit
-    assert job.device.brought
+    assert job.device.copied_back
 
 
 # ----------------------------------------------------------------------------------------------- events during a copy
@@ -163,7 +164,7 @@ def test_a_process_that_ends_in_mid_copy_leaves_the_older_commit(job: Job, file_
         assert (left.newest, left.previous) == (CommitId(1, 1), None)
         assert left.read(CommitId(1, 1))["note"] == note_of(job.was[CommitId(1, 1)])
         job.device.advance()
-    job.state._settle()
+    committer_of(job.state).settle()
     assert found(file_storage) == (CommitId(1, 2), CommitId(1, 1))
 
 
@@ -186,7 +187,7 @@ def test_what_is_not_copied_when_the_generation_ends_is_given_up(job: Job, file_
 def test_what_is_copied_when_the_generation_ends_is_kept(job: Job, file_storage: CommitStorage) -> None:
     commit = job.commit()
     job.device.finish()
-    job.state._snapshot._copy[0]._done.wait()  # type: ignore[index]
+    committer_of(job.state).snapshot._copy[0]._done.wait()  # type: ignore[index]
     job.session.is_over = True
     assert job.restored() == commit
 
@@ -194,7 +195,7 @@ def test_what_is_copied_when_the_generation_ends_is_kept(job: Job, file_storage:
 def test_a_commit_that_was_given_up_may_be_made_again_under_its_id(job: Job) -> None:
     job.commit()
     job.session.is_over = True
-    job.state._settle()
+    committer_of(job.state).settle()
     job.session.is_over = False
     job.session.ticks -= 1
     job.train()
@@ -204,7 +205,7 @@ def test_a_commit_that_was_given_up_may_be_made_again_under_its_id(job: Job) -> 
 
 def test_an_interrupts_save_finds_the_commit_of_its_tick_on_its_way(job: Job) -> None:
     commit = job.commit()
-    job.state._settle()
+    committer_of(job.state).settle()
     assert job.state.commits[0] == commit
 
 
@@ -214,7 +215,7 @@ def test_a_save_for_an_interrupt_is_there_when_it_returns(job: Job, file_storage
     job.session.tick()
     here = CommitId(1, 3)
     job.was[here] = contents(job.state)
-    job.state._seal(here)
+    committer_of(job.state).seal(here)
     assert job.state.commits == job.session.commits[-1] == found(file_storage) == (here, CommitId(1, 2))
     assert job.restored() == here
 
@@ -222,7 +223,7 @@ def test_a_save_for_an_interrupt_is_there_when_it_returns(job: Job, file_storage
 def test_a_save_is_refused_when_the_generation_ends_meanwhile(job: Job, file_storage: CommitStorage) -> None:
     job.session.is_over = True
     with pytest.raises(CollectiveError, match="before its commit was copied"):
-        job.state._seal(CommitId(1, 2))
+        committer_of(job.state).seal(CommitId(1, 2))
     assert job.state.commits == job.session.commits[-1] == found(file_storage) == (CommitId(1, 1), None)
 
 
@@ -234,32 +235,32 @@ def test_a_sync_in_mid_copy_sends_that_commit(
     job.state.optimizer.zero_grad()
     newcomer = TorchState(model=parts()[0], optimizer=None, note=[0])
     newcomer.optimizer = torch.optim.AdamW(newcomer.model.parameters(), lr=0.1)
-    newcomer._snapshot = Snapshot(None, lambda _: device)
+    committer_of(newcomer).snapshot = Snapshot(None, lambda _: device)
     both = world(2, generation=2, lacking=(1,))
     job.session.world = both
-    newcomer._bind(member(both, 1))
+    committer_of(newcomer).use_session(member(both, 1))
     together(job.state.sync, newcomer.sync)
     assert job.state.commits == (CommitId(2, 0), CommitId(1, 1))
     assert newcomer.commits == (CommitId(2, 0), None)
-    assert device.brought, "straight to the newcomer's device"
+    assert device.copied_back, "straight to the newcomer's device"
     assert contents(newcomer) == job.was[commit]
 
 
 LOOKS: dict[str, Callable[[TorchState], object]] = {
     "check": lambda state: state.check(),
-    "outgoing": lambda state: state._snapshot.outgoing(),
-    "incoming": lambda state: state._snapshot.incoming(
-        msgspec.msgpack.encode((state._snapshot._newer.frame.layout, 9)), b""
+    "outgoing": lambda state: committer_of(state).snapshot.outgoing(),
+    "incoming": lambda state: committer_of(state).snapshot.incoming(
+        msgspec.msgpack.encode((committer_of(state).snapshot._newer.frame.layout, 9)), b""
     ),
-    "summary": lambda state: state._snapshot.summary(),
-    "details": lambda state: state._snapshot.details(),
-    "restamp": lambda state: state._snapshot.restamp(CommitId(1, 50)),
-    "reserve": lambda state: state._snapshot.reserve(10),
-    "read": lambda state: state._snapshot.read(CommitId(1, 2)),
-    "forget": lambda state: state._snapshot.forget(),
-    "drop_newest": lambda state: state._snapshot.drop_newest(),
-    "attach": lambda state: state._attach(PrivateStorage()),
-    "bind": lambda state: state._bind(state._session),
+    "summary": lambda state: committer_of(state).snapshot.summary(),
+    "details": lambda state: committer_of(state).snapshot.details(),
+    "restamp": lambda state: committer_of(state).snapshot.restamp(CommitId(1, 50)),
+    "reserve": lambda state: committer_of(state).snapshot.reserve(10),
+    "read": lambda state: committer_of(state).snapshot.read(CommitId(1, 2)),
+    "forget": lambda state: committer_of(state).snapshot.forget(),
+    "drop_newest": lambda state: committer_of(state).snapshot.drop_newest(),
+    "attach": lambda state: committer_of(state).use_storage(PrivateStorage()),
+    "bind": lambda state: committer_of(state).use_session(committer_of(state).session),
 }
 
 
@@ -269,4 +270,4 @@ def test_whoever_looks_into_a_buffer_waits_for_the_copy(look: str, job: Job) -> 
     assert job.device.is_busy
     LOOKS[look](job.state)
     assert not job.device.is_busy
-    assert job.state._snapshot.is_settled
+    assert committer_of(job.state).snapshot.is_settled

@@ -18,6 +18,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.errors import OptionError
 from elasticstate.state import async_commit
 from elasticstate.state.async_commit import Copy
+from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.storage import PrivateStorage
 from tests.unit.state.overlapping import CommitStorage, Job, found, note_of
@@ -30,13 +31,13 @@ def test_an_error_of_the_device_costs_that_commit_alone(
 ) -> None:
     job.commit()
     job.device.fail(RuntimeError("an illegal memory access was encountered"))
-    job.state._settle()
+    committer_of(job.state).settle()
     assert job.state.commits == job.session.commits[-1] == found(file_storage) == (CommitId(1, 1), None)
-    assert "commit (1, 2) could not be copied from the device: an illegal memory access" in caplog.text
+    assert "discarded commit (1, 2): the copy from the device failed: an illegal memory access" in caplog.text
     with pytest.raises(RuntimeError, match="illegal"):
         job.state.commit()
     with pytest.raises(RuntimeError, match="illegal"):
-        job.state._seal(CommitId(1, 3))
+        committer_of(job.state).seal(CommitId(1, 3))
     assert found(file_storage) == (CommitId(1, 1), None)
     job.device.error = None
     assert job.restored() == CommitId(1, 1)
@@ -51,18 +52,18 @@ def test_an_error_while_a_save_waits_is_raised(job: Job, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Copy, "wait", fail)
     with pytest.raises(RuntimeError, match="fallen off the bus"):
-        job.state._seal(CommitId(1, 2))
+        committer_of(job.state).seal(CommitId(1, 2))
     assert job.state.commits == (CommitId(1, 1), None)
 
 
 def test_a_damaged_commit_never_reaches_the_device(job: Job) -> None:
     commit = job.commit()
-    job.state._settle()
-    job.state._snapshot._newer.memory[job.state._snapshot._newer.frame.tensors + 3] ^= 1
+    committer_of(job.state).settle()
+    committer_of(job.state).snapshot._newer.memory[committer_of(job.state).snapshot._newer.frame.tensors + 3] ^= 1
     job.train()
-    brought = job.device.brought
+    copied_back = job.device.copied_back
     assert job.restored() == CommitId(1, 1) != commit
-    assert job.device.brought == brought + len(job.state._snapshot._newer.frame.layout.entries)
+    assert job.device.copied_back == copied_back + len(committer_of(job.state).snapshot._newer.frame.layout.entries)
 
 
 def write_a_parameter(job: Job) -> None:
@@ -104,9 +105,9 @@ def test_a_write_that_nobody_has_announced_costs_the_commit_and_the_overlap(
     write(job)
     if then_steps:
         job.train()
-    job.state._settle()
+    committer_of(job.state).settle()
     assert job.state.commits == found(file_storage) == (CommitId(1, 1), None)
-    assert "commit (1, 2) is given up: while it was copied" in caplog.text
+    assert "discarded commit (1, 2): code other than an optimizer's step()" in caplog.text
     commit = job.commit()
     assert not job.device.is_busy, "it was waited for at once"
     write(job)
@@ -125,7 +126,7 @@ def test_a_step_that_is_captured_for_a_graph_is_trusted_no_more(job: Job, monkey
     job.state.optimizer.step()
     finish.join()
     assert not job.device.is_busy, "a graph that is being captured must not wait for what is not in it: Python does"
-    assert job.state._snapshot.is_copied
+    assert committer_of(job.state).snapshot.is_copied
     second = job.commit()
     assert not job.device.is_busy
     write_a_parameter(job)
@@ -190,21 +191,21 @@ def test_bytes_to_spare_that_are_no_number_are_refused(job: Job, monkeypatch: py
 
 def test_memory_is_pinned_once_and_let_go_before_it_is_given_back(job: Job) -> None:
     job.commit()
-    job.state._settle()
+    committer_of(job.state).settle()
     assert len(job.device.pinned) == 2
     first = dict(job.device.pinned)
     for _ in range(2):
         job.commit()
-    job.state._settle()
+    committer_of(job.state).settle()
     assert job.device.pinned == first
     job.state.note = ["x" * (1 << 17)]
     for _ in range(2):
         job.commit()
-    job.state._settle()
+    committer_of(job.state).settle()
     assert len(job.device.pinned) == 2
     assert set(job.device.pinned).isdisjoint(first)
     job.commit()
-    job.state._attach(PrivateStorage())
+    committer_of(job.state).use_storage(PrivateStorage())
     assert job.device.pinned == {}
 
 
@@ -260,9 +261,9 @@ def test_whatever_the_order_each_commit_that_is_held_is_what_it_was(
         left = Snapshot(file_storage())
         for commit in (left.newest, left.previous):
             assert commit is None or left.read(commit)["note"] == note_of(job.was[commit])
-    job.state._settle()
+    committer_of(job.state).settle()
     newest, previous = job.state.commits
     assert job.restored() == newest
     if previous is not None:
-        job.state._snapshot.drop_newest()
+        committer_of(job.state).snapshot.drop_newest()
         assert job.restored() == previous

@@ -11,6 +11,7 @@ import torch
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateDivergedError, StateError
 from elasticstate.state import ObjectState, TorchState
+from elasticstate.state.base import committer_of
 from elasticstate.state.divergence import MAX_NAMES
 
 Check = Callable[[list[Any]], list[BaseException | None]]
@@ -52,7 +53,7 @@ def bound(states: list[Any], world: Any, member: Any, **changes: Any) -> list[An
     for one in members[1:]:
         one.world = members[0].world
     for state, session in zip(states, members, strict=True):
-        state._bind(session)
+        committer_of(state).use_session(session)
     return members
 
 
@@ -78,9 +79,9 @@ def test_a_tensor_that_differs_is_named_with_the_ranks_on_every_rank(world: Any,
     raised = check_all(states)
     assert all(type(error) is StateDivergedError for error in raised)
     assert {str(error) for error in raised} == {
-        "the members of this world have committed different states as (1, 1). "
+        "Ranks committed different values as (1, 1). "
         "model.parameters.1.bias: ranks 0, 1 | ranks 2, 3; optimizer.state.0.momentum_buffer: ranks 0, 2, 3 | rank 1. "
-        "Make them equal on all ranks, or, if they differ by design, name them: state.exclude_from_check(name)."
+        "Make them equal on all ranks, or exclude values that differ by design: state.exclude_from_check(name)."
     }
 
 
@@ -135,7 +136,7 @@ def test_equal_objects_that_are_pickled_otherwise_are_equal(world: Any, member: 
     members = bound(states, world, member)
     for state in states:
         state.commit()
-    one, other = (state._snapshot.summary() for state in states)
+    one, other = (committer_of(state).snapshot.summary() for state in states)
     assert (one[1], one[2] != other[2]) == (other[1], True), "the pickles differ"
     assert check_all(states) == [None, None]
     assert len(members[0].collectives) > 1
@@ -153,7 +154,7 @@ def test_the_random_state_is_each_ranks_own(world: Any, member: Any, check_all: 
 def test_buffers_of_other_sizes_hold_the_same(world: Any, member: Any, check_all: Check) -> None:
     states = model_states(2)
     bound(states, world, member)
-    states[1]._reserve(1 << 20)
+    committer_of(states[1]).reserve(1 << 20)
     for state in states:
         state.commit()
     assert check_all(states) == [None, None]
@@ -173,13 +174,14 @@ def test_other_commits_and_none_are_told(world: Any, member: Any, check_all: Che
     states = model_states(3)
     bound(states, world, member)
     (message,) = {str(error) for error in check_all(states)}
-    assert message == "there is no commit to check: none has been made yet"
+    assert message == "No rank holds a commit to check. Call commit() before check()."
     states[0].commit()
     states[2].commit()
     states[2].commit()
     raised = check_all(states)
     assert {str(error) for error in raised} == {
-        "the ranks hold different commits: (1, 1) on rank 0, none on rank 1, (1, 2) on rank 2"
+        "Ranks hold different commits: (1, 1) on rank 0, none on rank 1, (1, 2) on rank 2. "
+        "Call check() after the same tick on each."
     }
 
 
@@ -187,14 +189,14 @@ def test_outside_a_world_the_own_commit_is_verified(world: Any, member: Any) -> 
     for in_a_world in (False, True):
         state = ObjectState(n=1, x=torch.ones(10))
         if in_a_world:
-            state._bind(member(world(1)))
-        with pytest.raises(StateError, match="there is no commit to check"):
+            committer_of(state).use_session(member(world(1)))
+        with pytest.raises(StateError, match="no commit to check"):
             state.check()
         for _ in range(2):
             state.commit()
             state.check()
-        state._snapshot._newer.memory[state._snapshot._newer.frame.tensors] ^= 1
-        with pytest.raises(StateError, match=r"commit \(\d, 2\) is damaged: .*; commit \(\d, 1\) is left"):
+        committer_of(state).snapshot._newer.memory[committer_of(state).snapshot._newer.frame.tensors] ^= 1
+        with pytest.raises(StateError, match=r"Commit \(\d, 2\) is damaged: .* Restore commit \(\d, 1\)"):
             state.check()
         state.check()
 
@@ -205,7 +207,7 @@ def test_with_verify_sync_a_sync_ends_with_a_check(
 ) -> None:
     states = model_states(3)
     for state in states[:2]:
-        state._bind(member(world(1)))
+        committer_of(state).use_session(member(world(1)))
         state.commit()
     with torch.no_grad():
         states[1].model[0].weight[0, 0] += 1  # changed since the last commit
@@ -224,7 +226,7 @@ def test_a_diverged_survivor_is_found_by_verify_sync(world: Any, member: Any, to
     states = model_states(3)
     states[1].epoch = 9
     for state in states[:2]:
-        state._bind(member(world(1)))
+        committer_of(state).use_session(member(world(1)))
         state.commit()
     for session in bound(states, world, member, generation=2, lacking=(2,)):
         session.verify_sync = True
@@ -270,7 +272,7 @@ def test_running_statistics_are_each_ranks_own_and_named_once(
     assert [m.collectives for m in members] == [[5 * 8] * 2] * 3
     names = ", ".join(f"model.buffers.{name}" for name in sorted(RUNNING))
     assert [record.getMessage() for record in caplog.records] == [
-        f"check() leaves out values that differ by rank by design: {names}"
+        f"check() skips values that differ by rank by design: {names}"
     ]
 
 
@@ -294,9 +296,7 @@ def test_what_the_user_excludes_is_not_compared(world: Any, member: Any, check_a
         state.commit()
         state.exclude_from_check("model.parameters.1", "tags", "optimizer.param_groups", "epo")
     (message,) = {str(error) for error in check_all(states)}
-    assert message.startswith(
-        "the members of this world have committed different states as (1, 1). epoch: rank 0 | rank 1. "
-    )
+    assert message.startswith("Ranks committed different values as (1, 1). epoch: rank 0 | rank 1. ")
     for state in states:
         state.exclude_from_check("epoch")
     assert check_all(states) == [None, None]
@@ -306,6 +306,6 @@ def test_progress_is_passed_on(world: Any, member: Any) -> None:
     state = ObjectState(n=1)
     state.progress()
     session = member(world(1))
-    state._bind(session)
+    committer_of(state).use_session(session)
     state.progress()
     assert session.signs == 1

@@ -10,6 +10,7 @@ import torch
 
 from elasticstate.core.types import CommitId
 from elasticstate.state import TorchState
+from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -41,8 +42,8 @@ def state(file_storage: Callable[..., Any], member: Any, world: Any) -> TorchSta
         mine=torch.ones(5, device="cuda"),
         cpu=torch.ones(3),
     )
-    state._attach(file_storage())
-    state._bind(member(world(1)))
+    committer_of(state).use_storage(file_storage())
+    committer_of(state).use_session(member(world(1)))
     return state
 
 
@@ -79,14 +80,14 @@ def test_a_commit_waits_for_nothing_and_the_step_after_it_waits_on_the_device(
 ) -> None:
     train(state)
     state.commit()
-    state._settle()
+    committer_of(state).settle()
     train(state)
     before = contents(state)
     torch.cuda._sleep(A_WHILE)
     state.commit()
-    assert not state._snapshot.is_copied
+    assert not committer_of(state).snapshot.is_copied
     train(state)
-    assert not state._snapshot.is_copied, "Python has waited for the device"
+    assert not committer_of(state).snapshot.is_copied, "Python has waited for the device"
     assert Snapshot(file_storage()).newest == CommitId(1, 1)
     state.restore()
     assert equal(contents(state), before)
@@ -96,10 +97,10 @@ def test_a_commit_waits_for_nothing_and_the_step_after_it_waits_on_the_device(
 def test_memory_is_pinned_and_let_go(state: TorchState) -> None:
     for _ in range(2):
         state.commit()
-    state._settle()
-    buffers = [state._snapshot._newer, state._snapshot._older]
+    committer_of(state).settle()
+    buffers = [committer_of(state).snapshot._newer, committer_of(state).snapshot._older]
     assert all(buffer.memory.is_pinned() for buffer in buffers)
-    state._snapshot.close()
+    committer_of(state).snapshot.close()
     assert not any(buffer.memory.is_pinned() for buffer in buffers)
 
 

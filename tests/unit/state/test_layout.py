@@ -16,6 +16,7 @@ from safetensors import safe_open
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError
 from elasticstate.state import TorchState
+from elasticstate.state.base import committer_of
 from elasticstate.state.layout import ALIGNMENT_BYTES, OBJECTS, RANDOM, parse
 from elasticstate.state.snapshot import Snapshot
 
@@ -51,7 +52,7 @@ def test_a_live_commit_is_read_by_safetensors(file_storage: Callable[[], Any]) -
     optimizer.step()
     state = TorchState(model=model, optimizer=optimizer, epoch=3)
     storage = file_storage()
-    state._attach(storage)
+    committer_of(state).use_storage(storage)
     for _ in range(2):
         state.commit()
     for file in storage.files:

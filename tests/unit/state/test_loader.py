@@ -121,7 +121,7 @@ def test_the_epochs_go_on_from_the_present_one() -> None:
 def test_an_epoch_that_is_over_must_not_be_taken_for_the_next_one() -> None:
     loader = loader_at(4, 0, 1, batch_size=4)
     assert len(trained(loader)) == 1
-    with pytest.raises(UsageError, match=r"epoch 0 is over.*set_epoch\(1\)"):
+    with pytest.raises(UsageError, match=r"Epoch 0 is over.*set_epoch\(1\)"):
         trained(loader)
     loader.set_epoch(1)
     assert len(trained(loader)) == 1
@@ -132,7 +132,7 @@ def test_a_for_over_the_loader_ends_with_a_restore() -> None:
     batches = iter(loader)
     next(batches)
     loader.load_state_dict({"epoch": 0, "consumed": 0, "seed": 0})
-    with pytest.raises(UsageError, match="begin a new one"):
+    with pytest.raises(UsageError, match="Begin a new loop"):
         next(batches)
     assert loader.consumed == 0
 
@@ -167,13 +167,13 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({}, "either batch_size= or global_batch_size="),
-        ({"batch_size": 2, "global_batch_size": 2}, "either batch_size= or global_batch_size="),
-        ({"batch_size": 0}, "batch_size=0: takes at least 1"),
-        ({"global_batch_size": 8, "micro_batch_size": 0}, "micro_batch_size=0: takes at least 1"),
-        ({"batch_size": 8, "micro_batch_size": 2}, "goes with global_batch_size"),
-        ({"batch_size": 8, "sampler": []}, "sampler= is ElasticDataLoader's own"),
-        ({"batch_size": 8, "seed": -1}, r"seed=-1: takes a number from 0 to 2\*\*64 - 1"),
+        ({}, "give exactly one of the two"),
+        ({"batch_size": 2, "global_batch_size": 2}, "give exactly one of the two"),
+        ({"batch_size": 0}, "batch_size=0: must be at least 1"),
+        ({"global_batch_size": 8, "micro_batch_size": 0}, "micro_batch_size=0: must be at least 1"),
+        ({"batch_size": 8, "micro_batch_size": 2}, "requires global_batch_size"),
+        ({"batch_size": 8, "sampler": []}, "sampler= cannot be given"),
+        ({"batch_size": 8, "seed": -1}, r"seed=-1: must be a number from 0 to 2\*\*64 - 1"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused(arguments: dict[str, object], says: str) -> None:

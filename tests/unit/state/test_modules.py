@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from elasticstate.state import TorchState
+from elasticstate.state.base import committer_of
 
 
 class Odd(torch.nn.Module):
@@ -62,7 +63,7 @@ def test_a_module_comes_back_with_all_it_has() -> None:
     assert module.head.weight is module.embedding.weight is weight
     assert module.moment.tolist() == [1, 1]
     other = TorchState(model=newcomer)
-    other.apply(state._snapshot.read(state.commits[0]))
+    other.apply(committer_of(state).snapshot.read(state.commits[0]))
     assert picture(newcomer) == committed
     assert newcomer.head.weight is newcomer.embedding.weight
     module.moment.fill_(9)
@@ -76,7 +77,7 @@ def test_a_module_comes_back_with_all_it_has() -> None:
 def test_tied_weights_are_stored_once() -> None:
     state = TorchState(model=Odd(0))
     state.commit()
-    offsets = {entry.name: entry.offset for entry in state._snapshot._newer.frame.layout.entries}
+    offsets = {entry.name: entry.offset for entry in committer_of(state).snapshot._newer.frame.layout.entries}
     assert offsets["model.parameters.head.weight"] == offsets["model.parameters.embedding.weight"]
 
 
@@ -123,5 +124,5 @@ def test_a_newcomer_has_the_same_buffers_as_the_commit() -> None:
     state = TorchState(model=module)
     state.commit()
     newcomer.linear.register_buffer("own", torch.ones(1))
-    TorchState(model=newcomer).apply(state._snapshot.read(state.commits[0]))
+    TorchState(model=newcomer).apply(committer_of(state).snapshot.read(state.commits[0]))
     assert buffers(newcomer) == buffers(module)

@@ -13,6 +13,7 @@ import torch
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CommitStorageError, StateError
 from elasticstate.state import ObjectState, TorchState
+from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
 
 CommitStorage = Callable[..., Any]
@@ -22,7 +23,7 @@ def model_state(seed: int, storage: Any) -> TorchState:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     state = TorchState(model=model, optimizer=torch.optim.AdamW(model.parameters()), epoch=0)
-    state._attach(storage)
+    committer_of(state).use_storage(storage)
     return state
 
 
@@ -60,26 +61,26 @@ def test_a_new_worker_holds_what_the_last_one_sealed_and_resumes_from_it(file_st
     assert state.commits == (CommitId(0, 2), CommitId(0, 1))
     parameters = [*state.model.parameters()]
     assert content(state) != last
-    assert state._resume()
+    assert committer_of(state).resume()
     assert content(state) == last
     assert torch.get_rng_state().tolist() == random_state
     assert [*map(id, state.model.parameters())] == [*map(id, parameters)], "in place"
     train(state)
-    state._session.sealed(*state.commits)
+    committer_of(state).session.record_commits(*state.commits, state.commit_bytes)
     state.commit()
     assert state.commits == (CommitId(0, 3), CommitId(0, 2))
     assert Snapshot(file_storage()).newest == CommitId(0, 3)
 
 
 def test_nothing_is_resumed_from_where_nothing_is(file_storage: CommitStorage) -> None:
-    assert not model_state(0, file_storage())._resume()
+    assert not committer_of(model_state(0, file_storage())).resume()
     assert model_state(0, file_storage()).commits == (None, None)
 
 
 def test_commits_made_in_private_memory_are_forgotten(file_storage: CommitStorage) -> None:
     state = ObjectState(n=0)
     state.commit()
-    state._attach(file_storage())
+    committer_of(state).use_storage(file_storage())
     assert state.commits == (None, None)
 
 
@@ -87,7 +88,7 @@ def test_a_commit_of_another_owner_is_not_claimed(file_storage: CommitStorage) -
     two_commits(file_storage(b"another job.ooo."))
     state = model_state(1, file_storage())
     assert state.commits == (None, None)
-    assert not state._resume()
+    assert not committer_of(state).resume()
     assert Snapshot(file_storage(b"another job.ooo.")).newest == CommitId(0, 2), "and it is left alone"
 
 
@@ -102,7 +103,8 @@ def test_a_commit_of_another_layout_than_the_seals_is_not_claimed(
     storage.files[0].write_bytes(other)
     storage.files[1].write_bytes(one)
     assert (Snapshot(file_storage()).newest, Snapshot(file_storage()).previous) == (None, None)
-    assert "commit (1, 2) (buffer 1) is damaged: it is not the one that was sealed" in caplog.text
+    warning = "discarded damaged commit (1, 2) (buffer 1): the buffer does not contain the commit that was sealed"
+    assert warning in caplog.text
 
 
 def test_a_buffer_that_is_shorter_than_its_seal_says_is_no_commit(file_storage: CommitStorage) -> None:
@@ -132,10 +134,10 @@ def test_a_damaged_commit_is_given_up_for_the_one_before_it(
     damage(newest_file(storage), inside_the_weights(storage))
     state = model_state(1, file_storage())
     assert state.commits == (CommitId(0, 2), CommitId(0, 1)), "nobody has looked at the bytes yet"
-    assert state._resume()
+    assert committer_of(state).resume()
     assert content(state) == first
     assert state.commits == (CommitId(0, 1), None)
-    assert "commit (0, 2) (buffer 1) is damaged: its checksum is wrong" in caplog.text
+    assert "discarded damaged commit (0, 2) (buffer 1): its checksum is wrong" in caplog.text
     assert Snapshot(file_storage()).newest == CommitId(0, 1), "for ever"
 
 
@@ -144,13 +146,13 @@ def test_a_restore_in_the_middle_of_a_job_falls_back_too_and_tells(
 ) -> None:
     storage = file_storage()
     state = ObjectState(n=0, x=torch.zeros(3))
-    state._attach(storage)
+    committer_of(state).use_storage(storage)
     session = member(world(1))
-    state._bind(session)
+    committer_of(state).use_session(session)
     for state.n in (1, 2):
         state.x.fill_(state.n)
         state.commit()
-    state._snapshot._newer.memory[state._snapshot._newer.frame.tensors] ^= 4
+    committer_of(state).snapshot._newer.memory[committer_of(state).snapshot._newer.frame.tensors] ^= 4
     state.restore()
     assert (state.n, state.x.tolist()) == (1, [1.0] * 3)
     assert session.commits[-1] == state.commits == (CommitId(1, 1), None)
@@ -163,11 +165,11 @@ def test_if_both_are_damaged_nothing_is_claimed(file_storage: CommitStorage) -> 
     for file in storage.files:
         damage(file, at)
     state = model_state(1, file_storage())
-    with pytest.raises(StateError, match="both commits are damaged"):
+    with pytest.raises(StateError, match="Both commits of this worker are damaged"):
         state.restore()
     assert state.commits == (None, None)
-    assert not state._resume()
-    with pytest.raises(StateError, match="no commit has been made yet"):
+    assert not committer_of(state).resume()
+    with pytest.raises(StateError, match="holds no commit to restore"):
         state.restore()
 
 
@@ -178,8 +180,8 @@ def test_what_is_damaged_is_not_unpickled(file_storage: CommitStorage, monkeypat
     for buffer in (snapshot._newer, snapshot._older):
         damage(storage.files[buffer.index], buffer.frame.objects + 3)
     monkeypatch.setattr("elasticstate.state.buffer.pickle.loads", lambda _: pytest.fail("unpickled"))
-    with pytest.raises(StateError, match="both commits are damaged"):
-        snapshot.restore({})
+    with pytest.raises(StateError, match="Both commits of this worker are damaged"):
+        snapshot.load_into({})
     with pytest.raises(StateError, match="is not held"):
         snapshot.read(CommitId(0, 2))
 
@@ -191,14 +193,14 @@ def test_a_commit_that_does_not_fit_is_given_up_for_one_that_does(
     storage = file_storage()
     for tick, width in enumerate((4, 5 if newest_fits else 6), start=1):
         state = TorchState(model=torch.nn.Linear(width, 2))
-        state._attach(storage)
-        state._seal(CommitId(1, tick))
+        committer_of(state).use_storage(storage)
+        committer_of(state).seal(CommitId(1, tick))
     state = TorchState(model=torch.nn.Linear(5, 2))
-    state._attach(file_storage())
-    assert state._resume() is newest_fits
+    committer_of(state).use_storage(file_storage())
+    assert committer_of(state).resume() is newest_fits
     assert state.commits == ((CommitId(1, 2), CommitId(1, 1)) if newest_fits else (None, None))
     assert Snapshot(file_storage()).newest == state.commits[0]
-    assert ("commit (1, 2) cannot be resumed from, it is given up: state.model: weight is (2, 5)" in caplog.text) is (
+    assert ("discarded commit (1, 2), which cannot be restored: state.model: weight is (2, 5)" in caplog.text) is (
         not newest_fits
     )
 
@@ -209,10 +211,10 @@ def test_no_bit_that_flips_goes_unnoticed(file_storage: CommitStorage) -> None:
     both = two_commits(storage)
     expected = {CommitId(0, tick): found for tick, found in enumerate(both, start=1)}
     state = model_state(1, file_storage())
-    length = state._snapshot._newer.length
+    length = committer_of(state).snapshot._newer.length
     originals = [file.read_bytes() for file in storage.files]
     page = storage.control.read_bytes()
-    memory = [state._snapshot._storage.open(index) for index in (0, 1)]
+    memory = [committer_of(state).snapshot._storage.open(index) for index in (0, 1)]
     dice, outcomes = random.Random(0), []
     for _ in range(400):
         for index, tensor in enumerate(memory):
@@ -230,8 +232,8 @@ def test_no_bit_that_flips_goes_unnoticed(file_storage: CommitStorage) -> None:
                     byte = file.read(1)[0] ^ (1 << dice.randrange(8))
                     file.seek(at)
                     file.write(bytes([byte]))
-        state._attach(state._snapshot._storage)
-        resumed = state._resume()
+        committer_of(state).use_storage(committer_of(state).snapshot._storage)
+        resumed = committer_of(state).resume()
         outcomes.append(resumed)
         if resumed:
             newest = state.commits[0]

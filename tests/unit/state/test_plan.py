@@ -11,7 +11,7 @@ import torch
 
 from elasticstate.core.types import CommitId
 from elasticstate.state.snapshot import Snapshot
-from elasticstate.state.values import put
+from elasticstate.state.values import load_value
 
 
 class Live:
@@ -127,26 +127,26 @@ def test_a_restore_writes_straight_into_what_is_like_it_and_not_twice() -> None:
     snapshot = commit_of(x=torch.ones(3), a=np.ones(2), t=torch.ones(2, 2), n=1)
     live: dict[str, Any] = {"x": torch.zeros(3), "a": np.zeros(2), "t": torch.zeros(2, 2).t(), "n": 5}
     live["t"] = torch.zeros(4, 2)[::2]  # has gaps
-    values = snapshot.restore(live)
+    values = snapshot.load_into(live)
     assert live["x"].tolist() == [1.0] * 3
     assert live["a"].tolist() == [1.0] * 2
     assert live["t"].tolist() == [[0.0] * 2] * 2, "left to apply"
     live["x"].fill_(7)
-    assert put(live["x"], values, "x") is live["x"]
-    assert put(live["x"].view(3), values, "x").tolist() == [7.0] * 3, "the same memory"
-    assert put(live["t"], values, "t") is live["t"]
+    assert load_value(live["x"], values, "x") is live["x"]
+    assert load_value(live["x"].view(3), values, "x").tolist() == [7.0] * 3, "the same memory"
+    assert load_value(live["t"], values, "t") is live["t"]
     assert live["t"].tolist() == [[1.0] * 2] * 2
     other = torch.zeros(3)
-    assert put(other, values, "x") is other
+    assert load_value(other, values, "x") is other
     assert other.tolist() == [1.0] * 3
-    assert put(None, values, "x").tolist() == [1.0] * 3
+    assert load_value(None, values, "x").tolist() == [1.0] * 3
 
 
 def test_where_one_does_not_fit_nothing_is_written_before_apply_has_looked() -> None:
     snapshot = commit_of(x=torch.ones(3), y=torch.ones(3))
     for bad in (torch.zeros(4), torch.zeros(3, dtype=torch.int32), np.zeros(4, dtype=np.float32)):
         live = {"x": torch.zeros(3), "y": bad}
-        assert snapshot.restore(live)["y"].tolist() == [1.0] * 3
+        assert snapshot.load_into(live)["y"].tolist() == [1.0] * 3
         assert live["x"].tolist() == [0.0] * 3
 
 
@@ -154,7 +154,7 @@ def test_live_tensors_that_share_memory_now_are_left_to_apply() -> None:
     snapshot = commit_of(x=torch.ones(3), y=torch.full((3,), 2.0))
     storage = torch.zeros(4)
     for live in ({"x": storage[:3], "y": storage[:3]}, {"x": storage[:3], "y": storage[1:]}):
-        snapshot.restore(live)
+        snapshot.load_into(live)
         assert storage.tolist() == [0.0] * 4
 
 
@@ -162,9 +162,9 @@ def test_tied_in_the_commit_and_not_now_both_are_written() -> None:
     weight = torch.ones(3)
     snapshot = commit_of(x=weight, y=weight)
     live = {"x": torch.zeros(3), "y": torch.zeros(3)}
-    values = snapshot.restore(live)
+    values = snapshot.load_into(live)
     for name, tensor in live.items():
-        put(tensor, values, name)
+        load_value(tensor, values, name)
         assert tensor.tolist() == [1.0] * 3
 
 
@@ -172,13 +172,13 @@ def test_an_array_that_must_not_be_written_is_not() -> None:
     snapshot = commit_of(a=np.ones(2))
     array = np.zeros(2)
     array.setflags(write=False)
-    values = snapshot.restore({"a": array})
+    values = snapshot.load_into({"a": array})
     assert array.tolist() == [0.0] * 2
-    assert put(array, values, "a") is not array
+    assert load_value(array, values, "a") is not array
 
 
 def test_tensors_of_the_buffers_themselves_are_left_alone() -> None:
     snapshot = commit_of(x=torch.ones(3))
     kept = snapshot.read(CommitId(1, 1))["x"]
-    snapshot.restore({"x": kept})
+    snapshot.load_into({"x": kept})
     assert kept.tolist() == [1.0] * 3

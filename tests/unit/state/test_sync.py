@@ -11,6 +11,7 @@ import torch
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError
 from elasticstate.state import ObjectState, TorchState, channel as channel_module, rng
+from elasticstate.state.base import committer_of
 
 
 def trained(seed: int, steps: int, hidden: int = 6) -> TorchState:
@@ -52,7 +53,7 @@ def content(state: TorchState) -> tuple[bytes, str]:
 def joined(states: list[Any], world: Any, member: Any) -> list[Any]:
     members = [member(world, rank) for rank in range(len(states))]
     for state, session in zip(states, members, strict=True):
-        state._bind(session)
+        committer_of(state).use_session(session)
     return members
 
 
@@ -72,7 +73,7 @@ def test_a_newcomer_gets_all_of_the_roots_commit_and_goes_on_bitwise_equal(
 ) -> None:
     """With weight decay and a schedule. FACTS of the reference: 1 (its commit), 2 (a step), 3 (the learning rate)."""
     root, newcomer = trained(0, 5), trained(1, 0)
-    root._bind(member(world(1)))
+    committer_of(root).use_session(member(world(1)))
     root.sync()
     root.commit()
     committed = content(root)
@@ -92,7 +93,7 @@ def test_a_newcomer_gets_all_of_the_roots_commit_and_goes_on_bitwise_equal(
 
 def test_the_commit_is_sent_not_what_came_after_it(world: Any, member: Any, together: Any) -> None:
     root, newcomer = trained(0, 2), trained(1, 0)
-    root._bind(member(world(1)))
+    committer_of(root).use_session(member(world(1)))
     root.commit()
     committed = content(root)
     joined([root, newcomer], world(2, generation=2, lacking=(1,)), member)
@@ -105,7 +106,7 @@ def test_only_root_and_lacking_take_part_and_all_restamp(world: Any, member: Any
     """Four members, root 1; rank 3 lacks the state."""
     states = [trained(0, 2) for _ in range(3)] + [trained(9, 0)]
     for state in states[:3]:
-        state._bind(member(world(3)))
+        committer_of(state).use_session(member(world(3)))
         state.commit()
     committed = content(states[1])
     members = joined(states, world(4, generation=7, root=1, lacking=(3,)), member)
@@ -123,7 +124,7 @@ def test_only_root_and_lacking_take_part_and_all_restamp(world: Any, member: Any
 def test_a_root_behind_the_lacking_in_rank_is_found(world: Any, member: Any, together: Any) -> None:
     states = [trained(1, 0), trained(2, 0), trained(0, 3)]
     expected = content(states[2])
-    states[2]._bind(member(world(1)))
+    committer_of(states[2]).use_session(member(world(1)))
     states[2].commit()
     joined(states, world(3, generation=2, root=2, lacking=(0, 1)), member)
     together(*[state.sync for state in states])
@@ -133,7 +134,7 @@ def test_a_root_behind_the_lacking_in_rank_is_found(world: Any, member: Any, tog
 def test_where_nobody_lacks_it_nothing_moves_and_ids_stay(world: Any, member: Any) -> None:
     states = [trained(0, 1), trained(0, 1)]
     for state in states:
-        state._bind(member(world(2)))
+        committer_of(state).use_session(member(world(2)))
         state.commit()
     members = joined(states, world(2, generation=2), member)
     for state in states:
@@ -144,7 +145,7 @@ def test_where_nobody_lacks_it_nothing_moves_and_ids_stay(world: Any, member: An
 
 def test_a_world_of_one_has_a_commit_from_the_beginning(world: Any, member: Any) -> None:
     state = ObjectState(n=1)
-    state._bind(member(world(1)))
+    committer_of(state).use_session(member(world(1)))
     state.sync()
     state.n = 2
     state.restore()
@@ -193,7 +194,7 @@ def test_a_newcomers_random_state_is_its_own_and_a_holder_keeps_its_own(world: A
     np.random.seed(6)
     before = rng.capture()
     together(*[state.sync for state in states])
-    private = [state._snapshot.read_private(CommitId(1, 0)) for state in states]
+    private = [committer_of(state).snapshot.read_private(CommitId(1, 0)) for state in states]
     assert private[0] == before
     assert private[1:] == [rng.derived(1234, members[rank].worker_key, 1) for rank in (1, 2)]
     assert len(set(private)) == 3
@@ -202,11 +203,11 @@ def test_a_newcomers_random_state_is_its_own_and_a_holder_keeps_its_own(world: A
 def test_with_callbacks_everybody_seals_what_they_made(world: Any, member: Any, together: Any) -> None:
     states = [ObjectState(n=1, size=2) for _ in range(2)]
     for state in states:
-        state._bind(member(world(2)))
+        committer_of(state).use_session(member(world(2)))
         state.commit()
     states.append(ObjectState(n=99, size=0))
     for state in states:
-        state.register_reset_callbacks([lambda s=state: setattr(s, "size", s._session.size)])
+        state.register_reset_callbacks([lambda s=state: setattr(s, "size", committer_of(s).session.size)])
     joined(states, world(3, generation=2, lacking=(2,)), member)
     for state in states[:2]:  # in a worker's first world, callbacks do not run
         state.on_reset()
@@ -221,9 +222,9 @@ def test_with_callbacks_everybody_seals_what_they_made(world: Any, member: Any, 
 def test_with_callbacks_and_nobody_lacking_all_seal_without_a_collective(world: Any, member: Any) -> None:
     states = [ObjectState(size=3) for _ in range(2)]
     for state in states:
-        state._bind(member(world(3)))
+        committer_of(state).use_session(member(world(3)))
         state.commit()
-        state.register_reset_callbacks([lambda s=state: setattr(s, "size", s._session.size)])
+        state.register_reset_callbacks([lambda s=state: setattr(s, "size", committer_of(s).session.size)])
     members = joined(states, world(2, generation=2), member)
     for state in states:
         state.on_reset()
@@ -244,8 +245,8 @@ def test_with_callbacks_and_nobody_lacking_all_seal_without_a_collective(world: 
 def test_a_laggards_old_commits_are_gone_after_sync(world: Any, member: Any, together: Any) -> None:
     """The laggard's commits are not on the job's line: the other members have rolled back behind them."""
     root, laggard = ObjectState(n=1), ObjectState(n=2)
-    root._bind(member(world(2, generation=5)))
-    laggard._bind(member(world(2, generation=5), 1))
+    committer_of(root).use_session(member(world(2, generation=5)))
+    committer_of(laggard).use_session(member(world(2, generation=5), 1))
     root.commit()
     for _ in range(3):
         laggard.commit()
@@ -260,7 +261,7 @@ def test_a_sync_that_fails_on_the_way_leaves_the_newcomer_as_it_was(world: Any, 
     """The root fails after it has sent the header."""
     root, laggard = ObjectState(n=1, big=torch.ones(1000)), ObjectState(n=2, big=torch.zeros(1000))
     for rank, state in enumerate((root, laggard)):
-        state._bind(member(world(2), rank))
+        committer_of(state).use_session(member(world(2), rank))
         state.commit()
         state.commit()
     before = laggard.commits
@@ -281,7 +282,7 @@ def send_the_header_only(state: Any, session: Any) -> None:
 
 def send_in_part(state: Any, session: Any, chunks: int) -> None:
     """Send a part of the commit, like a root that dies during the sync."""
-    header, payload = state._snapshot.outgoing()
+    header, payload = committer_of(state).snapshot.outgoing()
     channel = channel_module.Channel(session.process_group_for((0, 1)), 0)
     channel.send(msgspec.msgpack.encode((0, header)))
     channel.broadcast(payload[: chunks * channel_module.CHUNK_BYTES])
@@ -294,8 +295,8 @@ def test_a_sync_that_fails_half_way_changes_nothing_and_is_done_again(
     """A newcomer may be the next root, if the job has not committed yet. A laggard may hold the last commit."""
     monkeypatch.setattr(channel_module, "CHUNK_BYTES", 1000)
     root, newcomer = (ObjectState(big=torch.full((1000,), float(rank))) for rank in range(2))
-    root._bind(member(world(1)))
-    newcomer._bind(member(world(1)))
+    committer_of(root).use_session(member(world(1)))
+    committer_of(newcomer).use_session(member(world(1)))
     root.commit()
     if holds:
         newcomer.commit()
@@ -312,7 +313,7 @@ def test_a_sync_that_fails_half_way_changes_nothing_and_is_done_again(
 
 def test_what_is_received_is_written_in_place(world: Any, member: Any, together: Any) -> None:
     root, newcomer = trained(0, 2), trained(1, 2)
-    root._bind(member(world(1)))
+    committer_of(root).use_session(member(world(1)))
     root.commit()
     expected = content(root)
     tensors = [*newcomer.model.parameters(), *newcomer.optimizer.state[newcomer.model[0].weight].values()]
@@ -326,5 +327,5 @@ def test_what_is_received_is_written_in_place(world: Any, member: Any, together:
 def test_states_that_differ_in_their_values_are_named(world: Any, member: Any, together: Any) -> None:
     states = [ObjectState(n=1), ObjectState(n=1, m=2)]
     joined(states, world(2, lacking=(1,)), member)
-    with pytest.raises(StateError, match="the commit has no m: were all ranks' states made alike"):
+    with pytest.raises(StateError, match="The commit has no value m, but this ObjectState has"):
         together(*[state.sync for state in states])

@@ -31,7 +31,9 @@ class Context:
 
 
 def world(generation: int) -> messages.WorldMessage:
-    return messages.WorldMessage("job", generation, Placement(ME, 0, 0, 1, True, 0, 1), 1, 0, (), "h:1", 60.0, 60.0)
+    return messages.WorldMessage(
+        "job", generation, Placement(ME, 0, 0, 1, True, 0, 1), 1, 0, (), "h:1", 60.0, 60.0, False
+    )
 
 
 @pytest.fixture
@@ -49,10 +51,10 @@ def test_again_and_again_until_the_generation_has_been_left(sentinel: Sentinel) 
     sentinel.enter(world(5), context)
     assert threading.active_count() == before + 1
     assert not context.severed.acquire(blocking=False), "nothing has ended"
-    sentinel.failed("a peer is gone")
+    sentinel.report_failure("a peer is gone")
     for _ in range(3):
         assert context.severed.acquire(timeout=LONG_S)
-    sentinel.left()
+    sentinel.leave()
     assert threading.active_count() == before
     while context.severed.acquire(blocking=False):
         pass
@@ -62,7 +64,7 @@ def test_again_and_again_until_the_generation_has_been_left(sentinel: Sentinel) 
 def test_a_generation_that_does_not_end_is_never_cut(sentinel: Sentinel) -> None:
     before, context = threading.active_count(), Context()
     sentinel.enter(world(5), context)
-    sentinel.left()
+    sentinel.leave()
     assert threading.active_count() == before
     assert not context.severed.acquire(blocking=False)
 
@@ -70,9 +72,9 @@ def test_a_generation_that_does_not_end_is_never_cut(sentinel: Sentinel) -> None
 def test_the_end_of_another_generation_does_not_cut_this_one(sentinel: Sentinel) -> None:
     first, second = Context(), Context()
     sentinel.enter(world(5), first)
-    sentinel.failed("a peer is gone")
+    sentinel.report_failure("a peer is gone")
     assert first.severed.acquire(timeout=LONG_S)
-    sentinel.left()
+    sentinel.leave()
     sentinel.enter(world(6), second)
     assert not second.severed.acquire(timeout=0.02)
-    sentinel.left()
+    sentinel.leave()

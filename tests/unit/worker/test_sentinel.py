@@ -28,7 +28,7 @@ LONG_S = 20.0
 
 
 def world(generation: int) -> messages.WorldMessage:
-    return messages.WorldMessage("job", generation, PLACE, 1, 0, (), "h:1", 60.0, 60.0)
+    return messages.WorldMessage("job", generation, PLACE, 1, 0, (), "h:1", 60.0, 60.0, False)
 
 
 class Worker:
@@ -186,7 +186,7 @@ def test_a_tick_beyond_the_last_one_is_a_failure(worker: Worker) -> None:
     worker.sentinel.tick()
     worker.hear(messages.End(GENERATION, 2, "test"))
     worker.settle()
-    with pytest.raises(CollectiveError, match="tick 3 is beyond"):
+    with pytest.raises(CollectiveError, match="tick 3 comes after"):
         worker.sentinel.tick()
 
 
@@ -194,11 +194,11 @@ def test_no_tick_is_made_and_nothing_committed_when_the_lease_is_over(worker: Wo
     worker.page.set_lease(2**62)
     worker.sentinel.tick()
     worker.sentinel.may_commit()
-    assert not worker.sentinel.ended(GENERATION)
+    assert not worker.sentinel.has_ended(GENERATION)
     worker.page.set_lease(1)
-    with pytest.raises(CollectiveError, match="no word of the driver: --lease"):
+    with pytest.raises(CollectiveError, match="lease expired"):
         worker.sentinel.may_commit()
-    assert worker.sentinel.ended(GENERATION)
+    assert worker.sentinel.has_ended(GENERATION)
     worker.page.set_lease(2**62)
     with pytest.raises(CollectiveError, match="--lease"):
         worker.sentinel.tick()  # the lease may have been over for the others, so its end is final
@@ -209,13 +209,13 @@ def test_no_tick_is_made_and_nothing_committed_when_the_lease_is_over(worker: Wo
 def test_a_wait_ends_with_the_lease(worker: Worker) -> None:
     threading.Timer(0.05, worker.page.set_lease, (1,)).start()
     with pytest.raises(CollectiveError, match="--lease"):
-        worker.sentinel.gate()
+        worker.sentinel.wait_in_gate()
 
 
 def test_an_end_that_comes_before_its_generation_is_sticky(worker: Worker) -> None:
     worker.hear(messages.End(GENERATION + 1, None, "too early"))
     worker.settle()
-    worker.sentinel.left()
+    worker.sentinel.leave()
     worker.sentinel.enter(world(GENERATION + 1), GlooContext())
     with pytest.raises(CollectiveError, match="too early"):
         worker.sentinel.check()
@@ -257,10 +257,10 @@ def test_the_gate_opens_or_the_generation_ends() -> None:
         worker = Worker()
         worker.hear(message)
         if failure is None:
-            worker.sentinel.gate()
+            worker.sentinel.wait_in_gate()
         else:
             with pytest.raises(CollectiveError, match=failure):
-                worker.sentinel.gate()
+                worker.sentinel.wait_in_gate()
         worker.hear(messages.Hold(GENERATION))
         assert worker.answer().in_gate
         worker.close()
@@ -268,12 +268,12 @@ def test_the_gate_opens_or_the_generation_ends() -> None:
 
 def test_ready_gets_the_newest_world_and_says_how_long_the_worker_has_stood_still(worker: Worker) -> None:
     commit = CommitId(GENERATION, 2)
-    worker.sentinel.sealed(commit, None)
+    worker.sentinel.record_commits(commit, None)
     worker.hear(messages.End(GENERATION, 1, "test"))
     worker.settle()
     with pytest.raises(HostsUpdatedInterrupt):
         worker.sentinel.tick()
-    worker.sentinel.left()
+    worker.sentinel.leave()
     time.sleep(0.01)
     worker.hear(world(GENERATION))  # a repeated message, about the generation that has just ended
     worker.hear(world(GENERATION + 2))
@@ -285,8 +285,8 @@ def test_ready_gets_the_newest_world_and_says_how_long_the_worker_has_stood_stil
 
 
 def test_a_failure_by_fact_is_told_once(worker: Worker) -> None:
-    worker.sentinel.failed("lost a peer")
-    worker.sentinel.failed("again")
+    worker.sentinel.report_failure("lost a peer")
+    worker.sentinel.report_failure("again")
     with pytest.raises(CollectiveError, match="lost a peer"):
         worker.sentinel.tick()
     said = [worker.said() for _ in range(3)]
@@ -303,7 +303,7 @@ def test_the_numbers_are_those_of_the_messages() -> None:
 
 def test_the_page_says_where_the_worker_is(worker: Worker) -> None:
     sentinel = worker.sentinel
-    sentinel.train()
+    sentinel.begin_training()
     sentinel.tick()
     sentinel.tick()
     assert worker.page.stamp()[2:] == (messages.Place.TRAIN, GENERATION, 2)
@@ -316,8 +316,8 @@ def test_the_page_says_where_the_worker_is(worker: Worker) -> None:
 def test_only_the_first_commit_of_a_generation_is_told(worker: Worker) -> None:
     ids = [CommitId(3, 0), CommitId(3, 4), CommitId(3, 8), CommitId(4, 0), CommitId(4, 1), CommitId(4, 2)]
     for commit in ids:
-        worker.sentinel.sealed(commit, None)
-    worker.sentinel.sealed(None, None)
+        worker.sentinel.record_commits(commit, None)
+    worker.sentinel.record_commits(None, None)
     worker.hear(messages.Hold(GENERATION))
     said = []
     while not isinstance(message := worker.said(), messages.HoldAnswer):
@@ -327,7 +327,8 @@ def test_only_the_first_commit_of_a_generation_is_told(worker: Worker) -> None:
 
 def test_an_answer_is_waited_for(worker: Worker) -> None:
     worker.hear(messages.BufferGrown(0, 4096, ""))
-    assert worker.sentinel.ask(messages.GrowBuffer(0, 10), messages.BufferGrown) == messages.BufferGrown(0, 4096, "")
+    answer = worker.sentinel.request(messages.GrowBuffer(0, 10), messages.BufferGrown)
+    assert answer == messages.BufferGrown(0, 4096, "")
     worker.said()
     assert worker.said() == messages.GrowBuffer(0, 10)
 
@@ -335,7 +336,7 @@ def test_an_answer_is_waited_for(worker: Worker) -> None:
 def test_an_agent_that_does_not_read_stops_neither_worker_nor_sentinel(worker: Worker) -> None:
     count = 3000  # far more than a socket holds (some hundred)
     for number in range(count):
-        worker.sentinel.say(messages.CommitSize(number))
+        worker.sentinel.send(messages.CommitSize(number))
     worker.hear(messages.Hold(GENERATION))
     before = worker.page.stamp()[0]
     deadline = time.monotonic() + LONG_S
@@ -357,7 +358,7 @@ def test_a_message_that_no_socket_takes_is_refused(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("rubbish", "complaint"),
     [
-        (b"short", "no head: 5 bytes"),
+        (b"short", "no head, only 5 bytes"),
         (worker_codec.MESSAGE_HEAD.pack(99, GENERATION, 0), "unknown kind 99"),
         (bytes(MAX_DATAGRAM_BYTES + 1), "longer than"),
     ],
@@ -380,10 +381,10 @@ def test_ctrl_c_ends_every_wait(worker: Worker, wait: str) -> None:
     worker.answer()
     waits: dict[str, Callable[[], object]] = {
         "tick": worker.sentinel.tick,
-        "gate": worker.sentinel.gate,
+        "gate": worker.sentinel.wait_in_gate,
         "is_own_error": lambda: worker.sentinel.is_own_error("error"),
         "ready": lambda: worker.sentinel.ready("h:1"),
-        "ask": lambda: worker.sentinel.ask(messages.GrowBuffer(0, 1), messages.BufferGrown),
+        "ask": lambda: worker.sentinel.request(messages.GrowBuffer(0, 1), messages.BufferGrown),
     }
     interrupt = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
 
@@ -403,13 +404,13 @@ def test_told_to_leave_in_the_middle_of_a_generation(worker: Worker) -> None:
         worker.hear(messages.Leave(ME))  # the signal may come before this call has returned
         threading.Event().wait(LONG_S)
 
-    worker.sentinel.train()
+    worker.sentinel.begin_training()
     with pytest.raises(SystemExit) as caught:
         train_until_told_to_leave()
     assert caught.value.code == 0
-    assert worker.sentinel.leaving
-    assert worker.sentinel.cause == "told to leave"
-    with pytest.raises(CollectiveError, match="told to leave"):
+    assert worker.sentinel.is_leaving
+    assert worker.sentinel.cause == "LEAVE received"
+    with pytest.raises(CollectiveError, match="LEAVE received"):
         worker.sentinel.tick()
     with pytest.raises(SystemExit):
         worker.sentinel.ready("h:1")

@@ -41,9 +41,9 @@ def say(text):
 
 def enter():
     place = Placement(WorkerId("h", 0, 1), 0, 0, 1, True, 0, 1)
-    world = messages.WorldMessage("job", {GENERATION}, place, 1, 0, (), "127.0.0.1:" + sys.argv[3], 60.0, 60.0)
+    world = messages.WorldMessage("job", {GENERATION}, place, 1, 0, (), "127.0.0.1:" + sys.argv[3], 60.0, 60.0, False)
     sentinel.enter(world, Context)
-    sentinel.train()
+    sentinel.begin_training()
 
 page = _native.ControlPage(os.open(sys.argv[1], os.O_RDWR))
 sentinel = Sentinel(socket.socket(fileno=int(sys.argv[2])), WorkerId("h", 0, 1), page)
@@ -192,7 +192,7 @@ def test_the_gil_is_really_held_by_these_calls(start: Start) -> None:
         "print('kept', end=''); say('there'); time.sleep(60)",
         "print('kept', end=''); say('there'); without_the_gil.pause()",
         "enter(); print('kept', end=''); say('there'); time.sleep(60)",
-        "enter(); print('kept', end=''); say('there'); sentinel.gate()",
+        "enter(); print('kept', end=''); say('there'); sentinel.wait_in_gate()",
         "print('kept', end=''); say('there'); sentinel.ready('h:1')",
     ],
     ids=["boot", "boot in C", "train", "gate", "regroup"],
@@ -261,14 +261,15 @@ def test_a_worker_does_not_outlive_its_agent(start: Start) -> None:
     assert worker.line() == "there"
     worker.agent.close()
     status, _, error = worker.ended()
-    assert (status, error) == (1, "elasticstate: the agent of this worker is gone; the worker ends\n")
+    assert status == 1
+    assert error == "elasticstate: lost the connection to the agent of this worker, so the worker exits\n"
 
 
 def test_behind_the_gate_it_does(start: Start, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     waits = f"while not os.path.exists({str(seen)!r}): time.sleep(0.01)"
     worker = start(
-        f"sentinel.finish(); say('there')\n{waits}\nsentinel.say(messages.WorkerPreemptionNotice(15)); say('end')"
+        f"sentinel.finish(); say('there')\n{waits}\nsentinel.send(messages.WorkerPreemptionNotice(15)); say('end')"
     )
     assert worker.line() == "there"
     worker.agent.close()
@@ -282,7 +283,7 @@ class Slow:
     def __del__(self, sleep=time.sleep): sleep(0.5)
 slow = Slow()
 enter()
-threading.Thread(target=sentinel.gate, daemon=True).start()
+threading.Thread(target=sentinel.wait_in_gate, daemon=True).start()
 time.sleep(0.1)
 """
 
@@ -295,8 +296,8 @@ time.sleep(0.1)
         ("sys.exit(3)", 3),
         ("sys.keep = sentinel", 0),
         ("class Loop: pass\nloop = Loop(); loop.me = loop; loop.sentinel = sentinel; del sentinel", 0),
-        ("enter(); sentinel.failed('sweeping at the end')", 0),
-        ("enter(); threading.Thread(target=sentinel.gate, daemon=True).start(); time.sleep(0.1)", 0),
+        ("enter(); sentinel.report_failure('sweeping at the end')", 0),
+        ("enter(); threading.Thread(target=sentinel.wait_in_gate, daemon=True).start(); time.sleep(0.1)", 0),
         (SLOW_END, 0),
     ],
     ids=[
@@ -328,7 +329,7 @@ if pid == 0:
     except RuntimeError as error:
         say(str(error))
     try:
-        sentinel.say(messages.WorkerPreemptionNotice(15))
+        sentinel.send(messages.WorkerPreemptionNotice(15))
     except RuntimeError:
         say("silent")
     page.heartbeat()

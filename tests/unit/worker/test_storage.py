@@ -80,7 +80,7 @@ def test_a_commit_is_held_by_the_next_worker_of_the_slot_and_by_nobody_else(
     assert Snapshot(slot.worker_storage("another job")).newest is None
     second = Snapshot(slot.worker_storage())
     assert second.newest == CommitId(3, 7)
-    values = second.restore({"weight": torch.zeros(1000)})
+    values = second.load_into({"weight": torch.zeros(1000)})
     assert torch.equal(values["weight"], torch.arange(1000.0))
     assert Snapshot(slot.worker_storage(key=b"another key")).newest is None
-    assert "this job has not written it like this" in caplog.text
+    assert "another process than a worker of this job changed the buffer" in caplog.text

@@ -1,0 +1,95 @@
+"""DriverMessages: carries out the messages that an agent receives from its driver."""
+
+from __future__ import annotations
+
+from elasticstate.agent.background_tasks import BackgroundTasks
+from elasticstate.agent.driver_connection import DriverConnection
+from elasticstate.agent.host_report import HostReporter
+from elasticstate.agent.output import Outputs
+from elasticstate.agent.storage_allocator import StorageAllocator
+from elasticstate.agent.supervisor import Supervisor
+from elasticstate.agent.supply import Supply
+from elasticstate.agent.workers import Workers
+from elasticstate.backends import AgentBackend
+from elasticstate.core.types import WorkerId
+from elasticstate.net import messages, worker_codec
+from elasticstate.net.link import AgentSocket
+
+
+class DriverMessages:
+    """Executor of the driver's messages, except JobSpec and Shutdown."""
+
+    def __init__(
+        self,
+        driver: DriverConnection,
+        workers: Workers,
+        socket: AgentSocket,
+        supervisor: Supervisor,
+        reporter: HostReporter,
+        supply: Supply,
+        allocator: StorageAllocator,
+        backend: AgentBackend,
+        outputs: Outputs,
+        tasks: BackgroundTasks,
+    ) -> None:
+        self._driver = driver
+        self._workers = workers
+        self._socket = socket
+        self._supervisor = supervisor
+        self._reporter = reporter
+        self._supply = supply
+        self._allocator = allocator
+        self._backend = backend
+        self._outputs = outputs
+        self._tasks = tasks
+
+    def carry_out(self, message: messages.ToAgent) -> None:
+        match message:
+            case messages.StartWorker(worker, reserve_bytes):
+                self._start(worker, reserve_bytes)
+            case messages.StopWorker(worker, _, kill):
+                self._workers.stop(worker, kill)
+            case messages.ToWorkers(workers, body):
+                self._send(workers, body)
+            case messages.WorldsOnHost(worlds):
+                self._publish(worlds)
+            case messages.BackendOrder(data):
+                self._tasks.begin(self._backend.order(data))
+            case messages.Acknowledgement(number):
+                self._supervisor.renew_lease(number)
+            case messages.Fetch(slot, offset):
+                self._tasks.begin(self._supply.send_result(slot, offset, self._driver))
+            case _:
+                self._outputs.complain(f"received an unexpected message from the driver: {type(message).__name__}")
+
+    def release_hold(self) -> None:
+        """End a hold without the driver. Not after END: the workers may be on their way to its tick."""
+        if self._reporter.held is not None:
+            data = worker_codec.encode_to_worker(messages.Release(self._reporter.held))
+            for worker in self._workers.handles:
+                self._socket.send(worker, data)
+
+    def _start(self, worker: WorkerId, reserve_bytes: int) -> None:
+        handle = self._workers.start(worker, reserve_bytes)
+        if handle is not None and reserve_bytes:  # allocate while the worker boots
+            holds_commit = handle.liveness.holds_commit
+            self._tasks.begin(self._allocator.reserve(worker.slot, reserve_bytes, holds_commit))
+
+    def _send(self, workers: tuple[WorkerId, ...] | None, body: messages.ToWorkerBody) -> None:
+        self._reporter.sent(body)
+        data = worker_codec.encode_to_worker(body)
+        for worker in list(self._workers.handles) if workers is None else workers:
+            self._socket.send(worker, data)
+            if isinstance(body, messages.Leave):
+                self._workers.kill_later(worker)
+
+    def _publish(self, worlds: tuple[tuple[WorkerId, messages.WorldMessage], ...]) -> None:
+        self._reporter.has_a_world()
+        for worker, world in worlds:
+            self._supervisor.world_size = world.size
+            handle = self._workers.handles.get(worker)
+            if handle is not None:
+                handle.joined = world.generation
+                handle.audience.rank = world.placement.rank
+                handle.lasting.clear()
+            self._socket.send(worker, worker_codec.encode_to_worker(world))

@@ -1,0 +1,96 @@
+"""Service: an agent's service for its driver, and its behaviour without one."""
+
+from __future__ import annotations
+
+import asyncio
+
+from elasticstate.agent.driver_connection import DriverConnection
+from elasticstate.agent.driver_messages import DriverMessages
+from elasticstate.agent.host_report import HostReporter
+from elasticstate.agent.job_place import JobPlace
+from elasticstate.agent.output import Outputs
+from elasticstate.agent.preemption import PreemptionWatch
+from elasticstate.agent.supervisor import Supervisor
+from elasticstate.agent.workers import Workers
+from elasticstate.net.messages import Shutdown
+from elasticstate.threads import in_thread
+
+_NO_DRIVER = "the driver is lost"
+
+
+class Service:
+    """The phases *serve* and *orphan* of an agent (see agent.py)."""
+
+    def __init__(
+        self,
+        driver: DriverConnection,
+        driver_timeout_s: float,
+        messages: DriverMessages,
+        workers: Workers,
+        supervisor: Supervisor,
+        reporter: HostReporter,
+        preemption: PreemptionWatch,
+        outputs: Outputs,
+        place: JobPlace,
+    ) -> None:
+        self._driver = driver
+        self._driver_timeout_s = driver_timeout_s
+        self._messages = messages
+        self._workers = workers
+        self._supervisor = supervisor
+        self._reporter = reporter
+        self._preemption = preemption
+        self._outputs = outputs
+        self._place = place
+
+    async def run(self) -> int:
+        """Serve until the driver sends Shutdown, or is unreachable for too long. Return the exit status."""
+        reason = ""
+        while not reason:
+            try:
+                await self._serve()
+            except ConnectionError as error:  # noqa: PERF203
+                self._outputs.complain(f"lost the driver: {error}")
+                self._messages.release_hold()
+                reason = await self._reconnect()
+            else:
+                return 0
+        await self._workers.stop_all()
+        if reason == _NO_DRIVER:
+            await in_thread(self._place.remove_job)
+        return 1
+
+    async def _serve(self) -> None:
+        """Carry out the driver's messages until Shutdown; then stop the workers.
+
+        Raises ConnectionError when the driver is lost.
+        """
+        while not isinstance(message := await self._driver.receive(), Shutdown):
+            self._messages.carry_out(message)
+        await self._workers.stop_all()
+
+    async def _reconnect(self) -> str:
+        """Let training continue while the agent reconnects to a driver. Return "" when connected, or a reason to stop.
+
+        An agent without workers waits as well: the next driver may need its retained commits and exit reports.
+        """
+        try:
+            await self._driver.establish(self._driver_timeout_s)
+        except ConnectionRefusedError as refusal:
+            self._outputs.complain(f"stopping the workers: {refusal}")
+            return str(refusal)
+        except ConnectionError as error:
+            self._outputs.complain(
+                f"stopping the workers: no driver within --driver-timeout of {self._driver_timeout_s:g} s ({error})"
+            )
+            return _NO_DRIVER
+        self.send_host_report()
+        self._preemption.report()
+        self._outputs.report_again()
+        self._supervisor.send_stamps()  # the lease is renewed before the driver publishes a new world
+        return ""
+
+    def send_host_report(self) -> None:
+        """Send the first message to a driver that has accepted this agent."""
+        now = asyncio.get_running_loop().time()
+        self._driver.send(self._reporter.host_report(self._workers.handles, now))

@@ -1,0 +1,35 @@
+"""Warnings about private names that the installed version of a library does not have."""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import PackageNotFoundError, version
+from platform import python_version
+
+from elasticstate.log import logger
+
+CHECKED = {"torch": "2.13", "Python": "3.11"}
+"""The versions in which the names of this package were checked."""
+
+
+@functools.cache
+def warn_absent(library: str, name: str, effect: str) -> None:
+    """Log once that the installed library does not have this name. ``effect``: the consequence, as a clause."""
+    logger.warning(
+        "%s %s has no %s, so %s. Install %s %s, or a newer version of elasticstate.",
+        library,
+        _installed(library),
+        name,
+        effect,
+        library,
+        CHECKED[library],
+    )
+
+
+def _installed(library: str) -> str:
+    if library == "Python":
+        return python_version()
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "(unknown version)"

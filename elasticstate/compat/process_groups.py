@@ -1,0 +1,130 @@
+"""Private names of torch.distributed. Checked with torch 2.13.
+
+- ``distributed_c10d._new_process_group_helper``: creates the groups of ``init_process_group``, ``new_group`` and
+  ``DeviceMesh``. ``ProcessGroup.split_group``, which is public, creates the others. torch has no public hook for both.
+- ``distributed_c10d._world``: ``group_count`` is a part of the next group's name; ``pg_map`` has all groups.
+- ``distributed_c10d._set_pg_timeout``: changes a group's timeout after its creation.
+- ``ProcessGroup._get_backend``, and ``_ProcessGroupWrapper.wrapped_pg``: the part of a group for one type of device.
+- ``distributed_c10d.ProcessGroupMPI`` and ``_MPI_AVAILABLE``: the class that creates the groups of torch's MPI backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from elasticstate.compat.absent_names import CHECKED, warn_absent
+from elasticstate.errors import UsageError
+
+DEFAULT_TIMEOUTS = (
+    None,
+    distributed_c10d.default_pg_timeout,
+    getattr(distributed_c10d, "default_pg_nccl_timeout", None),  # of a build with NCCL
+)
+"""Values of the argument ``timeout`` of a group for which the caller has not chosen a timeout."""
+
+
+class GroupCreator(Protocol):
+    """Function that creates a group by calling ``create(*args, **kwargs)``. ``size``: the size of the group."""
+
+    def __call__(self, create: Callable[..., Any], size: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
+
+
+def replace_group_creation(creator: GroupCreator) -> Callable[[], None]:
+    """Let ``creator`` create all groups of torch from now on. Return the function that ends this.
+
+    Raises UsageError if this torch creates groups in another way.
+    """
+    helper = _required(distributed_c10d, "_new_process_group_helper", "register the process groups of a world")
+    split: Any = getattr(dist.ProcessGroup, "split_group", None)
+    distributed_c10d._new_process_group_helper = lambda *args, **kwargs: creator(helper, args[0], args, kwargs)
+    if split is not None:  # must be a function, and no other callable, to work as a method
+        _set(
+            dist.ProcessGroup, "split_group", lambda p, ranks, **kwargs: creator(split, len(ranks), (p, ranks), kwargs)
+        )
+
+    def restore() -> None:
+        distributed_c10d._new_process_group_helper = helper
+        if split is not None:
+            _set(dist.ProcessGroup, "split_group", split)
+
+    return restore
+
+
+def reset_group_count() -> None:
+    """Let the names of torch's groups begin anew. torch also counts groups whose creation has failed."""
+    world: Any = getattr(distributed_c10d, "_world", None)
+    if hasattr(world, "group_count"):
+        world.group_count = 0
+    else:
+        effect = "new_group() may hang after a failure, because its group gets another name on each rank"
+        warn_absent("torch", "torch.distributed.distributed_c10d._world.group_count", effect)
+
+
+def set_default_group_timeout(timeout: timedelta) -> None:
+    """Set the timeout of the collectives of the default group, which was created with another timeout."""
+    set_timeout: Any = getattr(distributed_c10d, "_set_pg_timeout", None)
+    if set_timeout is not None:
+        set_timeout(timeout, dist.group.WORLD)
+    else:
+        effect = "collectives of the default group time out after --regroup-timeout"
+        warn_absent("torch", "torch.distributed.distributed_c10d._set_pg_timeout", effect)
+
+
+def require_group_parts() -> None:
+    """Raise UsageError if :func:`all_groups` and :func:`part_for` do not work with this torch."""
+    feature = "abort the communicators of NCCL"
+    _required(_required(distributed_c10d, "_world", feature), "pg_map", feature)
+    _required(dist.ProcessGroup, "_get_backend", feature)
+
+
+def all_groups() -> list[Any]:
+    """Return all groups that torch manages in this process."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def part_for(group: Any, device: torch.device) -> Any:
+    """Return the part of a group for this type of device; None if it has none."""
+    try:
+        part = group._get_backend(device)
+    except RuntimeError:
+        return None
+    return getattr(part, "wrapped_pg", part)  # wrapped with TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
+def use_as_mpi_backend(maker: Any) -> Callable[[], None]:
+    """Let ``maker.create(ranks)`` create the groups of torch's MPI backend, which torch's wheels do not contain.
+
+    torch calls it without ranks for the default group. Return the function that ends this. Raises UsageError if this
+    torch has no place for an MPI backend.
+    """
+    was_available = _required(distributed_c10d, "_MPI_AVAILABLE", "run collectives over MPI")
+    before: Any = getattr(distributed_c10d, "ProcessGroupMPI", None)
+    _set(distributed_c10d, "ProcessGroupMPI", maker)
+    distributed_c10d._MPI_AVAILABLE = True
+
+    def restore() -> None:
+        _set(distributed_c10d, "ProcessGroupMPI", before)
+        distributed_c10d._MPI_AVAILABLE = was_available
+
+    return restore
+
+
+def _required(owner: Any, name: str, feature: str) -> Any:
+    """Return a private attribute. ``feature``: what elasticstate cannot do without it."""
+    found = getattr(owner, name, None)
+    if found is None:
+        raise UsageError(
+            f"torch {torch.__version__} has no {name}, without which elasticstate cannot {feature}. Install torch "
+            f"{CHECKED['torch']}, or a newer version of elasticstate."
+        )
+    return found
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)

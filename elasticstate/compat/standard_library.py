@@ -1,0 +1,47 @@
+"""Private names of Python's standard library. Checked with Python 3.11.
+
+- ``_thread.start_new_thread`` is documented, in spite of its name.
+- ``asyncio.Handle._run`` and ``_callback``: no public hook surrounds the callbacks of an event loop. For tests only.
+- ``asyncio.sslproto.SSLProtocol.max_size``: asyncio fills a buffer of this size for each TLS connection (from Python
+  3.11 on). Without this name, connections only take more memory.
+"""
+
+from __future__ import annotations
+
+import _thread
+from asyncio import Handle, sslproto
+from collections.abc import Callable
+
+from elasticstate.compat.absent_names import warn_absent
+
+_RUN = "_run"
+_MAX_SIZE = "max_size"
+
+
+def start_thread(function: Callable[..., object], *arguments: object) -> None:
+    """Start a daemon thread. Unlike ``threading.Thread.start``, it does not wait until the thread runs on a core."""
+    _thread.start_new_thread(function, arguments)
+
+
+def set_tls_buffer_bytes(size: int) -> None:
+    """Set the size of the buffer of each new TLS connection. No effect if asyncio has none."""
+    if hasattr(sslproto.SSLProtocol, _MAX_SIZE):
+        setattr(sslproto.SSLProtocol, _MAX_SIZE, size)
+
+
+def callback_runner() -> Callable[[Handle], None] | None:
+    """Return the method by which event loops run a callback; None, with one warning, if Python has no such method."""
+    run: Callable[[Handle], None] | None = getattr(Handle, _RUN, None)
+    if run is None:
+        warn_absent("Python", f"asyncio.Handle.{_RUN}", "slow callbacks are not reported")
+    return run
+
+
+def set_callback_runner(run: Callable[[Handle], None]) -> None:
+    """Replace the method by which all event loops of this process run a callback."""
+    setattr(Handle, _RUN, run)
+
+
+def callback_of(handle: Handle) -> object:
+    """Return the callback of a handle; None if it has none, or this Python hides it."""
+    return getattr(handle, "_callback", None)

@@ -1,0 +1,72 @@
+"""Effects: carries out the effects of the core."""
+
+from __future__ import annotations
+
+import msgspec
+
+from elasticstate.backends import DriverBackend
+from elasticstate.config import Options
+from elasticstate.core import types as t
+from elasticstate.driver import spec
+from elasticstate.driver.agents import Agents
+from elasticstate.driver.job_state import JobState
+from elasticstate.driver.journal import Journal
+from elasticstate.driver.report import Outcome, Report
+from elasticstate.net.messages import ToWorkers
+
+
+class Effects:
+    """Executor of the core's effects: messages to agents and workers, events, and the outcome of the job."""
+
+    def __init__(
+        self,
+        job: str,
+        options: Options,
+        agents: Agents,
+        backend: DriverBackend,
+        state: JobState,
+        journal: Journal,
+        report: Report,
+    ) -> None:
+        self._job = job
+        self._options = options
+        self._agents = agents
+        self._backend = backend
+        self._state = state
+        self._journal = journal
+        self._report = report
+
+    def carry_out(self, effect: t.Effect) -> None:
+        agents = self._agents
+        match effect:
+            case t.Note(name, fields):
+                self._journal.core_event(name, dict(fields))
+            case t.StartAgent(host):
+                agents.start(host)
+            case t.StopAgent(host, reason):
+                agents.stop_host(host, reason)
+            case t.StartWorker(worker):
+                agents.send(worker.host, msgspec.structs.replace(effect, reserve_bytes=self._state.commit_bytes))
+            case t.StopWorker(worker):
+                self._report.expect_end(worker)
+                agents.send(worker.host, effect)
+            case t.Leave(worker):
+                self._report.expect_end(worker)
+                agents.send(worker.host, ToWorkers((worker,), effect))
+            case t.Hold() | t.Release() | t.End() | t.OpenGate():
+                agents.broadcast(effect)
+            case t.ConfirmOwnError(worker):
+                agents.send(worker.host, ToWorkers((worker,), effect))
+            case t.Sever(worker, generation, cause):
+                agents.send(worker.host, ToWorkers((worker,), t.End(generation, None, cause)))
+            case t.PublishWorld(world):
+                self._publish(world)
+            case t.EndJob(succeeded, cause):
+                self._state.outcome = Outcome(0 if succeeded else 1, "succeeded" if succeeded else "failed", cause)
+
+    def _publish(self, world: t.World) -> None:
+        workers = self._state.membership.workers.values()
+        self._backend.before_world(worker.id for worker in workers if worker.late)
+        spec.spare_garbage_collection(world.size)
+        for host, worlds in spec.world_messages(self._job, world, self._options):
+            self._agents.send(host, worlds)

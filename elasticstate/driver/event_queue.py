@@ -1,0 +1,59 @@
+"""EventQueue: events on their way to the core."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from elasticstate.core import types as t
+
+_DELAY_PER_WORKER_S = 1e-4  # delay of events that are not urgent
+_LONGEST_DELAY_S = 1.0
+
+
+class EventQueue:
+    """Events that the core has not received yet. The main loop waits until it is time to pass them to the core."""
+
+    def __init__(self) -> None:
+        self._events: list[t.Event] = []
+        self._is_due = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None  # for events that can wait
+
+    @property
+    def events(self) -> Sequence[t.Event]:
+        return self._events
+
+    def post(self, event: t.Event) -> None:
+        """Add an event that the core must receive at once."""
+        self._events.append(event)
+        self.wake()
+
+    def post_later(self, events: Iterable[t.Event], workers: int) -> None:
+        """Add events that can wait, so that the core receives several at once.
+
+        A step of the core takes time for each of the job's ``workers``.
+        """
+        self._events += events
+        if self._timer is None:
+            delay_s = min(_LONGEST_DELAY_S, _DELAY_PER_WORKER_S * workers)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.wake)
+
+    def wake(self) -> None:
+        """End the present or next call of ``wait``."""
+        self._is_due.set()
+
+    async def wait(self, deadline: float | None) -> None:
+        """Wait for events, a call of ``wake``, or the deadline on the event loop's clock."""
+        timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self.wake)
+        await self._is_due.wait()
+        self._is_due.clear()
+        if timer is not None:
+            timer.cancel()
+
+    def take(self) -> list[t.Event]:
+        """Remove all events, and return them in their order."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,33 @@
+"""JobState: the state of a job that the parts of its driver share."""
+
+from __future__ import annotations
+
+from elasticstate.core import types as t
+from elasticstate.core.membership import new_membership, step
+from elasticstate.core.policy import Policy
+from elasticstate.core.reattach import Remains, reattach
+from elasticstate.driver.report import Outcome
+
+
+class JobState:
+    """The core's state, why the core acts or waits, and the outcome of the job. Times: the event loop's clock."""
+
+    def __init__(self, policy: Policy, now: float) -> None:
+        self.membership = new_membership(policy)
+        self.reason = ""
+        self.outcome: Outcome | None = None  # None: the job is not over
+        self.commit_bytes = 0  # size of a commit of the largest worker
+        self.started_at = self.stepped_at = now
+        self._policy = policy
+
+    def step(self, event: t.Event, now: float) -> tuple[t.Effect, ...]:
+        """Pass an event to the core. Return the effects."""
+        self.stepped_at = now
+        self.membership, effects, self.reason = step(self.membership, event, now)
+        return effects
+
+    def reattach(self, remains: Remains, now: float) -> tuple[t.Effect, ...]:
+        """Let the core continue the job of an earlier driver. Return the effects."""
+        self.stepped_at = now
+        self.membership, effects, self.reason = reattach(self._policy, remains, now)
+        return effects

@@ -1,0 +1,37 @@
+"""StopSignals: signals that end a job."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from elasticstate.driver.event_queue import EventQueue
+from elasticstate.driver.job_state import JobState
+from elasticstate.driver.report import Outcome, Report
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignals:
+    """Handler of SIGINT, SIGTERM and SIGHUP. The first signal stops the workers, the second one kills them."""
+
+    def __init__(self, state: JobState, queue: EventQueue, report: Report) -> None:
+        self._state = state
+        self._queue = queue
+        self._report = report
+        self.second = asyncio.Event()  # set by the second signal
+
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
+                loop.add_signal_handler(number, self._received, number)
+
+    def _received(self, number: signal.Signals) -> None:
+        if self._state.outcome is not None:
+            self.second.set()
+            return
+        self._report.log(f"{number.name}: stopping the workers. A second signal kills them at once.")
+        self._state.outcome = Outcome(128 + number, f"was stopped by {number.name}")
+        self._state.reason = self._state.outcome.word
+        self._queue.wake()

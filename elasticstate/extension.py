@@ -1,0 +1,45 @@
+"""Extension points: names for a package that offers the API of another library on top of elasticstate.
+
+``elasticstate.horovod`` uses only these names and those of ``elasticstate`` itself. Such a package
+
+- calls ``check_launcher`` first, and ``join`` before it needs rank, size or a collective, if the script has no ``run``
+  function yet at that time; ``leave`` at the end of a script without one;
+- stores ``world_generation()`` with everything that belongs to one world, and makes it anew in another generation;
+- may derive its states from ``elasticstate.State`` and its subclasses, and override ``check_host_updates``, which ends
+  each tick. ``ticks`` returns the number of completed ticks. A state is a ``torch.distributed`` Joinable: the hooks of
+  ``state.join_hook()`` end a tick without training, and copy the state of the last ranks to all.
+"""
+
+from __future__ import annotations
+
+from elasticstate.compat.tensors import copy_all
+from elasticstate.config import refusal_of_other_launchers
+from elasticstate.errors import UsageError
+from elasticstate.state.base import State, committer_of
+from elasticstate.state.channel import Channel
+from elasticstate.state.order import Order, world_generation, world_rank, world_size
+from elasticstate.worker.run import join, leave
+
+__all__ = [
+    "Channel",
+    "Order",
+    "check_launcher",
+    "copy_all",
+    "join",
+    "leave",
+    "ticks",
+    "world_generation",
+    "world_rank",
+    "world_size",
+]
+
+
+def check_launcher() -> None:
+    """Raise UsageError if another launcher, such as mpirun, has started this process together with others."""
+    if refusal := refusal_of_other_launchers():
+        raise UsageError(refusal)
+
+
+def ticks(state: State) -> int:
+    """Return the number of ticks that the state has completed in the present world."""
+    return committer_of(state).ticks

@@ -1,0 +1,360 @@
+# mypy: disable-error-code="override,assignment"
+# torch's stubs have overloads that torch's own Python code never calls.
+"""MpiGroup: a torch process group over an MPI communicator, for CPU tensors, zero-copy where they are contiguous.
+
+The collectives are MPI's non-blocking ones, so that those of DDP run during the backward pass. MPI has no type for half
+precision, so such tensors are reduced in float32, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elasticstate.errors import CollectiveError
+from elasticstate.mpi.worker.library import MPI
+from elasticstate.mpi.worker.operation import Operation, Progress
+
+_LONGEST = (1 << 31) - 1  # elements of one MPI 3 call
+_TYPES = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+_REDUCED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
+_Op: Any = dist.ReduceOp.RedOpType
+_OPS = {
+    _Op.SUM: MPI.SUM,
+    _Op.AVG: MPI.SUM,
+    _Op.PRODUCT: MPI.PROD,
+    _Op.MIN: MPI.MIN,
+    _Op.MAX: MPI.MAX,
+    _Op.BAND: MPI.BAND,
+    _Op.BOR: MPI.BOR,
+    _Op.BXOR: MPI.BXOR,
+}
+
+Finish = Callable[[], None]
+
+
+def _raw(tensor: torch.Tensor) -> Any:
+    """Return the memory of a contiguous tensor as bytes, for calls that only move data."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def _bytes(tensor: torch.Tensor) -> list[Any]:
+    size = tensor.numel() * tensor.element_size()
+    if size > _LONGEST:  # in larger units, because MPI counts in 32 bits
+        unit = tensor.element_size()
+        return [_raw(tensor), tensor.numel(), {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T}.get(unit, MPI.INT64_T)]
+    return [_raw(tensor), size, MPI.BYTE]
+
+
+def _numbers(tensor: torch.Tensor) -> list[Any]:
+    return [_raw(tensor), tensor.numel(), _TYPES[tensor.dtype]]
+
+
+class MpiGroup(dist.ProcessGroup):
+    """Process group over one MPI communicator, for one generation. See torch.distributed.ProcessGroup for the methods.
+
+    A call after the end of the generation raises CollectiveError, and so does a call with tensors that are not on the
+    CPU.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, progress: Progress, timeout: timedelta) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())  # type: ignore[call-arg]
+        self._comm = comm
+        self._progress = progress
+        self._timeout = timeout
+        self._name = ""
+
+    # ----------------------------------------------------------------------------------------- methods that torch calls
+
+    def getBackendName(self) -> str:
+        return "mpi"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    # ------------------------------------------------------------------------------------------------------ collectives
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Operation:
+        return self._many([self._allreduce(tensor, _op(opts)) for tensor in tensors], tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Operation:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Operation:
+        root = 0 if opts is None else opts.rootRank
+        (tensor,) = tensors
+        data, back = _staged(tensor)
+        return self._start([self._comm.Ibcast(part, root) for part in _parts(data)], back, tensors, data)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Operation:
+        (tensor,), op = tensors, _op(opts)
+        data, back = _staged(tensor, for_op=op)
+        if self._rank_is(opts.rootRank):
+            request = self._comm.Ireduce(MPI.IN_PLACE, _numbers(data), _mpi_op(op, tensor.dtype), opts.rootRank)
+            return self._start([request], self._averaged(data, op, back), tensors, data)
+        request = self._comm.Ireduce(_numbers(data), None, _mpi_op(op, tensor.dtype), opts.rootRank)
+        return self._start([request], None, tensors, data)
+
+    def barrier(self, opts: Any = None) -> Operation:
+        return self._start([self._comm.Ibarrier()], None, [])
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Operation:
+        return self._many([self._gather_to_all(rows, row) for rows, row in zip(outputs, inputs, strict=True)], outputs)
+
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Operation:
+        rows = [[of_rank[index] for of_rank in outputs] for index in range(len(inputs))]
+        return self._many([self._gather_to_all(of, row) for of, row in zip(rows, inputs, strict=True)], outputs)
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Operation:
+        return self._many([self._gather_into(output, input)], [output])
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Operation:
+        return self._many([self._gather_into(o, i) for o, i in zip(outputs, inputs, strict=True)], outputs)
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
+    ) -> Operation:
+        parts = [self._scatter_sum(o, torch.stack(i), _op(opts)) for o, i in zip(outputs, inputs, strict=True)]
+        return self._many(parts, outputs)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Operation:
+        return self._many([self._scatter_sum(output, input, _op(opts))], [output])
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Operation:
+        parts = [self._scatter_sum(o, i, _op(opts)) for o, i in zip(outputs, inputs, strict=True)]
+        return self._many(parts, outputs)
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Operation:
+        (tensor,), root = inputs, opts.rootRank
+        data, _ = _staged(tensor)
+        if not self._rank_is(root):
+            return self._start([self._comm.Igather(_bytes(data), None, root)], None, [], data)
+        rows = data.new_empty((self.size(), *data.shape))
+
+        def spread() -> None:
+            for row, output in zip(rows, outputs[0], strict=True):
+                output.copy_(row)
+
+        request = self._comm.Igather(_bytes(data), _share(rows, self.size()), root)
+        return self._start([request], spread, outputs[0], data, rows)
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Operation:
+        (tensor,), root = outputs, opts.rootRank
+        data, back = _staged(tensor)
+        if not self._rank_is(root):
+            return self._start([self._comm.Iscatter(None, _bytes(data), root)], back, outputs, data)
+        rows = torch.stack(inputs[0])
+        request = self._comm.Iscatter(_share(rows, self.size()), _bytes(data), root)
+        return self._start([request], back, outputs, data, rows)
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Operation:
+        sent = torch.cat([tensor.reshape(-1) for tensor in inputs])
+        got = torch.cat([tensor.reshape(-1) for tensor in outputs])
+        sizes = [tensor.numel() for tensor in outputs]
+
+        def spread() -> None:
+            for part, output in zip(torch.split(got, sizes), outputs, strict=True):
+                output.copy_(part.view(output.shape))
+
+        request = self._exchange(got, sent, sizes, [tensor.numel() for tensor in inputs], 1)
+        return self._start([request], spread, outputs, sent, got)
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Operation:
+        got, back = _staged(output)
+        sent, _ = _staged(input)
+        got_rows, sent_rows = _even(output, output_splits, self.size()), _even(input, input_splits, self.size())
+        unit = output[0].numel() if output.dim() and len(output) else (input[0].numel() if len(input) else 0)
+        return self._start([self._exchange(got, sent, got_rows, sent_rows, unit)], back, [output], got, sent)
+
+    # Names of the same methods since torch 2.13.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    # --------------------------------------------------------------------------------------------------- point to point
+
+    def send(self, tensors: list[torch.Tensor], destination: int, tag: int = 0) -> Operation:
+        (tensor,) = tensors
+        data, _ = _staged(tensor)
+        return self._start([self._comm.Isend(_bytes(data), destination, tag)], None, tensors, data)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Operation:
+        (tensor,) = tensors
+        data, back = _staged(tensor)
+        return self._start([self._comm.Irecv(_bytes(data), source, tag)], back, tensors, data)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Operation:
+        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    # ---------------------------------------------------------------------------------------------------------- helpers
+
+    def _rank_is(self, rank: int) -> bool:
+        return bool(self.rank() == rank)
+
+    def _allreduce(self, tensor: torch.Tensor, op: Any) -> tuple[list[MPI.Request], Finish | None, torch.Tensor]:
+        data, back = _staged(tensor, for_op=op)
+        flat = data.view(-1)
+        requests = [
+            self._comm.Iallreduce(MPI.IN_PLACE, _numbers(flat[begin : begin + _LONGEST]), _mpi_op(op, tensor.dtype))
+            for begin in range(0, max(1, flat.numel()), _LONGEST)
+        ]
+        return requests, self._averaged(data, op, back), data
+
+    def _averaged(self, data: torch.Tensor, op: Any, back: Finish | None) -> Finish | None:
+        if op != _Op.AVG:
+            return back
+
+        def average() -> None:
+            data.div_(self.size())
+            if back is not None:
+                back()
+
+        return average
+
+    def _gather_to_all(
+        self, rows: list[torch.Tensor], row: torch.Tensor
+    ) -> tuple[list[MPI.Request], Finish, torch.Tensor, torch.Tensor]:
+        data, _ = _staged(row)
+        gathered = data.new_empty((self.size(), *data.shape))
+
+        def spread() -> None:
+            for source, output in zip(gathered, rows, strict=True):
+                output.copy_(source)
+
+        return [self._comm.Iallgather(_bytes(data), _share(gathered, self.size()))], spread, data, gathered
+
+    def _gather_into(
+        self, output: torch.Tensor, input: torch.Tensor
+    ) -> tuple[list[MPI.Request], Finish | None, torch.Tensor, torch.Tensor]:
+        data, _ = _staged(input)
+        gathered, back = _staged(output)
+        return [self._comm.Iallgather(_bytes(data), _share(gathered, self.size()))], back, data, gathered
+
+    def _scatter_sum(
+        self, output: torch.Tensor, input: torch.Tensor, op: Any
+    ) -> tuple[list[MPI.Request], Finish | None, torch.Tensor, torch.Tensor]:
+        data, _ = _staged(input, for_op=op)
+        share, back = _staged(output, for_op=op)
+        whole = [_raw(data), share.numel(), _TYPES[data.dtype]]
+        request = self._comm.Ireduce_scatter_block(whole, _numbers(share), _mpi_op(op, input.dtype))
+        return [request], self._averaged(share, op, back), data, share
+
+    def _exchange(
+        self, got: torch.Tensor, sent: torch.Tensor, got_rows: Sequence[int], sent_rows: Sequence[int], unit: int
+    ) -> MPI.Request:
+        size = got.element_size() * unit
+        return self._comm.Ialltoallv(
+            [_raw(sent), [rows * size for rows in sent_rows], MPI.BYTE],
+            [_raw(got), [rows * size for rows in got_rows], MPI.BYTE],
+        )
+
+    def _many(self, parts: Sequence[tuple[Any, ...]], results: Any) -> Operation:
+        """Return one operation that combines several parts, each (requests, finish, buffers...)."""
+        finishes = [finish for _, finish, *_ in parts if finish is not None]
+
+        def finish_all() -> None:
+            for finish in finishes:
+                finish()
+
+        requests = [request for part in parts for request in part[0]]
+        return self._start(requests, finish_all, results, *(buffer for part in parts for buffer in part[2:]))
+
+    def _start(self, requests: list[MPI.Request], finish: Finish | None, results: Any, *kept: object) -> Operation:
+        operation = Operation(requests, finish, results, (*kept, results), self._timeout)
+        self._progress.add(operation)
+        return operation
+
+
+def _op(opts: Any) -> Any:
+    return _Op.SUM if opts is None else opts.reduceOp.op
+
+
+def _mpi_op(op: Any, dtype: torch.dtype) -> MPI.Op:
+    if op not in _OPS:
+        raise CollectiveError(f"the mpi backend has no reduction {op}. Use one of {', '.join(map(str, _OPS))}.")
+    if dtype is torch.bool and op == _Op.SUM:
+        return MPI.MAX  # a sum in 8 bits could wrap around to 0
+    return _OPS[op]
+
+
+def _staged(tensor: torch.Tensor, for_op: Any = None) -> tuple[torch.Tensor, Finish | None]:
+    """Return memory that MPI can use, and the function that copies it back; None if it is the tensor's own memory.
+
+    ``for_op``: the tensor is reduced with this operation.
+    """
+    if tensor.device.type != "cpu":
+        raise CollectiveError(
+            f"the mpi backend cannot send a tensor on {tensor.device}. Move it to the CPU, or use --backend nccl."
+        )
+    data = tensor.detach()
+    if for_op is not None and tensor.dtype in _REDUCED_AS:
+        data = data.to(_REDUCED_AS[tensor.dtype])
+    elif for_op is not None and tensor.dtype not in _TYPES:
+        raise CollectiveError(
+            f"the mpi backend cannot reduce tensors of {tensor.dtype}. Convert them to another dtype."
+        )
+    data = data.contiguous()
+    if data.data_ptr() == tensor.data_ptr():
+        return data, None
+    return data, lambda: _put_back(data, tensor)
+
+
+def _put_back(data: torch.Tensor, tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(data)
+
+
+def _parts(data: torch.Tensor) -> list[list[Any]]:
+    """Return the memory of a tensor in parts, for calls that count bytes in 32 bits."""
+    flat = data.view(-1)
+    step = _LONGEST // data.element_size()
+    return [_bytes(flat[begin : begin + step]) for begin in range(0, max(1, flat.numel()), step)]
+
+
+def _share(rows: torch.Tensor, ranks: int) -> list[Any]:
+    """Return a buffer in which each rank has an equal share."""
+    raw, count, unit = _bytes(rows)
+    return [raw, count // ranks, unit]
+
+
+def _even(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> Sequence[int]:
+    return splits or [len(tensor) // ranks] * ranks

@@ -1,0 +1,67 @@
+"""Nested containers of tensors and other values, as state_dict() methods return them."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Container
+from typing import Any
+
+import torch
+
+from elasticstate.state.values import Captured, Leaf, Row, is_array, load_value
+
+_leaf = functools.cache(Leaf)  # one for each device type, so that a pickle contains it once
+_row = functools.lru_cache(1024)(Row)
+
+
+def flatten(value: Any, path: str, values: dict[str, Any]) -> Any:
+    """Put the tensors and arrays of nested containers into ``values`` under their paths. Return the remaining tree."""
+    kind = type(value)
+    if kind is dict or kind is OrderedDict:
+        for key, item in value.items():
+            if type(key) is not str or not isinstance(item, torch.Tensor) or not item.is_cpu:
+                return kind((key, flatten(item, f"{path}.{key}", values)) for key, item in value.items())
+        for key, tensor in value.items():
+            values[_free(f"{path}.{key}", values)] = tensor
+        return _row(kind, tuple(value))
+    if kind is list or kind is tuple:
+        return kind(flatten(item, f"{path}.{i}", values) for i, item in enumerate(value))
+    if is_array(value):
+        values[_free(path, values)] = value
+        return _leaf(value.device.type if isinstance(value, torch.Tensor) else "cpu")
+    return value
+
+
+def _free(path: str, taken: Container[str]) -> str:
+    """Return a free name for the value at ``path``. A path may be taken already: ``{"a.b": x, "a": {"b": y}}``."""
+    while path in taken:
+        path += "'"
+    return path
+
+
+def rebuild(tree: Any, values: Captured, live: Any, device: torch.device | None, path: str, used: set[str]) -> Any:
+    """Reverse ``flatten``: write tensors into those at the same place in ``live``, or create new ones.
+
+    ``device``: for new tensors that were not on the CPU; None is the present device of their type. ``used``: the names
+    met so far, which make the generated names equal to those of ``flatten``.
+    """
+    if isinstance(tree, Leaf):
+        path = _free(path, used)
+        used.add(path)
+        here = device if device is not None and device.type == tree.device_type else torch.device(tree.device_type)
+        return load_value(live, values, path, here)
+    if isinstance(tree, Row):
+        tree = tree.kind((key, _leaf("cpu")) for key in tree.keys)
+    if type(tree) in (dict, OrderedDict):
+        inside = live if isinstance(live, dict) else {}
+        return type(tree)(
+            (key, rebuild(item, values, inside.get(key), device, f"{path}.{key}", used)) for key, item in tree.items()
+        )
+    if type(tree) in (list, tuple):
+        beside = live if isinstance(live, list | tuple) and len(live) == len(tree) else [None] * len(tree)
+        return type(tree)(
+            rebuild(item, values, one, device, f"{path}.{i}", used)
+            for i, (item, one) in enumerate(zip(tree, beside, strict=True))
+        )
+    return tree

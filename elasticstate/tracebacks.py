@@ -1,0 +1,40 @@
+"""Tracebacks of errors that a script has caused: they end at the line of the script.
+
+The message of such an error names the problem and the remedy. The frames of this package only hide the message.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from traceback import TracebackException
+from types import TracebackType
+
+from elasticstate.errors import NotInWorldError, OptionError, StateError, UsageError
+
+_CAUSED_BY_THE_SCRIPT = (NotInWorldError, OptionError, StateError, UsageError)
+_PACKAGE = os.path.dirname(__file__) + os.sep
+
+
+def text_of(error: BaseException) -> str:
+    """Return the traceback as text, without frames of this package if the script has caused the error."""
+    found = TracebackException.from_exception(error)
+    if not isinstance(error, _CAUSED_BY_THE_SCRIPT):
+        return "".join(found.format())
+    found.stack[:] = [frame for frame in found.stack if not frame.filename.startswith(_PACKAGE)]
+    return "".join(found.format() if found.stack else found.format_exception_only())
+
+
+@functools.cache
+def install() -> None:
+    """Print uncaught errors by :func:`text_of` if the script has caused them. Leave others to the previous hook."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, _CAUSED_BY_THE_SCRIPT):
+            sys.stderr.write(text_of(error))
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = hook

@@ -1,0 +1,288 @@
+"""WorkerLoop: the loop of ``run`` in a worker of elasticrun, from generation to generation.
+
+::
+
+            ┌─────────────────────────────────────────────────────────────────┐
+            ▼                                                                 │
+    READY → WORLD → process group → callbacks → sync → train(state) ── interrupt: save ──► leave
+                                                         │   └──────── failure: leave ──► restore
+                                                         ▼
+                                                     exit gate → the code after train(state)
+
+READY means: the worker's live state equals its commit. The worker's own exception leaves the loop.
+
+The loop uses a state through its committer, and through the public methods that a subclass may extend: ``restore``,
+``sync``, ``on_reset``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, NoReturn
+
+from elasticstate.commits import owner_of
+from elasticstate.config import WorkerEnvironment
+from elasticstate.core.types import CommitId
+from elasticstate.error_chain import error_chain
+from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateError
+from elasticstate.log import logger
+from elasticstate.net import messages
+from elasticstate.net.link import StorageLink, WorkerLink
+from elasticstate.state.base import State, committer_of
+from elasticstate.state.committer import Committer
+from elasticstate.state.snapshot import Snapshot
+from elasticstate.tracebacks import text_of
+from elasticstate.worker import contexts
+from elasticstate.worker.contexts.context import Fault
+from elasticstate.worker.own_groups import OwnProcessGroups
+from elasticstate.worker.record import ErrorHandler, handle
+from elasticstate.worker.regroup import Regrouper, release_exception
+from elasticstate.worker.replacement import exit_for_replacement
+from elasticstate.worker.sentinel import Sentinel
+from elasticstate.worker.session import WorkerSession
+from elasticstate.worker.storage import AgentStorage
+
+_sentinel: Sentinel | None = None  # until the process ends: a worker whose run is over still sends heartbeats
+
+
+class _Outcome(Enum):
+    """Result of a generation."""
+
+    FINISHED = auto()
+    INTERRUPTED = auto()  # at a tick that all members completed: nothing is lost
+    FAILED = auto()  # the worker goes back to its last commit
+
+
+class WorkerLoop:
+    """The elastic loop of one worker. ``join`` may enter the first world before ``run``."""
+
+    _state: State
+    _committer: Committer
+    _train: Callable[[], Any]
+    _handler: ErrorHandler
+
+    def __init__(self, environment: WorkerEnvironment) -> None:
+        global _sentinel
+        link = WorkerLink(environment.socket)
+        link.connect()
+        self._environment = environment
+        worker = environment.worker
+        storage = StorageLink(environment.socket, worker)
+        owner = owner_of(environment.job_id, worker.host, worker.slot)
+        self._storage = AgentStorage(storage.ask, owner, lambda *question: self._sentinel.request(*question))
+        page = self._page = self._storage.page  # the stamps stay on this page if the commits move
+        self._sentinel = _sentinel = Sentinel(link, worker, page)
+        self._session = WorkerSession(self._sentinel, page, str(environment.worker))
+        self._backend = contexts.choose(environment.backend)
+        self._regrouper = Regrouper(environment, self._sentinel, self._backend)
+        self._joined_with: tuple[CommitId | None, CommitId | None] | None = None  # commits that ``join`` reported
+        self._is_behind = False  # this worker ended the ticks of the last generation without training
+        self._result: Any = None
+        self._raised_ns = 0  # time when the last exception left the user's function
+        self._is_recorded = False
+
+    # ------------------------------------------------------------------------------------------------ before and after
+
+    def join(self) -> None:
+        """Enter a world before a state exists."""
+        self._start()
+        _freeze_memory()
+        held = Snapshot(self._storage)  # READY reports these commits before they are read
+        self._joined_with = held.newest, held.previous
+        self._sentinel.record_commits(*self._joined_with)
+        self._enter()
+
+    def leave(self) -> None:
+        """Leave a world that ``join`` entered, after waiting in the exit gate."""
+        self._sentinel.wait_in_gate()
+        self._finish()
+
+    def run(
+        self, state: State, train: Callable[[], Any], warmup: Callable[[], object] | None, handler: ErrorHandler
+    ) -> Any:
+        """Return the result of the user's function in the last world. Raises the worker's own exception, recorded."""
+        self._state = state
+        self._committer = committer_of(state)
+        self._train = train
+        self._handler = handler
+        try:
+            self._prepare(warmup)
+            while (outcome := self._run_generation()) is not _Outcome.FINISHED:
+                self._recover(outcome)
+            self._finish()
+            return self._result
+        except Exception as error:
+            if not self._is_recorded:
+                self._raised_ns = time.time_ns()
+                self._record(error)
+            raise
+
+    def _start(self) -> None:
+        # The agent sends this signal when the worker does not respond. faulthandler works without the GIL.
+        faulthandler.register(messages.STACKS_SIGNAL, file=2, all_threads=True)
+        self._sentinel.start(self._environment.preemption_signals)
+        _import_early()
+        self._backend.prepare(self._environment, self._sentinel.send)
+
+    def _prepare(self, warmup: Callable[[], object] | None) -> None:
+        """Do everything that comes before the first READY, so that this worker is ready to train."""
+        has_joined = self._joined_with is not None
+        if not has_joined:
+            self._start()
+        self._committer.use_storage(self._storage)
+        self._committer.use_session(self._session)
+        self._committer.reserve(self._environment.reserve_bytes)
+        if warmup is not None:
+            warmup()
+        if not has_joined:
+            _freeze_memory()
+        self._committer.resume()  # from the commit that an earlier worker left in this slot
+        self._sentinel.record_commits(*self._committer.commits)
+
+    def _finish(self) -> None:
+        self._regrouper.leave()
+        self._sentinel.finish()
+
+    # --------------------------------------------------------------------------------------------------- one generation
+
+    def _run_generation(self) -> _Outcome:
+        """Run one generation. Raises the worker's own exception, recorded, after leaving the generation."""
+        try:
+            self._enter_or_continue()
+            if self._committer.commits[0] is not None:  # else: the job's first world, or sync brings the state
+                self._state.on_reset()
+            self._state.sync()
+            self._sentinel.begin_training()
+            with OwnProcessGroups():
+                self._result = self._train()
+            self._committer.settle()
+            self._sentinel.wait_in_gate()
+            return _Outcome.FINISHED
+        except HostsUpdatedInterrupt as interrupt:
+            release_exception(interrupt)
+            return _Outcome.INTERRUPTED
+        except (SystemExit, KeyboardInterrupt):
+            self._regrouper.leave()
+            raise
+        except BaseException as error:
+            self._raised_ns = time.time_ns()
+            self._page.progress()  # a worker that gets this far does not hang
+            outcome = self._judge(error)
+            if outcome is None:
+                self._record(error)
+                self._regrouper.leave()
+                raise
+            if outcome is _Outcome.FAILED and self._is_device_lost(error):
+                self._exit_with_lost_device(error)
+            release_exception(error)
+            return outcome
+
+    def _enter_or_continue(self) -> None:
+        """Enter the next world, or continue in the world that ``join`` entered."""
+        joined_with, self._joined_with = self._joined_with, None
+        if joined_with is None:
+            self._enter()
+            return
+        self._sentinel.check()
+        if self._committer.commits != joined_with:
+            raise CollectiveError("this worker cannot restore the commits that it reported when it joined the world")
+
+    def _enter(self) -> None:
+        self._session.enter(self._regrouper.enter(self._is_behind), self._regrouper.context)
+        self._is_behind = False
+
+    # ------------------------------------------------------------------------------------------------------- exceptions
+
+    def _judge(self, error: BaseException) -> _Outcome | None:
+        """Return the outcome by facts, as collectives mostly raise plain RuntimeErrors; None for an own error."""
+        if not self._sentinel.is_in_generation:
+            return None
+        causes = error_chain(error)
+        if any(isinstance(cause, HostsUpdatedInterrupt) for cause in causes):
+            return _Outcome.INTERRUPTED  # user code has wrapped the interrupt
+        text = text_of(error)
+        if (
+            self._sentinel.has_ended(self._sentinel.generation)
+            or self._regrouper.context.broken()
+            or any(self._proves_failure(cause) for cause in causes)
+        ):
+            self._sentinel.report_failure(text)
+            return _Outcome.FAILED
+        return None if self._sentinel.is_own_error(text) else _Outcome.FAILED
+
+    def _proves_failure(self, cause: BaseException) -> bool:
+        return isinstance(cause, CollectiveError) or self._regrouper.context.classify(cause) is not Fault.UNKNOWN
+
+    def _is_device_lost(self, error: BaseException) -> bool:
+        context = self._regrouper.context
+        return any(context.classify(cause) is Fault.DEVICE for cause in error_chain(error)) or not context.usable()
+
+    def _exit_with_lost_device(self, error: BaseException) -> NoReturn:
+        """End this process: another one in this slot can use the device, and resumes from this worker's commit."""
+        self._sentinel.report_failure(text_of(error))
+        self._record(error)
+        exit_for_replacement("this process cannot use its device any more")
+
+    def _record(self, error: BaseException) -> None:
+        handle(self._handler, error, self._raised_ns, self._sentinel.ticks)
+        self._is_recorded = True
+
+    # --------------------------------------------------------------------------------------- between two generations
+
+    def _recover(self, outcome: _Outcome) -> None:
+        """Leave the generation with the live state equal to the newest commit."""
+        self._page.set_place(messages.Place.REGROUP)  # a worker in this place never counts as hung
+        self._is_behind = self._committer.is_behind
+        if outcome is _Outcome.INTERRUPTED and not self._is_behind and self._save():
+            self._committer.drop_gradients()
+            self._regrouper.leave()
+        else:
+            self._regrouper.leave()
+            self._restore()
+
+    def _save(self) -> bool:
+        """Save at the tick where all members leave. Return False if the generation ended before the device copy."""
+        here = CommitId(self._sentinel.generation, self._sentinel.ticks)
+        self._committer.settle()
+        try:
+            if self._committer.commits[0] != here:
+                self._committer.seal(here)
+        except CollectiveError:
+            return False
+        return True
+
+    def _restore(self) -> None:
+        """Restore the newest commit. If no commit is intact, discard the live state and use another worker's."""
+        self._committer.settle()
+        if self._committer.commits[0] is None:
+            return
+        try:
+            self._state.restore()
+        except StateError as error:
+            if self._committer.commits[0] is not None:
+                raise  # the commit does not fit the live objects
+            logger.warning("this worker receives the state of another worker at the next sync: %s", error)
+
+
+def _freeze_memory() -> None:
+    """Exclude all present objects from later garbage collections.
+
+    Objects that survive the start stay until the end. Each regroup runs a collection (100 ms with torch imported).
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def _import_early() -> None:
+    """Import modules that torch would otherwise import within the first generation.
+
+    The first DDP imports ``torch.distributed.nn.functional``. Its default arguments bind the present ``group.WORLD``
+    and would keep generation 1's group forever. The first optimizer step imports torch's compiler.
+    """
+    import torch.distributed.nn.functional
+
+    torch.compiler.disable(_freeze_memory)  # type: ignore[no-untyped-call]  # imports the compiler, and does no more

@@ -1,0 +1,316 @@
+"""The mistakes of docs/newcomer-errors.md: their scripts and commands are run, and the output is the page's.
+
+On the page, ``<!-- file: train.py -->`` stands before each file of a mistake, and ``<!-- case: NAME -->`` before its
+terminal: lines with ``$`` are commands, the others their output. ``CASES`` holds what the page does not show::
+
+    python tests/docs/newcomer_errors.py                    print the output of all cases
+    python tests/docs/newcomer_errors.py no-state           print the output of one case
+    python tests/docs/newcomer_errors.py --update [NAME]    write the output into the page
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "newcomer-errors.md"
+HOME = "/home/you"  # the directory of the files on the page
+PORT = "29400"  # the port on the page; a run uses a free one
+LEFT_OUT = "[...]"  # the lines before the root cause, on the page
+ROOT_CAUSE = "elasticrun: root cause:"
+AT_ONCE = 2  # cases that run at the same time
+LIMIT_S = 90.0  # for one command
+
+MARK = re.compile(r"<!-- (file|case): (\S+) -->\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# Parts of the output that differ from run to run, and what takes their place in a comparison. Two workers make the
+# same mistake: chance decides which of them is first.
+UNSTABLE = (
+    (re.compile(r"\bjob-[0-9a-f]{6}\b"), "job-ID"),
+    (re.compile(r"\bprocess \d+"), "process PID"),
+    (re.compile(r"\b\d+(\.\d+)? s\b"), "N s"),
+    (re.compile(r"\b\d+(\.\d+)? [kMGT]?B\b"), "SIZE"),
+    (re.compile(r"\bcooldown \d+ in a row"), "cooldown N in a row"),
+    (re.compile(r"(missing: host \S+): .*?, (in cooldown)"), r"\1: REPORT, \2"),  # perhaps of the next attempt
+    (re.compile(r"\bgoodput \d+(\.\d+)?%"), "goodput N%"),
+    (re.compile(r"\btick \d+"), "tick N"),
+    (re.compile(r"Name or service not known|Temporary failure in name resolution"), "NO SUCH NAME"),
+    (re.compile(r"\blocalhost:\d(#\d)?"), "SLOT"),
+    (re.compile(r"\brank \d"), "rank N"),
+    (re.compile(r"\b\d+ slots? failed"), "N slots failed"),
+    (re.compile(r"^(elasticrun: +)?(\[SLOT\] +)?[ ~^]+$"), ""),  # Python 3.10 does not underline
+)
+
+
+class Example(NamedTuple):
+    """One mistake on the page."""
+
+    name: str
+    files: dict[str, str]
+    commands: tuple[str, ...]
+    output: str  # as on the page
+
+
+class Result(NamedTuple):
+    """The end of an example's run."""
+
+    output: str  # as the page shows it
+    complete: str  # all that the last command has printed
+    status: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """Directory and port of one run."""
+
+    directory: Path
+    port: str
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start ``elasticrun``, beside the command of the page."""
+        return self.run([sys.executable, "-m", "elasticstate", *arguments])
+
+    def run(self, command: list[str]) -> subprocess.Popen[str]:
+        path = os.pathsep.join([str(self.directory / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+        return subprocess.Popen(
+            command,
+            cwd=self.directory,
+            env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+# ------------------------------------------------------------------------------------- what surrounds the command
+
+
+@contextmanager
+def port_in_use(place: Place) -> Iterator[None]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", int(place.port)))
+        listener.listen()
+        yield
+
+
+@contextmanager
+def running(place: Place, *arguments: str) -> Iterator[None]:
+    """Run another ``elasticrun`` beside the command. Its first line shows that it has its job name and its port."""
+    process = place.start(*arguments)
+    limit = threading.Timer(LIMIT_S, process.kill)
+    limit.start()
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline(), f"elasticrun {' '.join(arguments)} has printed nothing"
+        yield
+    finally:
+        stop(process)
+        limit.cancel()
+        limit.join()
+
+
+def same_name(place: Place) -> AbstractContextManager[None]:
+    return running(place, "-np", "1", "--job-name", "night", "python", "train.py")
+
+
+def driver_that_listens(place: Place) -> AbstractContextManager[None]:
+    address = f"127.0.0.1:{place.port}"
+    return running(place, "-np", "1", "--listen", address, "--token-file", "job.token", "true")
+
+
+def stop(process: subprocess.Popen[str]) -> str:
+    """End an ``elasticrun`` and its workers. Return the output that nobody has read."""
+    for end in (process.terminate, process.terminate, process.kill):  # the second SIGTERM kills the workers
+        end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=15)[0]
+    raise AssertionError(f"process {process.pid} has not ended")
+
+
+def has_ssh() -> bool:
+    return shutil.which("ssh") is not None
+
+
+def can_mount() -> bool:
+    try:
+        return subprocess.run([*MOUNTS.split(), "true"], capture_output=True, timeout=10).returncode == 0
+    except OSError:
+        return False
+
+
+# Shell scripts with the name elasticrun. {} is the Python that runs the package.
+PLAIN = 'exec {} -m elasticstate "$@"'
+MOUNTS = "unshare --map-root-user --mount"
+SMALL_SHM = f"""
+exec {MOUNTS} sh -c '
+mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {{}} -m elasticstate "$@"' sh "$@"
+"""
+NEWER = """
+exec {} -c '
+import sys
+from elasticstate.cli import main
+from elasticstate.net import messages
+messages.PROTOCOL_VERSION += 1
+sys.exit(main())' "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mistake: what the page does not show."""
+
+    status: int  # the exit status
+    around: Callable[[Place], AbstractContextManager[None]] = lambda _: nullcontext()
+    elasticrun: str = PLAIN
+    possible: Callable[[], bool] = lambda: True  # False: this machine cannot run the case
+
+
+CASES = {
+    # The slowest come first.
+    "unequal-ticks": Case(0),
+    "shared-memory": Case(1, elasticrun=SMALL_SHM, possible=can_mount),
+    "value-names": Case(1),
+    "wrong-host": Case(1, possible=has_ssh),
+    "agent-version": Case(1, driver_that_listens, NEWER),
+    "job-name": Case(2, same_name),
+    "no-state": Case(1),
+    "commit-outside": Case(1),
+    "nested-run": Case(1),
+    "two-runs": Case(1),
+    "empty-state": Case(0),
+    "script-missing": Case(1),
+    "syntax-error": Case(1),
+    "discovery-not-executable": Case(1),
+    "discovery-fails": Case(1),
+    "discovery-garbage": Case(1),
+    "command-missing": Case(2),
+    "options-after-command": Case(2),
+    "zero-slots": Case(2),
+    "min-np": Case(2),
+    "port-busy": Case(2, port_in_use),
+    "no-token-file": Case(2),
+    "token-file-missing": Case(2),
+}
+
+
+# ------------------------------------------------------------------------------------------------------- the runs
+
+
+def examples() -> dict[str, Example]:
+    """Return the examples of the page by name."""
+    found: dict[str, Example] = {}
+    files: dict[str, str] = {}
+    for kind, name, text in MARK.findall(PAGE.read_text(encoding="utf-8")):
+        if kind == "file":
+            files[name] = text
+        else:
+            lines = text.splitlines()
+            commands = tuple(line[2:] for line in lines if line.startswith("$ "))
+            output = "\n".join(line for line in lines if not line.startswith("$ "))
+            found[name] = Example(name, files, commands, output)
+            files = {}
+    return found
+
+
+def run(example: Example) -> Result:
+    """Run the commands of an example in a new directory. Return the end of the last one."""
+    case = CASES[example.name]
+    with tempfile.TemporaryDirectory(prefix="es-") as name:
+        place = Place(Path(name), _free_port())
+        for file, text in example.files.items():
+            (place.directory / file).write_text(text, encoding="utf-8")
+        program = place.directory / "bin" / "elasticrun"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\n{case.elasticrun.format(shlex.quote(sys.executable))}\n", encoding="utf-8")
+        program.chmod(0o755)
+        with case.around(place):
+            started = time.monotonic()
+            for command in example.commands:
+                process = place.run(shlex.split(command.replace(PORT, place.port)))
+                try:
+                    printed, _ = process.communicate(timeout=LIMIT_S)
+                except subprocess.TimeoutExpired:
+                    printed = f"{stop(process)}\nnot ended within {LIMIT_S:g} s"
+            seconds = time.monotonic() - started
+    printed = printed.replace(name, HOME).replace(str(ROOT), "...").replace(place.port, PORT)
+    return Result(shown(printed), printed, process.returncode, seconds)
+
+
+def shown(printed: str) -> str:
+    """Return the lines that the page shows: from the root cause on if there is one, else all."""
+    start = printed.find(f"\n{ROOT_CAUSE}") + 1
+    return (f"{LEFT_OUT}\n{printed[start:]}" if start else printed).rstrip()
+
+
+def stable(output: str) -> list[str]:
+    """Return the lines of an output without what differs from run to run.
+
+    Two workers write at the same time: the order of the lines does not count, nor how often a line occurs.
+    """
+    lines = output.splitlines()
+    for pattern, substitute in UNSTABLE:
+        lines = [pattern.sub(substitute, line) for line in lines]
+    return sorted({line for line in lines if line})
+
+
+def run_all(names: Iterable[str]) -> Iterator[tuple[str, Result]]:
+    """Run the examples of these names, two at a time. Leave out those that this machine cannot run."""
+    known = examples()
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        futures = {name: threads.submit(run, known[name]) for name in CASES if name in names and CASES[name].possible()}
+        for name, future in futures.items():
+            yield name, future.result()
+
+
+def update(results: dict[str, Result]) -> None:
+    """Write outputs into the page. A block whose output is the same but for unstable parts stays as it is."""
+    known = examples()
+
+    def replace(match: re.Match[str]) -> str:
+        kind, name, text = match.groups()
+        if kind == "file" or name not in results or stable(results[name].output) == stable(known[name].output):
+            return match[0]
+        commands = "".join(f"$ {command}\n" for command in known[name].commands)
+        return match[0].replace(text, f"{commands}{results[name].output}\n")
+
+    PAGE.write_text(MARK.sub(replace, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def main(arguments: list[str]) -> None:
+    names = [name for name in arguments if name != "--update"] or list(CASES)
+    with tempfile.TemporaryDirectory(prefix="es-") as runtime:
+        os.environ["XDG_RUNTIME_DIR"] = runtime
+        results = {}
+        for name, result in run_all(names):
+            print(f"--- {name}: exit status {result.status}, {result.seconds:.1f} s\n{result.complete}", flush=True)
+            results[name] = result
+    if "--update" in arguments:
+        update(results)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

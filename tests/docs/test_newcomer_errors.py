@@ -1,0 +1,42 @@
+"""The mistakes of docs/newcomer-errors.md print what the page shows."""
+
+from __future__ import annotations
+
+import difflib
+
+from tests.docs.newcomer_errors import CASES, LEFT_OUT, ROOT_CAUSE, examples, run_all, shown, stable
+
+
+def test_the_page_has_each_case_once() -> None:
+    assert sorted(examples()) == sorted(CASES)
+
+
+def test_each_mistake_prints_what_the_page_shows() -> None:
+    results = dict(run_all(CASES))
+    wrong = []
+    for name, example in examples().items():
+        if name not in results:
+            print(f"--- {name}: cannot be run on this machine")
+            continue
+        result = results[name]
+        print(f"--- {name}: exit status {result.status}, {result.seconds:.1f} s\n{result.complete}")
+        if result.status != CASES[name].status:
+            wrong.append(f"{name}: exit status {result.status} instead of {CASES[name].status}")
+        if "/elasticstate/" in result.complete:
+            wrong.append(f"{name}: the output has a frame of the package:\n{result.complete}")
+        on_page, printed = stable(example.output), stable(result.output)
+        if printed != on_page:
+            wrong += difflib.unified_diff(on_page, printed, f"{name} on the page", f"{name} as printed", lineterm="")
+    assert not wrong, "\n".join([*wrong, "To update the page: python tests/docs/newcomer_errors.py --update"])
+
+
+def test_a_block_begins_with_the_root_cause() -> None:
+    assert shown(f"elasticrun: job a\n{ROOT_CAUSE} b\n  c\n") == f"{LEFT_OUT}\n{ROOT_CAUSE} b\n  c"
+    assert shown("elasticrun: COMMAND is missing\n") == "elasticrun: COMMAND is missing"
+
+
+def test_lines_are_compared_without_order_times_and_slots() -> None:
+    first = "elasticrun: job job-12ab34 failed after 1.2 s\n[localhost:0] no\n[localhost:1] no"
+    second = "[localhost:1] no\nelasticrun: job job-99ab34 failed after 10 s"
+    assert stable(first) == stable(second)
+    assert stable(first) != stable(second.replace("no", "yes"))

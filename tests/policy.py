@@ -1,0 +1,15 @@
+"""Policies for tests of the core: the default options of a job, with changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from elasticstate.config import Options
+from elasticstate.core.policy import Policy
+
+
+def policy_of(np: int, min_np: int, max_np: int | None = None, **changes: Any) -> Policy:
+    """Return the policy of a job of this size. ``changes``: fields of the policy."""
+    options = Options(command=("train",), np=np, min_np=min_np, max_np=max_np)
+    return replace(options.policy(), **changes)

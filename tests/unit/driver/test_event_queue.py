@@ -1,0 +1,56 @@
+"""EventQueue: urgent events wake the main loop, others wait for more, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from elasticstate.core import types as t
+from elasticstate.driver.event_queue import EventQueue
+
+SOON_S = 30.0
+URGENT, LATER = t.HostDraining("a", "urgent"), t.HostDraining("b", "later")
+
+
+def play(scenario: Callable[[EventQueue], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await asyncio.wait_for(scenario(EventQueue()), SOON_S)
+
+    asyncio.run(run())
+
+
+def test_an_urgent_event_ends_the_wait_with_all_events_in_their_order() -> None:
+    async def scenario(queue: EventQueue) -> None:
+        queue.post_later([LATER], workers=1_000_000)
+        queue.post(URGENT)
+        await queue.wait(None)
+        assert queue.take() == [LATER, URGENT]
+        assert queue.take() == []
+
+    play(scenario)
+
+
+def test_events_that_can_wait_end_the_wait_later() -> None:
+    async def scenario(queue: EventQueue) -> None:
+        queue.post_later([LATER], workers=1)
+        queue.post_later([LATER], workers=1)
+        await queue.wait(None)
+        assert queue.take() == [LATER, LATER]
+
+    play(scenario)
+
+
+def test_a_deadline_in_the_past_ends_the_wait() -> None:
+    async def scenario(queue: EventQueue) -> None:
+        await queue.wait(0.0)
+        assert queue.events == []
+
+    play(scenario)
+
+
+def test_a_call_of_wake_before_the_wait_is_not_lost() -> None:
+    async def scenario(queue: EventQueue) -> None:
+        queue.wake()
+        await queue.wait(None)
+
+    play(scenario)

@@ -1,0 +1,68 @@
+"""Summary, event file, status and log lines show the same figures: those of the core."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from elasticstate.core import types as t
+from elasticstate.core.accounting import figures_of
+from elasticstate.core.membership import Membership
+from elasticstate.driver.report import Outcome, Report
+from elasticstate.driver.status import status_text
+from tests.unit.core.test_membership import drive
+
+# All workers die, and the job resumes from an older commit. Then one worker dies, and the other one finishes.
+SCRIPT = """
+0.0 hosts a:2
+0.1 agent-joined a
+1.0 ready a:0#1 + ready a:1#1
+1.1 first a:0#1 in=1
+4.0 heartbeat a:0#1 in=1 ticks=10 commit=1.10 + heartbeat a:1#1 in=1 ticks=11 commit=1.10
+5.0 exit a:0#1 signal=9 + exit a:1#1 signal=9
+7.0 ready a:0#2 commit=1.7 + ready a:1#2 commit=1.7
+7.5 first a:0#2 in=2
+9.0 exit a:1#2 signal=9
+9.1 ready a:0#2 in=2 commit=2.3 ticks=5
+9.4 first a:0#2 in=3
+20.0 gate a:0#2 in=3
+20.1 exit a:0#2 code=0
+"""
+
+
+def test_summary_event_and_status_show_the_same_figures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    report = Report("j", str(tmp_path / "events"), verbose=False)
+    m: Membership | None = None
+    for line in SCRIPT.strip().splitlines():
+        m, effects = drive(line, m, np=2, min_np=1, max_np=2)
+        for effect in effects:
+            if isinstance(effect, t.Note):
+                extra = {"error": "", "time_ns": 0} if effect.event == "worker_exited" else {}
+                report.event(effect.event, {**dict(effect.fields), **extra})
+    assert m is not None
+    figures = figures_of(m, 0.0, 20.0)
+    report.summary(figures, Outcome(0, "succeeded"))
+    asyncio.run(report.close(60))
+
+    text = "2 failures, downtime 2.90 s, 1 commit lost, 6 ticks redone, goodput "
+    log = capfd.readouterr().err.splitlines()
+    assert f"job j succeeded after 20.0 s: 3 generations, {text}{figures.goodput:.1%}" in log[-1]
+    assert f"since the start of the driver 20.0 s ago: {text}{figures.goodput:.1%}" in status_text(
+        "j", m, figures, "", 20.0
+    )
+
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    last = events[-1]
+    assert (last["event"], last["generations"], last["failures"]) == ("job_finished", 3, 2)
+    assert (last["commits_lost"], last["ticks_lost"], last["lower_bounds"]) == (1, 6, [])
+    assert (last["downtime_s"], last["goodput"]) == (2.9, round(figures.goodput or 0.0, 4))
+    changes = [event for event in events if event["event"] == "training_resumed"]
+    assert [(e["downtime_s"], e["commits_lost"], e["ticks_lost"]) for e in changes] == [(2.5, 1, 4), (0.4, 0, 2)]
+    resumed = [line.rpartition("; ")[2] for line in log if "training resumed" in line]
+    assert resumed == [
+        "training resumed after 2.50 s, 1 commit lost, 4 ticks redone",
+        "training resumed after 0.40 s, 0 commits lost, 2 ticks redone",
+    ]

@@ -1,0 +1,44 @@
+"""Extension points for packages on top of elasticstate. tests/unit/horovod and the integration tests use them all."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import elasticstate
+from elasticstate import UsageError, extension
+
+PACKAGE = Path(extension.__file__).parent
+
+
+def test_each_extension_point_is_used_by_the_drop_in() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (PACKAGE / "horovod").glob("*.py"))
+    imported = {
+        alias.name
+        for node in ast.walk(ast.parse(text.replace("from __future__ import annotations\n", "")))
+        if isinstance(node, ast.ImportFrom) and node.module == "elasticstate.extension"
+        for alias in node.names
+    }
+    called = {name for name in extension.__all__ if f"extension.{name}(" in text}
+    assert imported | called == set(extension.__all__)
+
+
+def test_all_names_have_a_docstring() -> None:
+    assert [name for name in extension.__all__ if not getattr(extension, name).__doc__] == []
+
+
+def test_ticks_are_counted() -> None:
+    state = elasticstate.ObjectState(n=0)
+    assert extension.ticks(state) == 0
+    state.commit()
+    state.check_host_updates()
+    assert extension.ticks(state) == 2
+
+
+def test_a_world_of_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    extension.check_launcher()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="another launcher"):
+        extension.check_launcher()

@@ -1,0 +1,53 @@
+"""Tracebacks of errors that a script has caused have no frames of the package; other tracebacks are complete."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from elasticstate import error_file, kinds, tracebacks
+from elasticstate.errors import UsageError
+from elasticstate.present_world import world
+
+
+def raised(call: Callable[[], object]) -> BaseException:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    return caught.value
+
+
+def test_the_traceback_of_a_wrong_use_ends_in_the_script() -> None:
+    text = tracebacks.text_of(raised(world))
+    assert "test_tracebacks.py" in text
+    assert "present_world.py" not in text
+    assert text.splitlines()[-1].startswith("elasticstate.errors.NotInWorldError: ")
+
+
+def test_the_traceback_of_another_error_is_complete() -> None:
+    assert "kinds.py" in tracebacks.text_of(raised(lambda: kinds.SECONDS.parse("x")))
+
+
+def test_without_a_frame_of_the_script_only_the_message_remains() -> None:
+    assert tracebacks.text_of(UsageError("do that")) == "elasticstate.errors.UsageError: do that\n"
+
+
+def test_the_error_file_has_the_short_traceback() -> None:
+    message = error_file.describe(raised(world), 1)["message"]
+    assert "present_world.py" not in message["extraInfo"]["py_callstack"]
+
+
+def test_an_uncaught_error_is_printed_without_frames_of_the_package() -> None:
+    script = "import elasticstate as elastic\nelastic.rank()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("elasticstate.errors.NotInWorldError: ")
+    assert "present_world.py" not in done.stderr
+
+
+def test_another_uncaught_error_is_printed_as_by_python() -> None:
+    script = "import elasticstate as elastic\nelastic.local_rank(1)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1].startswith("TypeError: ")
