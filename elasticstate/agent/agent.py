@@ -17,7 +17,6 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from elasticstate.agent.background_tasks import BackgroundTasks
 from elasticstate.agent.deleted_files import watch_files
 from elasticstate.agent.driver_connection import DriverConnection
 from elasticstate.agent.driver_messages import DriverMessages
@@ -27,6 +26,7 @@ from elasticstate.agent.host_storage import HostStorage
 from elasticstate.agent.job_place import JobPlace
 from elasticstate.agent.output import Outputs
 from elasticstate.agent.preemption import PreemptionWatch
+from elasticstate.agent.running_tasks import RunningTasks
 from elasticstate.agent.search import Stopped, find_driver
 from elasticstate.agent.service import Service
 from elasticstate.agent.stale_files import clean_regularly
@@ -126,7 +126,7 @@ class Agent:
 
     def _assemble(self, place: JobPlace, attachment: _Attachment) -> _Parts:
         """Make the other parts, and listen for workers. Raises OSError or ValueError."""
-        launch, outputs, handles, tasks = self._launch, self.outputs, self._handles, BackgroundTasks()
+        launch, outputs, handles, tasks = self._launch, self.outputs, self._handles, RunningTasks()
         spec, driver, supervisor = attachment.spec, attachment.driver, attachment.supervisor
 
         def refusal(worker: WorkerId) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from elasticstate.agent.background_tasks import BackgroundTasks
 from elasticstate.agent.driver_connection import DriverConnection
 from elasticstate.agent.host_report import HostReporter
 from elasticstate.agent.output import Outputs
+from elasticstate.agent.running_tasks import RunningTasks
 from elasticstate.agent.storage_allocator import StorageAllocator
 from elasticstate.agent.supervisor import Supervisor
 from elasticstate.agent.supply import Supply
@@ -30,7 +30,7 @@ class DriverMessages:
         allocator: StorageAllocator,
         backend: AgentBackend,
         outputs: Outputs,
-        tasks: BackgroundTasks,
+        tasks: RunningTasks,
     ) -> None:
         self._driver = driver
         self._workers = workers

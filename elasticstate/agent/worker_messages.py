@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from elasticstate.agent.background_tasks import BackgroundTasks
 from elasticstate.agent.driver_connection import DriverConnection
+from elasticstate.agent.running_tasks import RunningTasks
 from elasticstate.agent.storage_allocator import StorageAllocator
 from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.core.types import WorkerId
@@ -23,7 +23,7 @@ class WorkerMessages:
         driver: DriverConnection,
         socket: AgentSocket,
         allocator: StorageAllocator,
-        tasks: BackgroundTasks,
+        tasks: RunningTasks,
     ) -> None:
         self._handles = handles
         self._driver = driver

@@ -3,7 +3,8 @@
 - ``distributed_c10d._new_process_group_helper``: creates the groups of ``init_process_group``, ``new_group`` and
   ``DeviceMesh``. ``ProcessGroup.split_group``, which is public, creates the others. torch has no public hook for both.
 - ``distributed_c10d._world``: ``group_count`` is a part of the next group's name; ``pg_map`` has all groups.
-- ``distributed_c10d._set_pg_timeout``: changes a group's timeout after its creation.
+- ``distributed_c10d._set_pg_timeout``: changes a group's timeout after its creation. Where torch has the public
+  ``torch.distributed.set_timeout`` (torch 2.15 has), that function is used.
 - ``ProcessGroup._get_backend``, and ``_ProcessGroupWrapper.wrapped_pg``: the part of a group for one type of device.
 - ``distributed_c10d.ProcessGroupMPI`` and ``_MPI_AVAILABLE``: the class that creates the groups of torch's MPI backend.
 """
@@ -68,7 +69,7 @@ def reset_group_count() -> None:
 
 def set_default_group_timeout(timeout: timedelta) -> None:
     """Set the timeout of the collectives of the default group, which was created with another timeout."""
-    set_timeout: Any = getattr(distributed_c10d, "_set_pg_timeout", None)
+    set_timeout: Any = getattr(dist, "set_timeout", None) or getattr(distributed_c10d, "_set_pg_timeout", None)
     if set_timeout is not None:
         set_timeout(timeout, dist.group.WORLD)
     else:

@@ -17,6 +17,7 @@ The loop uses a state through its committer, and through the public methods that
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import time
@@ -272,9 +273,13 @@ def _freeze_memory() -> None:
     """Exclude all present objects from later garbage collections.
 
     Objects that survive the start stay until the end. Each regroup runs a collection (100 ms with torch imported).
+
+    The last collection, at the end of the process, must free these objects after all: otherwise, extension modules
+    report leaks (nanobind does so for Triton, which torch 2.15 imports with its compiler).
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 def _import_early() -> None:

@@ -53,6 +53,13 @@ def test_init_process_group_and_new_group_call_the_helper(world: None) -> None:
     assert sizes == [1, 1]
 
 
+def test_the_public_function_sets_the_timeout_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(dist, "set_timeout", lambda timeout, group: given.append(timeout), raising=False)
+    process_groups.set_default_group_timeout(timedelta(seconds=7))
+    assert given == [timedelta(seconds=7)]
+
+
 def test_split_group_is_a_method_that_can_be_replaced() -> None:
     original: Any = dist.ProcessGroup.split_group
     restore = process_groups.replace_group_creation(lambda create, size, args, kwargs: (size, kwargs))
@@ -134,7 +141,8 @@ def test_other_absent_names_are_one_warning_each(
 ) -> None:
     absent_names.warn_absent.cache_clear()
     monkeypatch.setattr(distributed_c10d, "_world", object())
-    monkeypatch.delattr(distributed_c10d, "_set_pg_timeout")
+    monkeypatch.delattr(distributed_c10d, "_set_pg_timeout", raising=False)
+    monkeypatch.delattr(dist, "set_timeout", raising=False)
     with caplog.at_level(logging.WARNING, logger="elasticstate"):
         for _ in range(2):
             process_groups.reset_group_count()

@@ -1,4 +1,4 @@
-"""BackgroundTasks: tasks of an agent that nothing waits for."""
+"""RunningTasks: tasks of an agent that nothing waits for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-class BackgroundTasks:
+class RunningTasks:
     """Owner of running tasks. asyncio itself keeps only weak references to tasks."""
 
     def __init__(self) -> None:
