@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from elasticstate import tracebacks
+from elasticstate import errors, tracebacks
 
 if TYPE_CHECKING:
     from elasticstate.errors import (
@@ -135,7 +135,15 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     tracebacks.install()
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    try:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}._native":
+            raise
+        raise errors.UsageError(
+            f"elasticstate was imported from {__path__[0]}, where its native module is not compiled. Move the script "
+            "out of the folder of the sources, or compile the module there with pip install -e ."
+        ) from None
     globals()[name] = value
     return value
 
