@@ -49,7 +49,9 @@ def make_file(directory: int, name: str) -> int:
     """Make a file in place of any file with that name; return a descriptor to read and write it. Raises OSError."""
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=directory)
-    return open_file(directory, name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    fd = open_file(directory, name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    os.fchmod(fd, 0o600)  # the umask may have taken the owner's access away
+    return fd
 
 
 def write_file(directory: int, name: str, data: bytes) -> None:
