@@ -65,7 +65,7 @@ class _Attachment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _AgentParts:
     """The other parts, which need the commit storage."""
 
     storage: HostStorage
@@ -124,7 +124,7 @@ class Agent:
         commits = await lock_host(spec, launch.host, place.path, place.mark, driver)
         return _Attachment(spec, driver, local_address, preemption, supervisor, commits)
 
-    def _assemble(self, place: JobPlace, attachment: _Attachment) -> _Parts:
+    def _assemble(self, place: JobPlace, attachment: _Attachment) -> _AgentParts:
         """Make the other parts, and listen for workers. Raises OSError or ValueError."""
         launch, outputs, handles, tasks = self._launch, self.outputs, self._handles, RunningTasks()
         spec, driver, supervisor = attachment.spec, attachment.driver, attachment.supervisor
@@ -166,9 +166,9 @@ class Agent:
         timeout_s, preemption = spec.options.driver_timeout_s, attachment.preemption
         service = Service(driver, timeout_s, messages, workers, supervisor, reporter, preemption, outputs, place)
         socket.open()
-        return _Parts(storage, allocator, socket, supply, backend, service)
+        return _AgentParts(storage, allocator, socket, supply, backend, service)
 
-    async def _serve(self, place: JobPlace, attachment: _Attachment, parts: _Parts) -> int:
+    async def _serve(self, place: JobPlace, attachment: _Attachment, parts: _AgentParts) -> int:
         """Serve until the job ends, then clean up. Return the exit status."""
         options, commits = attachment.spec.options, attachment.commits
         parts.service.send_host_report()

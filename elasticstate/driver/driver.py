@@ -35,7 +35,7 @@ from elasticstate.threads import in_thread
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _DriverParts:
     """The parts of a driver that exist while it holds the lock on the name of its job."""
 
     directory: JobDirectory
@@ -106,7 +106,7 @@ class Driver:
         await self._report_outcome(parts, outcome)
         return outcome.status
 
-    def _begin(self, directory: JobDirectory) -> _Parts:
+    def _begin(self, directory: JobDirectory) -> _DriverParts:
         """Make the parts, and listen for agents, including those of the previous driver. Raises OptionError."""
         options, last = self._options, directory.found
         if last is None and self._must_reattach:
@@ -149,9 +149,9 @@ class Driver:
         agent_messages = AgentMessages(agents, backend, state, queue, journal, self._outputs, results, reattachment)
         effects = Effects(self._job, options, agents, backend, state, journal, report)
         main_loop = MainLoop(options, agents, keeper, state, queue, effects, journal, report)
-        return _Parts(directory, keeper, agents, backend, main_loop, reattachment, results)
+        return _DriverParts(directory, keeper, agents, backend, main_loop, reattachment, results)
 
-    async def _clean_up(self, parts: _Parts) -> None:
+    async def _clean_up(self, parts: _DriverParts) -> None:
         """End all processes of the job, and remove all its files."""
         await parts.keeper.job_is_over()  # first: a driver killed now must not leave a record of removed commits
         await parts.agents.stop(self._state.reason, self._signals.second)
@@ -159,7 +159,7 @@ class Driver:
         await in_thread(commit_directory.remove_job, self._options.commit_dir, parts.keeper.record.job_id)
         await in_thread(parts.directory.remove)
 
-    async def _report_outcome(self, parts: _Parts, outcome: Outcome) -> None:
+    async def _report_outcome(self, parts: _DriverParts, outcome: Outcome) -> None:
         self._report.summary(self._figures(), outcome, parts.keeper.record.epoch)
         if outcome.root_cause is not None:
             self._report.root_cause(outcome.root_cause)

@@ -26,7 +26,7 @@ class _Part(NamedTuple):
     trained: int | None  # samples of the epoch that are trained after this batch; None: the step has more batches
 
 
-class _Parts:
+class _PlannedBatches:
     """Batch sampler of the inner DataLoader. ``plan`` contains the batches that the DataLoader requested ahead."""
 
     def __init__(self, parts: Callable[[], Iterator[_Part]]) -> None:
@@ -155,7 +155,7 @@ class ElasticDataLoader:
         self._rank, self._size = rank, size
         self._ended_in_generation: int | None = None  # the generation in which a ``for`` reached the end of this epoch
         self._changes = 0  # counts changes of the position, other than by iterating
-        self._batches = _Parts(self._parts)
+        self._batches = _PlannedBatches(self._parts)
         self._random = torch.Generator()
         options |= {"batch_sampler": self._batches, "generator": self._random}
         self._loader: DataLoader[Any] = DataLoader(dataset, **options)  # type: ignore[arg-type]
