@@ -102,9 +102,9 @@ def kill(folder: Path, job: subprocess.Popen[bytes], phase: float) -> int:
 def note_steady_state(system: str, folder: Path, figures: Figures) -> None:
     """Record step time and checkpoint cost of rank 0 before the change, without the first five steps."""
     steps = next(steps for steps in read_steps(folder).values() if steps[0].rank == 0 and steps[0].generation == 1)
-    optimizer_owned = [step for step in steps if 5 <= step.step < CHANGE_AT and step.generation == 1]
-    figures[system, "step"].append(median(b.end_ns - a.end_ns for a, b in pairwise(optimizer_owned)) / 1e6)
-    figures[system, "checkpoint"].append(median(step.checkpoint_ns for step in optimizer_owned) / 1e6)
+    before_change = [step for step in steps if 5 <= step.step < CHANGE_AT and step.generation == 1]
+    figures[system, "step"].append(median(b.end_ns - a.end_ns for a, b in pairwise(before_change)) / 1e6)
+    figures[system, "checkpoint"].append(median(step.checkpoint_ns for step in before_change) / 1e6)
 
 
 def note_recovery(system: str, folder: Path, killed_ns: int, size: int, figures: Figures) -> None:
