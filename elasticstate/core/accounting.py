@@ -26,7 +26,8 @@ def member_left(d: Draft, paused_s: float) -> None:
     """Record that a member of the present generation is READY: it stopped training at the end of its last tick."""
     stopped_at, known = d.now - paused_s, d.ledger.stopped_at
     generation_ended(d, stopped_at)
-    d.update_ledger(stopped_at=stopped_at if known is None else min(known, stopped_at))
+    if known is None or stopped_at < known:
+        d.update_ledger(stopped_at=stopped_at)
 
 
 def member_died(d: Draft, worker: Worker, seen: bool) -> None:

@@ -15,29 +15,22 @@ from elasticstate.core.records import (
     Waiting,
     Worker,
     by_discovery as hosts_of,
+    living_members,
 )
 from elasticstate.core.retained import awaited
-from elasticstate.core.texts import listed, number_of
+from elasticstate.core.texts import SHOWN, listed, number_of
 from elasticstate.core.types import SlotId
 
 
 def names(workers: Sequence[Worker]) -> str:
     """Return ``a:0#1 (rank 0), b:1#2``: the first sixteen workers, and the number of the others."""
-    return listed(f"{w.id} (rank {w.rank})" if w.rank is not None else str(w.id) for w in workers)
-
-
-def members_of(m: Draft | Membership) -> list[Worker]:
-    """Return the living members of the newest world, by rank."""
-    if m.world is None:
-        return []
-    generation = m.world.generation
-    found = (m.workers.get(placement.worker) for placement in m.world.members)
-    return [w for w in found if w is not None and w.joined == generation and not w.gone]
+    shown = [f"{w.id} (rank {w.rank})" if w.rank is not None else str(w.id) for w in workers[:SHOWN]]
+    return listed(shown, count=len(workers))
 
 
 def waiting_for(m: Draft | Membership, now: float) -> tuple[str, ...]:
     """Return one line for each host, slot or worker that the job waits for now. Return () while all members train."""
-    members = members_of(m)
+    members = living_members(m)
     match m.phase:
         case Waiting(retained_since=retained_since):
             holders = [f"{slot_id} retains the newest commit {commit}" for slot_id, commit in awaited(m)]

@@ -256,8 +256,7 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         return
     _record_commit(d, event.commit)
     _record_commit(d, event.previous)
-    retained.record_retained(d, worker.id.slot_id, event.commit)
-    retained.record_sealed(d, worker.id.slot_id, event.sealed)
+    retained.record_retained(d, worker.id.slot_id, event.commit, event.sealed)
     if not d.ledger.ever_ready:
         d.update_ledger(ever_ready=True)
         _finished_slots_have_failed(d)
@@ -277,7 +276,8 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         confirmed_at=None,
     )
     if d.breaks(worker):
-        d.update_ledger(is_broken=True)
+        if not d.ledger.is_broken:
+            d.update_ledger(is_broken=True)
         accounting.member_left(d, event.paused_s)
         match d.phase:
             case Running():

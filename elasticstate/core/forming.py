@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from elasticstate.core import types as t
-from elasticstate.core.diagnostics import members_of, names
+from elasticstate.core.diagnostics import names
 from elasticstate.core.ending import (
     drain_deadlines,
     end_now,
@@ -30,7 +30,7 @@ from elasticstate.core.worlds import (
 
 
 def forming(d: Draft, phase: Forming) -> None:
-    members = members_of(d)
+    members = d.members()
     if d.broken:
         if is_live(d) and any(member.ready is None for member in members):
             end_now(d, first_cause(d.broken))
@@ -41,10 +41,10 @@ def forming(d: Draft, phase: Forming) -> None:
         return
     if overdue := overdue_drains(d, members):
         fail_drains(d, overdue)
-        members = members_of(d)
+        members = d.members()
     if is_live(d) and (suspects := suspects_of(d, members)):
         judge(d, members, suspects)
-        members = members_of(d)
+        members = d.members()
     phase, awaited = _forming(d), _awaited(members)
     if d.now >= _regroup_end(d, phase, awaited):
         _give_up(d, phase, awaited)
@@ -61,7 +61,7 @@ def forming(d: Draft, phase: Forming) -> None:
 
 
 def forming_deadlines(d: Draft, phase: Forming) -> Iterator[tuple[str, float]]:
-    members = members_of(d)
+    members = d.members()
     yield from drain_deadlines(d, members)
     if is_live(d):
         yield from verdict_deadlines(d, suspects_of(d, members))

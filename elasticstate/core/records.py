@@ -272,6 +272,7 @@ class Draft:
         self.booting, self.ready, self.draining, self.suspects = m.count
         self.living = dict(m.living)
         self._slot_ids: dict[str, set[int]] = {}
+        self._members: tuple[World | None, list[Worker]] | None = None  # of this world, until a worker changes
 
     def freeze(self, deadlines: Mapping[str, float]) -> Membership:
         """Return the state after this step."""
@@ -302,16 +303,25 @@ class Draft:
     def warn(self, text: str) -> None:
         self.note("warning", text=text)
 
+    def members(self) -> list[Worker]:
+        """Return the living members of the newest world, by rank."""
+        if self._members is None or self._members[0] is not self.world:
+            self._members = self.world, living_members(self)
+        return self._members[1]
+
     def add(self, worker: Worker) -> None:
+        self._members = None
         self._count(worker, 1)
         self.living[worker.id.host] = self.living.get(worker.id.host, 0) + 1
         self.workers[worker.id] = worker
 
     def remove(self, worker: Worker) -> None:
+        self._members = None
         self._count(self.workers.pop(worker.id), -1)
         self.living[worker.id.host] -= 1
 
     def put(self, worker: Worker, **changes: Any) -> Worker:
+        self._members = None
         changed = replace(worker, **changes)
         if not _COUNTED.isdisjoint(changes):
             self._count(self.workers[worker.id], -1)
@@ -360,6 +370,15 @@ class Draft:
 
 
 NEW_SLOT = Slot()
+
+
+def living_members(m: Draft | Membership) -> list[Worker]:
+    """Return the living members of the newest world, by rank. A rule uses ``Draft.members``, which remembers them."""
+    if m.world is None:
+        return []
+    generation, workers = m.world.generation, m.workers
+    found = [workers.get(placement.worker) for placement in m.world.members]
+    return [w for w in found if w is not None and w.joined == generation and not w.gone]
 
 
 def by_discovery(d: Draft | Membership) -> list[Host]:

@@ -12,26 +12,24 @@ from elasticstate.core import types as t
 from elasticstate.core.records import Draft, Host, Membership, Worker
 
 
-def record_retained(d: Draft, slot_id: t.SlotId, commit: t.CommitId | None) -> None:
-    """Record the newest commit in a slot's commit storage, as its worker reports it."""
+def record_retained(d: Draft, slot_id: t.SlotId, commit: t.CommitId | None, sealed: t.CommitId | None = None) -> None:
+    """Record the newest commit in a slot's commit storage. ``sealed``: the newest that was ever sealed there, which may
+    be damaged by now."""
     slot = d.slots.get(slot_id)
-    if slot is not None and slot.retained != commit:
-        d.put_slot(slot_id, retained=commit, sealed=max(slot.sealed, commit or slot.sealed))
-
-
-def record_sealed(d: Draft, slot_id: t.SlotId, commit: t.CommitId | None) -> None:
-    """Record the newest commit that was ever sealed in a slot. This commit may be damaged by now."""
-    slot = d.slots.get(slot_id)
-    if slot is not None and commit is not None and commit > slot.sealed:
-        d.put_slot(slot_id, sealed=commit)
+    if slot is None:
+        return
+    newest = max(slot.sealed, commit or slot.sealed, sealed or slot.sealed)
+    if slot.retained != commit or slot.sealed != newest:
+        d.put_slot(slot_id, retained=commit, sealed=newest)
 
 
 def replace_commits(d: Draft, host: str, commits: dict[int, t.CommitId]) -> None:
     """Replace the retained commits of a host: the host has ``commits`` in memory, and no others."""
     for index in sorted(d.slots_of(host).union(commits)):
         slot_id, commit = t.SlotId(host, index), commits.get(index)
-        d.put_slot(slot_id, retained=commit)
-        record_sealed(d, slot_id, commit)
+        if slot_id not in d.slots:
+            d.put_slot(slot_id)
+        record_retained(d, slot_id, commit)
 
 
 def awaited(m: Draft | Membership) -> list[tuple[t.SlotId, t.CommitId]]:
@@ -39,6 +37,8 @@ def awaited(m: Draft | Membership) -> list[tuple[t.SlotId, t.CommitId]]:
 
     Slots of draining hosts count until their agent is stopped: the agent removes the commits when it stops.
     """
+    if all(slot.retained is None for slot in m.slots.values()):
+        return []
     if any(_has_job_state(m, worker) for worker in m.workers.values()):
         return []
     ready = [worker.ready.commit for worker in m.workers.values() if worker.ready is not None and not worker.gone]

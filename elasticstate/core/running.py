@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from elasticstate.core import accounting, types as t
-from elasticstate.core.diagnostics import members_of, names
+from elasticstate.core.diagnostics import names
 from elasticstate.core.ending import (
     become_over,
     drain_deadlines,
@@ -29,7 +29,7 @@ from elasticstate.core.worlds import (
 
 
 def running(d: Draft, phase: Running) -> None:
-    members = members_of(d)
+    members = d.members()
     if d.broken:
         end_now(d, first_cause(d.broken))
     elif members and all(member.in_gate for member in members):
@@ -46,7 +46,7 @@ def running(d: Draft, phase: Running) -> None:
 
 
 def running_deadlines(d: Draft, phase: Running) -> Iterator[tuple[str, float]]:
-    members = members_of(d)
+    members = d.members()
     yield from drain_deadlines(d, members)
     yield "gate", _gate_end(d, phase)
     if suspects := suspects_of(d, members):
@@ -114,8 +114,11 @@ def _with_notices(d: Draft, phase: Running, members: list[Worker]) -> Running:
 
 def _behind(members: list[Worker]) -> list[Worker]:
     """Return the members that are more than one tick behind the member with the most ticks."""
-    ahead = max((member.ticks for member in members), default=1) - 1
-    return [w for w in members if w.ticks < ahead]
+    ticks = [member.ticks for member in members]
+    if not ticks or max(ticks) - min(ticks) <= 1:
+        return []
+    ahead = max(ticks) - 1
+    return [member for member in members if member.ticks < ahead]
 
 
 # ---------------------------------------------------------------------------------------------------------- finishing
@@ -140,7 +143,7 @@ def finishing(d: Draft, phase: Finishing) -> None:
     if failure is not phase.failure:
         accounting.generation_failed(d)
         d.phase = replace(phase, failure=failure)
-    members = members_of(d)
+    members = d.members()
     if not members:
         become_over(d, failure is None, failure.cause if failure else None)
         return

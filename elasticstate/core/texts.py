@@ -12,8 +12,9 @@ def number_of(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def listed(items: Iterable[str], separator: str = ", ", shown: int = SHOWN) -> str:
-    """Return the first items, and the number of the others."""
+def listed(items: Iterable[str], separator: str = ", ", shown: int = SHOWN, count: int | None = None) -> str:
+    """Return the first items, and the number of the others. ``count``: of all, if ``items`` lacks some."""
     items = list(items)
-    more = [f"and {len(items) - shown} more"] if len(items) > shown else []
+    hidden = (len(items) if count is None else count) - shown
+    more = [f"and {hidden} more"] if hidden > 0 else []
     return separator.join(items[:shown] + more)
