@@ -16,6 +16,7 @@ from elasticstate.errors import StateError, UsageError
 from elasticstate.state.committer import Committer, LiveState
 from elasticstate.state.divergence import Exclusions
 from elasticstate.state.join import StateJoinHook
+from elasticstate.state.value_names import Kinds
 from elasticstate.state.values import Captured
 
 
@@ -96,6 +97,10 @@ class State(Joinable):
     def _drop_gradients(self) -> None:
         """Set gradients to None. See Committer.drop_gradients."""
 
+    def _value_kinds(self) -> Kinds:
+        """Return the names given to the constructor, with the kind of each value. A sync compares them."""
+        return dict.fromkeys(self._names, False)
+
     # ---------------------------------------------------------------------------------------- methods that a user calls
 
     def commit(self, every: int = 1) -> None:
@@ -142,7 +147,13 @@ class State(Joinable):
 
         ``run`` calls it once in each world; later calls do nothing. If no rank lacks the state, no collective runs,
         else only the root and the lacking ranks take part. Outside a world it saves. With ``--verify-sync``, ``check``
-        follows. Raises StateError and StateDivergedError, as ``commit``, ``restore`` and ``check`` do.
+        follows.
+
+        Raises:
+            StateError: the names of the values differ between the ranks, before anything is sent. In the job's first
+                world all ranks raise it, later only the ranks that differ from the root. Also what ``commit`` and
+                ``restore`` raise.
+            StateDivergedError: see ``check``.
         """
         if self._committer.sync():
             self.check()
@@ -221,13 +232,23 @@ class State(Joinable):
             load_targets=_weak(self._load_targets),
             optimizer_owned=_weak(self._optimizer_owned),
             drop_gradients=_weak(self._drop_gradients),
+            value_kinds=_weak(self._value_kinds),
         )
 
-    def _check_names(self, values: Captured) -> None:
-        missing = [name for name in self._names if name not in values]
-        if missing:
+    def _check_names(self, values: Captured, capture: Callable[..., Any]) -> None:
+        """Raise StateError if the values of a commit have other names than those given to the constructor.
+
+        ``capture``: that of the calling class. If a subclass has another one, its commits may have more names.
+        """
+        if missing := [name for name in self._names if name not in values]:
             raise StateError(
                 f"The commit has no value {', '.join(missing)}, but this {type(self).__name__} has. Construct the "
+                f"state with the same names on every rank."
+            )
+        surplus = sorted(name for name in values if "." not in name and name not in self._names)
+        if surplus and type(self).capture is capture:
+            raise StateError(
+                f"The commit also has {', '.join(surplus)}, which this {type(self).__name__} lacks. Construct the "
                 f"state with the same names on every rank."
             )
 

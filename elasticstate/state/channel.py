@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 
 CHUNK_BYTES = 1 << 30  # size of one broadcast, because the timeout of a process group applies to each collective
+FIRST_BYTES = 1 << 15  # of a message travel with its length: a collective costs more than these bytes
+_LENGTH_BYTES = 8
 
 
 class Channel:
@@ -27,19 +29,23 @@ class Channel:
     def broadcast(self, data: torch.Tensor) -> None:
         """Send or receive ``uint8[n]`` in place, one collective for each ``CHUNK_BYTES``."""
         for begin in range(0, data.numel(), CHUNK_BYTES):
-            self._group.broadcast([data[begin : begin + CHUNK_BYTES]], self._options).wait()
+            self._broadcast(data[begin : begin + CHUNK_BYTES])
 
     def send(self, message: bytes) -> None:
-        """Broadcast a message with two collectives: the length, then the content."""
-        self.broadcast(torch.tensor([len(message)]).view(torch.uint8))
-        self.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+        """Broadcast a message: one collective, or more if it is longer than ``FIRST_BYTES``."""
+        whole = len(message).to_bytes(_LENGTH_BYTES, "little") + message
+        sent = torch.frombuffer(bytearray(whole.ljust(FIRST_BYTES)), dtype=torch.uint8)
+        self._broadcast(sent[:FIRST_BYTES])
+        self.broadcast(sent[FIRST_BYTES:])
 
     def receive(self) -> bytes:
-        length = torch.zeros(1, dtype=torch.int64)
-        self.broadcast(length.view(torch.uint8))
-        message = torch.empty(int(length), dtype=torch.uint8)
-        self.broadcast(message)
-        return message.numpy().tobytes()
+        first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+        self._broadcast(first)
+        whole = first.numpy().tobytes()
+        end = _LENGTH_BYTES + int.from_bytes(whole[:_LENGTH_BYTES], "little")
+        rest = torch.empty(max(0, end - FIRST_BYTES), dtype=torch.uint8)
+        self.broadcast(rest)
+        return whole[_LENGTH_BYTES:end] + rest.numpy().tobytes()
 
     def numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
         """Return the numbers of each rank, by rank. All ranks pass equally many numbers. One collective."""
@@ -52,6 +58,9 @@ class Channel:
         padded = torch.frombuffer(bytearray(message.ljust(max(lengths))), dtype=torch.uint8)
         rows = self._gather(padded)
         return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _broadcast(self, data: torch.Tensor) -> None:
+        self._group.broadcast([data], self._options).wait()
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(mine) for _ in range(self._group.size())]

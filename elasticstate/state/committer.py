@@ -17,7 +17,7 @@ import torch
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError
 from elasticstate.log import logger
-from elasticstate.state import divergence, rng
+from elasticstate.state import divergence, rng, value_names
 from elasticstate.state.channel import Channel
 from elasticstate.state.session import Session, SoloSession
 from elasticstate.state.snapshot import Snapshot
@@ -40,6 +40,7 @@ class LiveState:
     optimizer_owned: Callable[[], Container[int]]
     """Return the ids of the captured tensors that only an optimizer's ``step`` writes. See async_commit.py."""
     drop_gradients: Callable[[], None]
+    value_kinds: Callable[[], value_names.Kinds]
 
 
 class Committer:
@@ -218,12 +219,16 @@ class Committer:
         if session.generation == self._synced_generation:
             return False
         start = CommitId(session.generation, 0)
-        if session.rank in session.lacking:
-            self._receive(self._channel(session.root, session.lacking), start)
-        else:
+        channel = None
+        if session.lacking and session.rank in (session.root, *session.lacking):
+            channel = self._channel(session.root, session.lacking)
+            self._compare_names(channel)
+        if session.rank not in session.lacking:
             self._seal_start(start)
-            if session.lacking and session.rank == session.root:
-                self._send(self._channel(session.root, session.lacking))
+        if channel is not None and session.rank == session.root:
+            self._send(channel)
+        elif channel is not None:
+            self._receive(channel, start)
         self.drop_gradients()
         self._synced_generation = session.generation
         return session.verify_sync
@@ -256,8 +261,20 @@ class Committer:
 
     def _channel(self, root: int, lacking: Sequence[int]) -> Channel:
         """Return the channel from the root to the ranks that lack the state."""
-        ranks = tuple(sorted({root, *lacking}))
+        ranks = _taking_part(root, lacking)
         return Channel(self.session.process_group_for(ranks), ranks.index(root))
+
+    def _compare_names(self, channel: Channel) -> None:
+        """Raise StateError if this rank cannot take part in the sync, before anything is sealed, sent or written.
+
+        If only other ranks cannot, this rank continues. The sync or the training then fails with the generation.
+        """
+        session = self.session
+        ranks = _taking_part(session.root, session.lacking)
+        has_commit = self.snapshot.newest is not None
+        refused = value_names.find_refused(channel, ranks, session.root, self._live.value_kinds(), has_commit)
+        if session.rank in refused:
+            raise StateError(refused[session.rank])
 
     def _send(self, channel: Channel) -> None:
         started = time.monotonic()
@@ -313,3 +330,8 @@ class Committer:
         elif not is_last:
             self._receive(self._channel(root, lacking), commit, keeps_random_state=True)
         session.tick()
+
+
+def _taking_part(root: int, lacking: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks of a sync, ascending."""
+    return tuple(sorted({root, *lacking}))

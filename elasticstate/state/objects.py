@@ -22,7 +22,7 @@ class ObjectState(State):
         return self.capture()
 
     def apply(self, values: Captured) -> None:
-        self._check_names(values)
+        self._check_names(values, ObjectState.capture)
         for name in self._names:
             value = values[name]
             setattr(self, name, load_value(getattr(self, name), values, name) if is_array(value) else value)

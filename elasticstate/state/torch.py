@@ -18,6 +18,7 @@ from elasticstate.state.iterable_data import fault_of
 from elasticstate.state.module_state import capture_module, load_module
 from elasticstate.state.optimizer_state import capture_optimizer, load_optimizer
 from elasticstate.state.running_statistics import running_statistics
+from elasticstate.state.value_names import Kinds
 from elasticstate.state.values import Captured, Tree, is_array, load_value
 
 
@@ -67,7 +68,7 @@ class TorchState(State):
         return values
 
     def apply(self, values: Captured) -> None:
-        self._check_names(values)
+        self._check_names(values, TorchState.capture)
         for name in self._names:
             live, saved = getattr(self, name), values[name]
             if isinstance(saved, Tree):
@@ -82,6 +83,9 @@ class TorchState(State):
 
     def _load_targets(self) -> Captured:
         return self.capture()
+
+    def _value_kinds(self) -> Kinds:
+        return {name: _is_stateful(getattr(self, name)) for name in self._names}
 
     def _optimizer_owned(self) -> set[int]:
         """Return the ids of the parameters that the optimizers train, and of the tensors in the optimizers' state."""

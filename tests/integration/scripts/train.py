@@ -42,6 +42,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ballast", type=int, default=0, help="megabytes more in the state")
     parser.add_argument("--slow-device", type=float, help="tensors are on one that copies one each so many seconds")
     parser.add_argument("--misfit", action="store_true", help="another model in each process of a slot")
+    parser.add_argument("--more", action="append", default=[], help="beginning of the workers with one more value")
     parser.add_argument("--until", type=Path, help="train on until this file exists, then --steps steps more")
     return parser.parse_args()
 
@@ -74,7 +75,9 @@ torch.set_num_threads(1)
 width = 16 + (int(slot_id.rpartition("-")[2]) if args.misfit else 0)
 model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.01)
-state = elastic.TorchState(model=model, optimizer=optimizer, step=0, until=-1, ballast=torch.zeros(args.ballast << 18))
+more = {"scheduler": 0} if slot_id.startswith(tuple(args.more)) else {}
+ballast = torch.zeros(args.ballast << 18)
+state = elastic.TorchState(model=model, optimizer=optimizer, step=0, until=-1, ballast=ballast, **more)
 faults.arm()
 
 

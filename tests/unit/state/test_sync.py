@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from elasticstate.core.types import CommitId
-from elasticstate.errors import StateError
 from elasticstate.state import ObjectState, TorchState, channel as channel_module, rng
 from elasticstate.state.base import committer_of
+from elasticstate.state.value_names import find_refused
 
 
 def trained(seed: int, steps: int, hidden: int = 6) -> TorchState:
@@ -284,6 +284,7 @@ def send_in_part(state: Any, session: Any, chunks: int) -> None:
     """Send a part of the commit, like a root that dies during the sync."""
     header, payload = committer_of(state).snapshot.outgoing()
     channel = channel_module.Channel(session.process_group_for((0, 1)), 0)
+    assert find_refused(channel, (0, 1), 0, state._value_kinds(), has_commit=True) == {}
     channel.send(msgspec.msgpack.encode((0, header)))
     channel.broadcast(payload[: chunks * channel_module.CHUNK_BYTES])
 
@@ -324,8 +325,13 @@ def test_what_is_received_is_written_in_place(world: Any, member: Any, together:
     assert content(newcomer) == expected
 
 
-def test_states_that_differ_in_their_values_are_named(world: Any, member: Any, together: Any) -> None:
-    states = [ObjectState(n=1), ObjectState(n=1, m=2)]
-    joined(states, world(2, lacking=(1,)), member)
-    with pytest.raises(StateError, match="The commit has no value m, but this ObjectState has"):
-        together(*[state.sync for state in states])
+@pytest.mark.parametrize("more", [-channel_module.FIRST_BYTES, -9, -8, -7, 1, 100_000])
+def test_a_message_of_any_length_arrives(more: int, world: Any, member: Any, together: Any) -> None:
+    """A length of 8 bytes goes before the message."""
+    message = random.Random(more).randbytes(max(0, channel_module.FIRST_BYTES + more))
+    one_world, received = world(2), []
+    members = [member(one_world, rank) for rank in range(2)]
+    channels = [lambda m=m: channel_module.Channel(m.process_group_for((0, 1)), 0) for m in members]
+    together(lambda: channels[0]().send(message), lambda: received.append(channels[1]().receive()))
+    assert received == [message]
+    assert [len(m.collectives) for m in members] == [1 if more <= -8 else 2] * 2
