@@ -124,6 +124,13 @@ def _patterns(text: str) -> tuple[str, ...]:
     return names
 
 
+def _modules(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError(text)
+    return names
+
+
 _OWN_SIGNALS = (
     "INT",
     "HUP",
@@ -201,6 +208,7 @@ SIGNALS = Kind(
 COMMAND = Kind("COMMAND", "a command with its arguments, quoted as for a shell", _command)
 FLAG = Kind("", "1 or 0", _yes_or_no)
 PORT = Kind("PORT", "a port number from 1 to 65535", _port)
+MODULES = Kind("MODULES", "names of Python modules, separated by commas", _modules)
 NAMES = Kind("NAMES", "names of environment variables, separated by commas; * matches any characters", _patterns)
 ADDRESS = Kind("ADDR[:PORT]", "an IP address of this machine (0.0.0.0: all), with or without a port", _address)
 STREAMS = Kind("0|1|2|3", "0, 1 (stdout), 2 (stderr) or 3 (both)", _streams)

@@ -200,10 +200,31 @@ def session_members(session: int) -> set[int]:
     """Return the living processes of a session."""
 
     def belongs(process: Path) -> bool:
-        fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
+        fields = _stat(process)
         return int(fields[3]) == session and fields[0] != b"Z"
 
     return _processes(belongs)
+
+
+def children_that_ended() -> set[int]:
+    """Return the children of this process whose exit status nobody has read yet."""
+    with suppress(ChildProcessError):
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return _processes(lambda process: _stat(process)[:2] == [b"Z", str(os.getpid()).encode()])
+    return set()
+
+
+def _stat(process: Path) -> list[bytes]:
+    """Return the fields of a process behind its name (proc_pid_stat(5)): state, parent, process group, session, ..."""
+    return (process / "stat").read_bytes().rpartition(b")")[2].split()
+
+
+def cpu_ticks(pid: int) -> int:
+    """Return the CPU time of a process, in ticks of the kernel's clock; 0 after its end."""
+    with suppress(OSError, IndexError):
+        fields = _stat(Path("/proc", str(pid)))
+        return int(fields[11]) + int(fields[12])
+    return 0
 
 
 def kill_session(session: int) -> None:

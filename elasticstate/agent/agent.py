@@ -26,6 +26,7 @@ from elasticstate.agent.host_storage import HostStorage
 from elasticstate.agent.job_place import JobPlace
 from elasticstate.agent.output import Outputs
 from elasticstate.agent.preemption import PreemptionWatch
+from elasticstate.agent.python_command import is_python, reason_against_template
 from elasticstate.agent.running_tasks import RunningTasks
 from elasticstate.agent.search import Stopped, find_driver
 from elasticstate.agent.service import Service
@@ -33,12 +34,15 @@ from elasticstate.agent.stale_files import clean_regularly
 from elasticstate.agent.storage_allocator import StorageAllocator
 from elasticstate.agent.supervisor import Supervisor
 from elasticstate.agent.supply import Supply
+from elasticstate.agent.template import Template
 from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.agent.worker_messages import WorkerMessages
+from elasticstate.agent.worker_process import environment_of_workers
 from elasticstate.agent.worker_starter import WorkerStarter
 from elasticstate.agent.workers import Workers
 from elasticstate.backends import AgentBackend, AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
+from elasticstate.config import agent_variable
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import OptionError
 from elasticstate.net.launch import Launch
@@ -84,6 +88,7 @@ class Agent:
         self.outputs = Outputs(launch.host)
         self._handles: dict[WorkerId, WorkerHandle] = {}  # living workers
         self._supervision: asyncio.Task[None] | None = None
+        self._template: Template | None = None
 
     async def run(self) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: None)  # the driver's decision
@@ -104,6 +109,8 @@ class Agent:
             status = await self._serve(place, attachment, parts)
         if self._supervision is not None:
             self._supervision.cancel()
+        if self._template is not None:
+            await self._template.close()
         await in_thread(place.leave)
         return status
 
@@ -118,11 +125,34 @@ class Agent:
         await in_thread(place.serves, spec.job_id)
         if not await in_thread(Path(launch.directory).is_dir):
             raise NotADirectoryError(f"{launch.directory}, the directory of the job, does not exist on this host")
+        self._template = self._start_template(spec, place, driver)
         local_address = launch.local_address or driver.local_address
         supervisor = Supervisor(self._handles, spec.options, driver, self.outputs, bool(launch.job_directory))
         self._supervision = asyncio.ensure_future(supervisor.run())
         commits = await lock_host(spec, launch.host, place.path, place.mark, driver)
         return _Attachment(spec, driver, local_address, preemption, supervisor, commits)
+
+    def _start_template(self, spec: JobSpec, place: JobPlace, driver: DriverConnection) -> Template | None:
+        """Start the template process early, unless it is switched off or of no use for this command."""
+        options, launch = spec.options, self._launch
+        if not options.template or not is_python(options.command):
+            return None
+        environment = environment_of_workers(launch.environment, spec.environment)
+        reason = reason_against_template(options.command, launch.directory, environment)
+        if reason:
+            driver.send(AgentWarning(f"workers do not fork from the template process, but import torch anew: {reason}"))
+            return None
+        name, mark = agent_variable(place.mark)
+        template = Template(
+            {**environment, name: mark},
+            launch.directory,
+            options.preload,
+            options.heartbeat_timeout_s,
+            self.outputs.complain,
+            lambda pid: any(handle.process.pid == pid for handle in self._handles.values()),
+        )
+        template.start()
+        return template
 
     def _assemble(self, place: JobPlace, attachment: _Attachment) -> _AgentParts:
         """Make the other parts, and listen for workers. Raises OSError or ValueError."""
@@ -156,7 +186,9 @@ class Agent:
         )
         worker_messages = WorkerMessages(handles, driver, socket, allocator, tasks)
         reporter = HostReporter(storage)
-        starter = WorkerStarter(launch, spec, place, storage, outputs, attachment.local_address)
+        starter = WorkerStarter(
+            launch, spec, place, storage, outputs, attachment.local_address, self._template, attachment.warn
+        )
         workers = Workers(
             handles, starter, driver, socket, supervisor, reporter, outputs, storage, spec.options.stop_timeout_s
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from elasticstate.agent.driver_connection import DriverConnection
 from elasticstate.agent.host_report import HostReporter
 from elasticstate.agent.output import Outputs
@@ -9,6 +11,7 @@ from elasticstate.agent.running_tasks import RunningTasks
 from elasticstate.agent.storage_allocator import StorageAllocator
 from elasticstate.agent.supervisor import Supervisor
 from elasticstate.agent.supply import Supply
+from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.agent.workers import Workers
 from elasticstate.backends import AgentBackend
 from elasticstate.core.types import WorkerId
@@ -46,7 +49,7 @@ class DriverMessages:
     def carry_out(self, message: messages.ToAgent) -> None:
         match message:
             case messages.StartWorker(worker, reserve_bytes):
-                self._start(worker, reserve_bytes)
+                self._tasks.begin(self._reserve(self._workers.start(worker, reserve_bytes), reserve_bytes))
             case messages.StopWorker(worker, _, kill):
                 self._workers.stop(worker, kill)
             case messages.ToWorkers(workers, body):
@@ -69,11 +72,12 @@ class DriverMessages:
             for worker in self._workers.handles:
                 self._socket.send(worker, data)
 
-    def _start(self, worker: WorkerId, reserve_bytes: int) -> None:
-        handle = self._workers.start(worker, reserve_bytes)
-        if handle is not None and reserve_bytes:  # allocate while the worker boots
-            holds_commit = handle.liveness.holds_commit
-            self._tasks.begin(self._allocator.reserve(worker.slot, reserve_bytes, holds_commit))
+    async def _reserve(self, starting: Awaitable[WorkerHandle | None], reserve_bytes: int) -> None:
+        """Allocate the commit storage of a new worker while it boots."""
+        handle = await starting
+        if handle is not None and reserve_bytes:
+            slot, holds_commit = handle.process.worker.slot, handle.liveness.holds_commit
+            await self._allocator.reserve(slot, reserve_bytes, holds_commit)
 
     def _send(self, workers: tuple[WorkerId, ...] | None, body: messages.ToWorkerBody) -> None:
         self._reporter.sent(body)

@@ -84,6 +84,7 @@ class Service:
                 f"stopping the workers: no driver within --driver-timeout of {self._driver_timeout_s:g} s ({error})"
             )
             return _NO_DRIVER
+        await self._workers.all_started()
         self.send_host_report()
         self._preemption.report()
         self._outputs.report_again()

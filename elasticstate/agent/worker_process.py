@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from elasticstate.agent import exec_shim
 from elasticstate.agent.output import Pump
-from elasticstate.config import WorkerEnvironment, inherited_environment
+from elasticstate.config import inherited_environment
 from elasticstate.core.types import WorkerId
 from elasticstate.net.messages import STACKS_SIGNAL
 from elasticstate.processes import catches, descriptors_given, ended_child, kill_session
@@ -30,46 +30,48 @@ class Ending(NamedTuple):
     last_output: str  # the end of its stderr
 
 
-def environment_of_worker(
-    passed_on: Iterable[tuple[str, str]], given: Iterable[tuple[str, str]], worker_environment: WorkerEnvironment
-) -> dict[str, str]:
-    """Merge this process's environment, variables from the driver's host, the job's variables and the worker's own."""
+def environment_of_workers(passed_on: Iterable[tuple[str, str]], given: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Merge this process's environment, variables from the driver's host and the job's variables."""
     # The stack of a segmentation fault shows its cause. torch's own log on a peer's death is a page of C++ frames for
     # each peer; the worker's exception shows the same.
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    return {**defaults, **inherited_environment(), **dict(passed_on), **dict(given), **worker_environment.variables()}
+    return {**defaults, **inherited_environment(), **dict(passed_on), **dict(given)}
+
+
+class Child(Protocol):
+    """A started process that this process can wait for: ``subprocess.Popen``, or a ForkedChild."""
+
+    pid: int
+    returncode: int | None
+
+    def wait(self) -> int: ...
+
+
+def start_command(
+    command: Sequence[str], environment: Mapping[str, str], directory: str, stdout: int, stderr: int
+) -> subprocess.Popen[bytes]:
+    """Start a worker as a new process. Raises OSError if that fails."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", exec_shim.__file__, str(os.getpid()), str(descriptors_given()), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env=dict(environment),
+        cwd=directory,
+        start_new_session=True,
+    )
 
 
 class WorkerProcess:
     """A started worker. ``ended()`` must be awaited once; until then the process id stays reserved."""
 
-    def __init__(
-        self,
-        worker: WorkerId,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        directory: str,
-        stdout: Pump,
-        stderr: Pump,
-    ) -> None:
-        """Start the process. Raises OSError if that fails."""
+    def __init__(self, worker: WorkerId, child: Child, stdout: Pump, stderr: Pump, pipes: tuple[int, int]) -> None:
+        """``pipes``: the ends from which this process reads the worker's stdout and stderr."""
         self.worker = worker
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", exec_shim.__file__, str(os.getpid()), str(descriptors_given()), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(environment),
-            cwd=directory,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
+        self._process = child
         self._stderr = stderr
-        self._pumps = [
-            asyncio.ensure_future(stdout.run(self._process.stdout)),
-            asyncio.ensure_future(stderr.run(self._process.stderr)),
-        ]
+        out, err = (os.fdopen(pipe, "rb", buffering=0) for pipe in pipes)
+        self._pumps = [asyncio.ensure_future(stdout.run(out)), asyncio.ensure_future(stderr.run(err))]
 
     @property
     def pid(self) -> int:

@@ -1,6 +1,9 @@
-"""WorkerStarter: starts the processes of workers."""
+"""WorkerStarter: starts the processes of workers. They fork from the template process if they can."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable
 
 from elasticstate import commits, error_file
 from elasticstate.agent.host_storage import HostStorage
@@ -8,11 +11,13 @@ from elasticstate.agent.job_place import JobPlace
 from elasticstate.agent.liveness import Liveness
 from elasticstate.agent.output import Audience, Outputs
 from elasticstate.agent.post_mortem import count_oom_kills
+from elasticstate.agent.template import Template, TemplateError
 from elasticstate.agent.worker_handle import WorkerHandle
-from elasticstate.agent.worker_process import WorkerProcess, environment_of_worker
+from elasticstate.agent.worker_process import Child, WorkerProcess, environment_of_workers, start_command
 from elasticstate.config import WorkerEnvironment
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import CommitStorageError
+from elasticstate.net.fork_link import ForkRequest
 from elasticstate.net.launch import Launch
 from elasticstate.net.messages import JobSpec
 
@@ -21,17 +26,27 @@ class WorkerStarter:
     """Starter of workers, each with its files, output and environment."""
 
     def __init__(
-        self, launch: Launch, spec: JobSpec, place: JobPlace, storage: HostStorage, outputs: Outputs, local_address: str
+        self,
+        launch: Launch,
+        spec: JobSpec,
+        place: JobPlace,
+        storage: HostStorage,
+        outputs: Outputs,
+        local_address: str,
+        template: Template | None,
+        warn: Callable[[str], None],
     ) -> None:
-        """``local_address``: the address at which other hosts reach this one."""
+        """``local_address``: the address at which other hosts reach this one. ``template``: None if it is of no use."""
         self._launch = launch
         self._spec = spec
         self._place = place
         self._storage = storage
         self._outputs = outputs
         self._local_address = local_address
+        self._template = template
+        self._warn = warn
 
-    def start(self, worker: WorkerId, reserve_bytes: int) -> WorkerHandle:
+    async def start(self, worker: WorkerId, reserve_bytes: int) -> WorkerHandle:
         """Start a worker. Raises OSError, ValueError or CommitStorageError if that fails."""
         options, storage = self._spec.options, self._storage
         try:
@@ -41,13 +56,35 @@ class WorkerStarter:
             error_file.forget(error_name, storage.directory.fd)
             audience = Audience(options.only_ranks)
             pumps = self._outputs.pumps(worker, options, audience)
-            process = WorkerProcess(
-                worker, options.command, self._environment(worker, reserve_bytes), self._launch.directory, *pumps
-            )
+            child, pipes = await self._start_process(self._environment(worker, reserve_bytes))
+            process = WorkerProcess(worker, child, *pumps, pipes)
         except (OSError, ValueError, CommitStorageError):
             self._outputs.ended(worker)
             raise
         return WorkerHandle(process, liveness, audience, error_name, count_oom_kills())
+
+    async def _start_process(self, environment: dict[str, str]) -> tuple[Child, tuple[int, int]]:
+        """Start the process. Return it, with the ends from which to read its stdout and stderr."""
+        (out, stdout), (err, stderr) = os.pipe(), os.pipe()
+        try:
+            return await self._child(environment, stdout, stderr), (out, err)
+        except BaseException:
+            os.close(out)
+            os.close(err)
+            raise
+        finally:
+            os.close(stdout)
+            os.close(stderr)
+
+    async def _child(self, environment: dict[str, str], stdout: int, stderr: int) -> Child:
+        command, directory = self._spec.options.command, self._launch.directory
+        if self._template is not None:
+            try:
+                request = ForkRequest(tuple(command[1:]), directory, environment)
+                return await self._template.fork(request, stdout, stderr)
+            except TemplateError as error:
+                self._warn(f"a worker starts as a new process, which imports torch anew: the template process {error}")
+        return start_command(command, environment, directory, stdout, stderr)
 
     def _environment(self, worker: WorkerId, reserve_bytes: int) -> dict[str, str]:
         spec = self._spec
@@ -63,4 +100,4 @@ class WorkerStarter:
             preemption_signals=spec.options.preemption_signals,
             backend=spec.options.backend,
         )
-        return environment_of_worker(self._launch.environment, spec.environment, own)
+        return {**environment_of_workers(self._launch.environment, spec.environment), **own.variables()}

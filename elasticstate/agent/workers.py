@@ -44,23 +44,36 @@ class Workers:
         self._outputs = outputs
         self._storage = storage
         self._stop_timeout_s = stop_timeout_s
-        self._none_left = asyncio.Event()
+        self._starting: dict[WorkerId, asyncio.Task[WorkerHandle | None]] = {}
+        self._unwanted: set[WorkerId] = set()  # workers that are to stop as soon as they have started
 
-    def start(self, worker: WorkerId, reserve_bytes: int) -> WorkerHandle | None:
-        """Start a worker. Return None if that fails; the driver then receives the end of the worker."""
+    def start(self, worker: WorkerId, reserve_bytes: int) -> asyncio.Task[WorkerHandle | None]:
+        """Start a worker. The result is None if that fails; the driver then receives the end of the worker."""
         self._reporter.started(worker)
+        starting = self._starting[worker] = asyncio.ensure_future(self._start(worker, reserve_bytes))
+        starting.add_done_callback(lambda _: self._starting.pop(worker))
+        return starting
+
+    async def _start(self, worker: WorkerId, reserve_bytes: int) -> WorkerHandle | None:
         try:
-            handle = self._starter.start(worker, reserve_bytes)
+            handle = await self._starter.start(worker, reserve_bytes)
         except (OSError, ValueError, CommitStorageError) as error:
             self._outputs.complain(f"could not start {worker}: {error}")
             self._report_exit(messages.Exited(worker, 0, 127, None, f"could not be started: {error}"))
             return None
         handle.liveness.set_lease(self._supervisor.lease.until_ns)
         self.handles[worker] = handle
-        self._none_left.clear()
         self._driver.send(messages.Started(worker, handle.process.pid))
         handle.watcher = asyncio.ensure_future(self._watch(handle))
+        if worker in self._unwanted:
+            self._unwanted.remove(worker)
+            self.stop(worker, kill=True)  # its script has hardly begun
         return handle
+
+    async def all_started(self) -> None:
+        """Wait until no worker is being started, so that a report has all of them."""
+        while self._starting:
+            await asyncio.wait(self._starting.values())
 
     async def _watch(self, handle: WorkerHandle) -> None:
         """Wait for the end of a worker, and report it after all that the worker has sent."""
@@ -79,8 +92,6 @@ class Workers:
         written = error_file.read(handle.error_file, self._storage.directory.fd)
         error, time_ns = cause_of_death(ending, written, count_oom_kills(), handle.oom_kills)
         self._report_exit(messages.Exited(process.worker, process.pid, ending.exit_code, ending.signal, error, time_ns))
-        if not self.handles:
-            self._none_left.set()
 
     def _report_exit(self, exited: messages.Exited) -> None:
         self._reporter.ended(exited)
@@ -93,6 +104,7 @@ class Workers:
         """
         handle = self.handles.get(worker)
         if handle is None:
+            self._unwanted.update({worker}.intersection(self._starting))
             return
         if kill:
             handle.process.kill()
@@ -111,7 +123,8 @@ class Workers:
 
     async def stop_all(self) -> None:
         """Stop all workers, and wait for their ends."""
-        for worker in list(self.handles):
+        for worker in [*self.handles, *self._starting]:
             self.stop(worker)
-        while self.handles:
-            await self._none_left.wait()
+        await self.all_started()
+        while watchers := [handle.watcher for handle in self.handles.values() if handle.watcher is not None]:
+            await asyncio.wait(watchers)

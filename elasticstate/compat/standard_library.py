@@ -2,6 +2,8 @@
 
 - ``_thread.start_new_thread`` is documented, in spite of its name.
 - ``asyncio.Handle._run`` and ``_callback``: no public hook surrounds the callbacks of an event loop. For tests only.
+- ``runpy._run_module_as_main`` is what ``python -m`` calls. ``run_module``, which is public, removes ``__main__`` again
+  when the module has ended.
 - ``asyncio.sslproto.SSLProtocol.max_size``: asyncio fills a buffer of this size for each TLS connection (from Python
   3.11 on). Without this name, connections only take more memory.
 """
@@ -9,6 +11,7 @@
 from __future__ import annotations
 
 import _thread
+import runpy
 from asyncio import Handle, sslproto
 from collections.abc import Callable
 
@@ -45,3 +48,12 @@ def set_callback_runner(run: Callable[[Handle], None]) -> None:
 def callback_of(handle: Handle) -> object:
     """Return the callback of a handle; None if it has none, or this Python hides it."""
     return getattr(handle, "_callback", None)
+
+
+def main_module_runner() -> Callable[[str], object]:
+    """Return the function that runs a module as ``__main__``, as ``python -m`` does."""
+    run: Callable[[str], object] | None = getattr(runpy, "_run_module_as_main", None)
+    if run is None:
+        warn_absent("Python", "runpy._run_module_as_main", "exit functions of python -m commands lack __main__")
+        return lambda name: runpy.run_module(name, run_name="__main__", alter_sys=True)
+    return run

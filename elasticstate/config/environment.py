@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -104,6 +104,12 @@ def error_file_path() -> str:
 def inherited_environment() -> dict[str, str]:
     """Return the environment of this process, for the processes that it starts."""
     return dict(os.environ)
+
+
+def replace_environment(variables: Mapping[str, str]) -> None:
+    """Give this process, which was forked, the environment that a new process would have been started with."""
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 _NEEDED_ON_OTHER_HOSTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")

@@ -70,6 +70,16 @@ class Options:
         "--backend",
         "Transport of tensors between workers. auto: nccl (with gloo for CPU tensors) if torch sees GPUs, else gloo.",
     )
+    template: bool = option(
+        True,
+        _SIZE,
+        kinds.FLAG,
+        "--template",
+        "Fork workers from one process on each host that has imported torch already.",
+    )
+    preload: tuple[str, ...] = option(
+        (), _SIZE, kinds.MODULES, "--preload", "Further modules that the template process imports for all workers."
+    )
     host_discovery_script: str | None = option(
         None,
         _DISCOVERY,
@@ -375,11 +385,7 @@ class Options:
         None, _OUTPUT, kinds.PATH, "--events-file", "File to which each event is appended as a line of JSON."
     )
     job_name: str | None = option(
-        None,
-        _OUTPUT,
-        kinds.NAME,
-        "--job-name",
-        "Name of the job for elasticrun status and elasticrun --reattach (default: a generated name).",
+        None, _OUTPUT, kinds.NAME, "--job-name", "Name for elasticrun status and --reattach (default: a generated one)."
     )
     verbose: bool = option(False, _OUTPUT, kinds.FLAG, "--verbose", "Print the reasons for decisions, too.")
 

@@ -23,6 +23,9 @@ ALLOWED = {
     # intervals between two looks; nothing ends by them
     "core.policy: waiting_notice_s": "a wait that lasts longer is reported",
     "agent.host_lock: _LOOK_INTERVAL_S": "between two attempts to lock; --heartbeat-timeout decides",
+    "agent.orphans: _REAP_INTERVAL_S": "between two searches for orphans that have ended",
+    "agent.template: _LOOK_INTERVAL_S": "between two looks at its CPU time; --heartbeat-timeout decides",
+    "worker.template: time.sleep(0.0005)": "between two looks at the parent of a worker that has just forked",
     "agent.stale_files: _LEAST_INTERVAL_S": "between two searches for stale files",
     "agent.supervisor: LOOK_INTERVAL_S": "between two looks at the stamps; --heartbeat-timeout decides",
     "agent.deleted_files: _LOOK_INTERVAL_S": "between two checks of files that another process may delete",
@@ -55,6 +58,8 @@ ALLOWED = {
     # a moment for something that has ended already to clean up
     "agent.supervisor: _STACKS_TIMEOUT_S": "for the stacks of a worker whose kill is decided",
     "agent.output: _MOMENT_S": "for a terminal or file to take the last output; it is written later all the same",
+    "agent.template: _DRAIN_TIMEOUT_S": "for the output of a process that has ended",
+    "worker.template: _LONGEST_ADOPTION_S": "for the end of a process that exits at once; else there is no agent left",
     "agent.worker_process: _DRAIN_TIMEOUT_S": "for the output of a process that has ended",
     "driver.agents: _LAST_MOMENT_S": "for a process to end whose sockets are closed, so that its status is known",
     "net.stream: _LAST_MOMENT_S": "for the other end of a connection that is being closed",

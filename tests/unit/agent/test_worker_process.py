@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.agent.output import Audience, Outputs
-from elasticstate.agent.worker_process import Ending, WorkerProcess
+from elasticstate.agent.output import Audience, Outputs, Pump
+from elasticstate.agent.worker_process import Ending, WorkerProcess, start_command
 from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
 from elasticstate.processes import session_members
@@ -32,6 +32,15 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         pytest.fail(f"has not come: {what}")
 
 
+def started(worker: WorkerId, command: list[str], directory: str, *pumps: Pump) -> WorkerProcess:
+    """Start a command as a worker."""
+    (out, stdout), (err, stderr) = os.pipe(), os.pipe()
+    child = start_command(command, os.environ, directory, stdout, stderr)
+    os.close(stdout)
+    os.close(stderr)
+    return WorkerProcess(worker, child, *pumps, pipes=(out, err))
+
+
 def run(
     directory: Path, command: list[str], meanwhile: Callable[[WorkerProcess], Awaitable[None]] | None = None
 ) -> Ending:
@@ -39,7 +48,7 @@ def run(
 
     async def scenario() -> Ending:
         pumps = Outputs("h").pumps(W, Options(command=(), log_dir=str(directory), tee=0), Audience(()))
-        process = WorkerProcess(W, command, dict(os.environ), str(directory), *pumps)
+        process = started(W, command, str(directory), *pumps)
         if meanwhile is not None:
             await meanwhile(process)
         ending = await asyncio.wait_for(process.ended(), 20)
@@ -86,9 +95,7 @@ def test_a_command_that_is_not_there_exits_with_127(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        WorkerProcess(
-            W, ["true"], {}, str(tmp_path / "nope"), *Outputs("h").pumps(W, Options(command=()), Audience(()))
-        )
+        start_command(["true"], {}, str(tmp_path / "nope"), 1, 2)
 
 
 def test_what_a_command_leaves_in_its_session_ends_with_it(tmp_path: Path) -> None:
@@ -147,15 +154,16 @@ def test_a_worker_dies_with_its_agent(tmp_path: Path) -> None:
     """The agent is simulated by a process that starts a worker as agents do. The test then kills it."""
     agent = f"""
 import asyncio, os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 from elasticstate.agent.output import Audience, Outputs
-from elasticstate.agent.worker_process import WorkerProcess
 from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
+from test_worker_process import started
 
 async def main():
     worker = WorkerId("h", 0, 1)
     pumps = Outputs("h").pumps(worker, Options(command=(), tag_output=False), Audience(()))
-    process = WorkerProcess(worker, ["sh", "-c", "echo $$; exec sleep 100"], os.environ, {str(tmp_path)!r}, *pumps)
+    process = started(worker, ["sh", "-c", "echo $$; exec sleep 100"], {str(tmp_path)!r}, *pumps)
     await process.ended()
 
 asyncio.run(main())

@@ -1,0 +1,81 @@
+"""The workers' command, as far as the template process needs to understand it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+UNBUFFERED = "-u"
+
+# Variables that torch and the libraries below it read when they are imported.
+_READ_AT_IMPORT = re.compile(
+    r"(OMP|KMP|GOMP|MKL|OPENBLAS|GOTO|NUMEXPR|VECLIB|ATEN|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH|TRITON|LD|PYTHON)_[A-Z0-9_]+"
+    r"|TORCHDYNAMO_[A-Z_]+|PYTHON[A-Z]+"
+)
+_READ_LATER = re.compile(r"TORCH_(NCCL|GLOO|FR)_[A-Z0-9_]+|TORCHELASTIC_[A-Z0-9_]+|PYTORCH_NVML_BASED_CUDA_CHECK")
+
+
+def is_python(command: Sequence[str]) -> bool:
+    """Return True if the command names a Python interpreter, or is a Python script."""
+    return bool(re.fullmatch(r"python[0-9.]*", os.path.basename(command[0])))
+
+
+def reason_against_template(command: Sequence[str], directory: str, environment: Mapping[str, str]) -> str:
+    """Return why workers with this command cannot fork from the template process, or ""."""
+    program = shutil.which(command[0], path=environment.get("PATH"))
+    if program is None or not _is_this_python(os.path.join(directory, program)):
+        return f"{command[0]} is another Python than {sys.executable}, which runs the agent"
+    words = list(command[1:])
+    while words[:1] == [UNBUFFERED] and environment.get("PYTHONUNBUFFERED"):
+        words.pop(0)
+    if words[:1] == ["-m"] and len(words) > 1:
+        return ""
+    if not words or words[0].startswith("-"):
+        return f"the interpreter has the argument {words[0]!r}" if words else "the interpreter has no script"
+    path = Path(directory, words[0])
+    if not path.is_file():
+        return f"{words[0]} is not a file"
+    return _reason_in_script(path)
+
+
+def _is_this_python(program: str) -> bool:
+    """Return True for this process's interpreter: the same program in the same virtual environment."""
+    same_directory = os.path.realpath(os.path.dirname(program)) == os.path.realpath(os.path.dirname(sys.executable))
+    return same_directory and os.path.realpath(program) == os.path.realpath(sys.executable)
+
+
+def _reason_in_script(path: Path) -> str:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""  # the worker shows the error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value
+            if _READ_AT_IMPORT.fullmatch(name) and not _READ_LATER.fullmatch(name):
+                return f"{path.name} mentions {name}, which takes effect only if it is set before imports"
+    shadowed = sorted(_modules_beside(path).intersection(_PRELOADED))
+    return f"{path.parent / shadowed[0]} would hide a module of the same name" if shadowed else ""
+
+
+def _modules_beside(path: Path) -> set[str]:
+    """Return the names of modules that a script finds in its own directory before all others."""
+    names = set()
+    for entry in os.scandir(path.parent):
+        if entry.name.endswith(".py"):
+            names.add(entry.name[:-3])
+        elif entry.is_dir() and os.path.isfile(os.path.join(entry.path, "__init__.py")):
+            names.add(entry.name)
+    names.discard(path.stem)
+    return names
+
+
+_PRELOADED = {
+    *sys.stdlib_module_names.difference({"test"}),
+    *("elasticstate", "msgspec", "mpmath", "numpy", "sympy", "torch", "typing_extensions"),
+}

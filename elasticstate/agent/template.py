@@ -1,0 +1,224 @@
+"""Template: the agent's template process, from which workers fork.
+
+A worker that forks does not import torch, which takes seconds. If the template process cannot serve, or ends, workers
+start as new processes: that costs time, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TypeVar
+
+from elasticstate.agent import exec_shim
+from elasticstate.agent.orphans import adopt_orphans, reap_orphans
+from elasticstate.net.fork_link import READY, ForkRequest, TemplateLink
+from elasticstate.processes import cpu_ticks, descriptors_given, ended_child, kill_session
+
+T = TypeVar("T")
+
+_PROGRAM = Path(exec_shim.__file__).parents[1] / "worker" / "template.py"
+_PADDING = " " * 4096  # space for the command line of a worker, as ps shows it
+_LOOK_INTERVAL_S = 0.5
+_MOST_DEATHS = 3  # in a row, before a first worker forked
+_DRAIN_TIMEOUT_S = 1.0  # for the last lines of its output
+
+
+class TemplateError(Exception):
+    """No worker can fork from the template process now; the text is the reason."""
+
+
+class ForkedChild:
+    """A worker process that forked from the template process. It is a child of this process; waits like Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        """Wait for the end. Return the exit code, or -N after signal N."""
+        if self.returncode is None:
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class Template:
+    """The template process of one host, which is started again when it ends."""
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        directory: str,
+        modules: Sequence[str],
+        timeout_s: float,
+        log: Callable[[str], None],
+        is_worker: Callable[[int], bool],
+    ) -> None:
+        """``modules``: of --preload. ``timeout_s``: a process that neither answers nor computes for so long is killed.
+
+        ``is_worker``: returns True for the process id of a worker that somebody waits for.
+        """
+        self._environment = environment
+        self._directory = directory
+        self._modules = modules
+        self._timeout_s = timeout_s
+        self._log = log
+        self._is_worker = is_worker
+        self._process: _Process | None = None
+        self._deaths = 0  # since a worker forked
+        self._reason = ""  # why it is not started again
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start the process. It imports in parallel with everything else."""
+        adopt_orphans()
+        self._start_process()
+        self._tasks = [asyncio.ensure_future(self._live()), asyncio.ensure_future(reap_orphans(self._is_awaited))]
+
+    def _is_awaited(self, pid: int) -> bool:
+        return self._is_worker(pid) or (self._process is not None and self._process.pid == pid)
+
+    def _start_process(self) -> None:
+        try:
+            self._process = _Process(self._environment, self._directory, self._modules, self._log)
+        except OSError as error:
+            self._reason = f"could not be started: {error}"
+
+    async def _live(self) -> None:
+        """Start the process again when it has ended, unless that is of no use."""
+        while (process := self._process) is not None:
+            try:
+                self._reason = await process.ended()
+            finally:
+                await process.close()
+                self._process = None
+            self._deaths += 1
+            if self._deaths == _MOST_DEATHS:
+                self._reason = f"ended {self._deaths} times in a row"
+            if not self._reason:
+                self._start_process()
+
+    async def fork(self, request: ForkRequest, stdout: int, stderr: int) -> ForkedChild:
+        """Start a worker with these descriptors. Raises TemplateError.
+
+        The first workers wait for the imports. After a death of the process, workers do not wait for the next one.
+        """
+        process = self._process
+        if process is None or (self._deaths and not process.ready.done()):
+            raise TemplateError(self._reason or "is starting again")
+        try:
+            answer = await self._while_alive(process, asyncio.shield(process.ready))
+            if answer != READY:
+                raise TemplateError(answer or "ended before its imports were complete")
+            child = await self._while_alive(process, process.fork(request, stdout, stderr))
+        except OSError as error:
+            raise TemplateError(str(error)) from error
+        self._deaths = 0
+        return child
+
+    async def _while_alive(self, process: _Process, answer: Awaitable[T]) -> T:
+        """Wait for an answer. Raises TimeoutError, and kills the process, if it neither answers nor computes."""
+        work, loop = asyncio.ensure_future(answer), asyncio.get_running_loop()
+        used, since = cpu_ticks(process.pid), loop.time()
+        try:
+            while not (await asyncio.wait({work}, timeout=_LOOK_INTERVAL_S))[0]:
+                now = cpu_ticks(process.pid)
+                if now != used:
+                    used, since = now, loop.time()
+                elif loop.time() - since > self._timeout_s:
+                    process.kill()
+                    raise TimeoutError(f"did not answer within --heartbeat-timeout of {self._timeout_s:g} s; killed")
+            return work.result()
+        finally:
+            work.cancel()
+
+    async def close(self) -> None:
+        """End the process."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class _Process:
+    """One template process."""
+
+    def __init__(
+        self, environment: Mapping[str, str], directory: str, modules: Sequence[str], log: Callable[[str], None]
+    ) -> None:
+        """Start the process. Raises OSError if that fails."""
+        self._link = TemplateLink()
+        own_pid, child_end = str(os.getpid()), self._link.child_end
+        shim = [sys.executable, "-I", "-S", exec_shim.__file__, own_pid, str(descriptors_given())]
+        try:
+            self._process = subprocess.Popen(
+                [*shim, sys.executable, str(_PROGRAM), str(child_end), own_pid, ",".join(modules), _PADDING],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,  # as for a worker: Python looks at the kind of file when it starts
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                cwd=directory,
+                start_new_session=True,
+                pass_fds=[child_end],
+            )
+        except OSError:
+            self._link.close()
+            raise
+        finally:
+            os.close(child_end)
+        assert self._process.stdout is not None
+        self.pid = self._process.pid
+        self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # READY, a reason, or "": it ended
+        self._log = log
+        self._reading = asyncio.ensure_future(self._read(self._process.stdout))
+        self._answering = asyncio.ensure_future(self._first_answer())
+
+    async def _read(self, pipe: IO[bytes]) -> None:
+        """Log what the process prints while it imports."""
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        try:
+            while line := await reader.readline():
+                self._log(f"template process: {line.decode(errors='replace').rstrip()}")
+        finally:
+            transport.close()
+
+    async def _first_answer(self) -> None:
+        self.ready.set_result(await self._link.receive())
+
+    async def ended(self) -> str:
+        """Wait for the end of the process. Return why a worker can never fork from such a process, or ""."""
+        await ended_child(self.pid)
+        await self._answering
+        return "" if self.ready.result() == READY else self.ready.result()
+
+    async def fork(self, request: ForkRequest, stdout: int, stderr: int) -> ForkedChild:
+        """Fork a worker. Raises OSError (also ConnectionError) if the process has ended."""
+        answer = self._link.request(request, stdout, stderr)
+        try:
+            pid = await answer.receive()
+            answer.go()
+            return ForkedChild(pid)
+        finally:
+            answer.close()
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def close(self) -> None:
+        """End the process and its session."""
+        if self._process.returncode is None:
+            kill_session(self.pid)
+            await ended_child(self.pid)
+            self._process.wait()
+        self._answering.cancel()
+        self._link.close()
+        await asyncio.wait([self._reading], timeout=_DRAIN_TIMEOUT_S)
+        self._reading.cancel()

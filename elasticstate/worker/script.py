@@ -1,0 +1,98 @@
+"""Run a Python command in a process that was forked, as the interpreter runs it: ``x.py ARGS`` or ``-m x ARGS``.
+
+The script must not notice the difference. Its tracebacks have no frame of this package. Import this module before all
+modules that register exit functions.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import ctypes
+import importlib.machinery
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import NoReturn
+
+from elasticstate.compat.standard_library import main_module_runner
+
+UNBUFFERED = "-u"  # the only option of the interpreter that a forked worker may have
+_ARG_START, _ARG_END = 45, 46  # of /proc/self/stat, counted from the field behind the name (proc_pid_stat(5))
+_is_interrupted = False
+
+
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Run the command, then end the process as the interpreter does. ``arguments``: those of the interpreter."""
+    _show_as([sys.executable, *arguments])
+    sys.orig_argv = [sys.executable, *arguments]
+    words = list(itertools.dropwhile(UNBUFFERED.__eq__, arguments))
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    if words[0] == "-m":
+        sys.argv = ["-m", *words[2:]]
+        run_module = main_module_runner()
+        _put_first(os.getcwd())
+        _call(lambda: run_module(words[1]))
+    else:
+        sys.argv = words
+        _put_first(os.path.dirname(os.path.realpath(words[0])))
+        _call(lambda: exec(_compiled(main, os.path.abspath(words[0])), main.__dict__))
+    sys.exit(0)
+
+
+def _put_first(directory: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, directory)
+
+
+def _compiled(main: ModuleType, path: str) -> CodeType:
+    """Return the compiled script, after setting the attributes of its module."""
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
+    return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+
+
+def _call(script: Callable[[], object]) -> None:
+    """Call the script. An exception ends the process as it ends a Python process."""
+    global _is_interrupted
+    try:
+        script()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = _without_own_frames(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        _is_interrupted = isinstance(error, KeyboardInterrupt)
+        sys.exit(1)
+
+
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_globals is globals():
+        trace = trace.tb_next
+    return trace
+
+
+def _end_if_interrupted() -> None:
+    """End by SIGINT, as Python does after an uncaught KeyboardInterrupt. Called behind all other exit functions."""
+    if _is_interrupted:
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+atexit.register(_end_if_interrupted)
+
+
+def _show_as(command: Sequence[str]) -> None:
+    """Write the command over the arguments of this process, which ps shows; as far as there is space for it."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+    text = b"".join(os.fsencode(word) + b"\0" for word in command)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))

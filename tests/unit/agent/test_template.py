@@ -1,0 +1,309 @@
+"""Workers that fork from the template process: a script cannot tell the difference; faults cost time, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elasticstate.core.types import WorkerId
+from elasticstate.net import messages
+from tests.unit.agent.scene import Scene, play
+
+CASES = Path(__file__).with_name("template_cases.py")
+ENDS = ("text", "code", "error", "interrupt", "signal", "term", "exec", "none")
+
+
+def template_of(scene: Scene) -> psutil.Process | None:
+    """Return the template process of the agent."""
+    for child in psutil.Process(scene.agent.pid).children():
+        if any(word.endswith("worker/template.py") for word in child.cmdline()):
+            return child
+    return None
+
+
+def is_forked(pid: int) -> bool:
+    """Return True if the process has the environment of the template process: it was not started by exec."""
+    deadline = time.monotonic() + 60
+    while not (environment := Path(f"/proc/{pid}/environ").read_bytes()):  # for a moment within exec
+        assert time.monotonic() < deadline, f"process {pid} has no environment"
+    return b"ELASTICSTATE_WORKER=" not in environment
+
+
+class Run:
+    """Runs cases in the workers of one agent."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.incarnation = 0
+
+    async def start(self, case: str) -> WorkerId:
+        (self.scene.directory / "case").write_text(case)
+        self.incarnation += 1
+        worker = WorkerId("h", 0, self.incarnation)
+        self.scene.send(messages.StartWorker(worker))
+        return worker
+
+    async def started(self, worker: WorkerId) -> int:
+        """Return the process id of a worker that has started."""
+
+        def found() -> list[int]:
+            return [m.pid for m in self.scene.heard if isinstance(m, messages.Started) and m.worker == worker]
+
+        await self.scene.until(lambda: bool(found()), f"the start of {worker}")
+        return found()[0]
+
+    async def ended(self, worker: WorkerId) -> messages.Exited:
+        def found() -> list[messages.Exited]:
+            return [m for m in self.scene.heard if isinstance(m, messages.Exited) and m.worker == worker]
+
+        await self.scene.until(lambda: bool(found()), f"the end of {worker}")
+        return found()[0]
+
+    async def case(self, case: str) -> tuple[messages.Exited, str, str]:
+        """Run a case to its end. Return its end, and what it printed on stdout and stderr."""
+        for log in ("h-0.out", "h-0.err"):
+            (self.scene.directory / "logs" / log).unlink(missing_ok=True)
+        worker = await self.start(case)
+        ended = await self.ended(worker)
+        out, err = (
+            (self.scene.directory / "logs" / log).read_text().split("\n", 1)[1] for log in ("h-0.out", "h-0.err")
+        )
+        return ended, out, err
+
+
+async def begin(scene: Scene, *command: str, **options: Any) -> Run:
+    await scene.start()
+    await scene.until(lambda: scene.has_joined, "an agent")
+    scene.beating = asyncio.ensure_future(scene.heartbeat())
+    scene.send(scene.spec(*command, log_dir=str(scene.directory / "logs"), tee=0, **options))
+    return Run(scene)
+
+
+def both(directory: Path, command: list[str], cases: Iterable[str]) -> None:
+    """Run the cases with and without template. Assert that the results are equal, and that the workers were forked."""
+    found: dict[bool, list[Any]] = {True: [], False: []}
+    for template in (True, False):
+
+        async def scenario(scene: Scene, template: bool = template) -> None:
+            run = await begin(scene, *command, template=template)
+            for case in cases:
+                ended, out, err = await run.case(case)
+                out = out.replace(scene_name(scene), "")
+                found[template].append((case, ended.exit_code, ended.signal, ended.error, out, err))
+            worker = await run.start("sleep")
+            assert is_forked(await run.started(worker)) is template
+            scene.send(messages.StopWorker(worker, "the test is over", kill=True))
+            await run.ended(worker)
+            assert not [m for m in scene.heard if isinstance(m, messages.AgentWarning)]
+
+        play(directory, scenario)
+        shutil.rmtree(directory / "job")
+    for forked, new in zip(found[True], found[False], strict=True):
+        assert differences(forked, new) == []
+
+
+def differences(forked: Any, new: Any) -> list[object]:
+    """Return what differs between two results; of what ``look`` prints, each entry."""
+    if forked[0] != "look":
+        return [] if forked == new else [forked, new]
+    one, other = json.loads(forked[4]), json.loads(new[4])
+    return [forked, new] * (forked[5] != new[5]) + [
+        (key, one[key], other[key]) for key in one if one[key] != other[key]
+    ]
+
+
+def scene_name(scene: Scene) -> str:
+    return f"{scene.directory}/job/s{scene._agents}"
+
+
+FORMS = {
+    "script": ["cases.py", "a b", "--flag"],
+    "unbuffered": ["-u", "folder/cases.py"],
+    "link": ["link.py"],
+    "absolute": ["{}/folder/cases.py", ""],
+    "module": ["-m", "folder.cases", "x"],
+    "package": ["-m", "whole"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_script_sees_no_difference(tmp_path: Path, form: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "whole").mkdir()
+    for name in ("cases.py", "folder/cases.py", "whole/__main__.py"):
+        shutil.copy(CASES, tmp_path / name)
+    (tmp_path / "link.py").symlink_to("folder/cases.py")
+    command = [sys.executable, *(word.format(tmp_path) for word in FORMS[form])]
+    both(tmp_path, command, ["look"])
+
+
+def test_all_ends_are_those_of_a_new_process(tmp_path: Path) -> None:
+    shutil.copy(CASES, tmp_path / "cases.py")
+    both(tmp_path, [sys.executable, "cases.py"], [f"leave {how}" for how in ENDS])
+
+
+def test_a_syntax_error_is_shown_without_frames(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("print(1)\nif:\n")
+
+    async def scenario(scene: Scene) -> None:
+        run = await begin(scene, sys.executable, "bad.py")
+        ended, out, err = await run.case("none")
+        assert (ended.exit_code, out) == (1, "")
+        assert err == f'  File "{tmp_path}/bad.py", line 2\n    if:\n      ^\nSyntaxError: invalid syntax\n'
+
+    play(tmp_path, scenario)
+
+
+def test_process_pools_and_loaders_work(tmp_path: Path) -> None:
+    shutil.copy(CASES, tmp_path / "cases.py")
+    both(tmp_path, [sys.executable, "cases.py"], ["processes"])
+
+
+def test_each_worker_has_seeds_of_its_own(tmp_path: Path) -> None:
+    shutil.copy(CASES, tmp_path / "cases.py")
+
+    async def scenario(scene: Scene) -> None:
+        run = await begin(scene, sys.executable, "cases.py")
+        numbers = [json.loads((await run.case("random"))[1]) for _ in range(3)]
+        *own, seed = zip(*numbers, strict=True)
+        assert all(len(set(values)) == 3 for values in own), numbers
+        assert len(set(seed)) == 1  # as in new processes: torch's own default
+
+    play(tmp_path, scenario)
+
+
+THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(100,), name='busy', daemon=True).start()"
+REASONS = {
+    "flag": (["-B", "cases.py"], "the interpreter has the argument '-B'"),
+    "inline": (["-c", "import template_cases"], "the interpreter has the argument '-c'"),
+    "variable": (["early.py"], "early.py mentions OMP_NUM_THREADS"),
+    "hidden": (["beside/cases.py"], "would hide a module of the same name"),
+    "thread": (["cases.py"], "an imported module has started threads: busy"),
+    "preload": (["cases.py"], "--preload missing_module: ModuleNotFoundError"),
+}
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_in_doubt_a_worker_is_a_new_process_and_the_reason_is_named(tmp_path: Path, why: str) -> None:
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside/queue.py").write_text("")
+    (tmp_path / "noisy.py").write_text(THREAD)
+    (tmp_path / "early.py").write_text("import os, time\nos.environ['OMP_NUM_THREADS'] = '1'\ntime.sleep(100)\n")
+    for folder in ("", "beside"):
+        shutil.copy(CASES, tmp_path / folder / "cases.py")
+    preload = {"thread": ("noisy",), "preload": ("missing_module",)}.get(why, ())
+    words, reason = REASONS[why]
+    environment = (("PYTHONPATH", os.pathsep.join([str(tmp_path), str(CASES.parent)])),)
+
+    async def scenario(scene: Scene) -> None:
+        await scene.start(environment=environment)
+        await scene.until(lambda: scene.has_joined, "an agent")
+        spec = scene.spec(sys.executable, *words, preload=preload, log_dir=str(tmp_path / "logs"), tee=0)
+        scene.send(spec)
+        run = Run(scene)
+        worker = await run.start("sleep")
+        if why == "inline":
+            assert (await run.ended(worker)).exit_code == 0
+        else:
+            assert not is_forked(await run.started(worker))
+        texts = {m.text for m in scene.heard if isinstance(m, messages.AgentWarning)}
+        assert len(texts) == 1
+        assert reason in texts.pop()
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("phase", ["imports", "rest", "request"])
+def test_a_template_process_that_dies_or_stops_costs_only_time(
+    tmp_path: Path, fault: signal.Signals, phase: str
+) -> None:
+    shutil.copy(CASES, tmp_path / "cases.py")
+
+    async def scenario(scene: Scene) -> None:
+        run = await begin(scene, sys.executable, "cases.py", heartbeat_timeout_s=1.5)
+        await scene.until(lambda: template_of(scene) is not None, "a template process")
+        if phase != "imports":
+            first = await run.start("sleep")
+            assert is_forked(await run.started(first))
+        template = template_of(scene)
+        assert template is not None
+        if phase == "request":
+            template.suspend()
+            worker = await run.start("sleep")
+            await asyncio.sleep(0.2)
+            template.send_signal(fault)
+        else:
+            template.send_signal(fault)
+            worker = await run.start("sleep")
+        assert not is_forked(await run.started(worker))
+        await scene.until(lambda: not template.is_running() or template.status() == "zombie", "the end of the template")
+        if phase != "imports":
+            assert psutil.pid_exists(await run.started(first))  # it lives on
+
+        async def another_forks() -> bool:
+            for _ in range(100):
+                worker = await run.start("sleep")
+                if is_forked(await run.started(worker)):
+                    return True
+                await asyncio.sleep(0.3)
+            return False
+
+        assert await another_forks()
+
+    play(tmp_path, scenario)
+
+
+def test_workers_die_with_their_agent(tmp_path: Path) -> None:
+    shutil.copy(CASES, tmp_path / "cases.py")
+
+    async def scenario(scene: Scene) -> None:
+        run = await begin(scene, sys.executable, "cases.py")
+        pid = await run.started(await run.start("sleep"))
+        assert is_forked(pid)
+        template = template_of(scene)
+        assert template is not None
+        scene.agent.kill()
+        await scene.agent.wait()
+        await scene.until(lambda: not psutil.pid_exists(pid), "the end of the worker")
+        await scene.until(lambda: not psutil.pid_exists(template.pid), "the end of the template process")
+
+    play(tmp_path, scenario)
+
+
+def test_a_hundred_workers_leave_nothing_behind(tmp_path: Path) -> None:
+    shutil.copy(CASES, tmp_path / "cases.py")
+
+    async def scenario(scene: Scene) -> None:
+        run = await begin(scene, sys.executable, "cases.py")
+        agent = psutil.Process(scene.agent.pid)
+        for _ in range(10):
+            await run.case("quick")
+        template = template_of(scene)
+        assert template is not None
+        before = [(p.num_fds(), p.memory_info().rss) for p in (agent, template)]
+        for _ in range(100):
+            ended, _, _ = await run.case("quick")
+            assert ended.exit_code == 7
+        after = [(p.num_fds(), p.memory_info().rss) for p in (agent, template)]
+        for (fds_before, rss_before), (fds, rss) in zip(before, after, strict=True):
+            assert fds <= fds_before + 1
+            assert rss < rss_before + (4 << 20)
+
+        def zombies() -> list[psutil.Process]:
+            return [p for p in agent.children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE]
+
+        await scene.until(lambda: not zombies(), "the end of all zombies")
+
+    play(tmp_path, scenario)
