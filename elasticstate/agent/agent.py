@@ -26,7 +26,7 @@ from elasticstate.agent.host_storage import HostStorage
 from elasticstate.agent.job_place import JobPlace
 from elasticstate.agent.output import Outputs
 from elasticstate.agent.preemption import PreemptionWatch
-from elasticstate.agent.python_command import is_python, reason_against_template
+from elasticstate.agent.python_command import is_python, reason_against_template, script_directory
 from elasticstate.agent.running_tasks import RunningTasks
 from elasticstate.agent.search import Stopped, find_driver
 from elasticstate.agent.service import Service
@@ -146,6 +146,7 @@ class Agent:
         template = Template(
             {**environment, name: mark},
             launch.directory,
+            script_directory(options.command, launch.directory),
             options.preload,
             options.heartbeat_timeout_s,
             self.outputs.complain,

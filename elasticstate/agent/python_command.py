@@ -59,23 +59,10 @@ def _reason_in_script(path: Path) -> str:
             name = node.value
             if _READ_AT_IMPORT.fullmatch(name) and not _READ_LATER.fullmatch(name):
                 return f"{path.name} mentions {name}, which takes effect only if it is set before imports"
-    shadowed = sorted(_modules_beside(path).intersection(_PRELOADED))
-    return f"{path.parent / shadowed[0]} would hide a module of the same name" if shadowed else ""
+    return ""
 
 
-def _modules_beside(path: Path) -> set[str]:
-    """Return the names of modules that a script finds in its own directory before all others."""
-    names = set()
-    for entry in os.scandir(path.parent):
-        if entry.name.endswith(".py"):
-            names.add(entry.name[:-3])
-        elif entry.is_dir() and os.path.isfile(os.path.join(entry.path, "__init__.py")):
-            names.add(entry.name)
-    names.discard(path.stem)
-    return names
-
-
-_PRELOADED = {
-    *sys.stdlib_module_names.difference({"test"}),
-    *("elasticstate", "msgspec", "mpmath", "numpy", "sympy", "torch", "typing_extensions"),
-}
+def script_directory(command: Sequence[str], directory: str) -> str:
+    """Return the directory that the interpreter puts first in ``sys.path`` for the command."""
+    words = [word for word in command[1:] if word != UNBUFFERED]
+    return directory if words[0] == "-m" else os.path.dirname(os.path.realpath(os.path.join(directory, words[0])))

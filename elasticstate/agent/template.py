@@ -54,18 +54,21 @@ class Template:
         self,
         environment: Mapping[str, str],
         directory: str,
+        script_directory: str,
         modules: Sequence[str],
         timeout_s: float,
         log: Callable[[str], None],
         is_worker: Callable[[int], bool],
     ) -> None:
-        """``modules``: of --preload. ``timeout_s``: a process that neither answers nor computes for so long is killed.
+        """``script_directory``: the first entry of the workers' ``sys.path``. ``modules``: of --preload.
+
+        ``timeout_s``: a process that neither answers nor computes for so long is killed.
 
         ``is_worker``: returns True for the process id of a worker that somebody waits for.
         """
         self._environment = environment
         self._directory = directory
-        self._modules = modules
+        self._arguments = (script_directory, ",".join(modules))
         self._timeout_s = timeout_s
         self._log = log
         self._is_worker = is_worker
@@ -85,7 +88,7 @@ class Template:
 
     def _start_process(self) -> None:
         try:
-            self._process = _Process(self._environment, self._directory, self._modules, self._log)
+            self._process = _Process(self._environment, self._directory, self._arguments, self._log)
         except OSError as error:
             self._reason = f"could not be started: {error}"
 
@@ -148,7 +151,7 @@ class _Process:
     """One template process."""
 
     def __init__(
-        self, environment: Mapping[str, str], directory: str, modules: Sequence[str], log: Callable[[str], None]
+        self, environment: Mapping[str, str], directory: str, arguments: Sequence[str], log: Callable[[str], None]
     ) -> None:
         """Start the process. Raises OSError if that fails."""
         self._link = TemplateLink()
@@ -156,7 +159,7 @@ class _Process:
         shim = [sys.executable, "-I", "-S", exec_shim.__file__, own_pid, str(descriptors_given())]
         try:
             self._process = subprocess.Popen(
-                [*shim, sys.executable, str(_PROGRAM), str(child_end), own_pid, ",".join(modules), _PADDING],
+                [*shim, sys.executable, str(_PROGRAM), str(child_end), own_pid, *arguments, _PADDING],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,  # as for a worker: Python looks at the kind of file when it starts
                 stderr=subprocess.STDOUT,

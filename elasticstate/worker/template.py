@@ -1,8 +1,9 @@
 """The template process of a host: it imports torch and elasticstate once, and workers fork from it.
 
-``python template.py DESCRIPTOR AGENT_PID MODULES PADDING``. The agent starts it and sends requests (net/fork_link.py).
-A worker forks twice, so that its parent is the agent, which adopts orphans (PR_SET_CHILD_SUBREAPER). PADDING is space
-for the command line that ps shows for a worker.
+``python template.py DESCRIPTOR AGENT_PID DIRECTORY MODULES PADDING``. The agent starts it and sends requests
+(net/fork_link.py). A worker forks twice, so that its parent is the agent, which adopts orphans
+(PR_SET_CHILD_SUBREAPER). DIRECTORY is that of the workers' script. PADDING is space for the command line that ps shows
+for a worker.
 
 Before the first fork, this process opens no socket or store, uses no OpenMP, and does not initialise CUDA: children
 would hang or share them.
@@ -46,8 +47,8 @@ _MODULES = (
 
 
 def main() -> None:
-    link, agent, modules = AgentLink(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3].split(",")
-    reason = _import(filter(None, modules)) or _reason_against_forks()
+    link, agent, directory = AgentLink(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
+    reason = _import(filter(None, sys.argv[4].split(",")), directory) or _reason_against_forks(directory)
     link.send(reason or READY)
     if reason:
         return
@@ -58,7 +59,7 @@ def main() -> None:
         asked.close()
 
 
-def _import(modules: Iterable[str]) -> str:
+def _import(modules: Iterable[str], directory: str) -> str:
     """Import everything that most workers need, and the user's modules. Return the reason why that failed, or ""."""
     gc.disable()  # imports make almost no garbage, and collections would take a fifth of their time
     for name in _MODULES:
@@ -66,19 +67,34 @@ def _import(modules: Iterable[str]) -> str:
     import torch
 
     torch.compiler.disable(main)  # type: ignore[no-untyped-call]  # imports the compiler, and does no more
+    sys.path.insert(0, directory)
     for name in modules:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: PERF203
             return f"--preload {name}: {type(error).__name__}: {error}"
+    sys.path.remove(directory)
     gc.freeze()  # a collection in a child would write to each object, and so copy its page
     return ""
 
 
-def _reason_against_forks() -> str:
+def _hidden_module(directory: str) -> str:
+    """Return a module in the script's directory that a new process would import instead of an imported one, or ""."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            is_module = entry.name.endswith(".py") or os.path.isfile(os.path.join(entry.path, "__init__.py"))
+            imported = sys.modules.get(entry.name.removesuffix(".py")) if is_module else None
+            if imported is not None and not (getattr(imported, "__file__", None) or "").startswith(entry.path):
+                return entry.path
+    return ""
+
+
+def _reason_against_forks(directory: str) -> str:
     """Return why a child of this process could fail where a new process would not, or ""."""
     import torch
 
+    if hidden := _hidden_module(directory):
+        return f"{hidden} has the name of a module that is already imported"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "an imported module has initialised CUDA"
     if threading.active_count() > 1:

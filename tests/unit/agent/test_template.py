@@ -188,7 +188,7 @@ REASONS = {
     "flag": (["-B", "cases.py"], "the interpreter has the argument '-B'"),
     "inline": (["-c", "import template_cases"], "the interpreter has the argument '-c'"),
     "variable": (["early.py"], "early.py mentions OMP_NUM_THREADS"),
-    "hidden": (["beside/cases.py"], "would hide a module of the same name"),
+    "hidden": (["beside/cases.py"], "queue.py has the name of a module that is already imported"),
     "thread": (["cases.py"], "an imported module has started threads: busy"),
     "preload": (["cases.py"], "--preload missing_module: ModuleNotFoundError"),
 }
