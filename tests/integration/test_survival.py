@@ -14,6 +14,12 @@ from job import Hosts, Job
 FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
 
 
+@pytest.fixture(autouse=True, params=["forked", "new-process"])
+def _start_of_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with workers that fork from the template process, and with workers that are new processes."""
+    monkeypatch.setenv("ELASTICSTATE_TEMPLATE", "1" if request.param == "forked" else "0")
+
+
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
