@@ -189,6 +189,7 @@ def at_least_s(minimum: float) -> Kind:
 
 
 COUNT = Kind("N", "a whole number, at least 1", lambda text: _whole(text, 1))
+NUMBER = Kind("N", "a whole number, at least 0", lambda text: _whole(text, 0))
 BYTES = Kind("BYTES", "a number of bytes, for example 4096, 512M or 2G", parse_bytes)
 SECONDS = at_least_s(0.0)
 SECONDS_OR_OFF = Kind("S|off", "a number of seconds, at least 1, or off", _or_off(lambda text: _seconds(text, 1.0)))

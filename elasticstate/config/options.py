@@ -43,7 +43,10 @@ class Options:
         kinds.COUNT,
         "--max-np --max-num-proc",
         "Largest number of workers (default: -np; with --host-discovery-script or --listen: no limit). Further slots "
-        "stay unused as spares.",
+        "stay empty.",
+    )
+    spares: int = option(
+        0, _SIZE, kinds.NUMBER, "--spares", "Number of booted workers that wait outside the world to replace lost ones."
     )
     hosts: tuple[str, ...] = option(
         (), _SIZE, kinds.HOSTS, "-H --hosts", "Hosts and their numbers of slots (default: localhost with -np slots)."
@@ -330,11 +333,7 @@ class Options:
         "Seconds to wait for more preemption notices, so that hosts preempted together cause one interrupt.",
     )
     preemption_cooldown_s: float = option(
-        600.0,
-        _PREEMPTION,
-        kinds.SECONDS,
-        "--preemption-cooldown",
-        "Seconds before a preempted host is used again.",
+        600.0, _PREEMPTION, kinds.SECONDS, "--preemption-cooldown", "Seconds before a preempted host is used again."
     )
     commit_dir: str = option(
         "/dev/shm",

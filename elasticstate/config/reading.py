@@ -90,6 +90,10 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
         raise OptionError(
             f"--max-np: {values['max_np']}: must be at least -np, which is {np}. Raise --max-np, or lower -np."
         )
+    if values.get("spares") and values["max_np"] is None:
+        raise OptionError(
+            f"--spares: {values['spares']}: requires --max-np, or all workers join the world. Add --max-np."
+        )
     _refuse_too_few_slots(values)
     return Options(command=tuple(command), **values)
 

@@ -16,6 +16,7 @@ class Policy:
     np: int
     min_np: int
     max_np: int | None
+    spares: int
     start_timeout_s: float
     elastic_timeout_s: float
     regroup_timeout_s: float

@@ -159,8 +159,7 @@ class _Plan:
             yield from _late_start_deadlines(d, self.hosts)
 
     def _has_vacancies(self) -> bool:
-        limit = self._d.policy.max_np
-        return limit is None or self.awaits_retained or _taken_slots(self._d) < limit
+        return self.awaits_retained or _vacancies(self._d) > 0
 
 
 def _stop_unneeded(d: Draft, held: Set[t.SlotId]) -> None:
@@ -219,6 +218,20 @@ def _finished_slots(d: Draft) -> int:
 
 def _taken_slots(d: Draft) -> int:
     return _finished_slots(d) + sum(not (worker.draining or worker.gone) for worker in d.workers.values())
+
+
+def _vacancies(d: Draft) -> float:
+    """Return how many workers may still be started: up to max_np, and the spares beside a world that trains."""
+    if d.policy.max_np is None:
+        return inf
+    spares = d.policy.spares if isinstance(d.phase, Running) and d.phase.first_tick else 0
+    return d.policy.max_np + spares - _taken_slots(d)
+
+
+def _hosts_of_world(d: Draft) -> set[str]:
+    """Return the hosts of the world's members if the next worker is a spare: it had better be on another host."""
+    is_whole = d.policy.spares and d.policy.max_np is not None and len(d.members()) >= d.policy.max_np
+    return {member.id.host for member in d.members()} if is_whole else set()
 
 
 def _slots_counted_on(d: Draft) -> int:
@@ -280,12 +293,13 @@ def _start_workers(d: Draft, plan: _Plan) -> None:
     is awaited, one worker may be started beyond max_np."""
     if not _may_start_workers(d):
         return
-    vacancies = inf if d.policy.max_np is None else d.policy.max_np - _taken_slots(d)
+    vacancies = _vacancies(d)
     order = {slot_id: position for position, (slot_id, _) in enumerate(plan.holders)}
     newest = plan.newest_holders
     beyond = plan.awaits_retained and all(d.slots[slot_id].worker is None for slot_id in newest)
     free = plan.free_slots()
-    free.sort(key=lambda found: order.get(found[0], len(order)))
+    used = _hosts_of_world(d)
+    free.sort(key=lambda found: (order.get(found[0], len(order)), found[0].host in used))
     is_short = plan.is_short(free)
     for slot_id, slot in free:
         if vacancies <= 0 and not (beyond and slot_id in newest):

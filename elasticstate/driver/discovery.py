@@ -137,7 +137,7 @@ class Discovery:
                 raise DiscoveryFault(
                     "failed", f"hostfile {options.hostfile} could not be read: {error.strerror}"
                 ) from None
-        return "\n".join(options.hosts) or f"localhost:{options.np}"
+        return "\n".join(options.hosts) or f"localhost:{options.np + options.spares}"
 
     def _warn_once(self, fault: DiscoveryFault) -> None:
         if fault.kind not in self._warned:

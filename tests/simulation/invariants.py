@@ -128,10 +128,11 @@ class Checker:
         self._not_too_many(after, [effect.worker for effect in effects if isinstance(effect, t.StartWorker)])
 
     def _not_too_many(self, after: Membership, started: list[t.WorkerId]) -> None:
-        """Check max_np. Only a worker for the slot of an awaited newest commit may be started beyond it."""
+        """Check max_np. Beyond it, only spares and a worker for the slot of an awaited newest commit may be started."""
         limit = after.policy.max_np
         living = sum(not (w.draining or w.gone) for w in after.workers.values())
-        if limit is None or not started or living <= limit:
+        trains = isinstance(after.phase, Running) and after.phase.first_tick
+        if limit is None or not started or living <= limit + (after.policy.spares if trains else 0):
             return
         kept = {name for name, host in after.hosts.items() if not (host.draining and host.agent == "stopping")}
         newest = max(

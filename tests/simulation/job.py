@@ -50,6 +50,7 @@ class Job:
             min_interrupt_distance_s=rng.choice((0.0, 0.5)),
             max_no_progress=rng.choice((3, 8)),
             cooldown_range_s=(1.0, 4.0),
+            spares=rng.choice((0, 0, 1)),
         )
         self.script = Script(batches=rng.randint(3, 12), every=rng.choice((1, 1, 2, 3)), uneven=rng.random() < 0.2)
         self.m = new_membership(self.policy)

@@ -42,6 +42,7 @@ def random_policy(rng: random.Random) -> Policy:
         max_no_progress=rng.randint(2, 4),
         cooldown_range_s=(2.0, rng.choice((2.0, 16.0))),
         waiting_notice_s=2.0,
+        spares=rng.choice((0, 0, 1, 2)),
     )
 
 

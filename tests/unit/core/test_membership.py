@@ -323,3 +323,40 @@ def test_a_host_named_with_0_slots_after_it_had_some_is_not_gone() -> None:
     assert "host b: has 0 slots in discovery" in waiting_for(m, 1.0)
     m, _ = drive("0.3 hosts a:2", m)
     assert "host b: removed by discovery" in waiting_for(m, 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- spares
+
+SPARE = """
+0.0 hosts a:2 b:2
+0.1 agent-joined a + agent-joined b
+1.0 ready a:0#1 + ready a:1#1
+"""
+
+
+def started(effects: list[t.Effect]) -> list[str]:
+    return [str(effect.worker) for effect in effects if isinstance(effect, t.StartWorker)]
+
+
+def test_a_spare_is_started_when_the_world_trains_on_a_host_without_members() -> None:
+    m, effects = drive(SPARE, np=2, min_np=1, max_np=2, spares=1)
+    assert started(effects) == []
+    m, effects = drive("1.1 first a:0#1 in=1", m)
+    assert started(effects) == ["b:0#1"]
+    m, effects = drive("2.0 ready b:0#1\n30.0 time", m)
+    assert kinds(effects) == []  # it is READY, and waits
+
+
+def test_a_spare_replaces_a_dead_member_in_the_next_world_and_another_one_is_started() -> None:
+    m, _ = drive(SPARE + "1.1 first a:0#1 in=1\n2.0 ready b:0#1", np=2, min_np=1, max_np=2, spares=1)
+    m, effects = drive("3.0 exit a:1#1 signal=9\n3.1 ready a:0#1 in=1 commit=1.5", m)
+    assert m.world is not None
+    assert [str(placement.worker) for placement in m.world.members] == ["a:0#1", "b:0#1"]
+    assert started(effects) == []
+    m, effects = drive("3.2 first a:0#1 in=2", m)
+    assert len(started(effects)) == 1
+
+
+def test_without_spares_no_worker_is_started_beyond_max_np() -> None:
+    _, effects = drive(SPARE + "1.1 first a:0#1 in=1", np=2, min_np=1, max_np=2)
+    assert started(effects) == []
