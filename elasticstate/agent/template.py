@@ -16,13 +16,13 @@ from typing import IO, TypeVar
 
 from elasticstate.agent import exec_shim
 from elasticstate.agent.orphans import adopt_orphans, reap_orphans
-from elasticstate.net.fork_link import READY, ForkRequest, TemplateLink
+from elasticstate.net.fork_link import PADDING_VARIABLE, READY, ForkRequest, TemplateLink
 from elasticstate.processes import cpu_ticks, descriptors_given, ended_child, kill_session
 
 T = TypeVar("T")
 
 _PROGRAM = Path(exec_shim.__file__).parents[1] / "worker" / "template.py"
-_PADDING = " " * 4096  # space for the command line of a worker, as ps shows it
+_PADDING = " " * 4096  # space for the command line and the variables of a worker, as /proc shows them
 _LOOK_INTERVAL_S = 0.5
 _MOST_DEATHS = 3  # in a row, before a first worker forked
 _DRAIN_TIMEOUT_S = 1.0  # for the last lines of its output
@@ -163,7 +163,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,  # as for a worker: Python looks at the kind of file when it starts
                 stderr=subprocess.STDOUT,
-                env=dict(environment),
+                env={**environment, PADDING_VARIABLE: _PADDING},
                 cwd=directory,
                 start_new_session=True,
                 pass_fds=[child_end],

@@ -106,10 +106,12 @@ def inherited_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def replace_environment(variables: Mapping[str, str]) -> None:
-    """Give this process, which was forked, the environment that a new process would have been started with."""
+def replace_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Give this process, which was forked, the environment of a new process. Return the one before."""
+    before = dict(os.environ)
     os.environ.clear()
     os.environ.update(variables)
+    return before
 
 
 _NEEDED_ON_OTHER_HOSTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import msgspec
 
 READY = "ready"
+PADDING_VARIABLE = "ELASTICSTATE_PADDING"  # space at the end of the template's environment, for a worker's variables
 _GO = b"go"
 _FORK = b"fork"
 _MOST_BYTES = 64 * 1024

@@ -14,15 +14,16 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from elasticstate.compat.standard_library import main_module_runner
+from elasticstate.net.fork_link import PADDING_VARIABLE
 
 UNBUFFERED = "-u"  # the only option of the interpreter that a forked worker may have
-_ARG_START, _ARG_END = 45, 46  # of /proc/self/stat, counted from the field behind the name (proc_pid_stat(5))
+_ARGUMENTS, _ENVIRONMENT = (45, 46), (47, 48)  # of /proc/self/stat, behind the name: start and end (proc_pid_stat(5))
 _is_interrupted = False
 
 
@@ -91,8 +92,33 @@ atexit.register(_end_if_interrupted)
 
 def _show_as(command: Sequence[str]) -> None:
     """Write the command over the arguments of this process, which ps shows; as far as there is space for it."""
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
-    text = b"".join(os.fsencode(word) + b"\0" for word in command)[: end - start - 1]
+    start, end = _memory(_ARGUMENTS)
+    _write(start, end, b"".join(os.fsencode(word) + b"\0" for word in command)[: end - start - 1])
+
+
+def show_variables(variables: Mapping[str, str]) -> None:
+    """Write environment variables over the padding variable of this process, for /proc/PID/environ.
+
+    Other programs find workers by these. The rest of that memory stays, as libraries may have pointers to it.
+    """
+    start, end = _memory(_ENVIRONMENT)
+    padding = ctypes.string_at(start, end - start).find(os.fsencode(f"{PADDING_VARIABLE}="))
+    if padding < 0:
+        return
+    free = end - start - padding
+    text = b""
+    for name, value in variables.items():
+        variable = os.fsencode(f"{name}={value}") + b"\0"
+        text += variable if len(text) + len(variable) <= free else b""
+    _write(start + padding, end, text)
+
+
+def _memory(fields: tuple[int, int]) -> tuple[int, int]:
+    """Return start and end of the memory with the arguments or the environment of this process."""
+    stat = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    return int(stat[fields[0]]), int(stat[fields[1]])
+
+
+def _write(start: int, end: int, text: bytes) -> None:
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, text, len(text))

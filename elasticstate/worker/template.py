@@ -143,7 +143,8 @@ def _become_worker(asked: ReceivedRequest) -> None:
     request = asked.request
     asked.close()
     gc.enable()
-    replace_environment(request.environment)
+    before = replace_environment(request.environment)
+    script.show_variables({k: v for k, v in request.environment.items() if before.get(k) != v})
     os.chdir(request.directory)
     _seed_anew()
     script.run(request.arguments)
