@@ -76,6 +76,8 @@ def _hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
         if slots and not before.slots:
             if before.notices:  # the name belongs to another machine now, or the host may be used again
                 d.put_host(d.hosts[name], notices=0, cooldown_until=-inf, gives_way_at=-inf)
+            if before.agent == "stopping":  # its end starts no preemption cooldown any more
+                d.put_host(d.hosts[name], draining="")
             d.note("host_added", host=name, slots=slots)
         elif before.slots and not slots:
             d.note("host_removed", host=name)

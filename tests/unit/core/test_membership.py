@@ -360,3 +360,15 @@ def test_a_spare_replaces_a_dead_member_in_the_next_world_and_another_one_is_sta
 def test_without_spares_no_worker_is_started_beyond_max_np() -> None:
     _, effects = drive(SPARE + "1.1 first a:0#1 in=1", np=2, min_np=1, max_np=2)
     assert started(effects) == []
+
+
+# ------------------------------------------------------------------------------------------------ preempted hosts
+
+
+def test_a_preempted_host_that_discovery_names_again_has_no_cooldown_even_if_its_agent_ends_later() -> None:
+    m, _ = drive(SPARE, np=2, min_np=1, max_np=2)
+    m, _ = drive("2.0 agent-draining b SIGTERM to its agent\n3.0 hosts a:2", m)
+    assert m.hosts["b"].agent == "stopping"
+    m, _ = drive("3.1 hosts a:2 b:2\n3.2 agent-lost b stopped", m)
+    assert m.hosts["b"].cooldown_until == float("-inf")
+    assert m.hosts["b"].agent == "asked"
