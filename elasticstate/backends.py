@@ -35,8 +35,8 @@ class BackendParts(NamedTuple):
 
 
 BACKENDS = {
-    "gloo": BackendParts(worker="elasticstate.worker.contexts.gloo:GlooBackend"),
     "nccl": BackendParts(worker="elasticstate.worker.contexts.nccl:NcclBackend"),
+    "gloo": BackendParts(worker="elasticstate.worker.contexts.gloo:GlooBackend"),
     "mpi": BackendParts(
         worker="elasticstate.mpi.worker:MpiBackend",
         driver="elasticstate.mpi.driver:MpiDriver",

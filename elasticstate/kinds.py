@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elasticstate.backends import BACKENDS
 from elasticstate.core.ids import HostSlots
 
 _HOST_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}"
@@ -183,6 +184,11 @@ def _matching(pattern: re.Pattern[str]) -> Callable[[str], str]:
     return parse
 
 
+def _one_of(*names: str) -> Kind:
+    valid = f"{', '.join(names[:-1])} or {names[-1]}"
+    return Kind("|".join(names), valid, _matching(re.compile("|".join(map(re.escape, names)))))
+
+
 def at_least_s(minimum: float) -> Kind:
     """Return the kind for a number of seconds from ``minimum`` on."""
     return Kind("S", f"a number of seconds, at least {minimum:g}", lambda text: _seconds(text, minimum))
@@ -198,7 +204,7 @@ LIMIT_OR_OFF = Kind("N|off", "a whole number, at least 0, or off", _or_off(lambd
 HOSTS = Kind("H1:4,H2:4", "host or host:slots, separated by commas", _hosts)
 SLOTS = Kind("N|auto", "a whole number, at least 1, or auto", lambda t: None if t == "auto" else _whole(t, 1))
 PATH = Kind("PATH", "a path", _matching(re.compile(r".+")))
-BACKEND = Kind("auto|nccl|gloo|mpi", "auto, nccl, gloo or mpi", _matching(re.compile("auto|nccl|gloo|mpi")))
+BACKEND = _one_of("auto", *BACKENDS)
 RANGE = Kind("MIN MAX", "two times in seconds, the smaller one first", _range)
 SIGNALS = Kind(
     "SIGNALS",

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elasticstate.core import types as t
-from elasticstate.core.cooldown import FAILURES_IN_A_ROW, MAX_BACKOFF_S, SAME_DEATH_S, backoff_s, cooldown_s, patience_s
+from elasticstate.core.cooldown import (
+    FAILURES_IN_A_ROW,
+    MAX_BACKOFF_S,
+    SAME_DEATH_S,
+    backoff_s,
+    cooldown_s,
+    patience_s,
+    together_s,
+)
 from elasticstate.core.records import Draft, Host, Worker
 
 
-def host_is_lost(d: Draft, host: Host, workers: Iterable[Worker], reason: str, notice: str) -> None:
+def host_is_lost(d: Draft, host: Host, workers: Iterable[Worker], notice: str) -> None:
     """Start the cooldown of a host whose agent was lost together with ``workers``, whatever the host did before. After
     a preemption ``notice`` the loss was expected: no cooldown is started here."""
     host = _clear_failures(d, host, any(_has_done_well(d, worker) for worker in workers))
     if not notice:
-        _cool_down(d, host, f"its agent {reason}")
+        _cool_down(d, host, "its agent was lost")
 
 
 def start_preemption_cooldown(d: Draft, host: Host, reason: str) -> None:
@@ -41,7 +49,8 @@ def slot_failed(d: Draft, worker: Worker, cause: t.RootCause) -> None:
         gives_way_at=d.now + patience_s(failures, d.time_to_give_up_s()),
     )
     if d.generation == 0 and d.ledger.outage is None:
-        d.update_ledger(outage=cause)
+        quiet_s = together_s(d.time_to_give_up_s()) if cause.exit_code else 0.0
+        d.update_ledger(outage=cause, quiet_until=d.now + quiet_s)
     _host_had_a_death(d, _clear_failures(d, d.hosts[worker.id.host], done_well), worker.id.slot, cause)
 
 

@@ -33,6 +33,12 @@ def patience_s(failures: int, limit_s: float) -> float:
     return min(backoff_s(failures), limit_s / _ATTEMPTS)
 
 
+def together_s(limit_s: float) -> float:
+    """Return the seconds after the first failure of a job in which the other workers may fail in the same way, before
+    one is restarted. The job ends after ``limit_s``."""
+    return min(SAME_DEATH_S, limit_s / _ATTEMPTS)
+
+
 def _spread(seconds: float, name: str, count: int) -> float:
     """Return ``seconds``, up to a tenth longer. A checksum decides, so the same events give the same transcript."""
     return seconds * (1.0 + JITTER * (crc32(f"{name}/{count}".encode()) % 1000) / 1000.0) if name else seconds

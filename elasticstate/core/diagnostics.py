@@ -74,10 +74,11 @@ def missing(m: Draft | Membership, now: float) -> Iterator[str]:
 
 
 def hosts_in_cooldown(m: Membership, now: float) -> Iterator[str]:
-    """Yield one line for each host in cooldown: the remaining seconds and the reason."""
+    """Yield one line for each host in cooldown: why its agent was lost, the remaining seconds and the reason."""
     for host in hosts_of(m):
         if host.slots and host.cooldown_until > now:
-            yield f"host {host.name}: {_cooldown(host, now)}"
+            lost = f"agent {host.loss}, " if host.loss else ""
+            yield f"host {host.name}: {lost}{_cooldown(host, now)}"
 
 
 def _about_host(m: Draft | Membership, host: Host, now: float) -> str:
@@ -91,6 +92,7 @@ def _about_host(m: Draft | Membership, host: Host, now: float) -> str:
     else:
         lack = {"asked": ", not connected yet", "joined": ", no worker started yet"}.get(host.agent, "")
         report = f"{host.report} ({now - host.reported_at:.1f} s ago{lack})"
+        report += f", the last agent {host.loss}" if host.agent == "asked" and host.loss else ""
     return f"host {host.name}: {', '.join(filter(None, (report, cooldown)))}" if report or cooldown else ""
 
 

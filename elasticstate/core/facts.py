@@ -89,7 +89,7 @@ def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
         d.effects.append(t.StopAgent(event.host, "the job does not need the host any more"))
     if host is None or host.agent not in ("asked", "none"):
         return
-    d.put_host(host, agent="joined", may_live_until=-inf, report="agent connected", reported_at=d.now)
+    d.put_host(host, agent="joined", may_live_until=-inf, report="agent connected", reported_at=d.now, loss="")
     retained.replace_commits(d, host.name, dict(event.commits))
     d.note("agent_joined", host=host.name)
     for worker in (*(t.WorkerId(host.name, *known) for known in event.incarnations), *(w for w, _ in event.workers)):
@@ -108,7 +108,8 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     may_live = event.may_live and not expected
     notice = host.draining
     report = notice or ("agent stopped" if expected else f"agent {event.reason}")
-    host = d.put_host(host, agent="none", draining="", report=report, reported_at=d.now)
+    loss = "" if expected or notice else event.reason
+    host = d.put_host(host, agent="none", draining="", report=report, reported_at=d.now, loss=loss)
     if not expected:
         d.note("agent_lost", host=host.name, reason=event.reason)
     slots = (d.slots.get(t.SlotId(host.name, index)) for index in range(host.slots_ever))
@@ -127,7 +128,7 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     if expected:
         retained.replace_commits(d, host.name, {})  # a stopped agent has removed its workers' commits
     else:
-        host_is_lost(d, host, workers, event.reason, notice)
+        host_is_lost(d, host, workers, notice)
     if notice and host.slots:
         start_preemption_cooldown(d, d.hosts[host.name], notice)
 
@@ -146,10 +147,7 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
     worker = d.workers.get(event.worker)
     if worker is None:
         return
-    how = how_it_ended(event.exit_code or 0 if event.signal is None else -event.signal)
-    error = event.error or worker.suspect_error
-    cause = d.root_cause(worker, f"{worker.id} {how}", error)
-    cause = replace(cause, exit_code=event.exit_code, signal=event.signal, time_ns=event.time_ns)
+    cause = _cause_of_exit(d, worker, event)
     is_member = d.breaks(worker) and not worker.gone
     benign = worker.gone == "stopped"
     if d.breaks(worker):
@@ -170,6 +168,14 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
     _remove_worker(d, worker, event.exit_code, event.signal)
     if not benign:
         slot_failed(d, worker, cause)
+
+
+def _cause_of_exit(d: Draft, worker: Worker, event: t.WorkerExited) -> t.RootCause:
+    if not event.was_started:
+        return d.root_cause(worker, f"{worker.id} {event.error or 'could not be started'}")
+    how = how_it_ended(event.exit_code or 0 if event.signal is None else -event.signal)
+    cause = d.root_cause(worker, f"{worker.id} {how}", event.error or worker.suspect_error)
+    return replace(cause, exit_code=event.exit_code, signal=event.signal, time_ns=event.time_ns)
 
 
 def _member_ended(d: Draft, worker: Worker, cause: t.RootCause) -> None:

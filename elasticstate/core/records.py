@@ -61,6 +61,7 @@ class Host(Struct, frozen=True, gc=False):
     may_live_until: float = -inf  # unreachable host: workers of the newest world may train there until this time
     report: str = ""  # the last report about the host; "": none yet
     reported_at: float = -inf
+    loss: str = ""  # why the last agent was lost unexpectedly; "" when another one has connected
 
     def is_in_preemption_cooldown(self, now: float) -> bool:
         """Return True if the host is in cooldown after a preemption notice."""
@@ -201,7 +202,7 @@ class Ledger(Struct, frozen=True, gc=False):
     hold_not_before: float = -inf
     holds: int = 0  # the number of the last hold
     holds_failed: int = 0  # in a row
-    quiet_until: float = -inf  # until this time no boot competes with a recovery
+    quiet_until: float = -inf  # until this time no worker starts in a recovery, or before a worker was READY
     is_broken: bool = False  # a member has left the newest world, or is dead, so no member can complete a tick
     has_ticked: bool = False  # some world has completed a tick
     stopped_at: float | None = None  # the earliest time at which a member that left the present world ended a tick

@@ -27,6 +27,8 @@ from elasticstate.core.worlds import (
     make_world,
 )
 
+_UNEQUAL_TICKS = "Call commit() equally often on all ranks: count steps, not seconds."
+
 
 def running(d: Draft, phase: Running) -> None:
     members = d.members()
@@ -107,7 +109,9 @@ def _with_notices(d: Draft, phase: Running, members: list[Worker]) -> Running:
         late = [w for w in _behind(members) if d.now >= w.ticks_at + notice_s]
         if late:
             completed = max(member.ticks for member in members)
-            d.note("waiting", **{"for": f"tick {completed} on all members", "who": names(late)})
+            d.note(
+                "waiting", **{"for": f"tick {completed} on all members", "who": names(late), "remedy": _UNEQUAL_TICKS}
+            )
             return replace(phase, noticed=(*phase.noticed, "ticks"))
     return phase
 

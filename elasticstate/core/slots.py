@@ -81,7 +81,7 @@ def slot_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
     if d.generation and d.booting:
         booting_since = min(worker.started_at for worker in d.workers.values() if worker.booting)
         yield "boot", booting_since + d.policy.start_timeout_s
-    if _is_recovering(d) and d.now < d.ledger.quiet_until:
+    if _is_quiet(d):
         yield "quiet time", d.ledger.quiet_until
     is_sought = not isinstance(d.phase, Running)
     plan = _Plan(d, awaited(d) if is_sought else [], by_discovery(d))
@@ -278,13 +278,19 @@ def _is_recovering(d: Draft) -> bool:
     return isinstance(d.phase, Forming) or (isinstance(d.phase, Running) and not d.phase.first_tick)
 
 
+def _is_quiet(d: Draft) -> bool:
+    """Return True if no worker may start: a boot would compete with the recovery, or, before any worker was READY, the
+    first failure is so recent that all other workers may fail in the same way."""
+    return d.now < d.ledger.quiet_until and (_is_recovering(d) or not d.ledger.ever_ready)
+
+
 def _may_start_workers(d: Draft) -> bool:
-    """Return False while a boot would compete with the recovery, or while members with a confirmed own error have not
-    exited: all members may end by their own errors."""
+    """Return False in a quiet time, or while members with a confirmed own error have not exited: all members may end by
+    their own errors."""
+    if _is_quiet(d):
+        return False
     if not _is_recovering(d):
         return True
-    if d.now < d.ledger.quiet_until:
-        return False
     return not any(worker.confirmed_at is not None and not worker.gone for worker in d.workers.values())
 
 

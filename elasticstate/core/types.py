@@ -115,6 +115,7 @@ class WorkerExited:
     signal: int | None
     error: str = ""  # the traceback that the worker recorded, or the end of its stderr
     time_ns: int = 0  # unix time of its host: when its exception was raised, or its end was detected; 0: not known
+    was_started: bool = True  # False: the process could not be started
 
 
 @dataclass(frozen=True, slots=True)

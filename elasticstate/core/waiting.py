@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from math import inf
 
 from elasticstate.core import types as t
@@ -37,6 +38,8 @@ def waiting(d: Draft, phase: Waiting) -> None:
         d.update_ledger(outage=d.broken[0].cause)
     if d.generation == 0 and plain_commands_are_done(d):
         become_over(d, True)
+    elif d.generation == 0 and every_worker_failed(d):
+        fail_job(d, "every worker failed before the first world", d.ledger.outage)
     elif d.generation == 0 and (bad := failed_slots(d)):
         times = f"{d.policy.max_no_progress} times in a row"
         reason = f"{number_of(bad, 'slot')} failed {times} before the first world"
@@ -211,6 +214,19 @@ def plain_commands_are_done(d: Draft) -> bool:
         host.slots for host in d.hosts.values() if not (host.draining or host.is_in_preemption_cooldown(d.now))
     )
     return finished > 0 and (finished >= d.policy.np or finished >= max(wanted, d.policy.min_np))
+
+
+def every_worker_failed(d: Draft) -> bool:
+    """Return True if no worker was ever READY, and the first workers of at least np slots have all failed by their own
+    exit codes. So the script fails wherever it runs, and a restart cannot help.
+
+    A worker that was killed, lost with its host or not started proves nothing. Slots beyond max_np do not count: their
+    workers replace others. The slots are in the order of their first workers.
+    """
+    if d.ledger.ever_ready or len(d.slots) < d.policy.np:
+        return False
+    first = islice(d.slots.values(), d.policy.max_np)
+    return all(slot.failure is not None and bool(slot.failure.exit_code) for slot in first)
 
 
 def failed_slots(d: Draft) -> int:

@@ -97,7 +97,7 @@ class AgentMessages:
     def _worker_exited(self, host: str, exited: messages.Exited) -> None:
         self._journal.worker_exited(exited)
         self._backend.worker_ended(host, exited.pid)
-        end = (exited.exit_code, exited.signal, exited.error, exited.time_ns)
+        end = (exited.exit_code, exited.signal, exited.error, exited.time_ns, exited.pid != 0)
         self._queue.post(t.WorkerExited(exited.worker, *end))
 
     def _from_worker(self, worker: t.WorkerId, body: messages.FromWorkerBody) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from elasticstate.config import Options
 from elasticstate.errors import OptionError
 from elasticstate.kinds import split_address
+from elasticstate.machine import version
 from elasticstate.net.control import ControlServer, Owner
 from elasticstate.net.names import LOCALHOST, own_addresses
 from elasticstate.net.trust import Trust
@@ -21,7 +22,7 @@ class AgentServer:
         self, options: Options, token: str, owner: Owner, warn: Callable[[str], None], log: Callable[[str], None]
     ) -> None:
         self._options = options
-        self._server = ControlServer(Trust(token), options.connect_timeout_s, owner)
+        self._server = ControlServer(Trust(token), options.connect_timeout_s, owner, version())
         self._warn = warn
         self._log = log
         self._refusals: dict[str, int] = {}  # by reason

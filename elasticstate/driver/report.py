@@ -69,7 +69,7 @@ class Report:
             "agent_lost": lambda f: f"host {f['host']} lost: its agent {f['reason']}",
             "worker_exited": self._worker_exited,
             "worker_unresponsive": lambda f: f"{_slot_name(f['worker'])} is unresponsive: {f['reason']}",
-            "waiting": lambda f: f"waiting for {f['for']}; missing: {f['who']}",
+            "waiting": _waiting,
             "driver_restarted": _driver_restarted,
             "warning": lambda f: f"warning: {f['text']}",
             "world_formed": self._world_formed,
@@ -222,6 +222,11 @@ def _failure(f: Fields, how: str) -> WorkerFailure:
     reason = f"{_slot_name(f['worker'])} ended: {how}"
     places = (f["host"], f["slot"], f["rank"], f["generation"])
     return WorkerFailure(reason, *places, f["exit_code"], f["signal"], f["error"], f["time_ns"])
+
+
+def _waiting(f: Fields) -> str:
+    remedy = f". {f['remedy']}" if "remedy" in f else ""
+    return f"waiting for {f['for']}; missing: {f['who']}{remedy}"
 
 
 def _driver_restarted(f: Fields) -> str:

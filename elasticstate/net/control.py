@@ -56,8 +56,10 @@ class AgentStream:
 
     hello: messages.AgentHello
 
-    def __init__(self, owner: Owner, peer: str) -> None:
+    def __init__(self, owner: Owner, peer: str, version: str) -> None:
+        """``version``: of elasticstate here, for the refusal of an agent of another version."""
         self.peer = peer
+        self._version = version
         self.has_sent = False
         self.stream = Stream(self._received, self._ended)
         self._owner = owner
@@ -105,8 +107,8 @@ class AgentStream:
             self.stream.close()
         elif first.protocol != messages.PROTOCOL_VERSION:
             reason = (
-                f"the agent uses protocol {first.protocol} (elasticstate {first.version}), "
-                f"the driver protocol {messages.PROTOCOL_VERSION}. Install the same version on all hosts"
+                f"the agent has elasticstate {first.version} (protocol {first.protocol}), the driver has elasticstate "
+                f"{self._version} (protocol {messages.PROTOCOL_VERSION}). Install the same version on all hosts"
             )
             self._owner.refused(self.peer, reason)
             self.refuse(reason)
@@ -131,7 +133,9 @@ def _most_unauthenticated() -> int:
 class ControlServer:
     """The driver's server."""
 
-    def __init__(self, trust: Trust, authentication_timeout_s: float, owner: Owner) -> None:
+    def __init__(self, trust: Trust, authentication_timeout_s: float, owner: Owner, version: str) -> None:
+        """``version``: of elasticstate here, for the refusal of an agent of another version."""
+        self._version = version
         self._trust = trust
         self._authentication_timeout_s = authentication_timeout_s
         self._owner = owner
@@ -212,7 +216,7 @@ class ControlServer:
 
     async def _authenticate(self, connection: socket.socket, peer: str) -> None:
         """Wait for the certificate and the first message, each with a time limit; else close the connection."""
-        agent = AgentStream(self._owner, peer)
+        agent = AgentStream(self._owner, peer, self._version)
         stream = agent.stream
         loop = asyncio.get_running_loop()
         self._streams.add(stream)

@@ -18,7 +18,10 @@ from elasticstate.core.reattach import Remains
 from elasticstate.core.records import Count, Finishing, Host, Over, Running, Waiting
 from tests.simulation.oracle import naive_placements
 
-ENDS = ("StateLostError", "no progress", "reset limit", "--elastic-timeout", "--start-timeout", "times in a row before")
+ENDS = (
+    *("StateLostError", "no progress", "reset limit", "--elastic-timeout", "--start-timeout"),
+    *("times in a row before", "every worker failed"),
+)
 
 
 def each(event: t.Event) -> Iterator[t.Event]:

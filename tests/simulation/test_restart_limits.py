@@ -1,7 +1,9 @@
 """Cooldown never blocks a job that could run: whenever enough slots for min-np are good, a world forms.
 
 The jobs here have machines that fail in every way, and some that do not fail. The length of cooldowns and backoffs must
-not decide if the job goes on. Replay a failure with ``play(seed)``: hypothesis prints the number.
+not decide if the job goes on. The exception: each worker of the first round ends by its own exit code.
+
+Replay a failure with ``play(seed)``: hypothesis prints the number.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ def play(seed: int) -> Fleet:
     good_from = max(machine.up_at for machine in machines)
     if was_training:
         fleet.run(BOUND_SHARE * limit_s, lambda: bool(fleet.worlds))
+        if _first_round_failed(fleet):
+            return fleet
         assert fleet.worlds, f"never began, though {good} slots could run: {fleet.why()}"
         reached["was training"] += 1
         good_from = _break_all(rng, fleet, machines, limit_s)
@@ -51,10 +55,24 @@ def play(seed: int) -> Fleet:
     before = len(fleet.worlds)
     enough = not isinstance(fleet.m.phase, Waiting)
     fleet.run(good_from + BOUND_SHARE * limit_s, lambda: enough or len(fleet.worlds) > before)
+    if _first_round_failed(fleet):
+        return fleet
     assert enough or len(fleet.worlds) > before, f"stuck, though {good} slots could run: {fleet.why()}"
     reached["world"] += not enough
     reached["gave way"] += fleet.given_way > 0
     return fleet
+
+
+def _first_round_failed(fleet: Fleet) -> bool:
+    """Return True if the job has ended because only bad slots were in its first round. Count these jobs."""
+    cause = fleet.ended.root_cause if fleet.ended is not None else None
+    if cause is None or not cause.reason.startswith("every worker failed before the first world"):
+        return False
+    bad = sum(way == "die" for machine in fleet.machines.values() for way in (machine.bad_slots or {}).values())
+    assert bad >= fleet.policy.np, f"the first round had good slots: {fleet.why()}"
+    assert not fleet.m.ledger.ever_ready
+    reached["first round failed"] += 1
+    return True
 
 
 def _machine(rng: random.Random, name: str, limit_s: float) -> Machine:

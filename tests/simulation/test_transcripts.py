@@ -18,6 +18,7 @@ SCENARIOS = (
     "drain_and_death_together",
     "evicted_host",
     "finish_in_the_gate",
+    "first_round_fails",
     "host_joins",
     "host_of_only_commit_lost",
     "host_removed",

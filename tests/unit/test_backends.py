@@ -15,7 +15,17 @@ from elasticstate.worker.contexts.context import Backend, Context
 
 def test_the_option_accepts_each_backend_of_the_table() -> None:
     assert [name for name in BACKENDS if kinds.BACKEND.parse(name) != name] == []
-    assert sorted(kinds.BACKEND.metavar.split("|")) == sorted(["auto", *BACKENDS])
+    assert kinds.BACKEND.metavar.split("|") == ["auto", *BACKENDS]
+    assert kinds.BACKEND.valid == "auto, nccl, gloo or mpi"
+
+
+def test_a_new_line_of_the_table_is_a_value_of_the_option() -> None:
+    program = (
+        "from elasticstate.backends import BACKENDS, BackendParts\nBACKENDS['new'] = BackendParts(worker='a:b')\n"
+        "from elasticstate import kinds\nassert kinds.BACKEND.parse('new') == 'new'\n"
+        "assert kinds.BACKEND.valid.endswith(' or new')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", ["auto", *BACKENDS])

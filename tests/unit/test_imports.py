@@ -78,7 +78,7 @@ ALLOWED = {
     "writing": set[str](),
     "net": {"compat", "config", "core", "errors", "writing"},
     "commits": {"config", "private", "processes"},
-    "kinds": {"core"},
+    "kinds": {"backends", "core"},
     "config": {"core", "errors", "kinds"},
     "driver": PARTS - {"agent", "check", "worker", "state", "cli", "launching", "horovod", "extension"},
     "check": PARTS - {"agent", "worker", "state", "cli", "launching", "horovod", "extension"},

@@ -54,7 +54,7 @@ def test_an_error_with_its_failures_can_be_pickled() -> None:
     assert (error.root_cause, error.failures) == (cause, (cause,))
     assert str(error).splitlines() == [
         "h:1 ended: exit code 3",
-        "  worker h:1 on host h, rank 2, generation 5, exit code 3",
+        "  rank 2, generation 5",
         "  Traceback",
         "  ValueError: x",
     ]

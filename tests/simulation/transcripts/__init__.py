@@ -94,7 +94,8 @@ def parse_event(words: list[str]) -> t.Event:
             return t.WorkerReady(worker, generation, commit, None, store, ticks, paused_s, sealed=sealed)
         case "exit":
             code, signal = (int(given[key]) if key in given else None for key in ("code", "signal"))
-            return t.WorkerExited(worker, code, signal, given.get("error", ""), int(given.get("at", "0")))
+            end = (given.get("error", ""), int(given.get("at", "0")), "unstarted" not in given)
+            return t.WorkerExited(worker, code, signal, *end)
         case "unresponsive":
             return t.WorkerUnresponsive(worker, "no stamp for 10 s")
         case "draining":

@@ -152,18 +152,6 @@ def test_a_worker_finds_its_place_in_the_environment(tmp_path: Path) -> None:
     ]
 
 
-def test_a_command_that_fails_again_and_again_ends_the_job_with_its_error_last(tmp_path: Path) -> None:
-    script = "raise KeyError('the cause')"
-    with running(tmp_path, "-np", "1", "--max-no-progress", "2", sys.executable, "-c", script) as job:
-        status, _, stderr = job.end()
-    assert status == 1
-    last = stderr.partition("elasticrun: root cause")[2].splitlines()
-    assert last[0].startswith(": 1 slot failed 2 times in a row before the first world; first failure: localhost:0#1")
-    assert last[1] == "elasticrun:   worker localhost:0 on host localhost, no rank yet, generation 0, exit code 1"
-    assert last[-1] == "elasticrun:   KeyError: 'the cause'"
-    assert job.events("root_cause")[0]["exit_code"] == 1
-
-
 def test_discovery_that_fails_at_first_ends_the_job(tmp_path: Path) -> None:
     with running(tmp_path, "-np", "1", "--host-discovery-script", "false", "true") as job:
         status, _, stderr = job.end()

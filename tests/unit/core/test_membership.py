@@ -161,7 +161,7 @@ def test_an_overdue_drain_becomes_a_failure_without_the_drained_worker() -> None
 def test_boots_that_fail_again_and_again_end_the_job_with_the_first_error() -> None:
     script = "0.0 hosts a:2\n0.1 agent-joined a\n"
     script += (
-        "1.0 exit a:0#1 code=1 error=first + exit a:1#1 code=1\n3.0 exit a:0#2 code=1 + exit a:1#2 code=1\n4.0 time\n"
+        "1.0 exit a:0#1 signal=9 error=first + exit a:1#1 code=1\n3.0 exit a:0#2 code=1 + exit a:1#2 code=1\n4.0 time\n"
     )
     _, effects = drive(script + "6.0 exit a:0#3 code=1 + exit a:1#3 code=1", np=2)
     cause = ended(effects).root_cause
@@ -194,14 +194,36 @@ def test_the_start_time_out_lists_the_last_report_of_each_host() -> None:
         "a:1 failed 2 times in a row: a:1#1 was killed by SIGKILL (restart in 0.6 s)",
         "a:2 is booting for 599.0 s, last heartbeat 1.0 s ago",
         "a:3 is booting for 599.0 s, no heartbeat yet",
-        "host b: agent started (100.0 s ago, not connected yet)",
+        "host b: agent started (100.0 s ago, not connected yet), the last agent is unreachable",
         "host c: agent started (600.0 s ago, not connected yet)",
-        "host d: agent started (3.0 s ago, not connected yet), in cooldown for 7.4 s: its agent exited with 1",
+        "host d: agent started (3.0 s ago, not connected yet), the last agent exited with 1, "
+        "in cooldown for 7.4 s: its agent was lost",
         "host e drains: preemption notice: SIGTERM to its agent",
         "e:0 is stopping",
         "f:0 is booting for 2.0 s, no heartbeat yet",
         "first failure: a:1#1 was killed by SIGKILL",
     ]
+
+
+@pytest.mark.parametrize(("losses", "agent"), [(1, "asked"), (2, "none")])
+def test_the_notice_of_waiting_has_the_reason_why_an_agent_was_lost_once(losses: int, agent: str) -> None:
+    """During the next attempt, and before it."""
+    m, effects = drive("0.0 hosts a:3" + losses * "\n29.5 agent-lost a is unreachable by ssh: unknown host")
+    assert m.hosts["a"].agent == agent
+    reasons = [str(effect.get("reason")) for effect in effects if isinstance(effect, t.Note)]
+    assert reasons[0] == "is unreachable by ssh: unknown host"
+    assert reasons[1].startswith("its agent was lost")
+    _, effects = drive("30.0 time", m)
+    (note,) = [effect for effect in effects if isinstance(effect, t.Note) and effect.event == "waiting"]
+    who = str(note.get("who"))
+    assert who.startswith("host a: ")
+    assert who.count("is unreachable by ssh: unknown host") == 1
+
+
+def test_an_agent_that_connects_ends_the_report_of_the_last_loss() -> None:
+    script = "0.0 hosts a:3\n1.0 agent-lost a is unreachable\n20.0 time\n21.0 agent-joined a"
+    m, _ = drive(script)
+    assert not [line for line in waiting_for(m, 21.0) if "unreachable" in line]
 
 
 def test_a_command_that_uses_run_after_all_has_its_finished_slots_restarted() -> None:
@@ -219,6 +241,7 @@ def test_a_running_world_names_members_that_are_more_than_a_tick_behind() -> Non
     )
     (note,) = [effect for effect in effects if isinstance(effect, t.Note)]
     assert (note.event, note.get("who")) == ("waiting", "a:1#1 (rank 1)")
+    assert str(note.get("remedy")).startswith("Call commit() equally often on all ranks")
 
 
 def test_a_newcomer_that_does_not_become_ready_is_killed_and_its_slot_has_failed() -> None:

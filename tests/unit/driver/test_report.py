@@ -154,7 +154,7 @@ def test_the_root_cause_has_all_details(open_report: Callable[..., Report], capf
     report.root_cause(cause)
     assert logged(report, capfd) == [
         "root cause: b:1#2 exited with 1",
-        "  worker b:1 on host b, rank 3, generation 4, exit code 1",
+        "  rank 3, generation 4",
         "  Traceback:",
         "    boom",
     ]

@@ -65,7 +65,8 @@ def test_it_lists_hosts_in_cooldown_while_the_others_train() -> None:
     until_s = m.hosts["b"].cooldown_until - 35.0
     assert lines[-2:] == [
         "in cooldown:",
-        f"  host b: in cooldown for {until_s:.1f} s: its agent is unreachable: no route to host (cooldown 2 in a row)",
+        f"  host b: agent is unreachable: no route to host, in cooldown for {until_s:.1f} s: its agent was lost "
+        "(cooldown 2 in a row)",
     ]
     assert 14.0 < until_s < 17.0
     assert "in cooldown:" not in status("j", m, "training", 35.0 + until_s)

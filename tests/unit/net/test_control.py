@@ -32,7 +32,7 @@ class Driver:
         self.received: list[messages.FromAgent] = []
         self.lost: list[str] = []
         self.turned_away: list[str] = []
-        self.server = ControlServer(TRUST, proof_timeout_s, self)
+        self.server = ControlServer(TRUST, proof_timeout_s, self, "1.5")
 
     def agent_joined(self, stream: AgentStream) -> None:
         self.streams.append(stream)
@@ -143,7 +143,7 @@ def test_the_first_address_that_is_the_drivers_is_taken() -> None:
             closed = bound.getsockname()[1]
             bound.close()
             stranger = Driver()
-            stranger.server = ControlServer(Trust("s" * 32), 5.0, stranger)
+            stranger.server = ControlServer(Trust("s" * 32), 5.0, stranger, "1")
             addresses = (closed, silent, stranger.server.listen(LOCALHOST), port)
             agent = await DriverStream.dial(tuple(f"{LOCALHOST}:{p}" for p in addresses), TRUST, 5.0)
             agent.send(HELLO)
@@ -241,11 +241,16 @@ def test_a_refused_agent_that_does_not_close_does_not_keep_the_driver() -> None:
 def test_another_protocol_is_refused_with_what_to_do() -> None:
     async def scenario(driver: Driver, port: int) -> None:
         agent = await agent_at(port, first=messages.AgentHello("h", "id", 0, 0, 1, 99, "9.9"))
-        with pytest.raises(ConnectionRefusedError, match=r"protocol 99 \(elasticstate 9.9\).*Install the same version"):
+        with pytest.raises(ConnectionRefusedError) as refusal:
             await agent.receive()
         await agent.close()
+        reason = (
+            f"the agent has elasticstate 9.9 (protocol 99), the driver has elasticstate 1.5 (protocol "
+            f"{messages.PROTOCOL_VERSION}). Install the same version on all hosts"
+        )
+        assert reason in str(refusal.value)
         assert driver.streams == []
-        assert "protocol 99" in driver.turned_away[0]
+        assert driver.turned_away == [reason]
 
     with_driver(scenario)
 
