@@ -19,8 +19,9 @@ from tests.multihost.network import Network
 from tests.multihost.test_hosts import check_no_two_worlds
 
 SLOTS = {"a": 2, "b": 1, "c": 1}
+SIZE = 4  # of the world when no host is afflicted
 OPTIONS = (
-    *("-np", "4", "--min-np", "1", "--max-np", "4"),
+    *("-np", str(SIZE), "--min-np", "1", "--max-np", str(SIZE)),
     *("--heartbeat-timeout", str(HEARTBEAT_S), "--connect-timeout", "1", "--stop-timeout", "5"),
     *("--orphan-timeout", "20"),  # longer than any host is unreachable
     *("--job-name", "chaos", "--reattach-timeout", "3"),
@@ -43,6 +44,7 @@ class Chaos:
         self._seed = seed
         self._minutes = minutes
         self._plan = make_plan(seed, minutes, len(SLOTS))
+        self._spares = seed % 2  # on host b, or where else a slot is free
         self._struck: list[Strike] = []
         self._missed: list[Fault] = []
         self._pending: list[Strike] = []
@@ -57,13 +59,15 @@ class Chaos:
         with Network(self._directory, *SLOTS) as network:
             self.namespaces = network.namespaces
             discovery = Hosts(self._directory)
-            discovery.set(*(f"{name}:{slots}" for name, slots in SLOTS.items()))
+            slots = {**SLOTS, "b": SLOTS["b"] + self._spares}
+            options = (*OPTIONS, "--spares", str(self._spares))
+            discovery.set(*(f"{name}:{count}" for name, count in slots.items()))
             stop = self._directory / "stop"
             command = [sys.executable, str(SCRIPT), "--log", str(self._directory / "logs"), "--stop", str(stop)]
             within = network["d"].storage.enter()
-            with Job(self._directory, *OPTIONS, *discovery.options, command=command, within=within) as self.job:
+            with Job(self._directory, *options, *discovery.options, command=command, within=within) as self.job:
                 try:
-                    self._strike_all(Strikes(self.job, network, discovery, SLOTS))
+                    self._strike_all(Strikes(self.job, network, discovery, slots))
                     self._wait_until_all_are_back()
                     self.job.stop_file.touch()
                     self.job.finish(timeout=END_TIMEOUT_S)
@@ -121,15 +125,15 @@ class Chaos:
             time.sleep(0.02)
 
     def _wait_until_all_are_back(self) -> None:
-        """Wait until the newest world has all slots, and until failures of dead workers would have been detected."""
+        """Wait until the newest world is complete, and until failures of dead workers would have been detected."""
         decisive = ("world_formed", "end", "worker_exited", "agent_lost")
 
         def all_are_back() -> bool:
             last = [event for event in self.job.events() if event["event"] in decisive][-1]
             settled = time.time() - last["time"] > 1.5 * HEARTBEAT_S
-            return settled and last["event"] == "world_formed" and last["size"] == sum(SLOTS.values())
+            return settled and last["event"] == "world_formed" and last["size"] == SIZE
 
-        self.job.wait_for("world of all slots after the faults", all_are_back, END_TIMEOUT_S)
+        self.job.wait_for("world of full size after the faults", all_are_back, END_TIMEOUT_S)
 
     def _look_for_proof(self) -> None:
         self._struck += [strike for strike in self._pending if strike.look()]
@@ -175,7 +179,7 @@ class Chaos:
         mean_s = 60 * self._minutes / len(self._struck)
         return "\n".join(
             (
-                f"chaos: {len(self._struck)} faults, one every {mean_s:.2f} s",
+                f"chaos: {len(self._struck)} faults, one every {mean_s:.2f} s; spares: {self._spares}",
                 *rows,
                 f"  generations {finished['generations']}, goodput {finished['goodput']}, "
                 f"steps {self.job.log('final')[0]['step']}, longest pause {pause_s:.1f} s",
