@@ -298,3 +298,12 @@ class Sentinel:
 
     def wait_gate(self, generation: int) -> bool:
         """Return True when the gate opens, False if the generation ends before that."""
+
+def exit_after_finalization(status: int) -> None:
+    """End the process with ``_exit(status)`` when the interpreter has finalized everything of Python.
+
+    Exit functions and static destructors of C and C++ are not called. Buffers of C's stdio are written.
+
+    Raises:
+        RuntimeError: the interpreter accepts no more functions to call at its end.
+    """

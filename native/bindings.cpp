@@ -5,10 +5,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <unistd.h>
+
 #include <array>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <system_error>
 #include <vector>
@@ -189,6 +193,21 @@ void bind_control_page(nb::module_ &m) {
         .def("sealed", &sealed, "index"_a, "owner"_a);
 }
 
+int exit_status = 0;
+
+void exit_now() {
+    std::fflush(nullptr);
+    _exit(exit_status);
+}
+
+/// Python calls exit_now last of all.
+void exit_after_finalization(int status) {
+    exit_status = status;
+    if (Py_AtExit(exit_now) != 0) {
+        throw std::runtime_error("the interpreter accepts no more functions to call at its end");
+    }
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -203,6 +222,7 @@ NB_MODULE(_native, m) {
         .def("reset", &HoldWord::reset)
         .def("load", &HoldWord::load);
     hold_word.attr("HOLD") = HoldWord::HOLD;
+    m.def("exit_after_finalization", &exit_after_finalization, "status"_a);
     bind_pieces(m);
     bind_permutation(m);
     bind_control_page(m);

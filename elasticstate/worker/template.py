@@ -67,6 +67,7 @@ def _import(modules: Iterable[str], directory: str) -> str:
     import torch
 
     torch.compiler.disable(main)  # type: ignore[no-untyped-call]  # imports the compiler, and does no more
+    script.skip_exit_functions_of(script.mapped_libraries())
     sys.path.insert(0, directory)
     for name in modules:
         try:

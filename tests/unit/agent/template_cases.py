@@ -152,6 +152,32 @@ def leave(how):
         time.sleep(10)
     if how == "exec":
         compile("a b", "<text>", "exec")
+    if how == "library":  # whose exit function writes a line
+        ctypes.CDLL(os.path.abspath("exit.so"))
+    if how == "stdio":
+        ctypes.CDLL(None).printf(b"in the buffer of C\n")
+    if how == "object":
+        globals()["last"] = Last()
+
+
+class Last:
+    def __del__(self):
+        print("deleted", self is not None)
+
+
+def libraries():
+    """Train a step, and print the libraries that keep the exit functions of C++ alive."""
+    import torch
+
+    from elasticstate.worker import script
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    torch.distributed.destroy_process_group()
+    print(json.dumps(sorted(script.mapped_libraries() - script._harmless_libraries)))
 
 
 if __name__ == "__main__":
@@ -161,6 +187,7 @@ if __name__ == "__main__":
         "random": random_numbers,
         "processes": processes,
         "leave": leave,
+        "libraries": libraries,
         "sleep": lambda: time.sleep(100),
         "quick": lambda: sys.exit(7),
     }[name](*arguments)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -21,7 +22,11 @@ from elasticstate.net import messages
 from tests.unit.agent.scene import Scene, play
 
 CASES = Path(__file__).with_name("template_cases.py")
-ENDS = ("text", "code", "error", "interrupt", "signal", "term", "exec", "none")
+ENDS = ("text", "code", "error", "interrupt", "signal", "term", "exec", "library", "stdio", "object", "none")
+LIBRARY = """
+#include <unistd.h>
+__attribute__((destructor)) static void say(void) { if (write(1, "library\\n", 8) < 0) _exit(9); }
+"""
 
 
 def template_of(scene: Scene) -> psutil.Process | None:
@@ -150,7 +155,19 @@ def test_a_script_sees_no_difference(tmp_path: Path, form: str) -> None:
 
 def test_all_ends_are_those_of_a_new_process(tmp_path: Path) -> None:
     shutil.copy(CASES, tmp_path / "cases.py")
+    (tmp_path / "exit.c").write_text(LIBRARY)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "exit.so", tmp_path / "exit.c"], check=True)
     both(tmp_path, [sys.executable, "cases.py"], [f"leave {how}" for how in ENDS])
+
+
+def test_a_worker_of_torch_ends_without_the_exit_functions_of_its_libraries(tmp_path: Path) -> None:
+    shutil.copy(CASES, tmp_path / "cases.py")
+
+    async def scenario(scene: Scene) -> None:
+        ended, out, err = await (await begin(scene, sys.executable, "cases.py")).case("libraries")
+        assert (ended.exit_code, json.loads(out)) == (0, []), err
+
+    play(tmp_path, scenario)
 
 
 def test_a_syntax_error_is_shown_without_frames(tmp_path: Path) -> None:
