@@ -40,15 +40,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options, must_reattach: bool = False) -> int:
+    from elasticstate.driver.early_agent import early_agent
+    from elasticstate.processes import keep_owner_access
+
+    keep_owner_access()
+    named = {text.partition(":")[0] for text in options.hosts}
+    elsewhere = options.hosts or options.hostfile or options.host_discovery_script or options.listen
+    with early_agent(not must_reattach and ("localhost" in named or not elsewhere)):
+        return _drive(options, must_reattach)
+
+
+def _drive(options: Options, must_reattach: bool) -> int:
     import asyncio
     import gc
 
     from elasticstate.backends import driver_part
     from elasticstate.driver.driver import Driver
     from elasticstate.loop_watch import watch_loops
-    from elasticstate.processes import keep_owner_access
 
-    keep_owner_access()
     if not must_reattach:
         driver_part(options.backend).require_installation(options.start_timeout_s)
 

@@ -17,8 +17,11 @@ from elasticstate.terminal import complain, hold_standard_descriptors
 
 def main() -> NoReturn:
     hold_standard_descriptors()
+    line = _first_line()
+    if not line:
+        sys.exit(2)  # the driver has ended, or needs no agent on this machine
     try:
-        launch = msgspec.json.decode(_first_line(), type=Launch)
+        launch = msgspec.json.decode(line, type=Launch)
     except msgspec.DecodeError as error:
         complain("elasticstate", f"stdin has no valid parameters of an agent ({error}). Use elasticrun agent instead.")
         sys.exit(2)

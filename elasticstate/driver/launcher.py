@@ -21,6 +21,7 @@ import msgspec
 
 from elasticstate import processes
 from elasticstate.config import Options, agent_variable
+from elasticstate.driver.early_agent import AGENT, agent_process
 from elasticstate.exit_status import how_it_ended
 from elasticstate.net.launch import Launch
 from elasticstate.net.names import is_this_machine
@@ -28,7 +29,6 @@ from elasticstate.threads import in_thread
 from elasticstate.writing import Writer
 
 _SSH_FAILED = 255
-_AGENT = "elasticstate.agent"
 
 
 class AgentProcess(Protocol):
@@ -67,12 +67,7 @@ class LocalAgent:
 
     def __init__(self, launch: Launch) -> None:
         """Start the process. Raises OSError if that fails."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", _AGENT],
-            stdin=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],  # first in sys.path: the agent imports this very package
-            start_new_session=True,  # Ctrl-C in the terminal is for the driver
-        )
+        self._process = agent_process()
         self._mark = agent_variable(launch.socket)
         processes.give_back_descriptors(self.pid)  # before it begins: it waits for its parameters
         _send_parameters(self._process, launch)
@@ -171,7 +166,7 @@ class DialledIn:
 
 
 def ssh_command(
-    host: str, python: str, options: Options, log: Path, arguments: Sequence[str] = ("-m", _AGENT)
+    host: str, python: str, options: Options, log: Path, arguments: Sequence[str] = ("-m", AGENT)
 ) -> list[str]:
     """Return the command of OpenSSH's client that runs Python on a host with these arguments.
 

@@ -1,0 +1,39 @@
+"""The agent process that starts before the driver needs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+
+from elasticstate.driver.early_agent import AGENT, agent_process, early_agent
+
+
+def own_agents() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if AGENT in child.cmdline()]
+
+
+def test_the_first_agent_is_the_early_process_and_the_next_one_is_new() -> None:
+    with early_agent(True):
+        (early,) = own_agents()
+        processes = [agent_process(), agent_process()]
+        assert [process.pid == early.pid for process in processes] == [True, False]
+    for process in processes:
+        assert process.poll() is None, "the context has ended a process that somebody took"
+        process.kill()
+        process.communicate()
+    assert not own_agents()
+
+
+def test_a_process_that_nobody_takes_ends_with_the_context() -> None:
+    with early_agent(True):
+        assert len(own_agents()) == 1
+    assert not own_agents()
+    with early_agent(False):
+        assert not own_agents()
+
+
+def test_a_process_without_a_driver_ends_without_a_word() -> None:
+    ended = subprocess.run([sys.executable, "-m", AGENT], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
