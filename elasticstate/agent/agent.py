@@ -25,6 +25,7 @@ from elasticstate.agent.host_report import HostReporter
 from elasticstate.agent.host_storage import HostStorage
 from elasticstate.agent.job_place import JobPlace
 from elasticstate.agent.output import Outputs
+from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.preemption import PreemptionWatch
 from elasticstate.agent.python_command import is_python, reason_against_template, script_directory
 from elasticstate.agent.running_tasks import RunningTasks
@@ -77,6 +78,7 @@ class _AgentParts:
     socket: AgentSocket
     supply: Supply
     backend: AgentBackend
+    stores: PlainStores
     service: Service
 
 
@@ -185,21 +187,22 @@ class Agent:
             supply.give,
             outputs.complain,
         )
-        worker_messages = WorkerMessages(handles, driver, socket, allocator, tasks)
-        reporter = HostReporter(storage)
         starter = WorkerStarter(
             launch, spec, place, storage, outputs, attachment.local_address, self._template, attachment.warn
         )
+        stores = PlainStores(attachment.local_address, starter.start_store, driver.send, outputs.complain)
+        worker_messages = WorkerMessages(handles, driver, socket, allocator, tasks, stores)
+        reporter = HostReporter(storage, stores)
         workers = Workers(
             handles, starter, driver, socket, supervisor, reporter, outputs, storage, spec.options.stop_timeout_s
         )
         messages = DriverMessages(
-            driver, workers, socket, supervisor, reporter, supply, allocator, backend, outputs, tasks
+            driver, workers, socket, supervisor, reporter, supply, allocator, backend, stores, outputs, tasks
         )
         timeout_s, preemption = spec.options.driver_timeout_s, attachment.preemption
         service = Service(driver, timeout_s, messages, workers, supervisor, reporter, preemption, outputs, place)
         socket.open()
-        return _AgentParts(storage, allocator, socket, supply, backend, service)
+        return _AgentParts(storage, allocator, socket, supply, backend, stores, service)
 
     async def _serve(self, place: JobPlace, attachment: _Attachment, parts: _AgentParts) -> int:
         """Serve until the job ends, then clean up. Return the exit status."""
@@ -213,6 +216,7 @@ class Agent:
         watching.cancel()
         await attachment.preemption.close()
         parts.socket.close()
+        parts.stores.close()
         parts.allocator.close()
         parts.backend.close()
         parts.storage.close()

@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 from elasticstate.agent.driver_connection import DriverConnection
 from elasticstate.agent.host_report import HostReporter
 from elasticstate.agent.output import Outputs
+from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.running_tasks import RunningTasks
 from elasticstate.agent.storage_allocator import StorageAllocator
 from elasticstate.agent.supervisor import Supervisor
@@ -32,6 +33,7 @@ class DriverMessages:
         supply: Supply,
         allocator: StorageAllocator,
         backend: AgentBackend,
+        stores: PlainStores,
         outputs: Outputs,
         tasks: RunningTasks,
     ) -> None:
@@ -43,13 +45,16 @@ class DriverMessages:
         self._supply = supply
         self._allocator = allocator
         self._backend = backend
+        self._stores = stores
         self._outputs = outputs
         self._tasks = tasks
 
     def carry_out(self, message: messages.ToAgent) -> None:
         match message:
-            case messages.StartWorker(worker, reserve_bytes):
-                self._tasks.begin(self._reserve(self._workers.start(worker, reserve_bytes), reserve_bytes))
+            case messages.StartWorker(worker, reserve_bytes, place):
+                if place is not None:
+                    self._stores.use(place)
+                self._tasks.begin(self._reserve(self._workers.start(worker, reserve_bytes, place), reserve_bytes))
             case messages.StopWorker(worker, _, kill):
                 self._workers.stop(worker, kill)
             case messages.ToWorkers(workers, body):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from elasticstate.agent.host_storage import HostStorage
 from elasticstate.agent.liveness import newest_commit
+from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.net import messages
@@ -14,8 +15,9 @@ from elasticstate.net import messages
 class HostReporter:
     """Records the events that a host report needs, while the agent runs."""
 
-    def __init__(self, storage: HostStorage) -> None:
+    def __init__(self, storage: HostStorage, stores: PlainStores) -> None:
         self._storage = storage
+        self._stores = stores
         self._exits: list[messages.Exited] = []  # since this host received its last world
         self._incarnations: dict[int, int] = {}
         self._gate = 0  # newest generation whose exit gate is open
@@ -55,6 +57,8 @@ class HostReporter:
             incarnations=tuple(self._incarnations.items()),
             gate=self._gate,
             ended=self._ended,
+            store=self._stores.next_address,
+            store_joined=self._stores.joined,
         )
 
     def _in_memory(self) -> Iterator[tuple[int, CommitId]]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from elasticstate.agent.driver_connection import DriverConnection
+from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.running_tasks import RunningTasks
 from elasticstate.agent.storage_allocator import StorageAllocator
 from elasticstate.agent.worker_handle import WorkerHandle
@@ -24,12 +25,14 @@ class WorkerMessages:
         socket: AgentSocket,
         allocator: StorageAllocator,
         tasks: RunningTasks,
+        stores: PlainStores,
     ) -> None:
         self._handles = handles
         self._driver = driver
         self._socket = socket
         self._allocator = allocator
         self._tasks = tasks
+        self._stores = stores
 
     def received(self, worker: WorkerId, message: messages.FromWorkerBody) -> None:
         """Handle a message of a worker of this agent."""
@@ -37,6 +40,10 @@ class WorkerMessages:
         match message:
             case messages.Hello():
                 handle.liveness.begin(asyncio.get_running_loop().time())
+            case messages.RunUsed():
+                handle.joined = 0  # the place with which it was started does not count any more
+                self._stores.close()
+                self._driver.send(messages.FromWorker(worker, message))
             case messages.GrowBuffer(index, size):
                 self._tasks.begin(self._grow_buffer(handle, index, size))
             case _:

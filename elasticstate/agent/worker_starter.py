@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from elasticstate import commits, error_file
+from elasticstate.agent import exec_shim
 from elasticstate.agent.host_storage import HostStorage
 from elasticstate.agent.job_place import JobPlace
 from elasticstate.agent.liveness import Liveness
@@ -14,12 +17,15 @@ from elasticstate.agent.post_mortem import count_oom_kills
 from elasticstate.agent.template import Template, TemplateError
 from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.agent.worker_process import Child, WorkerProcess, environment_of_workers, start_command
-from elasticstate.config import WorkerEnvironment
-from elasticstate.core.types import WorkerId
+from elasticstate.config import WorkerEnvironment, agent_variable, plain_variables
+from elasticstate.core.types import PlainPlace, WorkerId
 from elasticstate.errors import CommitStorageError
 from elasticstate.net.fork_link import ForkRequest
 from elasticstate.net.launch import Launch
 from elasticstate.net.messages import JobSpec
+from elasticstate.net.store_listener import StoreListener
+
+STORE_PROGRAM = str(Path(exec_shim.__file__).parents[1] / "worker" / "plain_store.py")
 
 
 class WorkerStarter:
@@ -46,7 +52,7 @@ class WorkerStarter:
         self._template = template
         self._warn = warn
 
-    async def start(self, worker: WorkerId, reserve_bytes: int) -> WorkerHandle:
+    async def start(self, worker: WorkerId, reserve_bytes: int, place: PlainPlace | None) -> WorkerHandle:
         """Start a worker. Raises OSError, ValueError or CommitStorageError if that fails."""
         options, storage = self._spec.options, self._storage
         try:
@@ -56,7 +62,7 @@ class WorkerStarter:
             error_file.forget(error_name, storage.directory.fd)
             audience = Audience(options.only_ranks)
             pumps = self._outputs.pumps(worker, options, audience)
-            child, pipes = await self._start_process(self._environment(worker, reserve_bytes))
+            child, pipes = await self._start_process(self._environment(worker, reserve_bytes, place))
             process = WorkerProcess(worker, child, *pumps, pipes)
         except (OSError, ValueError, CommitStorageError):
             self._outputs.ended(worker)
@@ -86,7 +92,7 @@ class WorkerStarter:
                 self._warn(f"a worker starts as a new process, which imports torch anew: the template process {error}")
         return start_command(command, environment, directory, stdout, stderr)
 
-    def _environment(self, worker: WorkerId, reserve_bytes: int) -> dict[str, str]:
+    def _environment(self, worker: WorkerId, reserve_bytes: int, place: PlainPlace | None) -> dict[str, str]:
         spec = self._spec
         own = WorkerEnvironment(
             socket=self._place.socket,
@@ -100,4 +106,19 @@ class WorkerStarter:
             preemption_signals=spec.options.preemption_signals,
             backend=spec.options.backend,
         )
-        return {**environment_of_workers(self._launch.environment, spec.environment), **own.variables()}
+        common = environment_of_workers(self._launch.environment, spec.environment)
+        plain = {} if place is None else plain_variables(place, spec.job, common)
+        return {**common, **plain, **own.variables()}
+
+    async def start_store(self, listener: StoreListener, stderr: int) -> Child:
+        """Start the process that serves a store for plain workers (worker/plain_store.py). Raises OSError."""
+        environment = environment_of_workers(self._launch.environment, self._spec.environment)
+        environment.update([agent_variable(self._place.mark)])
+        arguments = (STORE_PROGRAM, self._local_address, str(listener.port))
+        if self._template is not None:
+            try:
+                request = ForkRequest(arguments, "/", environment)
+                return await self._template.fork(request, listener.fileno(), stderr)
+            except TemplateError:
+                pass  # the workers' own starts have reported this
+        return start_command((sys.executable, *arguments), environment, "/", listener.fileno(), stderr)

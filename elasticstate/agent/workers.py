@@ -13,7 +13,7 @@ from elasticstate.agent.post_mortem import cause_of_death, count_oom_kills
 from elasticstate.agent.supervisor import Supervisor
 from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.agent.worker_starter import WorkerStarter
-from elasticstate.core.types import WorkerId
+from elasticstate.core.types import PlainPlace, WorkerId
 from elasticstate.errors import CommitStorageError
 from elasticstate.net import messages, worker_codec
 from elasticstate.net.link import AgentSocket
@@ -47,21 +47,25 @@ class Workers:
         self._starting: dict[WorkerId, asyncio.Task[WorkerHandle | None]] = {}
         self._unwanted: set[WorkerId] = set()  # workers that are to stop as soon as they have started
 
-    def start(self, worker: WorkerId, reserve_bytes: int) -> asyncio.Task[WorkerHandle | None]:
+    def start(
+        self, worker: WorkerId, reserve_bytes: int, place: PlainPlace | None
+    ) -> asyncio.Task[WorkerHandle | None]:
         """Start a worker. The result is None if that fails; the driver then receives the end of the worker."""
         self._reporter.started(worker)
-        starting = self._starting[worker] = asyncio.ensure_future(self._start(worker, reserve_bytes))
+        starting = self._starting[worker] = asyncio.ensure_future(self._start(worker, reserve_bytes, place))
         starting.add_done_callback(lambda _: self._starting.pop(worker))
         return starting
 
-    async def _start(self, worker: WorkerId, reserve_bytes: int) -> WorkerHandle | None:
+    async def _start(self, worker: WorkerId, reserve_bytes: int, place: PlainPlace | None) -> WorkerHandle | None:
         try:
-            handle = await self._starter.start(worker, reserve_bytes)
+            handle = await self._starter.start(worker, reserve_bytes, place)
         except (OSError, ValueError, CommitStorageError) as error:
             self._outputs.complain(f"could not start {worker}: {error}")
             self._report_exit(messages.Exited(worker, 0, 127, None, f"could not be started: {error}"))
             return None
         handle.liveness.set_lease(self._supervisor.lease.until_ns)
+        if place is not None:
+            handle.joined, handle.audience.rank = place.generation, place.rank
         self.handles[worker] = handle
         self._driver.send(messages.Started(worker, handle.process.pid))
         handle.watcher = asyncio.ensure_future(self._watch(handle))

@@ -8,11 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elasticstate import kinds
 from elasticstate.config.option import PREFIX
 from elasticstate.core.ids import WorkerId
 from elasticstate.errors import OptionError
+
+if TYPE_CHECKING:
+    from elasticstate.core.types import PlainPlace
 
 COMMIT_DEVICE_MEMORY = PREFIX + "COMMIT_DEVICE_MEMORY"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name that torch uses
@@ -21,6 +25,47 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name that torch uses
 def agent_variable(mark: str) -> tuple[str, str]:
     """Return name and value of the environment variable that marks all processes started by one agent."""
     return PREFIX + "AGENT", mark
+
+
+_PLAIN_VARIABLES = PREFIX + "PLAIN_VARIABLES"
+_NO_LIMIT = 2**31 - 1  # for TORCHELASTIC_MAX_RESTARTS, which must be a number
+
+
+def plain_variables(place: PlainPlace, run_id: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that torchrun sets for a worker, with their meaning there (torch 2.13, LocalElasticAgent).
+
+    ``given``: the worker's other variables, which override those that torchrun only sets by default.
+    """
+    address, _, port = place.store.rpartition(":")
+    variables = {
+        "LOCAL_RANK": place.local_rank,
+        "RANK": place.rank,
+        "GROUP_RANK": place.group_rank,
+        "ROLE_RANK": place.rank,
+        "ROLE_NAME": "default",
+        "LOCAL_WORLD_SIZE": place.local_size,
+        "WORLD_SIZE": place.size,
+        "GROUP_WORLD_SIZE": place.group_size,
+        "ROLE_WORLD_SIZE": place.size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": place.restarts,
+        "TORCHELASTIC_MAX_RESTARTS": _NO_LIMIT if place.max_restarts is None else place.max_restarts,
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in given:
+        variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = 1
+    texts = {name: str(value) for name, value in variables.items()}
+    return {**texts, _PLAIN_VARIABLES: " ".join(texts)}
+
+
+def forget_plain_variables() -> bool:
+    """Remove the variables for plain workers from this process, which uses ``run``. Return False if there are none."""
+    names = os.environ.pop(_PLAIN_VARIABLES, "").split()
+    for name in names:
+        os.environ.pop(name, None)
+    return bool(names)
 
 
 @dataclass(frozen=True, slots=True)

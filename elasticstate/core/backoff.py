@@ -81,7 +81,7 @@ def _has_seen_a_commit(d: Draft, worker: Worker) -> bool:
 def _has_done_well(d: Draft, worker: Worker) -> bool:
     """Return True if a commit or enough time without failures clears the earlier failures of the worker's slot and
     host."""
-    return _has_seen_a_commit(d, worker) or d.now - worker.ready_at >= _long_s(d)
+    return _has_seen_a_commit(d, worker) or d.now - worker.ready_at >= long_s(d)
 
 
 def _cool_down(d: Draft, host: Host, reason: str) -> None:
@@ -102,11 +102,11 @@ def _cool_down(d: Draft, host: Host, reason: str) -> None:
 def _clear_failures(d: Draft, host: Host, has_done_well: bool) -> Host:
     """Clear the failures of a host if one of its workers has done well, or if nothing has failed for a long time."""
     quiet_since = max(host.last_death, host.cooldown_until)
-    if has_done_well or d.now - quiet_since >= _long_s(d):
+    if has_done_well or d.now - quiet_since >= long_s(d):
         return d.put_host(host, deaths=0, dead_slots=frozenset(), cooldowns=0)
     return host
 
 
-def _long_s(d: Draft) -> float:
+def long_s(d: Draft) -> float:
     """Return the seconds without a failure that clear earlier failures: the longest backoff or cooldown."""
     return max(MAX_BACKOFF_S, *d.policy.cooldown_range_s)

@@ -30,7 +30,12 @@ def cooldown_s(host: str, count: int, min_s: float, max_s: float) -> float:
 def patience_s(failures: int, limit_s: float) -> float:
     """Return the seconds of backoff or cooldown for a slot or host that the job needs to reach min_np. The job ends
     after ``limit_s``, so this time is short enough for several attempts."""
-    return min(backoff_s(failures), limit_s / _ATTEMPTS)
+    return min(backoff_s(failures), patience_limit_s(limit_s))
+
+
+def patience_limit_s(limit_s: float) -> float:
+    """Return the longest time for one of several attempts in a job that ends after ``limit_s``."""
+    return limit_s / _ATTEMPTS
 
 
 def together_s(limit_s: float) -> float:

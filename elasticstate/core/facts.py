@@ -14,6 +14,7 @@ from elasticstate.core.backoff import host_is_lost, slot_failed, start_preemptio
 from elasticstate.core.ending import earlier
 from elasticstate.core.limits import within_limits
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
+from elasticstate.core.together import publish
 from elasticstate.exit_status import how_it_ended
 
 EXIT_0 = "exited with 0 without returning from train"
@@ -34,6 +35,10 @@ def apply(d: Draft, event: t.Event) -> None:
             _worker_unresponsive(d, event)
         case t.WorkerDraining():
             _worker_draining(d, event)
+        case t.WorkerUsesRun():
+            _run_used(d, event.worker)
+        case t.PlainStoreJoined():
+            _store_joined(d, event)
         case t.HoldAnswered():
             _hold_answered(d, event)
         case t.FailureReported():
@@ -118,8 +123,8 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         cause = d.root_cause(
             worker, f"{worker.id} was lost with its host: the agent of host {host.name} {event.reason}"
         )
-        if d.breaks(worker) and not worker.gone:
-            d.broken.append(Failure(cause, "lost"))
+        if (d.breaks(worker) or d.in_round(worker)) and not worker.gone:
+            d.broken.append(Failure(cause, "drain" if notice and d.in_round(worker) else "lost"))
         if d.breaks(worker) and may_live:
             host = d.put_host(host, may_live_until=d.now + partition.lease_s(d.policy))
         elif d.breaks(worker):
@@ -148,6 +153,9 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
     if worker is None:
         return
     cause = _cause_of_exit(d, worker, event)
+    if d.in_round(worker):
+        _member_of_round_exited(d, worker, event, cause)
+        return
     is_member = d.breaks(worker) and not worker.gone
     benign = worker.gone == "stopped"
     if d.breaks(worker):
@@ -156,7 +164,7 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
         benign = event.exit_code == 0
         if not benign:
             d.broken.append(Failure(cause, "own"))
-    elif worker.booting and event.exit_code == 0 and not d.ledger.ever_ready:
+    elif worker.booting and event.exit_code == 0 and not d.generation and not worker.uses_run:
         benign = True
         d.put_slot(worker.id.slot_id, finished=True)
     elif not benign:
@@ -167,6 +175,22 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
             _member_ended(d, worker, cause)
     _remove_worker(d, worker, event.exit_code, event.signal)
     if not benign:
+        slot_failed(d, worker, cause)
+
+
+def _member_of_round_exited(d: Draft, worker: Worker, event: t.WorkerExited, cause: t.RootCause) -> None:
+    """Record the end of a worker that was started together with others."""
+    is_stopped = worker.gone == "stopped"
+    has_failed = not is_stopped and (worker.gone == "failed" or event.exit_code != 0)
+    if d.breaks(worker):
+        d.update_ledger(is_broken=True)
+    if has_failed:
+        own_error = bool(cause.exit_code) and cause.signal is None
+        d.broken.append(Failure(cause, "drain" if worker.draining else "own", own_error and not worker.draining))
+    elif not is_stopped:
+        d.put_slot(worker.id.slot_id, finished=True)
+    _remove_worker(d, worker, event.exit_code, event.signal)
+    if has_failed and not worker.draining:
         slot_failed(d, worker, cause)
 
 
@@ -262,12 +286,12 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
     worker = d.workers.get(event.worker)
     if worker is None or worker.gone or event.generation != worker.joined or isinstance(d.phase, Finishing):
         return
+    _run_used(d, event.worker)
     _record_commit(d, event.commit)
     _record_commit(d, event.previous)
     retained.record_retained(d, worker.id.slot_id, event.commit, event.sealed)
     if not d.ledger.ever_ready:
         d.update_ledger(ever_ready=True)
-        _finished_slots_have_failed(d)
     if worker.ready is not None:
         d.put(worker, ready=event, commit=event.commit, reported_at=d.now)
         return
@@ -295,13 +319,27 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
                 d.phase = replace(d.phase, clock=d.now)
 
 
-def _finished_slots_have_failed(d: Draft) -> None:
-    """Count each exit with 0 before READY as a failure: the first READY has shown that the command uses ``run``."""
-    for slot_id, slot in list(d.slots.items()):
-        if slot.finished:
-            worker = t.WorkerId(slot_id.host, slot_id.slot, slot.incarnation)
-            cause = t.RootCause(f"{worker} {EXIT_0}", worker, exit_code=0)
-            d.put_slot(slot_id, finished=False, failures=1, failure=cause, not_before=d.now)
+def _run_used(d: Draft, worker_id: t.WorkerId) -> None:
+    """Record that a worker uses ``run``. The first one shows that the command is elastic: there are no rounds."""
+    worker = d.workers.get(worker_id)
+    if worker is None or worker.gone or worker.uses_run:
+        return
+    d.put(worker, uses_run=True)
+    d.update_ledger(first_user=d.ledger.first_user or worker_id)
+    if d.ledger.kind == "":
+        d.update_ledger(kind="elastic", round=None, no_progress=0, no_progress_cause=None, failed_at=())
+
+
+def _store_joined(d: Draft, event: t.PlainStoreJoined) -> None:
+    """Record that a worker has joined a process group without ``run``. The first one shows that the command is
+    plain."""
+    if event.generation != d.generation + 1 or d.ledger.kind == "plain":
+        return
+    d.update_ledger(store_joined=True)
+    if d.ledger.kind == "":
+        d.update_ledger(kind="plain")
+        if d.ledger.round is not None and not d.ledger.round.end:
+            publish(d)
 
 
 def _member(d: Draft, worker: t.WorkerId, generation: int) -> Worker | None:

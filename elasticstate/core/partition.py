@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from elasticstate.core import types as t
 from elasticstate.core.policy import Policy
 from elasticstate.core.records import Draft, Forming, Waiting, Worker
@@ -33,6 +35,9 @@ def take_back(d: Draft, worker: t.WorkerId, generation: int) -> None:
     wait for the worker."""
     if worker in d.workers:
         return
+    if d.ledger.kind != "elastic":
+        _stop_returned(d, worker)
+        return
     slot = d.slots[worker.slot_id]
     is_its_own = slot.worker is None and 0 < worker.incarnation == slot.incarnation
     if not is_its_own or not _is_over(d, generation):
@@ -48,6 +53,36 @@ def take_back(d: Draft, worker: t.WorkerId, generation: int) -> None:
         d.effects.append(t.Sever(worker, generation, f"host {worker.host} was unreachable"))
 
 
+def _stop_returned(d: Draft, worker: t.WorkerId) -> None:
+    """Stop a worker that cannot join another world, because it has read its place when it started."""
+    slot = d.slots[worker.slot_id]
+    d.effects.append(t.StopWorker(worker, "its world has ended", kill=True))
+    if slot.worker is None and 0 < worker.incarnation == slot.incarnation:
+        d.put_slot(worker.slot_id, worker=worker)
+        d.add(Worker(worker, started_at=d.now, gone="stopped"))
+
+
 def _is_over(d: Draft, generation: int) -> bool:
     """Return True if a generation has ended or is about to end: no worker may continue in it."""
     return generation < d.generation or (generation == d.generation and isinstance(d.phase, (Forming, Waiting)))
+
+
+def may_train_on(d: Draft) -> bool:
+    """Return True if all members of the newest world are unreachable, so that they may complete ticks unseen (I16).
+
+    A single member that is known to have left the world, or to be dead, proves that the world stands still. With
+    ``--lease`` this is no proof, because a tick does not need all members.
+    """
+    stands_still = d.ledger.is_broken and d.policy.lease_s is None
+    return not stands_still and bool(unreachable_hosts(d))
+
+
+def unreachable_hosts(d: Draft) -> list[str]:
+    """Return the hosts on which members of the newest world may live on, until the last of them has given up."""
+    hosts = [host.name for host in d.hosts.values() if host.may_live_until > -inf]
+    return hosts if d.now < unreachable_until(d) else []
+
+
+def unreachable_until(d: Draft) -> float:
+    """Return the time at which the last unreachable worker has given up."""
+    return max((host.may_live_until for host in d.hosts.values()), default=-inf)

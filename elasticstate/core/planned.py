@@ -30,7 +30,7 @@ def planned_change(d: Draft, phase: Running, members: list[Worker]) -> None:
         d.reason = "interrupt delayed until the first tick of the world"
     elif d.now < d.ledger.hold_not_before:
         d.reason = "interrupt delayed: the last hold failed"
-    elif (draining and d.now >= _drain_time(d, draining)) or (newcomers and d.now >= _join_time(d, newcomers)):
+    elif (draining and d.now >= drain_time(d, draining)) or (newcomers and d.now >= _join_time(d, newcomers)):
         cause = listed([f"{w.id} drains: {w.draining}" for w in draining] + [f"{w.id} joins" for w in newcomers])
         _hold(d, phase, members, cause)
     elif newcomers and d.now < _join_window_end(d, newcomers):
@@ -51,7 +51,7 @@ def planned_deadlines(d: Draft, phase: Running, members: list[Worker]) -> Iterat
         return
     yield "pause after a hold", d.ledger.hold_not_before
     if draining:
-        yield "preemption window", _drain_time(d, draining)
+        yield "preemption window", drain_time(d, draining)
     if newcomers:
         yield "join", _join_time(d, newcomers)
 
@@ -65,7 +65,7 @@ def _who_changes(d: Draft, members: list[Worker]) -> tuple[list[Worker], list[Wo
     return draining, newcomers
 
 
-def _drain_time(d: Draft, draining: list[Worker]) -> float:
+def drain_time(d: Draft, draining: list[Worker]) -> float:
     """Return the time of the interrupt for draining members: at once if discovery has removed their slots. After a
     preemption notice the window delays it, so that hosts preempted together cause one interrupt."""
     if any(worker.id.slot >= d.hosts[worker.id.host].slots for worker in draining):

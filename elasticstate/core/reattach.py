@@ -52,7 +52,8 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     d = Draft(new_membership(policy), now)
     world = remains.world
     started = world is not None or any(remains.living.values())
-    d.update_ledger(started_at=now, ever_ready=started, highest=remains.highest, next_age=remains.next_age)
+    kind = "" if world is None else "plain" if world.is_plain else "elastic"
+    d.update_ledger(kind=kind, started_at=now, ever_ready=started, highest=remains.highest, next_age=remains.next_age)
     d.update_ledger(holds=remains.epoch << _HOLDS_BITS)
     _hosts(d, remains)
     _slots(d, remains)

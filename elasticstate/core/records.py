@@ -1,15 +1,4 @@
-"""State of the core: hosts, slots, workers, the phase, the ledger of the job. Frozen; a step works on a Draft.
-
-The phases and their transitions (one ``become_`` function per entry)::
-
-    Waiting ──────────► Running ◄───────┐        ┌─► Over
-       ▲                 │  │           │        │
-       │     END(K), END │  │ all in    │        │  from every phase
-       │                 ▼  │ the gate  │        │
-       └───────────── Forming ──────────┘        │
-                            │                    │
-                            └──► Finishing ──────┘
-"""
+"""State of the core: hosts, slots, workers, the phase, the ledger of the job. Frozen; a step works on a Draft."""
 
 from __future__ import annotations
 
@@ -24,20 +13,19 @@ from msgspec.structs import replace
 from elasticstate.core.assignment import NEWCOMER
 from elasticstate.core.figures import Losses, Origin
 from elasticstate.core.goodput import Goodput
+from elasticstate.core.phases import (
+    Failure as Failure,
+    Finishing as Finishing,
+    Forming as Forming,
+    Over as Over,
+    Phase,
+    Round,
+    Running as Running,
+    Together as Together,
+    Waiting as Waiting,
+)
 from elasticstate.core.policy import Policy
 from elasticstate.core.types import CommitId, Effect, Note, RootCause, SlotId, WorkerId, WorkerReady, World
-
-FailureKind = Literal["own", "lost", "reported", "drain"]
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Unplanned end of a generation. ``kind`` own: a worker ended by itself on a living host; reported: a worker
-    reported the generation as broken, and no death is known (yet)."""
-
-    cause: RootCause
-    kind: FailureKind
-    own_error: bool = False  # an exit with a code other than 0, without a signal
 
 
 class Host(Struct, frozen=True, gc=False):
@@ -112,6 +100,8 @@ class Worker(Struct, frozen=True, gc=False):
     suspect_at: float | None = None
     suspect_error: str = ""
     confirmed_at: float | None = None  # verdict OWN
+    uses_run: bool = False
+    in_round: bool = False  # started together with others, before the command was known to use ``run``
 
     @property
     def booting(self) -> bool:
@@ -131,65 +121,17 @@ class Count(NamedTuple):
 _COUNTED = {"joined", "ready", "gone", "draining", "suspect_at"}  # the fields that decide on the kinds
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Phase in which too few workers are READY, or a slot without a READY worker retains the newest commit. In: at the
-    start, and when an ended generation leaves too few workers. Out: a world, or the end."""
-
-    since: float
-    noticed: bool = False
-    retained_since: float | None = None  # enough workers are READY, but the newest commit is awaited
-
-
-@dataclass(frozen=True, slots=True)
-class Forming:
-    """Phase after the end of generation ``ended``: its living members are awaited. Out: all are READY, or time-out."""
-
-    since: float
-    ended: int
-    at_tick: int | None  # None: now
-    cause: str
-    failure: Failure | None  # None: planned
-    clock: float | None  # the regroup time-out counts from here; None: no member has reached the tick yet
-    noticed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """Phase with a published world. Out: END at a tick or now, or all members are in the exit gate."""
-
-    since: float
-    first_tick: bool = False
-    hold_since: float | None = None
-    hold_cause: str = ""
-    gate_since: float | None = None  # when the first member entered
-    noticed: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Finishing:
-    """Phase with an open exit gate: the members exit in their own time. Out: all have exited."""
-
-    since: float
-    failure: Failure | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """Final phase, FINISHED or FAILED. No event has an effect any more."""
-
-    succeeded: bool
-    ended_at: float
-
-
-Phase = Waiting | Forming | Running | Finishing | Over
-
-
 class Ledger(Struct, frozen=True, gc=False):
     """Counters and times of the whole job."""
 
     started_at: float | None = None
     ever_ready: bool = False
+    kind: Literal["", "elastic", "plain"] = ""  # of the command: it uses ``run``, or does not; "": not known yet
+    round: Round | None = None  # unless the command is known to use ``run``
+    enough_since: float = inf  # when the free slots became enough for a world of plain workers
+    first_user: WorkerId | None = None  # the first worker that used ``run``
+    store_joined: bool = False  # a worker has joined the process group that its environment variables describe
+    restarts: int = 0  # failed rounds
     highest: CommitId | None = None  # the newest user's commit (tick >= 1) that was ever reported
     next_age: int = 0
     no_progress: int = 0  # failed generations in a row without a commit
@@ -248,6 +190,8 @@ class Membership:
                 return f"RUNNING({self.generation})"
             case Finishing():
                 return f"FINISHING({self.generation})"
+            case Together():
+                return f"RUNNING({self.generation})"
             case Over(succeeded=True):
                 return "FINISHED"
             case _:
@@ -354,6 +298,10 @@ class Draft:
             for name, index in self.slots:
                 self._slot_ids.setdefault(name, set()).add(index)
         return self._slot_ids.get(host, set())
+
+    def in_round(self, worker: Worker) -> bool:
+        """Return True if the worker was started together with others, and the command is not known to use ``run``."""
+        return worker.in_round and self.ledger.round is not None
 
     def update_ledger(self, **changes: Any) -> None:
         self.ledger = replace(self.ledger, **changes)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elasticstate.core.forming import forming, forming_deadlines
-from elasticstate.core.records import Draft, Finishing, Forming, Over, Running, Waiting
+from elasticstate.core.plain import together, together_deadlines
+from elasticstate.core.records import Draft, Finishing, Forming, Over, Running, Together, Waiting
 from elasticstate.core.running import finishing, running, running_deadlines
 from elasticstate.core.waiting import waiting, waiting_deadlines
 
@@ -28,6 +29,8 @@ def decide(d: Draft) -> None:
                 running(d, before)
             case Finishing():
                 finishing(d, before)
+            case Together():
+                together(d, before)
             case Over():
                 return
         d.broken = []
@@ -44,3 +47,5 @@ def deadlines_of_phase(d: Draft) -> Iterator[tuple[str, float]]:
             yield from forming_deadlines(d, d.phase)
         case Running():
             yield from running_deadlines(d, d.phase)
+        case Together():
+            yield from together_deadlines(d, d.phase)

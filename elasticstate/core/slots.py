@@ -7,12 +7,14 @@ from math import inf
 
 from elasticstate.core import types as t
 from elasticstate.core.cooldown import FAILURES_IN_A_ROW
+from elasticstate.core.partition import may_train_on
 from elasticstate.core.records import (
     NEW_SLOT,
     Draft,
     Finishing,
     Forming,
     Host,
+    Membership,
     Over,
     Running,
     Slot,
@@ -21,6 +23,7 @@ from elasticstate.core.records import (
     by_discovery,
 )
 from elasticstate.core.retained import awaited
+from elasticstate.core.together import begin_round, chosen, may_start, places, window_end
 from elasticstate.core.worlds import may_hold_more
 
 
@@ -83,6 +86,8 @@ def slot_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
         yield "boot", booting_since + d.policy.start_timeout_s
     if _is_quiet(d):
         yield "quiet time", d.ledger.quiet_until
+    if may_start(d):
+        yield "start of a round", window_end(d)
     is_sought = not isinstance(d.phase, Running)
     plan = _Plan(d, awaited(d) if is_sought else [], by_discovery(d))
     yield from plan.deadlines()
@@ -128,6 +133,18 @@ class _Plan:
         gives_way = is_short or (self.awaits_retained and slot_id in self.newest_holders)
         return slot.gives_way_at if gives_way else slot.not_before
 
+    def startable(self) -> list[t.SlotId]:
+        """Return the free slots in which a worker may be started now, in discovery's order."""
+        d, free = self._d, self.free_slots()
+        is_short = self.is_short(free)
+        found = ((slot_id, self.start_at(slot_id, slot, is_short)) for slot_id, slot in free)
+        return [slot_id for slot_id, at in found if d.now >= at and not d.hosts[slot_id.host].draining]
+
+    def expects_more(self, startable: list[t.SlotId]) -> bool:
+        """Return True if more slots than these may soon be free: agents are being started, or backoffs are not over."""
+        asked = any(self._d.hosts[name].agent in ("none", "asked") for name in self.usable)
+        return asked or len(startable) < len(self.free_slots())
+
     @property
     def newest_holders(self) -> set[t.SlotId]:
         """The slots that retain the newest commit."""
@@ -171,6 +188,8 @@ def _stop_unneeded(d: Draft, held: Set[t.SlotId]) -> None:
     for worker in list(d.workers.values()):
         if worker.gone or not (worker.draining or finishing) or d.breaks(worker) or worker.id.slot_id in held:
             continue
+        if d.in_round(worker):
+            continue  # the round ends for all its workers together
         reason = worker.draining or "the job is over"
         if worker.ready is None:
             stop(d, worker, reason)
@@ -242,7 +261,13 @@ def _slots_counted_on(d: Draft) -> int:
 def _is_counted_on(d: Draft, worker: Worker) -> bool:
     if worker.booting:
         return d.slots[worker.id.slot_id].failures < FAILURES_IN_A_ROW and _is_in_time(d, worker.started_at)
-    return not (worker.draining or worker.gone)
+    return not (worker.draining or worker.gone) or is_restarting(d, worker)
+
+
+def is_restarting(d: Draft | Membership, worker: Worker) -> bool:
+    """Return True if the worker is stopped only because others of its round have ended: its slot is as good as free."""
+    is_in_use = worker.id.slot < d.hosts[worker.id.host].slots
+    return worker.in_round and worker.gone == "stopped" and not worker.draining and is_in_use
 
 
 def _is_in_time(d: Draft, asked_at: float = inf) -> bool:
@@ -299,6 +324,9 @@ def _start_workers(d: Draft, plan: _Plan) -> None:
     is awaited, one worker may be started beyond max_np."""
     if not _may_start_workers(d):
         return
+    if d.ledger.kind != "elastic":
+        _start_round(d, plan)
+        return
     vacancies = _vacancies(d)
     order = {slot_id: position for position, (slot_id, _) in enumerate(plan.holders)}
     newest = plan.newest_holders
@@ -316,14 +344,47 @@ def _start_workers(d: Draft, plan: _Plan) -> None:
             vacancies -= not d.hosts[slot_id.host].draining  # a draining host's worker only provides its commit
 
 
-def _start_worker(d: Draft, slot_id: t.SlotId) -> None:
-    incarnation = d.slots[slot_id].incarnation + 1 if slot_id in d.slots else 1
+def _start_round(d: Draft, plan: _Plan) -> None:
+    """Start workers together, each with its place in a world, if the command may be plain."""
+    if not may_start(d):
+        return
+    free = plan.startable()
+    enough = len(free) >= d.policy.min_np and not may_train_on(d)
+    if enough != (d.ledger.enough_since < inf):
+        d.update_ledger(enough_since=d.now if enough else inf)
+    slot_ids = chosen(d, free, plan.expects_more(free)) if enough else []
+    if not slot_ids:
+        return
+    members = places(d, [_next_worker(d, slot_id) for slot_id in slot_ids])
+    for placement, place in members:
+        _start_worker(d, placement.worker.slot_id, place)
+    begin_round(d, [placement for placement, _ in members])
+
+
+def newcomers(d: Draft) -> list[t.SlotId]:
+    """Return the free slots that fit into the next world of plain workers. Slots that failed repeatedly do not count:
+    each start there may end the whole world."""
+    plan = _Plan(d, [], by_discovery(d))
+    free = [slot_id for slot_id in plan.startable() if d.slots.get(slot_id, NEW_SLOT).failures < FAILURES_IN_A_ROW]
+    vacancies = _vacancies(d)
+    return free if vacancies == inf else free[: max(0, int(vacancies))]
+
+
+def _next_worker(d: Draft, slot_id: t.SlotId) -> t.WorkerId:
+    return t.WorkerId(*slot_id, d.slots[slot_id].incarnation + 1 if slot_id in d.slots else 1)
+
+
+def _start_worker(d: Draft, slot_id: t.SlotId, place: t.PlainPlace | None = None) -> None:
     draining = d.hosts[slot_id.host].draining
     draining_since = d.now if draining else inf
     worker = Worker(
-        t.WorkerId(*slot_id, incarnation), started_at=d.now, draining=draining, draining_since=draining_since
+        _next_worker(d, slot_id),
+        started_at=d.now,
+        draining=draining,
+        draining_since=draining_since,
+        in_round=place is not None,
     )
     d.add(worker)
-    d.put_slot(slot_id, incarnation=incarnation, worker=worker.id)
-    d.effects.append(t.StartWorker(worker.id))
+    d.put_slot(slot_id, incarnation=worker.id.incarnation, worker=worker.id)
+    d.effects.append(t.StartWorker(worker.id, place=place))
     d.note("worker_started", worker=str(worker.id), host=slot_id.host, slot=slot_id.slot)

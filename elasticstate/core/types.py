@@ -32,6 +32,25 @@ class Placement(Struct, frozen=True, gc=False):
     cross_size: int  # number of hosts
 
 
+class PlainPlace(Struct, frozen=True, array_like=True, gc=False):
+    """Position of a worker in a world of plain workers, for torchrun's environment variables.
+
+    A plain worker does not use ``run``: it reads its position when it starts, and keeps it until it ends.
+    """
+
+    generation: int  # the number of this world
+    rank: int
+    size: int
+    local_rank: int  # position among the workers of its host, without gaps
+    local_size: int
+    group_rank: int  # index of its host
+    group_size: int  # number of hosts
+    restarts: int  # failed worlds before this one
+    max_restarts: int | None  # None: no limit
+    store_host: str  # the host whose agent provides the store
+    store: str = ""  # its "address:port", filled in by the driver
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """The world of one generation: a frozen map from worker to rank. ``members[r].rank == r``."""
@@ -42,6 +61,7 @@ class World:
     lacking: tuple[int, ...]  # ranks that need the root's state, ascending
     store: str  # "address:port" of the TCPStore server of rank 0
     fresh: bool = False  # all members are new processes that have not been in a world before
+    is_plain: bool = False  # the members do not use ``run``
 
     @property
     def size(self) -> int:
@@ -134,6 +154,21 @@ class WorkerDraining:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerUsesRun:
+    """A worker has called ``run`` (or ``join``): the command is elastic."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStoreJoined:
+    """A worker has connected to the store of the plain world ``generation``, as ``init_process_group`` does outside
+    ``run``: the command is plain."""
+
+    generation: int
+
+
 class HoldAnswered(Struct, frozen=True, gc=False):
     """Answer of a worker's sentinel to HOLD(generation): ticks completed, and True if it is in the exit gate."""
 
@@ -211,6 +246,8 @@ Event = (
     | WorkerExited
     | WorkerUnresponsive
     | WorkerDraining
+    | WorkerUsesRun
+    | PlainStoreJoined
     | HoldAnswered
     | FailureReported
     | GateEntered
@@ -241,6 +278,7 @@ class StopAgent:
 class StartWorker(Message, frozen=True):
     worker: WorkerId
     reserve_bytes: int = 0  # size of a commit of the job: storage to reserve while the worker boots
+    place: PlainPlace | None = None  # None: the command is known to use ``run``
 
 
 class StopWorker(Message, frozen=True):

@@ -13,6 +13,15 @@ from elasticstate.core.ending import (
     become_over,
     fail_job,
 )
+from elasticstate.core.partition import may_train_on, unreachable_hosts, unreachable_until
+from elasticstate.core.plain import (
+    first_rounds,
+    is_running,
+    mixture,
+    round_deadlines,
+    waiting_plain,
+    waiting_plain_deadlines,
+)
 from elasticstate.core.records import Draft, Waiting, Worker
 from elasticstate.core.retained import awaited
 from elasticstate.core.running import become_running
@@ -36,7 +45,11 @@ def become_waiting(d: Draft) -> None:
 def waiting(d: Draft, phase: Waiting) -> None:
     if d.broken and d.ledger.outage is None:
         d.update_ledger(outage=d.broken[0].cause)
-    if d.generation == 0 and plain_commands_are_done(d):
+    if reason := mixture(d):
+        fail_job(d, reason)
+    elif d.ledger.kind == "plain":
+        waiting_plain(d, phase)
+    elif d.generation == 0 and plain_commands_are_done(d):
         become_over(d, True)
     elif d.generation == 0 and every_worker_failed(d):
         fail_job(d, "every worker failed before the first world", d.ledger.outage)
@@ -44,7 +57,7 @@ def waiting(d: Draft, phase: Waiting) -> None:
         times = f"{d.policy.max_no_progress} times in a row"
         reason = f"{number_of(bad, 'slot')} failed {times} before the first world"
         fail_job(d, reason, d.ledger.outage)
-    else:
+    elif not first_rounds(d):
         _wait_for_a_world(d, phase)
 
 
@@ -58,7 +71,7 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
     d.reason = f"{number_of(len(stay), 'worker')} ready, --min-np is {policy.min_np}"
     if enough and d.now >= _window_end(d, stay) and form(d):
         return
-    if d.now >= _give_up_time(d, phase):
+    if d.now >= _give_up_time(d, phase) and not is_running(d):
         if not (enough and (form(d) or _waiting(d).retained_since is not None)):
             option, limit_s = (
                 ("elastic", policy.elastic_timeout_s) if d.generation else ("start", policy.start_timeout_s)
@@ -78,6 +91,10 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
 
 
 def waiting_deadlines(d: Draft, phase: Waiting) -> Iterator[tuple[str, float]]:
+    if d.ledger.kind == "plain":
+        yield from waiting_plain_deadlines(d, phase)
+        return
+    yield from round_deadlines(d)
     yield "give up", _give_up_time(d, phase)
     if not phase.noticed:
         yield "notice", phase.since + d.policy.waiting_notice_s
@@ -89,7 +106,7 @@ def waiting_deadlines(d: Draft, phase: Waiting) -> Iterator[tuple[str, float]]:
     if d.now >= window_end:
         yield "retained commit", _retained_until(d, phase, awaited(d))
         if may_train_on(d) or _is_lost(d, choose(d)):
-            yield "unreachable workers have given up", _unreachable_until(d)
+            yield "unreachable workers have given up", unreachable_until(d)
 
 
 def _give_up_time(d: Draft, phase: Waiting) -> float:
@@ -118,7 +135,7 @@ def form(d: Draft) -> bool:
         return False
     if may_train_on(d):
         _await_retained(d, None)
-        d.reason = f"waiting until the workers on unreachable hosts have stopped: {listed(_unreachable_hosts(d))}"
+        d.reason = f"waiting until the workers on unreachable hosts have stopped: {listed(unreachable_hosts(d))}"
         return False
     slots = awaited(d)
     if slots and isinstance(d.phase, Waiting) and d.phase.retained_since is None:
@@ -127,7 +144,7 @@ def form(d: Draft) -> bool:
         d.reason = f"waiting for {slots[0][0]}, which retains the newest commit {slots[0][1]}"
         return False
     lost = _is_lost(d, chosen)
-    if lost and (hosts := _unreachable_hosts(d)):
+    if lost and (hosts := unreachable_hosts(d)):
         d.reason = f"waiting for unreachable hosts, which may hold the only commits: {listed(hosts)}"
         return False
     for slot_id, commit in slots:
@@ -139,27 +156,6 @@ def form(d: Draft) -> bool:
     else:
         become_running(d, chosen)
     return True
-
-
-def may_train_on(d: Draft) -> bool:
-    """Return True if all members of the newest world are unreachable, so that they may complete ticks unseen (I16).
-
-    A single member that is known to have left the world, or to be dead, proves that the world stands still. With
-    ``--lease`` this is no proof, because a tick does not need all members.
-    """
-    stands_still = d.ledger.is_broken and d.policy.lease_s is None
-    return not stands_still and bool(_unreachable_hosts(d))
-
-
-def _unreachable_hosts(d: Draft) -> list[str]:
-    """Return the hosts on which members of the newest world may live on, until the last of them has given up."""
-    hosts = [host.name for host in d.hosts.values() if host.may_live_until > -inf]
-    return hosts if d.now < _unreachable_until(d) else []
-
-
-def _unreachable_until(d: Draft) -> float:
-    """Return the time at which the last unreachable worker has given up."""
-    return max((host.may_live_until for host in d.hosts.values()), default=-inf)
 
 
 def _retained_until(d: Draft, phase: Waiting, slots: list[tuple[t.SlotId, t.CommitId]]) -> float:

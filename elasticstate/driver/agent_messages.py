@@ -68,6 +68,10 @@ class AgentMessages:
                 self._worker_exited(host, message)
             case messages.Unresponsive(worker, reason):
                 self._queue.post(t.WorkerUnresponsive(worker, reason))
+            case messages.NextStore(address):
+                self._state.stores[host] = address
+            case messages.StoreJoined(generation):
+                self._queue.post(t.PlainStoreJoined(generation))
             case messages.HostPreemptionNotice(reason):
                 self._queue.post(t.HostDraining(host, reason))
             case messages.AgentWarning(text):
@@ -82,12 +86,15 @@ class AgentMessages:
         """Post the events of an agent that was started, or that has reconnected with its workers."""
         self._outputs.forget(host)
         self._journal.agent_joined(host, self._agents.pid_of(host))
+        self._state.stores[host] = report.store
         if self._reattachment is not None:
             self._reattachment.joined(host, report)
         for exited in report.exits:  # exits first: another worker may live in that slot
             self._worker_exited(host, exited)
         returned = tuple((worker.worker, worker.generation) for worker in report.workers)
         self._queue.post(t.AgentJoined(host, report.commits, returned, report.incarnations))
+        if report.store_joined:
+            self._queue.post(t.PlainStoreJoined(report.store_joined))
         for worker in report.workers:
             self._journal.worker_lives(worker.worker, worker.pid)
             self._queue.post(heartbeat(worker.worker, worker.stamp))

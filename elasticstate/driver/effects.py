@@ -46,7 +46,7 @@ class Effects:
             case t.StopAgent(host, reason):
                 agents.stop_host(host, reason)
             case t.StartWorker(worker):
-                agents.send(worker.host, msgspec.structs.replace(effect, reserve_bytes=self._state.commit_bytes))
+                agents.send(worker.host, self._complete(effect))
             case t.StopWorker(worker):
                 self._report.expect_end(worker)
                 agents.send(worker.host, effect)
@@ -63,6 +63,13 @@ class Effects:
                 self._publish(world)
             case t.EndJob(succeeded, cause):
                 self._state.outcome = Outcome(0 if succeeded else 1, "succeeded" if succeeded else "failed", cause)
+
+    def _complete(self, effect: t.StartWorker) -> t.StartWorker:
+        """Return the message with all that the core does not know."""
+        place = effect.place
+        if place is not None:
+            place = msgspec.structs.replace(place, store=self._state.stores.get(place.store_host, ""))
+        return msgspec.structs.replace(effect, reserve_bytes=self._state.commit_bytes, place=place)
 
     def _publish(self, world: t.World) -> None:
         workers = self._state.membership.workers.values()

@@ -18,6 +18,8 @@ def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | Non
     match body:
         case messages.Ready(generation, commit, previous, store, ticks, paused_s, behind, sealed):
             return t.WorkerReady(worker, generation, commit, previous, store, ticks, paused_s, behind, sealed)
+        case messages.RunUsed():
+            return t.WorkerUsesRun(worker)
         case messages.HoldAnswer(generation, ticks, in_gate, number):
             return t.HoldAnswered(worker, generation, ticks, in_gate, number)
         case messages.GenerationFailure(generation, certain, error):

@@ -17,6 +17,7 @@ class JobState:
         self.reason = ""
         self.outcome: Outcome | None = None  # None: the job is not over
         self.commit_bytes = 0  # size of a commit of the largest worker
+        self.stores: dict[str, str] = {}  # by host: address of the store for the next world of plain workers
         self.started_at = self.stepped_at = now
         self._policy = policy
 

@@ -76,6 +76,14 @@ class WorkerLink:
         self._socket.close()
 
 
+def report_use_of_run(path: str, worker: WorkerId) -> None:
+    """Report to the agent that the script uses ``run``. Raises what ``WorkerLink`` raises."""
+    link = WorkerLink(path)
+    link.connect()
+    link.send(messages.RunUsed(worker, messages.PROTOCOL_VERSION))
+    link.close()
+
+
 class Given(NamedTuple):
     """Descriptors and key for a worker's storage. The worker must close the descriptors."""
 
@@ -299,13 +307,16 @@ class AgentSocket:
             if isinstance(message, messages.RequestStorage):
                 self._storage(message.worker, connection)
                 return
+            if isinstance(message, messages.RunUsed):
+                self._received(message.worker, message)
+                return
             assert isinstance(message, messages.Hello)
             connection.worker = message.worker
             self._workers[message.worker] = connection
         self._received(connection.worker, message)
 
     def _check(self, message: messages.FromWorkerBody) -> str:
-        if not isinstance(message, messages.Hello | messages.RequestStorage):
+        if not isinstance(message, messages.Hello | messages.RequestStorage | messages.RunUsed):
             return "its first message is not Hello"
         if message.protocol != messages.PROTOCOL_VERSION:
             return f"it uses protocol {message.protocol}, the agent protocol {messages.PROTOCOL_VERSION}"

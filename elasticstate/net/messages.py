@@ -48,6 +48,7 @@ from elasticstate.net.worker_messages import (
     Ready as Ready,
     Release as Release,
     RequestStorage as RequestStorage,
+    RunUsed as RunUsed,
     Storage as Storage,
     Synced as Synced,
     ToWorkerBody as ToWorkerBody,
@@ -55,9 +56,11 @@ from elasticstate.net.worker_messages import (
     WorldMessage as WorldMessage,
 )
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
+STORE_JOINED = "joined"
+"""Line that the process of a store for plain workers writes when a worker has joined the store."""
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
@@ -126,6 +129,8 @@ class HostReport(Message, frozen=True):
     incarnations: tuple[tuple[int, int], ...] = ()  # by slot: of the last process
     gate: int = 0  # newest generation whose OpenGate the workers here have received
     ended: int = 0  # newest generation that was ended at once, not at a tick
+    store: str = ""  # "address:port" of the store for the next world of plain workers whose rank 0 is on this host
+    store_joined: int = 0  # the newest world of plain workers of which a worker has joined a store here
 
 
 class Stamps(Message, frozen=True):
@@ -136,6 +141,18 @@ class Stamps(Message, frozen=True):
 
     stamps: tuple[tuple[WorkerId, Stamp], ...]
     number: int = 0
+
+
+class NextStore(Message, frozen=True):
+    """Address of the store for the next world of plain workers. Sent when the last one is in use; "": there is none."""
+
+    address: str
+
+
+class StoreJoined(Message, frozen=True):
+    """A worker of the plain world ``generation`` has joined the store that this host provides."""
+
+    generation: int
 
 
 class HostPreemptionNotice(Message, frozen=True):
@@ -180,6 +197,8 @@ FromAgent = (
     | Exited
     | Unresponsive
     | Stamps
+    | NextStore
+    | StoreJoined
     | HostPreemptionNotice
     | AgentWarning
     | OutputTrouble

@@ -50,6 +50,13 @@ class RequestStorage(Message, frozen=True):
     protocol: int
 
 
+class RunUsed(Message, frozen=True):
+    """Only message on a connection of its own: the script uses ``run``, so its worker is not a plain one."""
+
+    worker: WorkerId
+    protocol: int
+
+
 class Ready(Message, frozen=True):
     generation: int
     commit: CommitId | None
@@ -122,6 +129,7 @@ LASTING = Ready | GenerationFailure | Gate
 FromWorkerBody = (
     Hello
     | RequestStorage
+    | RunUsed
     | Ready
     | HoldAnswer
     | GenerationFailure

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import ParamSpec, TypeVar, cast, overload
 
 import torch.distributed as dist
 
 from elasticstate import present_world
-from elasticstate.config import worker_environment
+from elasticstate.config import forget_plain_variables, worker_environment
 from elasticstate.errors import UsageError
+from elasticstate.net.link import report_use_of_run
 from elasticstate.state.base import State
 from elasticstate.worker.alone import SoloLoop
 from elasticstate.worker.loop import WorkerLoop
@@ -69,7 +71,17 @@ def run(
     return _decorate(function, warmup, handler)
 
 
+def _report_use() -> None:
+    """Tell the agent that this script uses ``run``, and forget the environment variables of plain workers."""
+    environment = worker_environment() if forget_plain_variables() else None
+    if environment is not None:
+        with suppress(OSError):  # without an agent, this process ends
+            report_use_of_run(environment.socket, environment.worker)
+
+
 def _decorate(function: Callable[P, R], warmup: Callable[[], object] | None, handler: ErrorHandler) -> Callable[P, R]:
+    _report_use()
+
     @functools.wraps(function)
     def elastic(*args: P.args, **kwargs: P.kwargs) -> R:
         if not args or not isinstance(args[0], State):
@@ -114,6 +126,7 @@ def join(collectives: bool = False) -> None:
             one.
     """
     global _joined
+    _report_use()
     if _joined is None and not _used:
         if dist.is_initialized():
             raise UsageError(_GROUP_EXISTS)

@@ -43,6 +43,9 @@ class Machine:
         return (self.bad_slots or {}).get(index, "boot")
 
 
+_IMPORTS_S = 3.0  # after which a script uses run
+
+
 class Fleet:
     """A job on these machines. ``worlds``: publication time and size of each world; ``ended``: the end of the job."""
 
@@ -136,6 +139,7 @@ class Fleet:
     def _start_worker(self, worker: t.WorkerId) -> None:
         self.starts += 1
         machine = self.machines[worker.host]
+        self.later(min(machine.boot_s, _IMPORTS_S), lambda: t.WorkerUsesRun(worker))
         match machine.slot(worker.slot):
             case "boot":
                 self.later(machine.boot_s, lambda: t.WorkerReady(worker, 0, None, None, f"{worker}:1"))

@@ -16,6 +16,7 @@ from elasticstate.core.membership import Membership, Transition, next_deadline
 from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import Remains
 from elasticstate.core.records import Count, Finishing, Host, Over, Running, Waiting
+from elasticstate.core.slots import is_restarting
 from tests.simulation.oracle import naive_placements
 
 ENDS = (
@@ -214,6 +215,9 @@ class Checker:
             return  # reported twice
         after, effects, _ = transition
         killed = any(isinstance(e, t.StopWorker) and e.worker == worker and e.kill for e in effects)
+        if after.ledger.kind != "elastic":
+            self._is_stopped(after, worker, killed)
+            return
         is_true = worker.slot_id not in self._living and self._incarnations.get(worker.slot_id) == worker.incarnation
         if generation > self.generation or not is_true or (killed and worker not in after.workers):
             assert killed, "who cannot live there any more is killed"
@@ -231,6 +235,14 @@ class Checker:
         if generation:
             self._severed[worker] = generation
         self.reached["returned"] += 1
+
+    def _is_stopped(self, after: Membership, worker: t.WorkerId, killed: bool) -> None:
+        """Check that a worker with a place in an ended round is killed. Its slot stays taken until it has exited."""
+        assert killed or isinstance(after.phase, Over), "who cannot join another world is killed"
+        if worker in after.workers:
+            assert after.workers[worker].gone
+            self._living[worker.slot_id] = worker
+        self.reached["returned too late"] += 1
 
     def _lives(self, before: Membership, worker: t.WorkerId) -> bool:
         gone = worker in before.workers and before.workers[worker].gone and worker not in self._back
@@ -377,6 +389,7 @@ class Checker:
                     is_new = worker.started_at == now and other.cooldown_until > now
                     hopeless = worker.booting and (hopeless or self._too_late(after, worker.started_at, now))
                     elsewhere += not (worker.draining or worker.gone or is_new or hopeless)
+                    elsewhere += is_restarting(after, worker)
                 elif slot is not None and slot.finished:
                     elsewhere += 1
                 else:

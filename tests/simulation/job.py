@@ -387,6 +387,8 @@ class Job:
     def _all_is_well_again(self) -> None:
         while self.partition.cuts and self.end is None:
             self.partition.heal(self.rng.choice(list(self.partition.cuts)))
+            while self.restart.is_down:  # the driver was about to die
+                self.restart.act()
         self.deliver(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS)))
 
 

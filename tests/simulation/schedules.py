@@ -94,6 +94,8 @@ class EventMaker:
             (self._unresponsive, 0.2),
             (self._draining, 0.3),
         ]
+        if m.ledger.kind == "":
+            some.append((self._run_used, 20.0))
         if any(w.ready is None and (not w.joined or not isinstance(m.phase, Running)) for w in workers):
             some.append((self._ready, 14.0))
         if any(w.gone for w in workers):
@@ -196,6 +198,9 @@ class EventMaker:
         store = f"{worker.id}:1"
         return t.WorkerReady(worker.id, worker.joined, commit, None, store, ticks, self.rng.random())
 
+    def _run_used(self, m: Membership) -> t.Event:
+        return t.WorkerUsesRun(self._any(m).id)
+
     def _ready(self, m: Membership) -> t.Event:
         late = isinstance(m.phase, Running)
         able = [w for w in m.workers.values() if w.ready is None and (not late or w.joined != m.generation)]
@@ -291,6 +296,7 @@ def rubbish(worker: t.WorkerId, generation: int, commit: t.CommitId) -> list[t.E
         t.GateEntered(worker, generation),
         t.Heartbeat(worker, "train", generation, 1, commit),
         t.CommitSealed(worker, commit),
+        t.WorkerUsesRun(worker),
         t.FirstTick(worker, generation),
         t.AgentJoined("z"),
         t.AgentLost("z", "?"),

@@ -154,6 +154,7 @@ class Worker:
 
     def _run(self) -> Iterator[bool]:
         """Run the loop of ``run``. Yield True after an action, False while the worker waits."""
+        self.up.append(t.WorkerUsesRun(self.id))
         yield True  # boot
         while True:
             yield from self._ready()

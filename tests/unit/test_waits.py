@@ -54,6 +54,7 @@ ALLOWED = {
     "mpi.worker.operation: _SHORTEST_PAUSE_S": "between two tests of an operation that is under way",
     "mpi.worker.operation: _LONGEST_PAUSE_S": "the same",
     "worker.sentinel: _SWEEP_INTERVAL_S": "between two cuts",
+    "worker.plain_store: _LOOK_INTERVAL_S": "between two looks for the first worker in the store",
     "worker.regroup: _SLICE": "of the wait for the store; --regroup-timeout decides",
     # a moment for something that has ended already to clean up
     "agent.supervisor: _STACKS_TIMEOUT_S": "for the stacks of a worker whose kill is decided",

@@ -85,6 +85,8 @@ def parse_event(words: list[str]) -> t.Event:
             "agent-draining": lambda: t.HostDraining(rest[0], " ".join(rest[1:])),
         }
         return events[kind]()
+    if kind == "store-joined":
+        return t.PlainStoreJoined(int(rest[0]))
     worker, given = _worker(rest[0]), dict(_pairs(rest[1:]))
     generation, ticks, commit = int(given.get("in", "0")), int(given.get("ticks", "0")), _commit(given.get("commit"))
     match kind:
@@ -96,6 +98,8 @@ def parse_event(words: list[str]) -> t.Event:
             code, signal = (int(given[key]) if key in given else None for key in ("code", "signal"))
             end = (given.get("error", ""), int(given.get("at", "0")), "unstarted" not in given)
             return t.WorkerExited(worker, code, signal, *end)
+        case "run":
+            return t.WorkerUsesRun(worker)
         case "unresponsive":
             return t.WorkerUnresponsive(worker, "no stamp for 10 s")
         case "draining":

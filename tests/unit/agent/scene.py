@@ -104,6 +104,8 @@ class Scene:
         self._streams.append(stream)
 
     def agent_sent(self, _: AgentStream, message: messages.FromAgent) -> None:
+        if isinstance(message, messages.HostReport):
+            message = msgspec.structs.replace(message, store="")  # its port is another one each time
         self.heard.append(message)
 
     def agent_lost(self, stream: AgentStream, _: str) -> None:

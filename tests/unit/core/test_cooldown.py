@@ -134,6 +134,7 @@ def test_a_slot_that_fails_again_and_again_is_not_counted_on_before_its_start_no
     script = """
     0.0 hosts a:1 b:1
     0.1 agent-joined a + agent-joined b
+    0.5 run a:0#1
     1.0 exit b:0#1 signal=9 + exit a:0#1 code=1
     1.5 exit b:0#2 code=1
     2.8 time

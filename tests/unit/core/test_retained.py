@@ -15,7 +15,7 @@ def test_the_only_holder_of_the_newest_commit_leaves_one_world_later() -> None:
         "0.0 hosts a:1 b:1\n0.1 agent-joined a\n1.0 ready a:0#1\n6.0 time\n6.1 first a:0#1 in=1\n7.0 agent-joined b"
     )
     script += "\n8.0 ready b:0#1 + draining a:0#1 + heartbeat a:0#1 in=1 ticks=3 commit=1.3\n8.1 failure a:0#1 in=1"
-    m, effects = drive(script + "\n8.2 ready a:0#1 in=1 commit=1.3 ticks=4", np=2, min_np=1, max_np=2)
+    m, effects = drive(script + "\n8.2 ready a:0#1 in=1 commit=1.3 ticks=4", np=1, min_np=1, max_np=2)
     world = published(effects)
     assert world.members[world.root].worker == t.WorkerId("a", 0, 1)
     _, effects = drive("8.3 first b:0#1 in=2", m)
@@ -33,7 +33,7 @@ def test_a_draining_host_that_retains_the_only_commit_is_used_once_more() -> Non
     8.0 heartbeat a:0#1 in=1 ticks=3 commit=1.3 + exit a:0#1 signal=9
     9.0 agent-draining a
     """
-    m, effects = drive(script, np=2, min_np=1, max_np=2)
+    m, effects = drive(script, np=1, min_np=1, max_np=2)
     assert "StopAgent" not in kinds(effects), "it would take the commit with it"
     m, effects = drive("9.1 ready b:0#1", m)
     assert "PublishWorld" not in kinds(effects)

@@ -1,0 +1,115 @@
+"""Stores for worlds of plain workers: each world has a store of its own, as torchrun's agent provides it.
+
+The agent listens on the port of the next store, and starts the process that serves it (worker/plain_store.py) at the
+first connection. So an elastic job starts no such process, and a worker that connects early waits in the backlog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from elasticstate.agent.worker_process import Child
+from elasticstate.core.types import PlainPlace
+from elasticstate.net.messages import STORE_JOINED, NextStore, StoreJoined
+from elasticstate.net.store_listener import StoreListener
+
+StartStore = Callable[[StoreListener, int], Awaitable[Child]]
+"""Starts the process that serves a listener, with this descriptor as its stderr."""
+
+
+class PlainStores:
+    """The stores of one agent: the one in use, and the next one."""
+
+    def __init__(
+        self,
+        host: str,
+        start: StartStore,
+        send: Callable[[NextStore | StoreJoined], None],
+        log: Callable[[str], None],
+    ) -> None:
+        """``host``: the address at which all workers reach this host."""
+        self._host = host
+        self._start = start
+        self._send = send
+        self._log = log
+        self._next = self._listen()
+        self._used: asyncio.Task[None] | None = None
+        self.joined = 0  # the newest plain world of which a worker has joined a store here
+
+    def _listen(self) -> StoreListener | None:
+        try:
+            return StoreListener(self._host)
+        except OSError as error:
+            self._log(f"cannot listen at {self._host} for plain workers: {error.strerror or error}")
+            return None
+
+    @property
+    def next_address(self) -> str:
+        """Address of the store for the next world; "": there is none."""
+        return "" if self._next is None else self._next.address
+
+    def use(self, place: PlainPlace) -> None:
+        """Serve the world of a worker that starts here, if its store is the next one of this host."""
+        if self._next is None or place.store != self._next.address:
+            return
+        self._end_used()
+        self._used = asyncio.ensure_future(self._serve(self._next, place.generation))
+        self._next = self._listen()
+        self._send(NextStore(self.next_address))
+
+    async def _serve(self, listener: StoreListener, generation: int) -> None:
+        """Serve a store until this task is cancelled."""
+        readable, writable = os.pipe()
+        pidfd = -1
+        try:
+            try:
+                await listener.first_connection()
+                child = await self._start(listener, writable)
+                pidfd = os.pidfd_open(child.pid)
+            except (OSError, ValueError) as error:
+                self._log(f"the store of plain workers could not be started: {error}")
+                return
+            finally:
+                listener.close()
+                os.close(writable)
+            await self._read(readable, generation)
+            with suppress(ChildProcessError):  # the agent's watch of orphans was faster
+                child.wait()
+        finally:
+            if pidfd >= 0:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                os.close(pidfd)
+
+    async def _read(self, pipe: int, generation: int) -> None:
+        """Read what the process writes, until its end."""
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb")
+        )
+        try:
+            while line := (await reader.readline()).decode(errors="replace").rstrip():
+                if line == STORE_JOINED:
+                    self.joined = generation
+                    self._send(StoreJoined(generation))
+                else:
+                    self._log(f"store of plain workers: {line}")
+        finally:
+            transport.close()
+
+    def _end_used(self) -> None:
+        if self._used is not None:
+            self._used.cancel()
+            self._used = None
+
+    def close(self) -> None:
+        """End all stores: the command is elastic, or the job is over."""
+        self._end_used()
+        if self._next is not None:
+            self._next.close()
+            self._next = None
+            self._send(NextStore(""))

@@ -1,0 +1,110 @@
+"""The phases of a job, and why a generation has ended. Frozen values.
+
+The phases and their transitions (one ``become_`` function per entry)::
+
+    Waiting ──────────► Running ◄───────┐        ┌─► Over
+       ▲                 │  │           │        │
+       │     END(K), END │  │ all in    │        │  from every phase
+       │                 ▼  │ the gate  │        │
+       └───────────── Forming ──────────┘        │
+                            │                    │
+                            └──► Finishing ──────┘
+
+A world of plain workers (which do not use ``run``) has one phase, Together, between Waiting and Waiting or Over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from msgspec import Struct
+
+from elasticstate.core.types import Placement, RootCause
+
+FailureKind = Literal["own", "lost", "reported", "drain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Unplanned end of a generation. ``kind`` own: a worker ended by itself on a living host; reported: a worker
+    reported the generation as broken, and no death is known (yet)."""
+
+    cause: RootCause
+    kind: FailureKind
+    own_error: bool = False  # an exit with a code other than 0, without a signal
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Phase in which too few workers are READY, or a slot without a READY worker retains the newest commit. In: at the
+    start, and when an ended generation leaves too few workers. Out: a world, or the end."""
+
+    since: float
+    noticed: bool = False
+    retained_since: float | None = None  # enough workers are READY, but the newest commit is awaited
+
+
+@dataclass(frozen=True, slots=True)
+class Forming:
+    """Phase after the end of generation ``ended``: its living members are awaited. Out: all are READY, or time-out."""
+
+    since: float
+    ended: int
+    at_tick: int | None  # None: now
+    cause: str
+    failure: Failure | None  # None: planned
+    clock: float | None  # the regroup time-out counts from here; None: no member has reached the tick yet
+    noticed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Phase with a published world. Out: END at a tick or now, or all members are in the exit gate."""
+
+    since: float
+    first_tick: bool = False
+    hold_since: float | None = None
+    hold_cause: str = ""
+    gate_since: float | None = None  # when the first member entered
+    noticed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finishing:
+    """Phase with an open exit gate: the members exit in their own time. Out: all have exited."""
+
+    since: float
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Final phase, FINISHED or FAILED. No event has an effect any more."""
+
+    succeeded: bool
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Phase with a world of plain workers. Out: a member fails, members change, or all have exited with 0."""
+
+    since: float
+
+
+Phase = Waiting | Forming | Running | Finishing | Together | Over
+
+
+class Round(Struct, frozen=True, gc=False):
+    """Workers that were started together, with their places in a world of plain workers.
+
+    A round lasts until all of its workers have ended. If the command turns out to use ``run``, there is no round.
+    """
+
+    members: tuple[Placement, ...]
+    since: float
+    failure: Failure | None = None  # the first failure of a member
+    ends_at: float = inf  # after the failure, other workers may fail in the same way until this time
+    end: str = ""  # why its workers are stopped

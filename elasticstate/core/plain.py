@@ -1,0 +1,231 @@
+"""Commands that do not use ``run``, called plain: the rules for their worlds.
+
+All workers of a round start together, each with its place in a world (core/together.py). If one fails, or if the hosts
+change, all of them are stopped, and the next round starts. The kind of a command is unknown until a worker uses ``run``
+(elastic) or joins the process group that its environment variables describe (plain). Until then a round has no
+generation, and the phase is Waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace as replaced
+
+from msgspec.structs import replace
+
+from elasticstate.core import accounting
+from elasticstate.core.backoff import long_s
+from elasticstate.core.cooldown import patience_limit_s
+from elasticstate.core.diagnostics import missing, names
+from elasticstate.core.ending import become_over, earlier, fail_job, first_cause
+from elasticstate.core.partition import may_train_on, unreachable_hosts, unreachable_until
+from elasticstate.core.phases import Failure, Round, Together, Waiting
+from elasticstate.core.planned import drain_time
+from elasticstate.core.records import Draft, Worker
+from elasticstate.core.slots import newcomers, stop
+from elasticstate.core.texts import listed, number_of
+
+_REMEDY = (
+    "All workers of a job must use run, or none of them. Decorate the training function with elasticstate.run in every "
+    "worker and remove init_process_group(), or remove run"
+)
+
+
+def mixture(d: Draft) -> str:
+    """Return how workers of both kinds are in the job, or ""."""
+    first = d.ledger.first_user
+    if first is None or (d.generation and not _is_plain(d)):  # in an elastic world, the slot of such a newcomer fails
+        return ""
+    finished = [f"{slot_id}#{slot.incarnation}" for slot_id, slot in d.slots.items() if slot.finished]
+    if finished:
+        return f"{first} used run, but {listed(finished)} exited with 0 without run. {_REMEDY}"
+    if not d.ledger.store_joined:
+        return ""
+    others = [worker for worker in d.workers.values() if not (worker.uses_run or worker.gone)]
+    who = names(others) if others else "a worker"
+    return f"{first} used run, but {who} called init_process_group() outside run. {_REMEDY}"
+
+
+def _is_plain(d: Draft) -> bool:
+    return d.ledger.kind == "plain"
+
+
+def is_running(d: Draft) -> bool:
+    """Return True if all workers of a round run or have finished, and none has used ``run``: there is no time limit."""
+    return d.ledger.round is not None and not d.ledger.round.end
+
+
+# ---------------------------------------------------------------------------------------------------------- the rules
+
+
+def together(d: Draft, phase: Together) -> None:
+    """Rule of the phase Together."""
+    present = d.ledger.round
+    assert present is not None
+    if reason := mixture(d):
+        fail_job(d, reason)
+    elif _has_finished(d, present):
+        become_over(d, True)
+    elif not _ends(d, present):
+        d.reason = f"{number_of(len(present.members), 'worker')} without run"
+
+
+def together_deadlines(d: Draft, phase: Together) -> Iterator[tuple[str, float]]:
+    yield from round_deadlines(d)
+
+
+def first_rounds(d: Draft) -> bool:
+    """Rule of the phase Waiting while the kind of the command is unknown. Return True while a round ends."""
+    present = d.ledger.round
+    if present is None or not (_is_ending(d, present) or _ends(d, present)):
+        return False
+    return d.ledger.round is not None or not isinstance(d.phase, Waiting)
+
+
+def waiting_plain(d: Draft, phase: Waiting) -> None:
+    """Rule of the phase Waiting between two worlds of plain workers."""
+    present = d.ledger.round
+    if (present is not None and _is_ending(d, present)) or isinstance(d.phase, Together):
+        return
+    limit_s = d.policy.elastic_timeout_s
+    d.reason = f"too few free slots for a world: --min-np is {d.policy.min_np}"
+    if may_train_on(d):
+        d.reason = f"waiting until the workers on unreachable hosts have stopped: {listed(unreachable_hosts(d))}"
+    elif d.now >= phase.since + limit_s:
+        who = listed(list(missing(d, d.now)), "; ")
+        fail_job(d, f"--elastic-timeout of {limit_s:g} s expired: {d.reason}; missing: {who}", d.ledger.outage)
+        return
+    if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
+        what = f"at least {number_of(d.policy.min_np, 'free slot')}"
+        d.note("waiting", **{"for": what, "who": listed(list(missing(d, d.now)), "; ")})
+        d.phase = replaced(phase, noticed=True)
+
+
+def waiting_plain_deadlines(d: Draft, phase: Waiting) -> Iterator[tuple[str, float]]:
+    yield "give up", phase.since + d.policy.elastic_timeout_s
+    if not phase.noticed:
+        yield "notice", phase.since + d.policy.waiting_notice_s
+    yield "unreachable workers have given up", unreachable_until(d)
+
+
+def round_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
+    """Yield the times at which the present round may end."""
+    present = d.ledger.round
+    if present is None or present.end:
+        return
+    yield "end of the round", present.ends_at
+    draining = _draining(d)
+    if draining:
+        yield "preemption window", drain_time(d, draining)
+    yield "join", _join_time(d, present)
+
+
+def _members(d: Draft) -> list[Worker]:
+    """Return the living workers of the present round."""
+    return [worker for worker in d.workers.values() if worker.in_round and not worker.gone]
+
+
+def _draining(d: Draft) -> list[Worker]:
+    return [worker for worker in _members(d) if worker.draining] if d.draining else []
+
+
+def _has_finished(d: Draft, present: Round) -> bool:
+    """Return True if all workers of the round have exited with 0."""
+    return not present.end and all(d.slots[member.worker.slot_id].finished for member in present.members)
+
+
+def _is_ending(d: Draft, present: Round) -> bool:
+    """Return True while stopped workers of an ended round live. Forget the round when all have exited."""
+    if not present.end:
+        return False
+    if d.workers:
+        d.reason = f"waiting for the exit of {names(list(d.workers.values()))}: {present.end}"
+        return True
+    d.update_ledger(round=None)
+    return False
+
+
+def _ends(d: Draft, present: Round) -> bool:
+    """End the round if a worker has failed, or if the members must change. Return True if the round ends."""
+    if d.broken:
+        failure = first_cause(d.broken)
+        if present.failure is not None and earlier(present.failure.cause, failure.cause) is present.failure.cause:
+            failure = present.failure
+        ends_at = d.now if _is_plain(d) or not failure.own_error else max(d.now, d.ledger.quiet_until)
+        present = replace(present, failure=failure, ends_at=min(present.ends_at, ends_at))
+        d.update_ledger(round=present)
+    draining = _draining(d)
+    if present.failure is not None and d.now >= present.ends_at:
+        _fail(d, present, present.failure)
+    elif draining and d.now >= drain_time(d, draining):
+        _end(d, present, listed(f"{worker.id} drains: {worker.draining}" for worker in draining))
+    elif d.now >= _join_time(d, present) and not _is_finishing(d, present) and (slots := newcomers(d)):
+        d.update_ledger(planned_at=d.now)
+        _end(d, present, listed(f"{slot_id} joins" for slot_id in slots))
+    else:
+        return False
+    return True
+
+
+def _is_finishing(d: Draft, present: Round) -> bool:
+    return any(d.slots[member.worker.slot_id].finished for member in present.members)
+
+
+def _join_time(d: Draft, present: Round) -> float:
+    """Return the time from which free slots may end a round to join the next one.
+
+    While the kind of the command is unknown, the round has time to show it: an elastic worker would boot again for
+    nothing.
+    """
+    if not _is_plain(d):
+        return present.since + min(d.policy.waiting_notice_s, patience_limit_s(d.time_to_give_up_s()))
+    return d.ledger.planned_at + d.policy.min_interrupt_distance_s
+
+
+# ----------------------------------------------------------------------------------------------------- ends of rounds
+
+
+def _end(d: Draft, present: Round, cause: str) -> None:
+    """Stop all workers of the round. The next round starts when they have exited."""
+    for worker in _members(d):
+        stop(d, worker, cause)
+    for slot_id, slot in list(d.slots.items()):
+        if slot.finished:
+            d.put_slot(slot_id, finished=False)
+    d.note("end", cause=cause, at="now")
+    d.update_ledger(round=replace(present, end=cause) if d.workers else None, is_broken=True)
+    d.phase = Waiting(since=d.now) if isinstance(d.phase, Together) else d.phase
+    d.reason = cause
+
+
+def _fail(d: Draft, present: Round, failure: Failure) -> None:
+    """End the round by a failure. End the job if a limit is exceeded."""
+    policy, ledger = d.policy, d.ledger
+    if isinstance(d.phase, Together):
+        accounting.generation_failed(d)
+    _end(d, present, failure.cause.reason)
+    if failure.kind == "drain":
+        return
+    lived_long = d.now - present.since >= long_s(d)
+    row = 0 if lived_long else ledger.no_progress
+    first = None if lived_long else ledger.no_progress_cause
+    if failure.own_error and _is_plain(d):
+        row, first = row + 1, first or failure.cause
+    failed_at = (*ledger.failed_at, d.now)
+    if policy.reset_window_s is not None:
+        failed_at = tuple(at for at in failed_at if at > d.now - policy.reset_window_s)
+    d.update_ledger(
+        restarts=ledger.restarts + 1,
+        no_progress=row,
+        no_progress_cause=first,
+        failed_at=failed_at[-1 - (policy.reset_limit or 0) :],
+        outage=failure.cause if _is_plain(d) else ledger.outage or failure.cause,
+    )
+    if row >= policy.max_no_progress:
+        soon = f"less than {long_s(d):g} s after its start"
+        fail_job(d, f"no progress: {row} times in a row a worker failed {soon}", first)
+    elif policy.reset_limit is not None and len(failed_at) > policy.reset_limit:
+        within = f" within --reset-window of {policy.reset_window_s:g} s" if policy.reset_window_s is not None else ""
+        times = number_of(len(failed_at), "world")
+        have = "has" if len(failed_at) == 1 else "have"
+        fail_job(d, f"reset limit: {times} {have} failed{within}, --reset-limit is {policy.reset_limit}", failure.cause)

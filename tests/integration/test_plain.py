@@ -1,0 +1,116 @@
+"""Scripts for torchrun under elasticrun: they do not use ``run``, and all workers restart together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.job import PACKAGE, SCRIPTS, Hosts, Job
+
+EXAMPLE = PACKAGE / "examples" / "plain_ddp.py"
+
+
+def plain(directory: Path, *options: str, **arguments: object) -> Job:
+    """Start the script of the tests."""
+    words = [part for name, value in arguments.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    words = [word for word in words if word != "True"]
+    command = [sys.executable, str(SCRIPTS / "plain.py"), "--log", str(directory / "logs"), *words]
+    return Job(directory, *options, command=command)
+
+
+def environments(job: Job, restarts: int = 0) -> list[dict[str, str]]:
+    begun = [line for line in job.log("begin") if line["restarts"] == restarts]
+    return [line["environment"] for line in sorted(begun, key=lambda line: line["rank"])]
+
+
+def pid_of(job: Job, rank: int) -> int:
+    """Return the process that has this rank in the newest world that trains."""
+    return int([line for line in job.log("enter") if line["rank"] == rank][-1]["pid"])
+
+
+def trains(job: Job, restarts: int) -> Any:
+    return job.wait_for(f"a step after {restarts} restarts", lambda: of(job, "step", restarts))
+
+
+def of(job: Job, what: str, restarts: int) -> list[Any]:
+    return [line for line in job.log(what) if line["restarts"] == restarts]
+
+
+def test_a_plain_script_sees_the_variables_of_torchrun(tmp_path: Path) -> None:
+    with plain(tmp_path, "-np", "2", "--job-name", "plain-variables", "--max-restarts", "4") as job:
+        job.finish()
+    assert all(line["launched"] for line in job.log("begin"))
+    for rank, found in enumerate(environments(job)):
+        assert found["MASTER_PORT"].isdigit()
+        assert found["TORCHELASTIC_ERROR_FILE"]
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "ROLE_WORLD_SIZE": "2",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "4",
+            "TORCHELASTIC_RUN_ID": "plain-variables",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        }
+        assert {name: found[name] for name in expected} == expected
+    (formed,) = job.events("world_formed")
+    assert (formed["generation"], formed["size"], len(formed["joined"])) == (1, 2, 2)
+    assert job.events("job_finished")[0]["status"] == "succeeded"
+
+
+@pytest.mark.parametrize("template", ["--template", "--no-template"])
+def test_after_a_kill_all_workers_restart_and_continue_from_the_snapshot(tmp_path: Path, template: str) -> None:
+    with plain(tmp_path, "-np", "2", "--start-timeout", "5", template, steps=150, step_time=0.05) as job:
+        job.wait_for("step 10", lambda: any(line["step"] >= 10 for line in job.log("step")))
+        first = {line["pid"] for line in job.log("enter")}
+        os.kill(pid_of(job, 1), signal.SIGKILL)
+        assert trains(job, 1)[0]["step"] > 10
+        job.finish()
+    second = {line["pid"] for line in of(job, "enter", 1)}
+    assert len(first) == len(second) == 2
+    assert not first & second, "all workers restart"
+    killed = [e for e in job.events("worker_exited") if e["signal"] == signal.SIGKILL]
+    assert [(e["rank"], e["generation"]) for e in killed][:1] == [(1, 1)]
+    assert [e["generation"] for e in job.events("world_formed")] == [1, 2]
+    assert job.events("job_finished")[0]["failures"] == 1
+    assert {line["step"] for line in job.log("final")} == {150}
+    lasted = job.events("job_finished")[0]["time"] - job.events("job_started")[0]["time"]
+    assert lasted > 5, "the job was longer than --start-timeout"
+    assert {e["MASTER_PORT"] for e in environments(job, 0)} != {e["MASTER_PORT"] for e in environments(job, 1)}
+
+
+def test_a_tutorial_script_survives_a_kill_and_a_hosts_leave_and_return(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path).set("localhost:1", "127.0.0.1:1")
+    command = [sys.executable, str(EXAMPLE), "--epochs", "200", "--snapshot", str(tmp_path / "snapshot.pt")]
+    options = (*hosts.options, "-np", "2", "--min-np", "1", "--max-np", "2", "--start-timeout", "5")
+    with Job(tmp_path, *options, "--min-interrupt-distance", "0.5", command=command) as job:
+        job.wait_for("an epoch of two", lambda: "of 2 restarts 0" in job.output)
+        job.kill(0)
+        job.wait_for("an epoch after the kill", lambda: "of 2 restarts 1" in job.output)
+        hosts.set("localhost:1")
+        job.wait_for("an epoch of one", lambda: "of 1 restarts 1" in job.output)
+        hosts.set("localhost:1", "127.0.0.1:1")
+        formed = job.wait_for("a fourth world", lambda: job.events("world_formed")[3:])
+        assert (formed[0]["size"], formed[0]["hosts"]) == (2, 2)
+        job.finish(timeout=120)
+    assert [e["size"] for e in job.events("world_formed")] == [2, 2, 1, 2]
+    assert "epoch 200 rank 1 of 2" in job.output
+    assert [e["cause"] for e in job.events("end")][1:] == [
+        "127.0.0.1:0#2 drains: discovery removed host 127.0.0.1",
+        "127.0.0.1:0 joins",
+    ]
+    assert job.events("job_finished")[0]["failures"] == 1
