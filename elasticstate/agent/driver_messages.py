@@ -60,6 +60,7 @@ class DriverMessages:
             case messages.ToWorkers(workers, body):
                 self._send(workers, body)
             case messages.WorldsOnHost(worlds):
+                self._stores.close()
                 self._publish(worlds)
             case messages.BackendOrder(data):
                 self._tasks.begin(self._backend.order(data))

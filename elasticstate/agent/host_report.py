@@ -8,7 +8,7 @@ from elasticstate.agent.host_storage import HostStorage
 from elasticstate.agent.liveness import newest_commit
 from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.worker_handle import WorkerHandle
-from elasticstate.core.types import CommitId, WorkerId
+from elasticstate.core.types import CommitId, PlainPlace, WorkerId
 from elasticstate.net import messages
 
 
@@ -20,11 +20,15 @@ class HostReporter:
         self._stores = stores
         self._exits: list[messages.Exited] = []  # since this host received its last world
         self._incarnations: dict[int, int] = {}
+        self._placed = 0  # newest world of plain workers
         self._gate = 0  # newest generation whose exit gate is open
         self._ended = 0  # newest generation that was ended at once, not at a tick
         self.held: int | None = None  # generation on hold, if any
 
-    def started(self, worker: WorkerId) -> None:
+    def started(self, worker: WorkerId, place: PlainPlace | None) -> None:
+        if place is not None and place.generation > self._placed:
+            self._placed = place.generation
+            self.has_a_world()
         self._incarnations[worker.slot] = worker.incarnation
 
     def ended(self, exited: messages.Exited) -> None:

@@ -107,8 +107,12 @@ class PlainStores:
             self._used = None
 
     def close(self) -> None:
-        """End all stores: the command is elastic, or the job is over."""
+        """End all stores: the workers have an elastic world, or the job is over."""
         self._end_used()
+        self.close_next()
+
+    def close_next(self) -> None:
+        """Provide no further store: the command is elastic. The store in use shows whether all workers are."""
         if self._next is not None:
             self._next.close()
             self._next = None

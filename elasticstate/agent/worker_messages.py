@@ -42,7 +42,7 @@ class WorkerMessages:
                 handle.liveness.begin(asyncio.get_running_loop().time())
             case messages.RunUsed():
                 handle.joined = 0  # the place with which it was started does not count any more
-                self._stores.close()
+                self._stores.close_next()
                 self._driver.send(messages.FromWorker(worker, message))
             case messages.GrowBuffer(index, size):
                 self._tasks.begin(self._grow_buffer(handle, index, size))

@@ -51,7 +51,7 @@ class Workers:
         self, worker: WorkerId, reserve_bytes: int, place: PlainPlace | None
     ) -> asyncio.Task[WorkerHandle | None]:
         """Start a worker. The result is None if that fails; the driver then receives the end of the worker."""
-        self._reporter.started(worker)
+        self._reporter.started(worker, place)
         starting = self._starting[worker] = asyncio.ensure_future(self._start(worker, reserve_bytes, place))
         starting.add_done_callback(lambda _: self._starting.pop(worker))
         return starting

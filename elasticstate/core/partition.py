@@ -35,6 +35,8 @@ def take_back(d: Draft, worker: t.WorkerId, generation: int) -> None:
     wait for the worker."""
     if worker in d.workers:
         return
+    if d.ledger.kind == "" and generation == 0:  # it has used run: else its place has a generation
+        d.update_ledger(kind="elastic", round=None, first_user=worker)
     if d.ledger.kind != "elastic":
         _stop_returned(d, worker)
         return

@@ -13,7 +13,7 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from elasticstate.core import accounting
+from elasticstate.core import accounting, types as t
 from elasticstate.core.backoff import long_s
 from elasticstate.core.cooldown import patience_limit_s
 from elasticstate.core.diagnostics import missing, names
@@ -180,6 +180,16 @@ def _join_time(d: Draft, present: Round) -> float:
     if not _is_plain(d):
         return present.since + min(d.policy.waiting_notice_s, patience_limit_s(d.time_to_give_up_s()))
     return d.ledger.planned_at + d.policy.min_interrupt_distance_s
+
+
+def reattach_round(d: Draft, world: t.World, absent: list[str]) -> None:
+    """Continue a world of plain workers with a new driver. End the world if ``absent`` members did not get their
+    place, or if the previous driver has stopped them."""
+    present = Round(world.members, d.now)
+    d.update_ledger(round=present, is_broken=bool(absent))
+    d.phase = Together(since=d.now)
+    if absent:
+        _end(d, present, f"a new driver reattached; these members do not live: {listed(absent)}")
 
 
 # ----------------------------------------------------------------------------------------------------- ends of rounds

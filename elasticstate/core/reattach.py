@@ -15,6 +15,7 @@ from elasticstate.core.ending import end_now
 from elasticstate.core.figures import Losses, Origin
 from elasticstate.core.membership import Transition, new_membership
 from elasticstate.core.partition import record_incarnation
+from elasticstate.core.plain import reattach_round
 from elasticstate.core.policy import Policy
 from elasticstate.core.records import Draft, Failure, Finishing, Host, Running, Worker
 from elasticstate.core.texts import listed
@@ -39,6 +40,7 @@ class Remains:
     ticks: int  # the most that a member of this world is known to have completed
     has_ended: bool  # some members of this world have received END
     gate_is_open: bool  # some members of this world have received OpenGate
+    restarts: int = 0  # failed worlds of plain workers
 
     @property
     def has_ticked(self) -> bool:
@@ -51,10 +53,10 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     will be reported as dead or unreachable. A generation that cannot be complete is ended."""
     d = Draft(new_membership(policy), now)
     world = remains.world
-    started = world is not None or any(remains.living.values())
     kind = "" if world is None else "plain" if world.is_plain else "elastic"
+    started = kind == "elastic"
     d.update_ledger(kind=kind, started_at=now, ever_ready=started, highest=remains.highest, next_age=remains.next_age)
-    d.update_ledger(holds=remains.epoch << _HOLDS_BITS)
+    d.update_ledger(holds=remains.epoch << _HOLDS_BITS, restarts=remains.restarts, store_joined=kind == "plain")
     _hosts(d, remains)
     _slots(d, remains)
     d.reason = "a new driver reattached"
@@ -93,10 +95,23 @@ def _members(d: Draft, remains: Remains, world: t.World) -> None:
         is_given = remains.living.get(worker) == generation
         if is_given or worker in remains.exited or worker.host in remains.lost:
             member = Worker(worker, d.now, joined=generation, first_joined=generation, rank=placement.rank, age=age)
-            _add(d, replace(member, reported_at=d.now, ticks_at=d.now, place="train", lacked=placement.rank in lacking))
+            _add(
+                d,
+                replace(
+                    member,
+                    in_round=world.is_plain,
+                    reported_at=d.now,
+                    ticks_at=d.now,
+                    place="train",
+                    lacked=placement.rank in lacking,
+                ),
+            )
         else:
             absent.append(worker)
     d.world = world
+    if world.is_plain:
+        reattach_round(d, world, [str(worker) for worker in absent])
+        return
     _losses(d, remains, world, is_complete=not absent)
     if remains.gate_is_open and not remains.has_ended:  # else the last driver did not know of the gate
         d.phase = Finishing(since=d.now)

@@ -71,7 +71,7 @@ def newer(old: Record, m: Membership, ports: tuple[int, ...]) -> Record | None:
     if is_same_world and not is_first_commit and (ports, agents, hosts) == (old.ports, old.agents, old.hosts):
         return None
     members = m.world.members if m.world is not None else ()
-    ages = old.ages if is_same_world else tuple(m.workers[placement.worker].age for placement in members)
+    ages = old.ages if is_same_world else tuple(_age(m, placement.worker) for placement in members)
     return msgspec.structs.replace(
         old,
         ports=ports,
@@ -81,7 +81,13 @@ def newer(old: Record, m: Membership, ports: tuple[int, ...]) -> Record | None:
         ages=ages,
         next_age=m.ledger.next_age,
         highest=m.ledger.highest,
+        restarts=m.ledger.restarts,
     )
+
+
+def _age(m: Membership, worker: t.WorkerId) -> int:
+    """Return the age of a member; 0 for one that has ended already (of a plain world, where ages have no meaning)."""
+    return m.workers[worker].age if worker in m.workers else 0
 
 
 class Keeper:
@@ -212,6 +218,7 @@ class Reattachment:
             ages=record.ages,
             next_age=record.next_age,
             highest=record.highest,
+            restarts=record.restarts,
             hosts=(*record.hosts, *(t.HostSlots(host, 0) for host in self.back() if host not in named)),
             lost=frozenset(self.lost()),
             living={report.worker: report.generation for report in reports},

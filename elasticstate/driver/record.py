@@ -51,6 +51,7 @@ class Record(msgspec.Struct, frozen=True):
     ages: tuple[int, ...] = ()  # of its members, by rank
     next_age: int = 0
     highest: CommitId | None = None  # newest commit with tick >= 1 that was reported
+    restarts: int = 0  # failed worlds of plain workers
     is_over: bool = False  # the job has ended and its commits are being removed: no driver may reattach
 
     @property

@@ -114,3 +114,64 @@ def test_a_tutorial_script_survives_a_kill_and_a_hosts_leave_and_return(tmp_path
         "127.0.0.1:0 joins",
     ]
     assert job.events("job_finished")[0]["failures"] == 1
+
+
+def test_workers_of_both_kinds_in_one_job_are_an_error(tmp_path: Path) -> None:
+    with plain(tmp_path, "-np", "2", run_rank=1) as job:
+        job.finish(1)
+    (cause,) = job.events("root_cause")
+    assert "localhost:1#1 used run, but localhost:0#1" in cause["reason"]
+    assert "called init_process_group() outside run. All workers of a job must use run" in cause["reason"]
+
+
+def test_an_error_of_the_script_restarts_all_up_to_the_limit_and_is_the_root_cause(tmp_path: Path) -> None:
+    with plain(tmp_path, "-np", "2", "--max-restarts", "1", fail_rank=1, fail_always=True) as job:
+        job.finish(1)
+    (cause,) = job.events("root_cause")
+    assert cause["reason"].startswith("reset limit: 2 worlds have failed, --reset-limit is 1; first failure:")
+    assert (cause["worker"], cause["rank"], cause["exit_code"]) == ("localhost:1#2", 1, 1)
+    assert "ValueError: the script's own error" in job.output
+    assert [e["generation"] for e in job.events("world_formed")] == [1, 2]
+
+
+def test_a_member_that_finishes_early_is_awaited(tmp_path: Path) -> None:
+    script = tmp_path / "early.py"
+    script.write_text(
+        "import os, time, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\ndist.barrier()\nif dist.get_rank():\n    time.sleep(2)\n"
+        "print('done', dist.get_rank(), flush=True)\nos._exit(0)\n"
+    )
+    with Job(tmp_path, "-np", "2", command=[sys.executable, str(script)]) as job:
+        job.finish()
+    assert "done 1" in job.output
+    assert [e["exit_code"] for e in job.events("worker_exited")] == [0, 0]
+
+
+def test_a_preempted_host_leaves_and_the_others_restart(tmp_path: Path) -> None:
+    options = ("-H", "localhost:1,127.0.0.1:1", "-np", "2", "--min-np", "1", "--preemption-window", "0")
+    with plain(tmp_path, *options, steps=200, step_time=0.05) as job:
+        trains(job, 0)
+        agents = {e["host"]: e["pid"] for e in job.events("agent_joined")}
+        os.kill(agents["127.0.0.1"], signal.SIGTERM)
+        job.wait_for_event("host_draining", host="127.0.0.1")
+        job.wait_for("a world of one", lambda: [e for e in job.log("enter") if e["size"] == 1])
+        job.finish()
+    assert [e["size"] for e in job.events("world_formed")] == [2, 1]
+    assert job.events("job_finished")[0]["failures"] == 0
+    assert {line["restarts"] for line in job.log("begin")} == {0}, "a planned change is no failure"
+
+
+def test_a_new_driver_continues_a_job_of_plain_workers(tmp_path: Path) -> None:
+    name = f"plain-{os.getpid()}"
+    with plain(tmp_path, "-np", "2", "--job-name", name, steps=200, step_time=0.05) as job:
+        trains(job, 0)
+        job.kill_driver()
+        before = len(job.log("step"))
+        job.start("--reattach", name)
+        job.wait_for_event("driver_restarted")
+        job.wait_for("more steps", lambda: len(job.log("step")) > before)
+        assert len({line["pid"] for line in job.log("enter")}) == 2, "the same workers train"
+        os.kill(pid_of(job, 0), signal.SIGKILL)
+        trains(job, 1)
+        job.finish()
+    assert [e["generation"] for e in job.events("world_formed")] == [1, 2]
