@@ -51,6 +51,7 @@ bench: setup  ## recovery, scale-up, commits, sync, start, sampling next to the 
 	$(BIN)/python tests/bench/bench_sync.py
 	$(BIN)/python tests/bench/bench_control_plane.py
 	$(BIN)/python tests/bench/bench_startup.py
+	$(BIN)/python tests/bench/bench_plain.py
 	$(BIN)/python tests/bench/bench_sampler.py
 	$(BIN)/python tests/bench/bench_horovod.py
 	$(BIN)/python tests/bench/bench_mpi.py

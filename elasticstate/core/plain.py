@@ -64,7 +64,7 @@ def together(d: Draft, phase: Together) -> None:
     assert present is not None
     if reason := mixture(d):
         fail_job(d, reason)
-    elif _has_finished(d, present):
+    elif has_finished(d):
         become_over(d, True)
     elif not _ends(d, present):
         d.reason = f"{number_of(len(present.members), 'worker')} without run"
@@ -129,9 +129,12 @@ def _draining(d: Draft) -> list[Worker]:
     return [worker for worker in _members(d) if worker.draining] if d.draining else []
 
 
-def _has_finished(d: Draft, present: Round) -> bool:
-    """Return True if all workers of the round have exited with 0."""
-    return not present.end and all(d.slots[member.worker.slot_id].finished for member in present.members)
+def has_finished(d: Draft) -> bool:
+    """Return True if all workers of the present round have exited with 0."""
+    present = d.ledger.round
+    if present is None or present.end:
+        return False
+    return all(d.slots[member.worker.slot_id].finished for member in present.members)
 
 
 def _is_ending(d: Draft, present: Round) -> bool:

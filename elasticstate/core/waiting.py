@@ -16,6 +16,7 @@ from elasticstate.core.ending import (
 from elasticstate.core.partition import may_train_on, unreachable_hosts, unreachable_until
 from elasticstate.core.plain import (
     first_rounds,
+    has_finished,
     is_running,
     mixture,
     round_deadlines,
@@ -49,7 +50,7 @@ def waiting(d: Draft, phase: Waiting) -> None:
         fail_job(d, reason)
     elif d.ledger.kind == "plain":
         waiting_plain(d, phase)
-    elif d.generation == 0 and plain_commands_are_done(d):
+    elif has_finished(d):
         become_over(d, True)
     elif d.generation == 0 and every_worker_failed(d):
         fail_job(d, "every worker failed before the first world", d.ledger.outage)
@@ -199,17 +200,6 @@ def _release_draining(d: Draft, stay: list[Worker]) -> None:
     for worker in list(d.ready_workers()):
         if worker.draining and worker is not holder:
             leave(d, worker)
-
-
-def plain_commands_are_done(d: Draft) -> bool:
-    """Return True if enough commands have exited with 0 without ``run``, and no worker lives."""
-    if d.ledger.ever_ready or d.workers:
-        return False
-    finished = sum(slot.finished for slot in d.slots.values())
-    wanted = sum(
-        host.slots for host in d.hosts.values() if not (host.draining or host.is_in_preemption_cooldown(d.now))
-    )
-    return finished > 0 and (finished >= d.policy.np or finished >= max(wanted, d.policy.min_np))
 
 
 def every_worker_failed(d: Draft) -> bool:

@@ -1,0 +1,205 @@
+"""Random jobs of plain workers: kills, errors, hosts that come, go and drain, lost and returning agents (I18)."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given, strategies as st
+
+from elasticstate.core import types as t
+from elasticstate.core.membership import new_membership, next_deadline, step
+from elasticstate.core.records import Over
+from tests.policy import policy_of
+
+HOSTS = ("a", "b", "c")
+STEPS_OF_FAULTS, MOST_STEPS = 150, 3_000
+SITUATIONS = (
+    "world",
+    "restart",
+    "kill",
+    "error",
+    "hosts",
+    "agent lost",
+    "cut",
+    "drain",
+    "succeeded",
+    "failed",
+    "limit",
+    "back",
+)
+reached: Counter[str] = Counter()
+
+
+class PlainJob:
+    """A model of agents and plain workers. A worker trains until it is killed, stopped, or its world has trained
+    enough."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        np = rng.randint(1, 4)
+        self.policy = policy_of(
+            np=np,
+            min_np=rng.randint(1, np),
+            max_np=rng.choice((np, np + 1, None)),
+            join_window_s=rng.choice((0.0, 2.0)),
+            min_interrupt_distance_s=rng.choice((0.0, 1.0)),
+            preemption_window_s=rng.choice((0.0, 1.0)),
+            preemption_cooldown_s=2.0,
+            cooldown_range_s=(1.0, 4.0),
+            reset_limit=rng.choice((None, None, 3)),
+            max_no_progress=rng.choice((3, 1000)),
+            elastic_timeout_s=100.0,
+        )
+        self.m = new_membership(self.policy)
+        self.now = 0.0
+        self.living: dict[t.WorkerId, t.PlainPlace] = {}
+        self.stopped: set[t.WorkerId] = set()
+        self.away: dict[str, dict[t.WorkerId, t.PlainPlace]] = {}  # workers on unreachable hosts
+        self.joins_store = rng.random() < 0.8
+        self.asked: set[str] = set()
+        self.up: set[str] = set()
+        self.stopping: set[str] = set()
+        self.end: t.EndJob | None = None
+        self.restarts = 0
+
+    def deliver(self, event: t.Event) -> None:
+        before, self.m = self.m, step(self.m, event, self.now)[0]
+        _, effects, reason = step(before, event, self.now)
+        assert reason
+        started = [effect for effect in effects if isinstance(effect, t.StartWorker)]
+        if started:
+            self._check_round(started)
+        for effect in effects:
+            self._carry_out(effect)
+
+    def _check_round(self, started: list[t.StartWorker]) -> None:
+        places = [effect.place for effect in started if effect.place is not None]
+        assert len(places) == len(started), "each worker has a place"
+        assert not self.living, f"I18: {self.living} live when the next round starts"
+        assert [place.rank for place in places] == list(range(len(places))), "I18: the world is complete"
+        assert {place.size for place in places} == {len(places)}
+        assert len({(p.generation, p.store_host, p.restarts) for p in places}) == 1
+        assert self.policy.min_np <= len(places)
+        assert self.policy.max_np is None or len(places) <= self.policy.max_np
+        assert places[0].store_host == started[0].worker.host
+        for host in {effect.worker.host for effect in started}:
+            here = [p for e, p in zip(started, places, strict=True) if e.worker.host == host]
+            assert [p.local_rank for p in here] == list(range(here[0].local_size)), "LOCAL_RANK has no gaps"
+            assert len({p.group_rank for p in here}) == 1
+        assert {p.group_rank for p in places} == set(range(places[0].group_size))
+        assert places[0].restarts >= self.restarts
+        self.restarts = places[0].restarts
+        reached["world"] += 1
+        reached["restart"] += self.restarts > 0
+
+    def _carry_out(self, effect: t.Effect) -> None:
+        match effect:
+            case t.StartAgent(host):
+                self.asked.add(host)
+            case t.StopAgent(host):
+                self.asked.discard(host)
+                self.stopping.add(host)
+            case t.StartWorker(worker, _, place):
+                assert worker.host in self.up
+                assert place is not None
+                self.living[worker] = place
+            case t.StopWorker(worker):
+                self.stopped.add(worker)
+            case t.EndJob():
+                assert self.end is None
+                self.end = effect
+            case t.PublishWorld() | t.Hold() | t.End() | t.OpenGate() | t.Leave():
+                raise AssertionError(f"{effect} for plain workers")
+
+    def act(self, with_faults: bool) -> None:
+        rng = self.rng
+        self.now += rng.choice((0.0, 0.01, 0.5))
+        if with_faults and rng.random() < 0.08:
+            self._fault()
+        elif self.asked and rng.random() < 0.5:
+            self._joins(rng.choice(sorted(self.asked)))
+        elif self.stopping and rng.random() < 0.5:
+            host = self.stopping.pop()
+            self._lose(host, "exited with 0", may_live=False)
+        elif (due := [worker for worker in self.living if worker in self.stopped]) and rng.random() < 0.6:
+            self._exits(rng.choice(due), None, 15)
+        elif self.living and self.joins_store and rng.random() < 0.3:
+            self.deliver(t.PlainStoreJoined(next(iter(self.living.values())).generation))
+        elif self.living and not with_faults and rng.random() < 0.2:
+            self._exits(rng.choice(list(self.living)), 0, None)
+        else:
+            deadline = next_deadline(self.m)
+            self.now = max(self.now, min(self.now + 1.0, self.now + 1.0 if deadline is None else deadline))
+            self.deliver(t.TimePassed())
+
+    def _exits(self, worker: t.WorkerId, code: int | None, signal: int | None) -> None:
+        del self.living[worker]
+        self.deliver(t.WorkerExited(worker, code, signal))
+
+    def _joins(self, host: str) -> None:
+        self.asked.discard(host)
+        self.up.add(host)
+        back = self.away.pop(host, {})
+        self.living.update(back)
+        reached["back"] += bool(back)
+        self.deliver(t.AgentJoined(host, workers=tuple((worker, p.generation) for worker, p in back.items())))
+        assert all(worker in self.stopped for worker in back) or self.end, "who returns too late is stopped"
+
+    def _lose(self, host: str, reason: str, may_live: bool) -> None:
+        self.up.discard(host)
+        self.asked.discard(host)
+        here = {worker: place for worker, place in self.living.items() if worker.host == host}
+        self.living = {worker: place for worker, place in self.living.items() if worker.host != host}
+        if may_live:
+            self.away[host] = here
+        self.deliver(t.AgentLost(host, reason, may_live))
+
+    def _fault(self) -> None:
+        rng, kind = self.rng, self.rng.choice(("kill", "error", "hosts", "agent lost", "cut", "drain"))
+        if kind == "hosts":
+            self.deliver(
+                t.HostsDiscovered(tuple(t.HostSlots(h, rng.randint(1, 2)) for h in HOSTS if rng.random() < 0.8))
+            )
+        elif kind in ("agent lost", "cut") and self.up - self.stopping:
+            self._lose(rng.choice(sorted(self.up - self.stopping)), "sent no heartbeat", may_live=kind == "cut")
+        elif kind == "drain" and self.up:
+            self.deliver(t.HostDraining(rng.choice(sorted(self.up)), "SIGTERM"))
+        elif kind in ("kill", "error") and self.living:
+            worker = rng.choice(list(self.living))
+            self._exits(worker, *((None, 9) if kind == "kill" else (1, None)))
+        else:
+            return
+        reached[kind] += 1
+
+
+def play(seed: int) -> None:
+    job = PlainJob(seed)
+    job.deliver(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS)))
+    for _ in range(STEPS_OF_FAULTS):
+        if job.end is None:
+            job.act(with_faults=True)
+    if job.end is None:
+        job.deliver(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS)))
+    for _ in range(MOST_STEPS):
+        if job.end is not None:
+            break
+        job.act(with_faults=False)
+    assert job.end is not None, f"seed {seed}: the job does not end: {job.m.phase_name} {job.m.ledger}"
+    assert isinstance(job.m.phase, Over)
+    reached["succeeded" if job.end.succeeded else "failed"] += 1
+    cause = job.end.root_cause
+    reached["limit"] += cause is not None and "reset limit" in cause.reason
+    if job.policy.reset_limit is not None:
+        assert job.restarts <= job.policy.reset_limit, "restarts are bounded"
+
+
+@given(seed=st.integers(0, 2**64 - 1))
+def explore(seed: int) -> None:
+    play(seed)
+
+
+def test_random_jobs_of_plain_workers_end_and_each_world_is_complete() -> None:
+    explore()
+    for situation in SITUATIONS:
+        assert reached[situation], f"{situation} was not reached: {reached}"
