@@ -50,12 +50,8 @@ class Trainer:
 
     def save(self) -> None:
         written = self.snapshot.with_suffix(".new")
-        state = {
-            "model": self.model.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "epoch": self.epoch,
-        }
-        torch.save(state, written)
+        model, optimizer = self.model.module.state_dict(), self.optimizer.state_dict()
+        torch.save({"model": model, "optimizer": optimizer, "epoch": self.epoch}, written)
         written.replace(self.snapshot)
 
 

@@ -66,7 +66,7 @@ def together(d: Draft, phase: Together) -> None:
         fail_job(d, reason)
     elif has_finished(d):
         become_over(d, True)
-    elif not _ends(d, present):
+    elif not _end_if_due(d, present):
         d.reason = f"{number_of(len(present.members), 'worker')} without run"
 
 
@@ -77,7 +77,7 @@ def together_deadlines(d: Draft, phase: Together) -> Iterator[tuple[str, float]]
 def first_rounds(d: Draft) -> bool:
     """Rule of the phase Waiting while the kind of the command is unknown. Return True while a round ends."""
     present = d.ledger.round
-    if present is None or not (_is_ending(d, present) or _ends(d, present)):
+    if present is None or not (_await_exits(d, present) or _end_if_due(d, present)):
         return False
     return d.ledger.round is not None or not isinstance(d.phase, Waiting)
 
@@ -85,7 +85,7 @@ def first_rounds(d: Draft) -> bool:
 def waiting_plain(d: Draft, phase: Waiting) -> None:
     """Rule of the phase Waiting between two worlds of plain workers."""
     present = d.ledger.round
-    if (present is not None and _is_ending(d, present)) or isinstance(d.phase, Together):
+    if (present is not None and _await_exits(d, present)) or isinstance(d.phase, Together):
         return
     limit_s = d.policy.elastic_timeout_s
     d.reason = f"too few free slots for a world: --min-np is {d.policy.min_np}"
@@ -137,18 +137,18 @@ def has_finished(d: Draft) -> bool:
     return all(d.slots[member.worker.slot_id].finished for member in present.members)
 
 
-def _is_ending(d: Draft, present: Round) -> bool:
-    """Return True while stopped workers of an ended round live. Forget the round when all have exited."""
+def _await_exits(d: Draft, present: Round) -> bool:
+    """Forget a round that has ended, when all its workers have exited. Return True while one of them lives."""
     if not present.end:
         return False
-    if d.workers:
-        d.reason = f"waiting for the exit of {names(list(d.workers.values()))}: {present.end}"
-        return True
-    d.update_ledger(round=None)
-    return False
+    if not d.workers:
+        d.update_ledger(round=None)
+        return False
+    d.reason = f"waiting for the exit of {names(list(d.workers.values()))}: {present.end}"
+    return True
 
 
-def _ends(d: Draft, present: Round) -> bool:
+def _end_if_due(d: Draft, present: Round) -> bool:
     """End the round if a worker has failed, or if the members must change. Return True if the round ends."""
     if d.broken:
         failure = first_cause(d.broken)
@@ -185,12 +185,18 @@ def _join_time(d: Draft, present: Round) -> float:
     return d.ledger.planned_at + d.policy.min_interrupt_distance_s
 
 
-def reattach_round(d: Draft, world: t.World, absent: list[str]) -> None:
-    """Continue a world of plain workers with a new driver. End the world if ``absent`` members did not get their
-    place, or if the previous driver has stopped them."""
-    present = Round(world.members, d.now)
-    d.update_ledger(round=present, is_broken=bool(absent))
+def reattach_world(d: Draft, world: t.World, absent: list[str]) -> None:
+    """Continue a world of plain workers with a new driver."""
+    d.update_ledger(is_broken=bool(absent))
     d.phase = Together(since=d.now)
+    reattach_round(d, world.members, absent)
+
+
+def reattach_round(d: Draft, members: tuple[t.Placement, ...], absent: list[str]) -> None:
+    """Continue a round with a new driver. End the round if ``absent`` members were not started, or if the previous
+    driver has stopped them."""
+    present = Round(members, d.now)
+    d.update_ledger(round=present)
     if absent:
         _end(d, present, f"a new driver reattached; these members do not live: {listed(absent)}")
 

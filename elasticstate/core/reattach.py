@@ -15,7 +15,7 @@ from elasticstate.core.ending import end_now
 from elasticstate.core.figures import Losses, Origin
 from elasticstate.core.membership import Transition, new_membership
 from elasticstate.core.partition import record_incarnation
-from elasticstate.core.plain import reattach_round
+from elasticstate.core.plain import reattach_round, reattach_world
 from elasticstate.core.policy import Policy
 from elasticstate.core.records import Draft, Failure, Finishing, Host, Running, Worker
 from elasticstate.core.texts import listed
@@ -40,6 +40,7 @@ class Remains:
     ticks: int  # the most that a member of this world is known to have completed
     has_ended: bool  # some members of this world have received END
     gate_is_open: bool  # some members of this world have received OpenGate
+    first_round: tuple[t.Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
     restarts: int = 0  # failed worlds of plain workers
 
     @property
@@ -62,12 +63,20 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     d.reason = "a new driver reattached"
     if world is not None:
         _members(d, remains, world)
+    elif remains.first_round:
+        _first_round(d, remains)
     return Transition(d.freeze({}), tuple(d.effects), d.reason)
+
+
+def _members_of_record(remains: Remains) -> list[t.WorkerId]:
+    """Return the members of the newest world, or else of the first round."""
+    placements = remains.first_round if remains.world is None else remains.world.members
+    return [placement.worker for placement in placements]
 
 
 def _hosts(d: Draft, remains: Remains) -> None:
     named = {host.name: host.slots for host in remains.hosts}
-    members = [placement.worker for placement in remains.world.members] if remains.world is not None else []
+    members = _members_of_record(remains)
     found = {worker.host for worker in (*remains.living, *remains.exited, *members)}
     rest = sorted(remains.lost.union(found).difference(named))
     for order, name in enumerate((*named, *rest)):
@@ -80,7 +89,7 @@ def _hosts(d: Draft, remains: Remains) -> None:
 
 
 def _slots(d: Draft, remains: Remains) -> None:
-    members = [placement.worker for placement in remains.world.members] if remains.world is not None else []
+    members = _members_of_record(remains)
     for worker in (*remains.living, *remains.exited, *members):
         record_incarnation(d, worker)
     for worker in remains.exited.difference(members):
@@ -110,7 +119,7 @@ def _members(d: Draft, remains: Remains, world: t.World) -> None:
             absent.append(worker)
     d.world = world
     if world.is_plain:
-        reattach_round(d, world, [str(worker) for worker in absent])
+        reattach_world(d, world, [str(worker) for worker in absent])
         return
     _losses(d, remains, world, is_complete=not absent)
     if remains.gate_is_open and not remains.has_ended:  # else the last driver did not know of the gate
@@ -125,6 +134,18 @@ def _members(d: Draft, remains: Remains, world: t.World) -> None:
         absent_text = f"these members did not receive their world: {listed(map(str, absent))}"
         reason = f"a new driver reattached; {absent_text if absent else 'the previous driver had ended the generation'}"
         end_now(d, Failure(t.RootCause(reason, generation=world.generation), "lost"))
+
+
+def _first_round(d: Draft, remains: Remains) -> None:
+    """Continue the workers that started together, of which it is not known if they use ``run``."""
+    absent: list[str] = []
+    for placement in remains.first_round:
+        worker = placement.worker
+        if worker in remains.living or worker in remains.exited or worker.host in remains.lost:
+            _add(d, Worker(worker, d.now, in_round=True, reported_at=d.now))
+        else:
+            absent.append(str(worker))
+    reattach_round(d, remains.first_round, absent)
 
 
 def _losses(d: Draft, remains: Remains, world: t.World, is_complete: bool) -> None:

@@ -68,7 +68,10 @@ def newer(old: Record, m: Membership, ports: tuple[int, ...]) -> Record | None:
     hosts = tuple(t.HostSlots(host.name, host.slots) for host in by_discovery(m) if host.slots)
     is_first_commit = old.highest is None and m.ledger.highest is not None
     is_same_world = m.world is old.world
-    if is_same_world and not is_first_commit and (ports, agents, hosts) == (old.ports, old.agents, old.hosts):
+    first_round = _first_round(m)
+    now = (ports, agents, hosts, first_round, m.ledger.restarts)
+    before = (old.ports, old.agents, old.hosts, old.first_round, old.restarts)
+    if is_same_world and not is_first_commit and now == before:
         return None
     members = m.world.members if m.world is not None else ()
     ages = old.ages if is_same_world else tuple(_age(m, placement.worker) for placement in members)
@@ -81,8 +84,15 @@ def newer(old: Record, m: Membership, ports: tuple[int, ...]) -> Record | None:
         ages=ages,
         next_age=m.ledger.next_age,
         highest=m.ledger.highest,
+        first_round=first_round,
         restarts=m.ledger.restarts,
     )
+
+
+def _first_round(m: Membership) -> tuple[t.Placement, ...]:
+    """Return the members of a round of which it is not known if they use ``run``: they have no world."""
+    present = m.ledger.round
+    return () if present is None or present.end or m.ledger.kind else present.members
 
 
 def _age(m: Membership, worker: t.WorkerId) -> int:
@@ -218,6 +228,7 @@ class Reattachment:
             ages=record.ages,
             next_age=record.next_age,
             highest=record.highest,
+            first_round=record.first_round,
             restarts=record.restarts,
             hosts=(*record.hosts, *(t.HostSlots(host, 0) for host in self.back() if host not in named)),
             lost=frozenset(self.lost()),

@@ -18,7 +18,7 @@ import msgspec
 
 from elasticstate.commits import ID_FILE
 from elasticstate.config import Options, usable_runtime_directory
-from elasticstate.core.types import CommitId, HostSlots, World
+from elasticstate.core.types import CommitId, HostSlots, Placement, World
 from elasticstate.errors import OptionError
 from elasticstate.private import is_still, open_directory, open_file, read_file, write_file
 
@@ -51,6 +51,7 @@ class Record(msgspec.Struct, frozen=True):
     ages: tuple[int, ...] = ()  # of its members, by rank
     next_age: int = 0
     highest: CommitId | None = None  # newest commit with tick >= 1 that was reported
+    first_round: tuple[Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
     restarts: int = 0  # failed worlds of plain workers
     is_over: bool = False  # the job has ended and its commits are being removed: no driver may reattach
 

@@ -1,15 +1,23 @@
-"""Random jobs of plain workers: kills, errors, hosts that come, go and drain, lost and returning agents (I18)."""
+"""Random jobs of plain workers: kills, errors, hosts that come, go and drain, lost and returning agents, and drivers
+that die, also in the middle of their effects (I18)."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
+import msgspec
 from hypothesis import given, strategies as st
 
+from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.membership import new_membership, next_deadline, step
+from elasticstate.core.reattach import reattach
 from elasticstate.core.records import Over
+from elasticstate.driver.reattach import Reattachment, newer
+from elasticstate.driver.record import Record
+from elasticstate.net import messages
 from tests.policy import policy_of
 
 HOSTS = ("a", "b", "c")
@@ -27,7 +35,13 @@ SITUATIONS = (
     "failed",
     "limit",
     "back",
+    "driver died",
+    "died in its effects",
+    "finished without a driver",
+    "finished without a driver, of unknown kind",
+    "goes on after a reattach",
 )
+NO_STAMP = messages.Stamp(messages.Place.BOOT, 0, 0, None)
 reached: Counter[str] = Counter()
 
 
@@ -62,15 +76,31 @@ class PlainJob:
         self.stopping: set[str] = set()
         self.end: t.EndJob | None = None
         self.restarts = 0
+        self.restarts_before = 0  # when the present driver started
+        self.record = Record("job", "id", 1, "token", (), Options(command=("train",), np=1, min_np=1), "/")
+        self.exits: dict[str, list[messages.Exited]] = {}  # by host: since workers were started there
+        self.incarnations: dict[str, dict[int, int]] = {}
+        self.store_joined: dict[str, int] = {}  # by host: the newest generation
+        self.with_faults = True
+        self.is_dead = False  # the driver has died in its effects
 
     def deliver(self, event: t.Event) -> None:
-        before, self.m = self.m, step(self.m, event, self.now)[0]
-        _, effects, reason = step(before, event, self.now)
+        self.m, effects, reason = step(self.m, event, self.now)
         assert reason
+        self._carry_out_all(effects)
+
+    def _carry_out_all(self, effects: Sequence[t.Effect]) -> None:
+        self.record = newer(self.record, self.m, ()) or self.record
         started = [effect for effect in effects if isinstance(effect, t.StartWorker)]
         if started:
             self._check_round(started)
-        for effect in effects:
+            for host in {effect.worker.host for effect in started}:
+                self.exits[host] = []
+        orders = sum(not isinstance(effect, t.Note) for effect in effects)
+        is_over = any(isinstance(effect, t.EndJob) for effect in effects)
+        self.is_dead = self.with_faults and orders > 1 and not is_over and self.rng.random() < 0.05
+        reached["died in its effects"] += self.is_dead
+        for effect in effects[: self.rng.randrange(len(effects)) if self.is_dead else len(effects)]:
             self._carry_out(effect)
 
     def _check_round(self, started: list[t.StartWorker]) -> None:
@@ -104,6 +134,7 @@ class PlainJob:
                 assert worker.host in self.up
                 assert place is not None
                 self.living[worker] = place
+                self.incarnations.setdefault(worker.host, {})[worker.slot] = worker.incarnation
             case t.StopWorker(worker):
                 self.stopped.add(worker)
             case t.EndJob():
@@ -112,30 +143,92 @@ class PlainJob:
             case t.PublishWorld() | t.Hold() | t.End() | t.OpenGate() | t.Leave():
                 raise AssertionError(f"{effect} for plain workers")
 
-    def act(self, with_faults: bool) -> None:
+    def act(self) -> None:
         rng = self.rng
         self.now += rng.choice((0.0, 0.01, 0.5))
-        if with_faults and rng.random() < 0.08:
+        if self.is_dead:
+            self.replace_driver()
+        elif self.with_faults and rng.random() < 0.08:
             self._fault()
         elif self.asked and rng.random() < 0.5:
             self._joins(rng.choice(sorted(self.asked)))
         elif self.stopping and rng.random() < 0.5:
-            host = self.stopping.pop()
+            host = min(self.stopping)
+            self.stopping.remove(host)
             self._lose(host, "exited with 0", may_live=False)
         elif (due := [worker for worker in self.living if worker in self.stopped]) and rng.random() < 0.6:
             self._exits(rng.choice(due), None, 15)
         elif self.living and self.joins_store and rng.random() < 0.3:
-            self.deliver(t.PlainStoreJoined(next(iter(self.living.values())).generation))
-        elif self.living and not with_faults and rng.random() < 0.2:
+            place = next(iter(self.living.values()))
+            if place.store_host in self.up:
+                self.store_joined[place.store_host] = place.generation
+                self.deliver(t.PlainStoreJoined(place.generation))
+        elif self.living and not self.with_faults and rng.random() < 0.2:
             self._exits(rng.choice(list(self.living)), 0, None)
         else:
             deadline = next_deadline(self.m)
             self.now = max(self.now, min(self.now + 1.0, self.now + 1.0 if deadline is None else deadline))
             self.deliver(t.TimePassed())
 
-    def _exits(self, worker: t.WorkerId, code: int | None, signal: int | None) -> None:
+    def _exits(self, worker: t.WorkerId, code: int | None, signal: int | None, *, is_noticed: bool = True) -> None:
         del self.living[worker]
-        self.deliver(t.WorkerExited(worker, code, signal))
+        self.exits.setdefault(worker.host, []).append(messages.Exited(worker, 1, code, signal, ""))
+        if is_noticed:
+            self.deliver(t.WorkerExited(worker, code, signal))
+
+    def replace_driver(self) -> None:
+        """Replace a dead driver. Meanwhile workers and agents may end, and hosts that had no agent yet get none."""
+        rng = self.rng
+        reached["driver died"] += 1
+        self.is_dead = False
+        self.restarts_before = self.record.restarts
+        for worker in [worker for worker in self.living if rng.random() < 0.2 and worker.host in self.up]:
+            code = 0 if worker not in self.stopped and rng.random() < 0.6 else None
+            self._exits(worker, code, 9 if code is None else None, is_noticed=False)
+        if rng.random() < 0.3 and self.living and not self.stopped.intersection(self.living):
+            for worker in [worker for worker in self.living if worker.host in self.up]:
+                self._exits(worker, 0, None, is_noticed=False)
+        gone = {host for host in sorted(self.up) if rng.random() < 0.1} | self.stopping
+        self.up -= gone
+        self.living = {worker: place for worker, place in self.living.items() if worker.host not in gone}
+        self.asked, self.stopping, self.away = set(), set(), {}
+        self.record = msgspec.structs.replace(self.record, epoch=self.record.epoch + 1)
+        takeover = Reattachment(self.record)
+        events: list[t.Event] = []
+        for host in sorted(self.up):
+            events += self._report(host, takeover)
+        for host in gone:
+            self.exits.pop(host, None)
+            self.store_joined.pop(host, None)
+        lost = [t.AgentLost(host, "did not reconnect", may_live=False) for host in takeover.lost()]
+        before = self.record
+        transition = reattach(self.policy, takeover.remains(), self.now)
+        self.m = transition.next
+        goes_on = transition.next.ledger.round is not None and not transition.next.ledger.round.end
+        reached["goes on after a reattach"] += goes_on
+        members = before.first_round or (before.world.members if before.world is not None else ())
+        exits = {exited.worker: exited.exit_code for of_host in self.exits.values() for exited in of_host}
+        has_finished = bool(members) and all(exits.get(member.worker) == 0 for member in members)
+        reached["finished without a driver"] += has_finished
+        reached["finished without a driver, of unknown kind"] += has_finished and before.world is None
+        self._carry_out_all(transition.effects)
+        self.deliver(t.Several((*lost, *events)))
+        if has_finished:
+            assert self.end is not None, "commands that have ended are not run again"
+            assert self.end.succeeded
+
+    def _report(self, host: str, takeover: Reattachment) -> list[t.Event]:
+        """Report the state of a host to the next driver, as the driver's code does. Return the events."""
+        living = {worker: place.generation for worker, place in self.living.items() if worker.host == host}
+        reports = tuple(messages.WorkerReport(worker, 1, number, NO_STAMP, ()) for worker, number in living.items())
+        exits, incarnations = self.exits.get(host, []), tuple(self.incarnations.get(host, {}).items())
+        joined = self.store_joined.get(host, 0)
+        takeover.joined(host, messages.HostReport((), reports, tuple(exits), incarnations, store_joined=joined))
+        events: list[t.Event] = [t.WorkerExited(e.worker, e.exit_code, e.signal) for e in exits]
+        events.append(t.AgentJoined(host, (), tuple(living.items()), incarnations))
+        if joined:
+            events.append(t.PlainStoreJoined(joined))
+        return events
 
     def _joins(self, host: str) -> None:
         self.asked.discard(host)
@@ -144,7 +237,9 @@ class PlainJob:
         self.living.update(back)
         reached["back"] += bool(back)
         self.deliver(t.AgentJoined(host, workers=tuple((worker, p.generation) for worker, p in back.items())))
-        assert all(worker in self.stopped for worker in back) or self.end, "who returns too late is stopped"
+        assert all(worker in self.stopped for worker in back) or self.end or self.is_dead, (
+            "who returns too late is stopped"
+        )
 
     def _lose(self, host: str, reason: str, may_live: bool) -> None:
         self.up.discard(host)
@@ -156,7 +251,10 @@ class PlainJob:
         self.deliver(t.AgentLost(host, reason, may_live))
 
     def _fault(self) -> None:
-        rng, kind = self.rng, self.rng.choice(("kill", "error", "hosts", "agent lost", "cut", "drain"))
+        rng, kind = self.rng, self.rng.choice(("kill", "error", "hosts", "agent lost", "cut", "drain", "driver"))
+        if kind == "driver":
+            self.replace_driver()
+            return
         if kind == "hosts":
             self.deliver(
                 t.HostsDiscovered(tuple(t.HostSlots(h, rng.randint(1, 2)) for h in HOSTS if rng.random() < 0.8))
@@ -178,20 +276,23 @@ def play(seed: int) -> None:
     job.deliver(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS)))
     for _ in range(STEPS_OF_FAULTS):
         if job.end is None:
-            job.act(with_faults=True)
+            job.act()
+    job.with_faults = False
+    if job.is_dead:
+        job.replace_driver()
     if job.end is None:
         job.deliver(t.HostsDiscovered(tuple(t.HostSlots(host, 2) for host in HOSTS)))
     for _ in range(MOST_STEPS):
         if job.end is not None:
             break
-        job.act(with_faults=False)
+        job.act()
     assert job.end is not None, f"seed {seed}: the job does not end: {job.m.phase_name} {job.m.ledger}"
     assert isinstance(job.m.phase, Over)
     reached["succeeded" if job.end.succeeded else "failed"] += 1
     cause = job.end.root_cause
     reached["limit"] += cause is not None and "reset limit" in cause.reason
     if job.policy.reset_limit is not None:
-        assert job.restarts <= job.policy.reset_limit, "restarts are bounded"
+        assert job.restarts - job.restarts_before <= job.policy.reset_limit, "restarts are bounded for each driver"
 
 
 @given(seed=st.integers(0, 2**64 - 1))
