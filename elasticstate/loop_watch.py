@@ -56,7 +56,8 @@ def watch_loops(path: str) -> Iterator[None]:
     def watched(handle: Handle) -> None:
         nonlocal starting_s
         starting_s = 0.0
-        began, computed, waited = time.monotonic(), time.thread_time(), without_core_s()
+        # The wait for a core is read first and last: else a wait between two of the readings would count as blocked.
+        waited, computed, began = without_core_s(), time.thread_time(), time.monotonic()
         run(handle)
         lasted = time.monotonic() - began - starting_s
         if lasted > SLOW_S and continued_at < began:  # time under SIGSTOP is not time in a blocking call

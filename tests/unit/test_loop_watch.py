@@ -34,22 +34,32 @@ def is_stopped():  # by somebody else, for longer than the limit
         os._exit(0)
     os.kill(pid, signal.SIGSTOP)
 
-def has_no_core():  # but for a hundredth of the time
+def compete(seconds, others=1):  # with processes that leave this one a hundredth of the time
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    if os.fork() == 0:
-        began = time.monotonic()
-        while time.monotonic() < began + 0.6:
-            pass
-        os._exit(0)
+    for _ in range(others):
+        if os.fork() == 0:
+            began = time.monotonic()
+            while time.monotonic() < began + seconds:
+                pass
+            os._exit(0)
     os.nice(19)
+
+def has_no_core():
+    compete(0.6)
     began, computed = time.monotonic(), time.thread_time()
     while time.thread_time() < computed + 0.02 or time.monotonic() < began + 0.2:
         pass
+
+def has_no_core_between_callbacks():
+    compete(2.5, others=4)
 
 async def main():
     asyncio.get_running_loop().call_soon(globals()[sys.argv[2]])
     await asyncio.sleep(0)
     await asyncio.sleep(0)
+    until = time.monotonic() + 2.5
+    while sys.argv[2] == "has_no_core_between_callbacks" and time.monotonic() < until:
+        await asyncio.sleep(0)
 
 with watch_loops(sys.argv[1]):
     asyncio.run(main())
@@ -65,6 +75,7 @@ with watch_loops(sys.argv[1]):
         ("starts_a_process", False),
         ("is_stopped", False),
         ("has_no_core", False),
+        ("has_no_core_between_callbacks", False),
     ],
 )
 def test_a_callback_is_slow_by_its_own_doing_alone(what: str, found: bool, tmp_path: Path) -> None:
