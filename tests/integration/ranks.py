@@ -1,9 +1,16 @@
-"""Processes that are ranks of one store. They read commands from stdin, and answer with lines of JSON."""
+"""Processes that are ranks of one store. They read commands from stdin, and answer with lines of JSON.
+
+They fork from one process that has imported torch, as workers do.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import select
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,20 +21,75 @@ from typing import Any
 import torch.distributed as dist
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SOON_S = 15.0  # a wait that is not cut takes 120 s, or five times as long
+SOON_S = 30.0  # a wait that is not cut takes 120 s, or five times as long
 Asked = Callable[[Any], None]
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Forked:
+    """A rank's process: a child of this process that this process has not forked."""
+
+    def __init__(self, pid: int, stdin: int, stdout: int) -> None:
+        self.pid = pid
+        self.stdin = open(stdin, "wb", buffering=0)  # noqa: SIM115 - closed by Rank.end
+        self.stdout = open(stdout, "rb", buffering=0)  # noqa: SIM115
+        self._handle = os.pidfd_open(pid)
+        self.returncode: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._handle, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._handle], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a rank", timeout or 0)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            os.close(self._handle)
+        return self.returncode
+
+
+class Template:
+    """The process from which the ranks fork."""
+
+    def __init__(self, script: str) -> None:
+        self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program = [sys.executable, str(SCRIPTS / "rank_template.py"), str(SCRIPTS / script)]
+        with end:
+            self._process = subprocess.Popen([*program, str(end.fileno()), str(os.getpid())], pass_fds=[end.fileno()])
+
+    def fork(self, arguments: Sequence[str]) -> Forked:
+        stdin, own_stdin = os.pipe()
+        own_stdout, stdout = os.pipe()
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            socket.send_fds(self._link, [json.dumps(arguments).encode()], [stdin, stdout])
+            pid = int(self._link.recv(100))
+            while _parent(pid) != os.getpid():
+                time.sleep(0.0005)
+        finally:
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+            os.close(stdin)
+            os.close(stdout)
+        return Forked(pid, own_stdin, own_stdout)
+
+    def close(self) -> None:
+        self._link.close()
+        self._process.wait()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 class Rank:
     """A process that makes groups on command. ``asked`` is called with each question that it asks in between."""
 
-    def __init__(self, script: str, arguments: Sequence[str], all_ranks: list[Rank], asked: Asked | None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPTS / script), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
+    def __init__(self, process: Forked, all_ranks: list[Rank], asked: Asked | None) -> None:
+        self.process = process
         self._all = all_ranks
         self._asked = asked
         self._heard = b""
@@ -35,7 +97,6 @@ class Rank:
         self.is_over = False
 
     def tell(self, command: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(f"{command}\n".encode())
 
     def hear(self, key: str, within_s: float = SOON_S) -> dict[str, Any]:
@@ -55,7 +116,6 @@ class Rank:
             assert not self.is_over or self._lines, f"process {self.process.pid} ended with {self.process.wait()}"
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         heard = self.process.stdout.read(65536)
         self.is_over = not heard
         *lines, self._heard = (self._heard + heard).split(b"\n")
@@ -77,9 +137,8 @@ class Rank:
         self.is_over = True
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self.process.stdin.close()
+        self.process.stdout.close()
 
 
 class Ranks:
@@ -88,12 +147,12 @@ class Ranks:
     def __init__(self, script: str, *arguments: str, asked: Asked | None = None) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.all: list[Rank] = []
-        self._script = script
+        self._template = Template(script)
         self._arguments = [str(self.store.port) if word == "STORE" else word for word in arguments]
         self._asked = asked
 
     def boot(self, count: int) -> list[Rank]:
-        fresh = [Rank(self._script, self._arguments, self.all, self._asked) for _ in range(count)]
+        fresh = [Rank(self._template.fork(self._arguments), self.all, self._asked) for _ in range(count)]
         self.all += fresh
         for rank in fresh:
             rank.hear("booted", 4 * SOON_S)
@@ -114,3 +173,4 @@ class Ranks:
     def end(self) -> None:
         for rank in self.all:
             rank.end()
+        self._template.close()
