@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
-import psutil
 import pytest
 
 # "make test &" in a script ignores SIGINT, and jobs under test would inherit that
@@ -25,12 +24,17 @@ hypothesis.settings.register_profile("elasticstate", derandomize=True, database=
 hypothesis.settings.load_profile("elasticstate")
 
 
+# Mark of all processes that the tests of this process start. With -n, each process of pytest-xdist has its own.
+os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
+
 _failures_file: Path | None = None
+_reports: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
     global _failures_file
-    _failures_file = config.getoption("--failures-file")
+    if not hasattr(config, "workerinput"):  # with -n, the first process gets the reports of all others
+        _failures_file = config.getoption("--failures-file")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,21 +51,50 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         with path.open("a") as file:
             file.write(f"FAILED {report.nodeid} ({report.when}): {words[:300]}\n")
 
+    if report.when == "call":
+        _reports.extend(str(text) for name, text in report.user_properties if name == "report")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for text in _reports:
+        terminalreporter.write_line(text)
+
 
 def leftover_processes() -> list[str]:
-    """Return the descendants of this process, and all processes that carry the mark of its jobs."""
-    me = psutil.Process()
-    found = {p.pid: p for p in me.children(recursive=True)}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("ELASTICSTATE_TEST_RUN") == str(me.pid) and process.pid != me.pid:
-                found[process.pid] = process
-    described = []
-    for process in found.values():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                described.append(f"{process.pid}: {' '.join(process.cmdline())}")
-    return described
+    """Return the living descendants of this process, and all processes that carry the mark of its jobs.
+
+    Reads few files of /proc for each process of the machine: this runs after each test.
+    """
+    me = os.getpid()
+    mark = f"\0ELASTICSTATE_TEST_RUN={me}\0".encode()
+    found = set(descendants(me))
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        if mark in b"\0" + contents(f"/proc/{pid}/environ"):
+            found.add(int(pid))
+    alive = (pid for pid in found - {me} if state(pid) not in "Z")
+    return [f"{pid}: {contents(f'/proc/{pid}/cmdline').replace(chr(0).encode(), b' ').decode()}" for pid in alive]
+
+
+def descendants(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in map(int, contents(f"/proc/{pid}/task/{thread}/children").split()):
+                yield child
+                yield from descendants(child)
+
+
+def state(pid: int) -> str:
+    """Return the state of a process as ps shows it; "" if the process is gone."""
+    return contents(f"/proc/{pid}/stat").rpartition(b")")[2][1:2].decode()
+
+
+def contents(path: str) -> bytes:
+    """Return the bytes of a file of /proc; b"" if the process has ended."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def leftover_commits(runtime_directory: Path) -> list[str]:
@@ -93,17 +126,19 @@ def slow_callbacks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_event_loop_is_held_up(slow_callbacks_file: Path) -> Iterator[None]:
-    """Fail if a callback computed or blocked for 100 ms. Delays by other load do not count (loop_watch.py)."""
-    size = slow_callbacks_file.stat().st_size
+    """Fail if a callback computed or blocked for 100 ms. Delays by other load do not count (loop_watch.py).
+
+    Callbacks during the fixtures of a module count, too, for its first test.
+    """
     yield
-    found = slow_callbacks_file.read_bytes()[size:].decode()
+    found = slow_callbacks_file.read_text()
     if found:
+        os.truncate(slow_callbacks_file, 0)
         pytest.fail(f"an event loop was held up:\n{found}")
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(runtime_directory: Path) -> Iterator[None]:
-    os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
     threads = set(threading.enumerate())
     yield
     deadline = time.monotonic() + 10

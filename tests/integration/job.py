@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Job:
         self.events_file = directory / "events.jsonl"
         self.output_file = directory / "output.txt"
         self.stop_file = directory / "stop"
+        self._files: dict[Path, _Lines] = {}
         command = command or [*(before or []), sys.executable, str(SCRIPTS / "train.py"), *self._arguments(script)]
         arguments = ["--events-file", str(self.events_file), *options, "--", *command]
         self._elasticrun = [*within, sys.executable, "-m", "elasticstate"]
@@ -96,17 +97,20 @@ class Job:
     def output(self) -> str:
         return self.output_file.read_text(errors="replace")
 
+    def _lines(self, path: Path) -> list[Line]:
+        return self._files.setdefault(path, _Lines(path)).read()
+
     def events(self, name: str | None = None) -> list[Line]:
-        return [e for e in _lines(self.events_file) if name is None or e["event"] == name]
+        return [e for e in self._lines(self.events_file) if name is None or e["event"] == name]
 
     def log(self, what: str | None = None) -> list[Line]:
         """Return the log lines of the workers, ordered by time."""
-        lines = [line for path in sorted(self.logs.glob("*.jsonl")) for line in _lines(path)]
+        lines = [line for path in sorted(self.logs.glob("*.jsonl")) for line in self._lines(path)]
         return sorted((line for line in lines if what is None or line["what"] == what), key=lambda line: line["time"])
 
     def log_of(self, host: str) -> list[Line]:
         """Return the log lines of the workers of one host, ordered by time."""
-        lines = [line for path in self.logs.glob(f"{host}-*.jsonl") for line in _lines(path)]
+        lines = [line for path in self.logs.glob(f"{host}-*.jsonl") for line in self._lines(path)]
         return sorted(lines, key=lambda line: line["time"])
 
     def fired(self) -> int:
@@ -215,11 +219,23 @@ class Job:
             highest = max(highest, safe.get(generation, 0))
 
 
-def _lines(path: Path) -> Iterator[Line]:
-    if path.exists():
-        for line in path.read_text().splitlines():
-            if line.endswith("}"):  # a killed worker may leave half a line
-                yield json.loads(line)
+class _Lines:
+    """The lines of a file that grows. Each line is read and parsed once, as tests ask again every 10 ms."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size = 0
+        self._lines: list[Line] = []
+
+    def read(self) -> list[Line]:
+        if self._path.exists() and self._path.stat().st_size > self._size:
+            with open(self._path, "rb") as file:
+                file.seek(self._size)
+                complete, end, _ = file.read().rpartition(b"\n")
+            self._size += len(complete) + len(end)
+            whole = (line for line in complete.splitlines() if line.endswith(b"}"))  # a kill may leave half a line
+            self._lines += map(json.loads, whole)
+        return self._lines
 
 
 class Hosts:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from job import Job, Line
+from series import Errors, one_after_the_other
 
 from tests.multihost.network import Network, missing
 
@@ -78,13 +79,185 @@ def next_step_after(job: Job, lost: Line) -> float:
     return float(resumed[0]["time"]) - float(lost["time"])
 
 
-def test_a_job_by_ssh_on_three_hosts(network: Network, tmp_path: Path) -> None:
-    with job_on(network, tmp_path) as job:
-        formed = trains_with(job, 3)
-        assert formed["hosts"] == 3
-        assert {e["host"] for e in job.events("worker_ready")} == {"a", "b", "c"}
-        ends_well(job)
-        assert len(job.events("world_formed")) == 1
+# ------------------------------------------------------------------------------ faults one after the other at one job
+
+
+class Scene:
+    """Job on three hosts that has recovered from all faults so far. ``begin()`` comes before the next one."""
+
+    def __init__(self, network: Network, job: Job) -> None:
+        self.network = network
+        self.job = job
+        self._seen = 0
+
+    def begin(self) -> None:
+        self._seen = len(self.job.events())
+
+    def events(self, name: str, **fields: object) -> list[Line]:
+        """Return the events since the beginning of the fault."""
+        later = (event for event in self.job.events()[self._seen :] if event["event"] == name)
+        return [event for event in later if all(event.get(key) == value for key, value in fields.items())]
+
+    def wait_for(self, name: str, **fields: object) -> Line:
+        found: list[Line] = self.job.wait_for(f"{name} {fields}", lambda: self.events(name, **fields))
+        return found[-1]
+
+    def trains_with(self, size: int) -> Line:
+        """Wait until a new world of this size has completed a tick."""
+        event = self.wait_for("world_formed", size=size)
+        generation = event["generation"]
+        self.job.wait_for(f"a tick of generation {generation}", lambda: self.trained_in(generation))
+        return event
+
+    def trained_in(self, generation: int) -> list[Line]:
+        return [line for line in self.job.log("commit") if line["generation"] >= generation]
+
+    def is_missed_in_time(self, struck: float) -> None:
+        """Check the time until host b was lost, and until the others had trained without it."""
+        lost = self.wait_for("agent_lost", host="b")
+        assert lost["time"] - struck < HEARTBEAT_S
+        assert next_step_after(self.job, lost) < NEXT_STEP_S
+
+
+def starts_by_ssh(scene: Scene) -> None:
+    formed = scene.trains_with(3)
+    assert formed["hosts"] == 3
+    assert {e["host"] for e in scene.events("worker_ready")} == {"a", "b", "c"}
+    assert len(scene.events("world_formed")) == 1
+
+
+def loses_power(scene: Scene) -> None:
+    scene.is_missed_in_time(_now(scene.network["b"].power_off))
+    scene.trains_with(2)
+    scene.network["b"].power_on()
+    scene.trains_with(3)
+
+
+def is_rebooted(scene: Scene) -> None:
+    """The kernel of the host closes its sockets, so the others detect the loss at once."""
+    struck = _now(scene.network["b"].stop)
+    generation = scene.trains_with(2)["generation"]
+    assert min(line["time"] for line in scene.trained_in(generation)) - struck < NEXT_STEP_S
+    scene.network["b"].power_on()
+    scene.trains_with(3)
+
+
+def link_is_cut_and_healed(scene: Scene) -> None:
+    scene.is_missed_in_time(_now(scene.network["b"].cut))
+    scene.trains_with(2)
+    scene.network["b"].heal()
+    scene.trains_with(3)
+    assert not scene.events("worker_started", host="b"), "the same process"
+
+
+def link_is_cut_in_one_direction(scene: Scene, fault: str) -> None:
+    struck = _now(getattr(scene.network["b"], fault))
+    lost = scene.wait_for("agent_lost", host="b")
+    assert lost["time"] - struck < HEARTBEAT_S
+    scene.trains_with(2)
+    assert scene.network["b"].dropped() > 0
+    scene.network["b"].mend()
+    scene.trains_with(3)
+
+
+def two_are_cut_off_together(scene: Scene) -> None:
+    for name in ("b", "c"):
+        scene.network[name].cut()
+    for name in ("b", "c"):
+        scene.wait_for("agent_lost", host=name)
+    scene.trains_with(1)
+    for name in ("b", "c"):
+        scene.network[name].heal()
+    scene.trains_with(3)
+
+
+def only_the_driver_cannot_reach_one(scene: Scene) -> None:
+    """All workers can reach each other all the time. The host that the driver cannot reach stands still."""
+    driver, b = scene.network["d"], scene.network["b"]
+    b.deafen_to(driver)
+    driver.deafen_to(b)
+    lost = scene.wait_for("agent_lost", host="b")
+    assert next_step_after(scene.job, lost) < NEXT_STEP_S
+    scene.trains_with(2)
+    assert b.dropped() > 0
+    b.mend()
+    driver.mend()
+    scene.trains_with(3)
+
+
+def agent_is_replaced(scene: Scene, number: signal.Signals) -> None:
+    agents = [e["pid"] for e in scene.job.events("agent_joined") if e["host"] == "b"]
+    os.kill(agents[-1], number)
+    lost = scene.wait_for("agent_lost", host="b")
+    assert next_step_after(scene.job, lost) < NEXT_STEP_S
+    scene.trains_with(3)
+    assert len(scene.events("worker_started", host="b")) == 1
+
+
+def driver_is_killed_and_started_again(scene: Scene) -> None:
+    """Nobody is interrupted."""
+    job = scene.job
+    job.kill_driver()
+    step = max(c["step"] for c in job.log("commit"))
+    job.wait_for_while_gone("steps without it", lambda: any(c["step"] > step + 5 for c in job.log("commit")))
+    job.start(*job.arguments)
+    assert scene.wait_for("driver_restarted")["back"] == ["a", "b", "c"]
+    step = max(c["step"] for c in job.log("commit"))
+    job.wait_for("steps with the new one", lambda: any(c["step"] > step + 5 for c in job.log("commit")))
+    assert not scene.events("world_formed")
+
+
+def host_is_lost_while_there_is_no_driver(scene: Scene) -> None:
+    scene.job.kill_driver()
+    scene.network["b"].power_off()
+    scene.job.start("--reattach", "again")
+    restarted = scene.wait_for("driver_restarted")
+    assert (restarted["back"], restarted["lost"]) == (["a", "c"], ["b"])
+    scene.trains_with(2)
+    scene.network["b"].power_on()
+    scene.trains_with(3)
+
+
+FAULTS: dict[str, Callable[[Scene], None]] = {
+    "the job starts by ssh on three hosts": starts_by_ssh,
+    "a host loses power, and is missed within the heartbeat and back when it is": loses_power,
+    "a host is rebooted, and missed at once": is_rebooted,
+    "a link is cut and healed, and the host comes back with its workers": link_is_cut_and_healed,
+    "a link is cut in one direction: mute": lambda scene: link_is_cut_in_one_direction(scene, "mute"),
+    "a link is cut in one direction: deafen": lambda scene: link_is_cut_in_one_direction(scene, "deafen"),
+    "two hosts are cut off together": two_are_cut_off_together,
+    "a host that only the driver cannot reach stands still": only_the_driver_cannot_reach_one,
+    "an agent that is killed is replaced": lambda scene: agent_is_replaced(scene, signal.SIGKILL),
+    "an agent that is stopped is replaced": lambda scene: agent_is_replaced(scene, signal.SIGSTOP),
+    "a driver is killed and started again, and interrupts nobody": driver_is_killed_and_started_again,
+    "a host that is lost while there is no driver is missed by the next one": host_is_lost_while_there_is_no_driver,
+}
+
+
+@pytest.fixture(scope="module")
+def struck(tmp_path_factory: pytest.TempPathFactory) -> Errors:
+    """Let all faults strike at one job. A job that has ended well is a part of the last one."""
+    folder = tmp_path_factory.mktemp("series")
+    options = ("--job-name", "again", "--reattach-timeout", "3")
+    with Network(folder, "a", "b", "c") as network, job_on(network, folder, *options, step_seconds=0.03) as job:
+        scene = Scene(network, job)
+
+        def one(fault: str) -> None:
+            scene.begin()
+            FAULTS[fault](scene)
+            if fault == list(FAULTS)[-1]:
+                ends_well(job)
+                assert {e["status"] for e in job.events("job_finished")} == {"succeeded"}
+
+        return one_after_the_other(FAULTS, one)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_job_on_three_hosts_goes_on(struck: Errors, fault: str) -> None:
+    struck.check(fault)
+
+
+# ---------------------------------------------------------------------------------------------------- jobs of their own
 
 
 def test_nothing_secret_is_in_a_list_of_processes(
@@ -104,121 +277,6 @@ def test_nothing_secret_is_in_a_list_of_processes(
     assert job.output.count("secret=xyzzy-plugh other=\n") == 3
 
 
-def test_a_host_that_loses_power_is_missed_within_the_heartbeat_and_back_when_it_is(
-    network: Network, tmp_path: Path
-) -> None:
-    with job_on(network, tmp_path) as job:
-        trains_with(job, 3)
-        struck = _now(network["b"].power_off)
-        lost = job.wait_for_event("agent_lost", host="b")
-        assert lost["time"] - struck < HEARTBEAT_S
-        assert next_step_after(job, lost) < NEXT_STEP_S
-        trains_with(job, 2)
-        network["b"].power_on()
-        trains_with(job, 3, count=2)
-        ends_well(job)
-
-
-def test_a_driver_that_is_killed_and_started_again_interrupts_nobody(network: Network, tmp_path: Path) -> None:
-    with job_on(network, tmp_path, "--job-name", "again") as job:
-        trains_with(job, 3)
-        job.kill_driver()
-        step = max(c["step"] for c in job.log("commit"))
-        job.wait_for_while_gone("steps without it", lambda: any(c["step"] > step + 5 for c in job.log("commit")))
-        job.start(*job.arguments)
-        assert job.wait_for_event("driver_restarted")["back"] == ["a", "b", "c"]
-        ends_well(job)
-        assert len(job.events("world_formed")) == 1
-        assert {e["status"] for e in job.events("job_finished")} == {"succeeded"}
-
-
-def test_a_host_that_is_lost_while_there_is_no_driver_is_missed_by_the_next_one(
-    network: Network, tmp_path: Path
-) -> None:
-    with job_on(network, tmp_path, "--job-name", "again", "--reattach-timeout", "3") as job:
-        trains_with(job, 3)
-        job.kill_driver()
-        network["b"].power_off()
-        job.start("--reattach", "again")
-        restarted = job.wait_for_event("driver_restarted")
-        assert (restarted["back"], restarted["lost"]) == (["a", "c"], ["b"])
-        trains_with(job, 2)
-        network["b"].power_on()
-        trains_with(job, 3, count=2)
-        ends_well(job)
-
-
-def test_a_host_that_is_rebooted_is_missed_at_once(network: Network, tmp_path: Path) -> None:
-    """The kernel of the host closes its sockets, so the others detect the loss at once."""
-    with job_on(network, tmp_path) as job:
-        trains_with(job, 3)
-        struck = _now(network["b"].stop)
-        trains_with(job, 2)
-        commit = min(c["time"] for c in job.log("commit") if c["generation"] > 1)
-        assert commit - struck < NEXT_STEP_S
-        network["b"].power_on()
-        trains_with(job, 3, count=2)
-        ends_well(job)
-
-
-def test_a_host_whose_link_is_cut_and_healed_comes_back_with_its_workers(network: Network, tmp_path: Path) -> None:
-    with job_on(network, tmp_path) as job:
-        trains_with(job, 3)
-        struck = _now(network["b"].cut)
-        lost = job.wait_for_event("agent_lost", host="b")
-        assert lost["time"] - struck < HEARTBEAT_S
-        assert next_step_after(job, lost) < NEXT_STEP_S
-        trains_with(job, 2)
-        network["b"].heal()
-        trains_with(job, 3, count=2)
-        assert len([e for e in job.events("worker_started") if e["host"] == "b"]) == 1, "the same process"
-        ends_well(job)
-
-
-@pytest.mark.parametrize("fault", ["mute", "deafen"])
-def test_a_link_that_is_cut_in_one_direction(fault: str, network: Network, tmp_path: Path) -> None:
-    with job_on(network, tmp_path) as job:
-        trains_with(job, 3)
-        struck = _now(getattr(network["b"], fault))
-        lost = job.wait_for_event("agent_lost", host="b")
-        assert lost["time"] - struck < HEARTBEAT_S
-        trains_with(job, 2)
-        assert network["b"].dropped() > 0
-        network["b"].mend()
-        trains_with(job, 3, count=2)
-        ends_well(job)
-
-
-def test_two_hosts_that_are_cut_off_together(network: Network, tmp_path: Path) -> None:
-    with job_on(network, tmp_path) as job:
-        trains_with(job, 3)
-        network["b"].cut()
-        network["c"].cut()
-        for host in ("b", "c"):
-            job.wait_for_event("agent_lost", host=host)
-        trains_with(job, 1)
-        network["b"].heal()
-        network["c"].heal()
-        job.wait_for("all three again", lambda: [e for e in job.events("world_formed")[1:] if e["size"] == 3])
-        ends_well(job)
-
-
-def test_a_host_that_only_the_driver_cannot_reach_stands_still(network: Network, tmp_path: Path) -> None:
-    """All workers can reach each other all the time."""
-    with job_on(network, tmp_path) as job:
-        trains_with(job, 3)
-        network["b"].deafen_to(network["d"])
-        network["d"].deafen_to(network["b"])
-        lost = job.wait_for_event("agent_lost", host="b")
-        assert next_step_after(job, lost) < NEXT_STEP_S
-        trains_with(job, 2)
-        assert network["b"].dropped() > 0
-        network["b"].mend()
-        network["d"].mend()
-        trains_with(job, 3, count=2)
-        ends_well(job)
-
-
 def test_lost_packets_are_no_lost_hosts(network: Network, tmp_path: Path) -> None:
     with job_on(network, tmp_path, "--heartbeat-timeout", "10") as job:
         trains_with(job, 3)
@@ -229,21 +287,6 @@ def test_lost_packets_are_no_lost_hosts(network: Network, tmp_path: Path) -> Non
         network["b"].mend()
         ends_well(job)
         assert not job.events("agent_lost")
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_agent_that_is_killed_or_stopped_is_replaced(
-    number: signal.Signals, network: Network, tmp_path: Path
-) -> None:
-    with job_on(network, tmp_path) as job:
-        trains_with(job, 3)
-        agent = next(e["pid"] for e in job.events("agent_joined") if e["host"] == "b")
-        os.kill(agent, number)
-        lost = job.wait_for_event("agent_lost", host="b")
-        assert next_step_after(job, lost) < NEXT_STEP_S
-        trains_with(job, 3, count=2)
-        assert len([e for e in job.events("worker_started") if e["host"] == "b"]) == 2
-        ends_well(job)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])

@@ -1,4 +1,7 @@
-"""Faults as data, for train.py: kind, point, step and rank. Each fault fires once per job."""
+"""Faults as data, for train.py: kind, point, step and rank. Each fault fires once per job.
+
+More faults may follow while the job runs: each line of a file is one. The test that writes the file replaces it.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +70,30 @@ def hold_the_gil_for_ever() -> None:
 class Faults:
     """Faults of one worker. Files in ``directory`` make each fault fire once (``times``) per job, as proof, too."""
 
-    def __init__(self, faults: list[Fault], directory: Path) -> None:
-        self._faults = list(enumerate(faults))
+    def __init__(self, faults: list[Fault], directory: Path, more: Path | None = None) -> None:
+        """``more``: the file with further faults."""
+        self._first = faults
         self._directory = directory
+        self._file = more
+        self._version = (0, 0)
+        self._faults = list(enumerate(faults))
+
+    def have(self, point: str) -> bool:
+        """Return True if a fault at this point is possible, now or earlier."""
+        self._read()
+        return any(fault.point == point for _, fault in self._faults)
+
+    def _read(self) -> None:
+        if self._file is None or not self._file.exists():
+            return
+        status = self._file.stat()
+        if self._version != (version := (status.st_ino, status.st_size)):
+            self._version = version
+            later = [Fault.parse(line) for line in self._file.read_text().splitlines()]
+            self._faults = list(enumerate([*self._first, *later]))
 
     def at(self, point: str, *, rank: int | None = None, step: int | None = None) -> None:
+        self._read()
         for number, fault in self._faults:
             if fault.point != point or (fault.step is not None and step != fault.step):
                 continue
@@ -137,7 +159,7 @@ class Faults:
             watched = _Watched(rendezvous.store, lambda point: self.at(point, rank=rendezvous.rank))
             create(context, dataclasses.replace(rendezvous, store=watched))
 
-        if any(fault.point in ("init", "store") for _, fault in self._faults):
+        if self._file is not None or any(fault.point in ("init", "store") for fault in self._first):
             kind.create = watched_create
         self._before(Channel, "broadcast", "sync")
         self._before(Regrouper, "leave", "leave")

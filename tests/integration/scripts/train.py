@@ -35,6 +35,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--commit-every", type=int, default=1)
     parser.add_argument("--step-seconds", type=float, default=0.01)
     parser.add_argument("--fault", action="append", default=[], type=Fault.parse)
+    parser.add_argument("--faults-file", type=Path, help="more faults, which may be written while the job runs")
     parser.add_argument("--wrap", action="store_true", help="wrap every exception in one of our own")
     parser.add_argument("--zero-grad-last", action="store_true")
     parser.add_argument("--callback", action="store_true")
@@ -52,7 +53,7 @@ slot_id = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
 if args.slow_device:
     slow_device.use(slow_device.SlowDevice(args.slow_device))
 log = open(args.log / f"{slot_id}.jsonl", "a", buffering=1)  # noqa: SIM115 - open until the process ends
-faults = Faults(args.fault, args.log)
+faults = Faults(args.fault, args.log, args.faults_file)
 
 
 def note(what: str, **fields: object) -> None:
@@ -128,7 +129,7 @@ def train(state: elastic.TorchState) -> int:
     here = {"size": elastic.size(), "backend": dist.get_backend()}
     note("enter", generation=g, rank=rank, step=state.step, digest=digest(model, optimizer), **here)
     faults.at("new_group", rank=rank, step=state.step)
-    if any(fault.point == "new_group" for fault in args.fault):
+    if faults.have("new_group"):
         pair = dist.new_group(list(range(elastic.size())))
         dist.all_reduce(torch.ones(1), group=pair)
     ddp = DistributedDataParallel(model, init_sync=False)
