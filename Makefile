@@ -23,23 +23,23 @@ hosts:  ## Debian packages for the tests on several hosts, which are skipped wit
 	else apt-get update -qq && apt-get install -y -qq --no-install-recommends openssh-server iptables iproute2 util-linux \
 	  || echo "cannot be installed: the tests on several hosts are skipped"; fi
 
-# Jobs mostly wait, for each other and for faults to be detected. Unit tests and simulations mostly compute: they run
-# beside the jobs, with what the jobs leave of the processors, and so does the one job that takes minutes and has no fault
-# by time. Each pytest gets SIGINT from the trap, as the shell starts background commands with SIGINT ignored. Compiled
+# Jobs wait often, for each other and for faults to be detected: three of them run at a time. Simulations and unit tests
+# mostly compute: they run beside the jobs, with what the jobs leave of the processors, and so does the one job that takes
+# minutes and has no fault by time. The longest files come first. All tests of a file run in one process, as they share
+# jobs. Each pytest gets SIGINT from the trap, as the shell starts background commands with SIGINT ignored. Compiled
 # Python files are kept, because each job starts many processes.
 STEADY := tests/integration/test_steady.py
-JOBS := tests/chaos tests/multihost tests/integration tests/security tests/docs
+JOBS := tests/chaos tests/security tests/multihost tests/integration tests/docs
 BESIDE := setsid env --default-signal=INT
-PYTEST := $(BIN)/python -m pytest --failures-file .failures.log
+PYTEST := $(BIN)/python -m pytest --failures-file .failures.log --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 test: lint  ## lint, then all tests; the last lines name what failed
 	@rm -f .failures.log; \
-	$(BESIDE) $(PYTEST) $(JOBS) --ignore=$(STEADY) & jobs=$$!; \
-	$(BESIDE) nice -n 10 $(PYTEST) tests/unit $(STEADY) > .unit.log 2>&1 & unit=$$!; \
-	$(BESIDE) nice -n 19 $(PYTEST) tests/simulation > .simulation.log 2>&1 & simulation=$$!; \
-	trap 'kill -INT $$jobs $$unit $$simulation; wait; exit 130' INT TERM; \
-	status=; for each in $$jobs $$unit $$simulation; do wait $$each; status=$$status$$?; done; \
-	cat .unit.log .simulation.log; if test -f .failures.log; then cat .failures.log; fi; test $$status = 000
+	$(BESIDE) $(PYTEST) -n 3 $(JOBS) --ignore=$(STEADY) & jobs=$$!; \
+	$(BESIDE) nice -n 10 $(PYTEST) -n 2 tests/simulation $(STEADY) tests/unit > .unit.log 2>&1 & unit=$$!; \
+	trap 'kill -INT $$jobs $$unit; wait; exit 130' INT TERM; \
+	status=; for each in $$jobs $$unit; do wait $$each; status=$$status$$?; done; \
+	cat .unit.log; if test -f .failures.log; then cat .failures.log; fi; test $$status = 00
 
 chaos: setup  ## all faults at a job on three hosts (odd seeds: with a spare): make chaos MINUTES=30 SEED=7
 	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(or $(SEED),$(shell date +%s))

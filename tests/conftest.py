@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--chaos-minutes", type=float, default=3.0, help="how long tests/chaos goes on")
+    parser.addoption("--chaos-minutes", type=float, default=1.0, help="least time of tests/chaos")
     parser.addoption("--chaos-seed", type=int, default=1, help="what tests/chaos draws its faults from")
     parser.addoption("--failures-file", type=Path, help="file to which each failed test appends one line")
 

@@ -7,7 +7,9 @@ import itertools
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,20 +33,25 @@ OPTIONS = (
 PROOF_TIMEOUT_S = 45.0  # a drain may take --drain-timeout
 PATIENCE_S = 10.0  # how long a process fault waits for a target; a host fault waits as long as it lasts
 END_TIMEOUT_S = 120.0  # from the last fault to the end of the job
+MINUTES_OF_ALL_KINDS = 3.0  # in a plan of so many minutes, each kind is due four times
 MEAN_S = 3.0  # between two faults that took effect, at most
 EVENTS_SHOWN = 30
 OUTPUT_SHOWN = 6000  # characters
 
 
 class Chaos:
-    """One job and its faults. ``run()`` also checks the result; ``report()`` follows."""
+    """One job and its faults. ``run()`` also checks the result; ``report()`` follows.
+
+    It lasts until each kind of fault has struck, and for the given minutes if these are more.
+    """
 
     def __init__(self, directory: Path, seed: int, minutes: float) -> None:
         self._directory = directory
         self._seed = seed
         self._minutes = minutes
-        self._plan = make_plan(seed, minutes, len(SLOTS))
+        self._plan = make_plan(seed, max(minutes, MINUTES_OF_ALL_KINDS), len(SLOTS))
         self._spares = seed % 2  # on host b, or where else a slot is free
+        self._lasted_s = 0.0
         self._struck: list[Strike] = []
         self._missed: list[Fault] = []
         self._pending: list[Strike] = []
@@ -82,6 +89,7 @@ class Chaos:
         self._began = time.monotonic()
         order = itertools.count()
         due: list[tuple[float, int, Callable[[], None]]] = []
+        planned = deque(self._plan)
 
         def begin(fault: Fault) -> None:
             try:
@@ -96,7 +104,6 @@ class Chaos:
                 return
             self._pending.append(strike)
             self._say(str(fault))
-            heapq.heappush(due, (fault.at_s + PROOF_TIMEOUT_S, next(order), lambda: self._give_up(strike)))
             if strike.mend is not None:
                 since_s = fault.at_s if KINDS[fault.kind].hosts else self._elapsed_s()
                 heapq.heappush(due, (since_s + fault.lasts_s, next(order), lambda: end(strike)))
@@ -110,9 +117,14 @@ class Chaos:
             if strike.fault.lasts_s > 1:
                 self._say(f"{strike.fault}: mended")
 
-        for fault in self._plan:
-            heapq.heappush(due, (fault.at_s, next(order), lambda fault=fault: begin(fault)))  # type: ignore[misc]
         while True:
+            if planned and self._have_all_kinds() and self._elapsed_s() > 60 * self._minutes:
+                planned.clear()
+            if planned:
+                self._lasted_s = self._elapsed_s()
+            while planned and planned[0].at_s <= self._elapsed_s():
+                fault = planned.popleft()
+                heapq.heappush(due, (fault.at_s, next(order), partial(begin, fault)))
             while due and due[0][0] <= self._elapsed_s():
                 heapq.heappop(due)[2]()
             self._look_for_proof()
@@ -120,9 +132,17 @@ class Chaos:
             assert status is None or not strikes.has_driver, (
                 f"the job has ended with status {status} in the middle of the chaos"
             )
-            if not self._pending and strikes.has_driver and self._elapsed_s() > 60 * self._minutes:
-                return  # every fault that is repaired at the end has been repaired
+            if not planned and not due and not self._pending and strikes.has_driver:
+                return  # every fault has been repaired
             time.sleep(0.02)
+
+    def _have_all_kinds(self) -> bool:
+        """Return True if each kind has struck.
+
+        An exception is power_off: whenever it was due, that host alone may have had the newest commit.
+        """
+        missing = {kind for kind, count in tally(fault.kind for fault in self._faults()).items() if not count}
+        return missing <= {fault.kind for fault in self._missed if fault.kind == "power_off"}
 
     def _wait_until_all_are_back(self) -> None:
         """Wait until the newest world is complete, and until failures of dead workers would have been detected."""
@@ -136,12 +156,11 @@ class Chaos:
         self.job.wait_for("world of full size after the faults", all_are_back, END_TIMEOUT_S)
 
     def _look_for_proof(self) -> None:
+        """Count the faults that have struck. Give up those without effect: a later fault can prevent a drain."""
         self._struck += [strike for strike in self._pending if strike.look()]
         self._pending = [strike for strike in self._pending if not strike.is_proved]
-
-    def _give_up(self, strike: Strike) -> None:
-        """Give a fault up that had no effect in time. A later fault can prevent a drain, for example."""
-        if not strike.is_proved:
+        late = [strike for strike in self._pending if self._elapsed_s() > strike.fault.at_s + PROOF_TIMEOUT_S]
+        for strike in late:
             self._pending.remove(strike)
             self._missed.append(strike.fault)
             self._say(f"{strike.fault}: not seen to have struck")
@@ -159,12 +178,9 @@ class Chaos:
         check_no_two_worlds(self.job, "tick")
         check_no_tick_is_counted_twice(self.job.log("tick"))
         check_the_result(self.job.log("final"))
-        mean_s = 60 * self._minutes / len(self._struck)
+        mean_s = self._lasted_s / len(self._struck)
         assert mean_s <= MEAN_S, f"a fault every {mean_s:.2f} s"
-        missing = [kind for kind, count in tally(s.fault.kind for s in self._struck).items() if not count]
-        if "power_off" in missing and any(fault.kind == "power_off" for fault in self._missed):
-            missing.remove("power_off")  # whenever it was due, that host alone had the newest commit
-        assert not missing or self._minutes < 3, f"none has struck of {missing}"
+        assert self._have_all_kinds(), f"not every kind has struck: {tally(fault.kind for fault in self._faults())}"
 
     def report(self) -> str:
         """Return a report: faults by kind, generations, goodput, and the command that repeats the run."""
@@ -176,7 +192,7 @@ class Chaos:
         finished = self.job.events("job_finished")[-1]
         ticks = [line["time"] for line in self.job.log("tick")]
         pause_s = max(b - a for a, b in pairwise(ticks))
-        mean_s = 60 * self._minutes / len(self._struck)
+        mean_s = self._lasted_s / len(self._struck)
         return "\n".join(
             (
                 f"chaos: {len(self._struck)} faults, one every {mean_s:.2f} s; spares: {self._spares}",
