@@ -95,6 +95,10 @@ class Checker:
                 case t.OpenGate(generation):
                     assert generation == self.generation
                     assert remains.gate_is_open
+                case t.StopWorker(worker):
+                    members = [placement.worker for placement in remains.first_round]
+                    assert worker in members, "only a first round can end for all its members"
+                    assert set(members) - set(transition.next.workers), "a round that may go on is not ended"
                 case _:
                     assert isinstance(effect, t.Note), f"{effect} before the first event"
         assert not absent or transition.effects, "a world without some of its members cannot go on"
