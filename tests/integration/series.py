@@ -41,7 +41,7 @@ def faults_file(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What the event file says from a fault until all workers train again."""
+    """Events from a fault until all workers train again."""
 
     generation: int  # the one that the fault ended
     exits: list[Line]
