@@ -154,11 +154,12 @@ def make_agent_directory(base: str) -> str:
     """
     while True:
         path = Path(tempfile.mkdtemp(prefix=_beginning_of("agent"), dir=base))
-        fd = open_directory(path)
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        if is_still(path, fd):  # no other process removed it as stale in between
-            return str(path)
-        os.close(fd)
+        with suppress(FileNotFoundError):  # another process may remove it as stale before it is locked
+            fd = open_directory(path)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if is_still(path, fd):
+                return str(path)
+            os.close(fd)
 
 
 def remove_agent_directories(base: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -212,3 +214,32 @@ def test_what_cannot_be_a_commit_directory_is_refused(tmp_path: Path) -> None:
     assert refuse(str(tmp_path / "file")) == "this user cannot create a directory there (Not a directory)"
     assert refuse("/proc").startswith("this user cannot create a directory there")
     assert not list(tmp_path.glob("elasticstate-*"))
+
+
+MAKES = """
+import sys, threading
+from elasticstate.commits import make_agent_directory, remove_agent_directories
+
+base, is_over = sys.argv[1], threading.Event()
+
+def remove():
+    while not is_over.is_set():
+        remove_agent_directories(base)
+
+removing = [threading.Thread(target=remove) for _ in range(2)]
+for thread in removing:
+    thread.start()
+try:
+    for _ in range(500):
+        print(make_agent_directory(base))
+finally:
+    is_over.set()
+"""
+
+
+def test_a_new_directory_of_an_agent_survives_the_removal_of_stale_ones(tmp_path: Path) -> None:
+    """Another agent may remove a new directory before it is locked; then the agent makes another one."""
+    program = [sys.executable, "-c", MAKES, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(set(done.stdout.split())) == 500
