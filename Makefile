@@ -47,6 +47,7 @@ chaos: setup  ## all faults at a job on three hosts (odd seeds: with a spare): m
 bench: setup  ## recovery, scale-up, commits, sync, start, sampling next to the bare thing; the control plane at scale
 	$(BIN)/python tests/bench/bench_recovery.py
 	$(BIN)/python tests/bench/bench_strength.py
+	$(BIN)/python tests/bench/bench_joins.py
 	$(BIN)/python tests/bench/bench_commit.py
 	$(BIN)/python tests/bench/bench_sync.py
 	$(BIN)/python tests/bench/bench_control_plane.py

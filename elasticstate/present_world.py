@@ -27,6 +27,8 @@ class WorldView:
     store_port: int
     verify_sync: bool = False
     fresh: bool = False  # all members are new processes
+    near: tuple[int, ...] = ()  # those of ``lacking`` that read the root's commit from the memory of their host
+    root_slot: int = 0  # of the root, on its host
 
     @property
     def rank(self) -> int:

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 namespace elasticstate {
 namespace {
@@ -151,7 +152,7 @@ bool GlooSockets::begin_group(std::size_t size) {
     if (severed_) {
         return false;
     }
-    list_epoll_fds(epolls_before_);
+    note_devices();
     is_creating_ = true;
     size_in_creation_ = size;
     const char *const lazy = std::getenv("TORCH_GLOO_LAZY_INIT");  // torch reads it when it creates the group
@@ -209,25 +210,40 @@ bool GlooSockets::lost_pair(const Device &device) {
     return watches(watched_, device.listener_inode) && count_pairs(watched_) < device.pairs;
 }
 
+/// Notes the epoll descriptors that exist, with their listeners: another thread may close one of them, so that its
+/// number becomes that of a new device.
+void GlooSockets::note_devices() {
+    devices_before_.clear();
+    list_epoll_fds(fds_);
+    for (const int epoll_fd : fds_) {
+        list_watched(epoll_fd, watched_);
+        const Watched *const listener = listener_of(watched_);
+        devices_before_.emplace_back(epoll_fd, listener == nullptr ? 0 : listener->inode);
+    }
+}
+
 /// Finds the Gloo devices that have appeared since. Other epoll descriptors of this process look different.
 std::vector<GlooSockets::Device> GlooSockets::new_devices() {
     std::vector<Device> found;
     list_epoll_fds(fds_);
     for (const int epoll_fd : fds_) {
-        if (std::binary_search(epolls_before_.begin(), epolls_before_.end(), epoll_fd)) {
-            continue;
-        }
         list_watched(epoll_fd, watched_);
         if (std::any_of(watched_.begin(), watched_.end(), [](const Watched &w) { return w.data < SMALLEST_POINTER; })) {
             continue;
         }
-        if (const Watched *const listener = listener_of(watched_)) {
+        const Watched *const listener = listener_of(watched_);
+        if (listener != nullptr && !existed_before(epoll_fd, listener->inode)) {
             // Without lazy connections, no pairs mean: they were lost before the group was complete.
             const bool has_pairs = !connects_lazily_ || count_pairs(watched_) > 0;
             found.push_back({epoll_fd, listener->inode, has_pairs ? size_in_creation_ - 1 : 0});
         }
     }
     return found;
+}
+
+bool GlooSockets::existed_before(int epoll_fd, std::uint64_t listener_inode) const {
+    return std::find(devices_before_.begin(), devices_before_.end(), std::pair(epoll_fd, listener_inode)) !=
+           devices_before_.end();
 }
 
 /// Connects to the own listener in place of each peer that has not connected yet, and closes the connection.

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gloo_waits.hpp"
@@ -70,7 +71,9 @@ private:
         std::uint16_t port;
     };
 
+    void note_devices();
     std::vector<Device> new_devices();
+    bool existed_before(int epoll_fd, std::uint64_t listener_inode) const;
     bool lost_pair(const Device &device);
     void reject_pending(const Watched &listener);
     void cut_store();
@@ -80,7 +83,7 @@ private:
     bool is_creating_ = false;  // a group is being created
     std::size_t size_in_creation_ = 0;
     bool connects_lazily_ = false;  // torch connects them at first use
-    std::vector<int> epolls_before_;
+    std::vector<std::pair<int, std::uint64_t>> devices_before_;  // epoll descriptors, and the inodes of their listeners
     std::size_t next_rejected_ = 0;
     std::vector<Address> store_;
     bool severed_ = false;

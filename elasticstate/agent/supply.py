@@ -47,9 +47,33 @@ class Supply:
         self._warn = warn
         self._fault = ""  # error of the last attempt to create a new directory
 
-    def give(self, worker: WorkerId, connection: WorkerConnection) -> None:
-        """Answer a worker that requests its files: at boot, or at a commit after the files have lost their names."""
-        self._begin(self._give(worker, connection))
+    def give(self, request: messages.RequestStorage, connection: WorkerConnection) -> None:
+        """Answer a worker that requests its files: at boot, or at a commit after the files have lost their names.
+
+        Or it requests the commits of another slot, which it only reads.
+        """
+        if request.peer is None:
+            self._begin(self._give(request.worker, connection))
+        else:
+            self._give_peer(request, connection)
+
+    def _give_peer(self, request: messages.RequestStorage, connection: WorkerConnection) -> None:
+        """Give the files of the slot that a worker wants to read: of another living worker."""
+        living = {worker.slot for worker in self._handles if worker.slot != request.worker.slot}
+        held = {slot: newest for slot in living if (newest := self._newest_seal(slot)) is not None}
+        slot = request.peer if request.peer in living else -1
+        if request.peer == -1 and held:
+            slot = min(held, key=lambda slot: (-held[slot][0], -held[slot][1], slot))
+        files = self._storage.slots().get(slot)
+        connection.give(messages.Storage(self._key, False, slot), files.descriptors if files is not None else [])
+
+    def _newest_seal(self, slot: int) -> tuple[int, int] | None:
+        """Return generation and tick of the newest commit in a slot."""
+        files, owner = self._storage.slots().get(slot), self._storage.owner(slot)
+        if files is None:
+            return None
+        seals = [seal[:2] for index in (0, 1) if (seal := files.page.sealed(index, owner)) is not None]
+        return max(seals, default=None)
 
     async def _give(self, worker: WorkerId, connection: WorkerConnection) -> None:
         handle = self._handles[worker]

@@ -62,6 +62,7 @@ class World:
     store: str  # "address:port" of the TCPStore server of rank 0
     fresh: bool = False  # all members are new processes that have not been in a world before
     is_plain: bool = False  # the members do not use ``run``
+    near: tuple[int, ...] = ()  # those of ``lacking`` that read the root's commit from the memory of their common host
 
     @property
     def size(self) -> int:
@@ -124,6 +125,7 @@ class WorkerReady(Struct, frozen=True, gc=False):
     paused_s: float = 0.0  # seconds since the end of its last completed tick
     behind: bool = False  # the worker ended ticks without training (torch's Join): others have sealed newer commits
     sealed: CommitId | None = None  # the newest commit ever sealed; newer than ``commit`` if that commit is damaged
+    names: int = 0  # digest of its value names, if it can read commits of other workers of its host; 0: it cannot
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,16 @@ def make_world(d: Draft, chosen: Sequence[Worker]) -> t.World:
     first = d.workers[placements[0].worker].ready
     assert first is not None
     fresh = not any(worker.joined for worker in chosen)
-    return t.World(d.generation + 1, placements, root, tuple(lacking), first.store, fresh)
+    near = [] if best == NOTHING else [rank for rank in lacking if _is_near(d, placements, rank, root)]
+    return t.World(d.generation + 1, placements, root, tuple(lacking), first.store, fresh, tuple(near))
+
+
+def _is_near(d: Draft, placements: Sequence[t.Placement], rank: int, root: int) -> bool:
+    """Return True if the worker of this rank can read the root's commit from the memory of their common host."""
+    worker, source = (d.workers[placements[index].worker] for index in (rank, root))
+    if worker.ready is None or source.ready is None or worker.id.host != source.id.host:
+        return False
+    return worker.ready.names == source.ready.names != 0
 
 
 def enter(d: Draft, world: t.World) -> None:

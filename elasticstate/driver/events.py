@@ -16,10 +16,10 @@ def heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
 def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | None:
     """Return the event for a message; None if the core does not need the message."""
     match body:
-        case messages.Ready(generation, commit, previous, store, ticks, paused_s, behind, sealed):
-            return t.WorkerReady(worker, generation, commit, previous, store, ticks, paused_s, behind, sealed)
         case messages.RunUsed():
             return t.WorkerUsesRun(worker)
+        case messages.Ready(generation, commit, previous, store, ticks, paused_s, behind, sealed, names):
+            return t.WorkerReady(worker, generation, commit, previous, store, ticks, paused_s, behind, sealed, names)
         case messages.HoldAnswer(generation, ticks, in_gate, number):
             return t.HoldAnswered(worker, generation, ticks, in_gate, number)
         case messages.GenerationFailure(generation, certain, error):

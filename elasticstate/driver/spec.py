@@ -64,7 +64,8 @@ def spare_garbage_collection(workers: int) -> None:
 
 def world_messages(job: str, world: t.World, options: Options) -> Iterator[tuple[str, messages.WorldsOnHost]]:
     """Yield, by host, the message with the worlds of its members."""
-    lacking = as_runs(world.lacking)
+    lacking, near = as_runs(world.lacking), as_runs(world.near)
+    root_slot = world.members[world.root].worker.slot
     for host, members in groupby(world.members, key=lambda placement: placement.worker.host):
         yield (
             host,
@@ -84,6 +85,8 @@ def world_messages(job: str, world: t.World, options: Options) -> Iterator[tuple
                             regroup_timeout_s=options.regroup_timeout_s,
                             verify_sync=options.verify_sync,
                             fresh=world.fresh,
+                            near=near,
+                            root_slot=root_slot,
                         ),
                     )
                     for placement in members

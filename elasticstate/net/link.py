@@ -119,6 +119,26 @@ class StorageLink:
         page, first, second, result, *call = descriptors
         return Given(answer.key, page, (first, second), result, call[0] if call else None)
 
+    def ask_for_peer(self, slot: int) -> tuple[int, tuple[int, int, int]] | None:
+        """Get the number of another slot of this host, and its page and buffers, which the caller must close.
+
+        ``slot``: -1 for the one with the newest commit. None: no living worker is in the slot. Raises ConnectionError
+        when the agent is gone.
+        """
+        self._link.send(messages.RequestStorage(self._worker, messages.PROTOCOL_VERSION, slot))
+        data, descriptors, _, _ = socket.recv_fds(
+            self._link._socket, MAX_DATAGRAM_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        answer = worker_codec.decode_to_worker(data) if data else None
+        if not isinstance(answer, messages.Storage) or len(descriptors) not in (0, 3):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ConnectionError(f"{self._worker} received no answer about the commits of slot {slot}.")
+        if not descriptors:
+            return None
+        page, first, second = descriptors
+        return answer.slot, (page, first, second)
+
     def close(self) -> None:
         self._link.close()
 
@@ -198,7 +218,7 @@ class AgentSocket:
     """The agent's listening socket.
 
     ``admit(worker)`` returns why a worker is refused, or "". ``received(worker, message)`` gets each message of an
-    admitted worker, its Hello first. ``storage(worker, connection)`` gets each RequestStorage of an admitted worker,
+    admitted worker, its Hello first. ``storage(request, connection)`` gets each RequestStorage of an admitted worker,
     and answers by ``connection.give``. ``complain`` gets a line on each refusal.
     """
 
@@ -207,7 +227,7 @@ class AgentSocket:
         path: str,
         admit: Callable[[WorkerId], str],
         received: Callable[[WorkerId, messages.FromWorkerBody], None],
-        storage: Callable[[WorkerId, WorkerConnection], None],
+        storage: Callable[[messages.RequestStorage, WorkerConnection], None],
         complain: Callable[[str], None],
     ) -> None:
         self.path = path
@@ -305,7 +325,7 @@ class AgentSocket:
                 self.refuse(connection, reason)
                 return
             if isinstance(message, messages.RequestStorage):
-                self._storage(message.worker, connection)
+                self._storage(message, connection)
                 return
             if isinstance(message, messages.RunUsed):
                 self._received(message.worker, message)

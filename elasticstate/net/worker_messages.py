@@ -43,11 +43,12 @@ class Hello(Message, frozen=True):
 class RequestStorage(Message, frozen=True):
     """First message on a worker's second connection. The agent answers with Storage and the descriptors of its files.
 
-    The worker sends it again when the files have lost their names.
+    The worker sends it again when the files have lost their names, and for the commits of another slot of its host.
     """
 
     worker: WorkerId
     protocol: int
+    peer: int | None = None  # slot whose commits the worker wants to read; -1: any; None: the worker's own files
 
 
 class RunUsed(Message, frozen=True):
@@ -66,6 +67,7 @@ class Ready(Message, frozen=True):
     paused_s: float
     behind: bool = False  # the worker ended ticks without training (torch's Join), and others have newer commits
     sealed: CommitId | None = None  # newest commit ever sealed: newer than ``commit`` if that one was damaged
+    names: int = 0  # digest of the value names; 0: the worker cannot read commits of other workers of its host
 
 
 class HoldAnswer(Message, frozen=True):
@@ -161,6 +163,8 @@ class WorldMessage(Message, frozen=True):
     regroup_timeout_s: float
     verify_sync: bool
     fresh: bool = False
+    near: tuple[tuple[int, int], ...] = ()  # those of ``lacking`` that read the root's commit from memory, as runs
+    root_slot: int = 0
 
 
 class BufferGrown(Message, frozen=True):
@@ -174,12 +178,14 @@ class BufferGrown(Message, frozen=True):
 class Storage(Message, frozen=True):
     """Key of the job's storage. It comes with descriptors of the slot's page, both buffers and result file.
 
-    With ``has_call`` the last descriptor is of the call. ``key`` authenticates what the job has written itself. It is
+    For another slot (``peer``) it comes with those of page and buffers, or with none if the slot has no files. With
+    ``has_call`` the last descriptor is of the call. ``key`` authenticates what the job has written itself. It is
     never on disk, nor in an environment variable.
     """
 
     key: bytes
     has_call: bool
+    slot: int = -1  # of the files, if another slot was requested
 
 
 ToWorkerBody = WorldMessage | Hold | Release | End | ConfirmOwnError | OpenGate | Leave | BufferGrown | Storage

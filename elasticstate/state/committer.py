@@ -15,10 +15,11 @@ import msgspec
 import torch
 
 from elasticstate.core.types import CommitId
-from elasticstate.errors import StateError
+from elasticstate.errors import CollectiveError, StateError
 from elasticstate.log import logger
 from elasticstate.state import divergence, rng, value_names
 from elasticstate.state.channel import Channel
+from elasticstate.state.peer import PeerCommit, PeerReader, Peers
 from elasticstate.state.session import Session, SoloSession
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.storage import CommitStorage
@@ -56,6 +57,9 @@ class Committer:
         self.session: Session = SoloSession()
         self.is_behind = False
         """True if this rank ended ticks without training, as it had no inputs left: other ranks have a newer state."""
+        self._peers: PeerReader | None = None  # commits of the other workers of this host
+        self.is_adopted = False
+        """True if the only commit is one that was copied from another worker before the first world."""
         self._must_seal = False  # reset callbacks may have changed the live state since the newest commit
         self._synced_generation = 0
 
@@ -65,6 +69,10 @@ class Committer:
         """Keep the commits in ``storage`` from now on: hold the commits found there, and forget those made before."""
         self.snapshot.close()
         self.snapshot = Snapshot(storage)
+
+    def use_peers(self, peers: Peers) -> None:
+        """Read the commits of other workers of this host from their memory."""
+        self._peers = PeerReader(peers)
 
     def use_session(self, session: Session) -> None:
         """Use the worlds of ``session``. Forget commits made outside a world: they are not commits of the job."""
@@ -82,6 +90,12 @@ class Committer:
     def commits(self) -> tuple[CommitId | None, CommitId | None]:
         """The ids of the newest commit and of the previous commit; None where there is none."""
         return self.snapshot.newest, self.snapshot.previous
+
+    @property
+    def has_own_commit(self) -> bool:
+        """True if this rank holds a commit that decides on the job's state: not one that a sync is about to replace."""
+        is_replaced = self.is_adopted and self.session.rank in self.session.lacking
+        return self.snapshot.newest is not None and not is_replaced
 
     @property
     def commit_bytes(self) -> int:
@@ -172,6 +186,33 @@ class Committer:
                 return True
         return False
 
+    @property
+    def names(self) -> int:
+        """Digest of the names and kinds of the values; 0: this worker does not read commits of other workers."""
+        return value_names.number(self._live.value_kinds()) if self._peers is not None else 0
+
+    def adopt(self) -> None:
+        """Copy the newest commit of another worker of this host, if there is one, and make it the live state.
+
+        A newcomer calls it before its first READY. At the switch, the root's commit then meets memory that is in use.
+        """
+        try:
+            found = self._peers.newest() if self._peers is not None else None
+        except OSError as error:
+            logger.warning("the commits of other workers of this host cannot be read: %s", error)
+            self._peers = found = None
+        if found is None:
+            return
+        commit, source = found
+        if source.is_intact() and self._copy(source, commit) is not None:
+            self._record_commits()
+            self.is_adopted = self.resume()
+
+    def _copy(self, source: PeerCommit, commit: CommitId) -> Values | None:
+        """Copy a commit of another worker, and seal it as ``commit``. Return None if that worker has overwritten it."""
+        copied = source.copy_to(self.snapshot, self.session.worker_key)
+        return self.snapshot.seal_incoming(commit, self._live.load_targets()) if copied else None
+
     def _restore_or_discard(self) -> bool:
         try:
             self._live.restore()
@@ -220,15 +261,21 @@ class Committer:
             return False
         start = CommitId(session.generation, 0)
         channel = None
-        if session.lacking and session.rank in (session.root, *session.lacking):
-            channel = self._channel(session.root, session.lacking)
-            self._compare_names(channel)
+        far = [rank for rank in session.lacking if rank not in session.near]
+        if far and session.rank in (session.root, *far):
+            channel = self._channel(session.root, far)
+            self._compare_names(channel, far)
         if session.rank not in session.lacking:
             self._seal_start(start)
         if channel is not None and session.rank == session.root:
             self._send(channel)
         elif channel is not None:
             self._receive(channel, start)
+        elif session.rank in session.near:
+            self._read(start)
+        if self._peers is not None:
+            self._peers.close()
+        self.is_adopted = False
         self.drop_gradients()
         self._synced_generation = session.generation
         return session.verify_sync
@@ -264,13 +311,13 @@ class Committer:
         ranks = _taking_part(root, lacking)
         return Channel(self.session.process_group_for(ranks), ranks.index(root))
 
-    def _compare_names(self, channel: Channel) -> None:
+    def _compare_names(self, channel: Channel, lacking: Sequence[int]) -> None:
         """Raise StateError if this rank cannot take part in the sync, before anything is sealed, sent or written.
 
         If only other ranks cannot, this rank continues. The sync or the training then fails with the generation.
         """
         session = self.session
-        ranks = _taking_part(session.root, session.lacking)
+        ranks = _taking_part(session.root, lacking)
         has_commit = self.snapshot.newest is not None
         refused = value_names.find_refused(channel, ranks, session.root, self._live.value_kinds(), has_commit)
         if session.rank in refused:
@@ -302,6 +349,22 @@ class Committer:
         finally:
             self._record_commits()
         session.record_sync(payload.numel(), time.monotonic() - started)
+        self._apply(values)
+
+    def _read(self, commit: CommitId) -> None:
+        """Read the root's state from its memory on this host, seal it as ``commit``, and make it the live state."""
+        session = self.session
+        assert self._peers is not None, "READY has told that this worker reads commits"
+        source = self._peers.wait_for(session.root_slot, commit, session.check)
+        started = time.monotonic()
+        try:
+            values = self._copy(source, commit) if source is not None else None
+        finally:
+            self._record_commits()
+        if values is None:
+            self._peers = None  # the next sync sends the state
+            raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
+        session.record_sync(self.snapshot.size_bytes, time.monotonic() - started)
         self._apply(values)
 
     # ------------------------------------------------------------------------- ranks with different numbers of batches

@@ -38,6 +38,14 @@ def derived(root_seed: int, worker_key: str, generation: int) -> bytes:
     )
 
 
+def initial_seed(packed: bytes) -> int:
+    """Return what ``torch.initial_seed()`` returned when this random state was captured."""
+    _, _, cpu, _ = pickle.loads(packed)
+    generator = torch.Generator()
+    generator.set_state(torch.from_numpy(cpu))
+    return generator.initial_seed()
+
+
 def apply(packed: bytes) -> None:
     """Set the random state to one that ``capture`` or ``derived`` returned."""
     python, numpy, cpu, cuda = pickle.loads(packed)

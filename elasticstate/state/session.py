@@ -35,6 +35,17 @@ class Session(Protocol):
         """Ranks that need the root's state."""
 
     @property
+    def near(self) -> tuple[int, ...]:
+        """Those of ``lacking`` that read the root's commit from the memory of their host. See state/peer.py."""
+
+    @property
+    def root_slot(self) -> int:
+        """Slot of the root on its host."""
+
+    def check(self) -> None:
+        """Raise CollectiveError if the generation is over."""
+
+    @property
     def verify_sync(self) -> bool:
         """True if each sync ends with a check."""
 
@@ -72,6 +83,8 @@ class SoloSession:
     size = 1
     root = 0
     lacking: tuple[int, ...] = ()
+    near: tuple[int, ...] = ()
+    root_slot = 0
     verify_sync = False
     worker_key = "alone"
 
@@ -87,6 +100,9 @@ class SoloSession:
 
     def has_ended(self, generation: int) -> bool:
         return False
+
+    def check(self) -> None:
+        """Do nothing: there is no generation."""
 
     def tick(self) -> None:
         self._refuse_launchers()

@@ -15,6 +15,11 @@ Kinds = dict[str, bool]
 """For each value's name: True if the value is an object with ``state_dict()`` that a rank loads from the root's."""
 
 
+def number(kinds: Kinds) -> int:
+    """Return a digest of 63 bits, which differs if the kinds differ."""
+    return digest(msgspec.msgpack.encode(sorted(kinds.items()))) >> 1
+
+
 def find_refused(channel: Channel, ranks: Sequence[int], root: int, kinds: Kinds, has_commit: bool) -> dict[int, str]:
     """Return the text of the error for each rank that cannot take part in the sync. All ``ranks`` return the same.
 
@@ -28,8 +33,7 @@ def find_refused(channel: Channel, ranks: Sequence[int], root: int, kinds: Kinds
         kinds: those of this rank.
         has_commit: True if this rank holds a commit. Only the root's answer counts.
     """
-    number = digest(msgspec.msgpack.encode(sorted(kinds.items()))) >> 1
-    numbers = channel.numbers_of_all([number])
+    numbers = channel.numbers_of_all([number(kinds)])
     if all(row == numbers[0] for row in numbers):
         return {}
     messages = channel.messages_of_all(msgspec.msgpack.encode((kinds, has_commit)))

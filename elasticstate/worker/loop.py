@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import gc
 import sys
 import time
@@ -46,7 +47,7 @@ from elasticstate.worker.regroup import Regrouper, release_exception
 from elasticstate.worker.replacement import exit_for_replacement
 from elasticstate.worker.sentinel import Sentinel
 from elasticstate.worker.session import WorkerSession
-from elasticstate.worker.storage import AgentStorage
+from elasticstate.worker.storage import AgentStorage, HostPeers
 
 _sentinel: Sentinel | None = None  # until the process ends: a worker whose run is over still sends heartbeats
 
@@ -74,8 +75,12 @@ class WorkerLoop:
         self._environment = environment
         worker = environment.worker
         storage = StorageLink(environment.socket, worker)
-        owner = owner_of(environment.job_id, worker.host, worker.slot)
-        self._storage = AgentStorage(storage.ask, owner, lambda *question: self._sentinel.request(*question))
+        owner = functools.partial(owner_of, environment.job_id, worker.host)
+        self._storage = AgentStorage(
+            storage.ask, owner(worker.slot), lambda *question: self._sentinel.request(*question)
+        )
+        self._peers = HostPeers(storage, self._storage, owner)
+        self._names: Callable[[], int] = lambda: 0  # of the state's values, when there is a state
         page = self._page = self._storage.page  # the stamps stay on this page if the commits move
         self._sentinel = _sentinel = Sentinel(link, worker, page)
         self._session = WorkerSession(self._sentinel, page, str(environment.worker))
@@ -137,12 +142,15 @@ class WorkerLoop:
             self._start()
         self._committer.use_storage(self._storage)
         self._committer.use_session(self._session)
+        self._committer.use_peers(self._peers)
+        self._names = lambda: self._committer.names
         self._committer.reserve(self._environment.reserve_bytes)
         if warmup is not None:
             warmup()
         if not has_joined:
             _freeze_memory()
-        self._committer.resume()  # from the commit that an earlier worker left in this slot
+        if not self._committer.resume() and not has_joined:  # no earlier worker has left a commit in this slot
+            self._committer.adopt()
         self._sentinel.record_commits(*self._committer.commits)
 
     def _finish(self) -> None:
@@ -155,7 +163,7 @@ class WorkerLoop:
         """Run one generation. Raises the worker's own exception, recorded, after leaving the generation."""
         try:
             self._enter_or_continue()
-            if self._committer.commits[0] is not None:  # else: the job's first world, or sync brings the state
+            if self._committer.has_own_commit:  # else: the job's first world, or sync brings the state
                 self._state.on_reset()
             self._state.sync()
             self._sentinel.begin_training()
@@ -194,7 +202,8 @@ class WorkerLoop:
             raise CollectiveError("this worker cannot restore the commits that it reported when it joined the world")
 
     def _enter(self) -> None:
-        self._session.enter(self._regrouper.enter(self._is_behind), self._regrouper.context)
+        view = self._regrouper.enter(self._is_behind, self._names())
+        self._session.enter(view, self._regrouper.context)
         self._is_behind = False
 
     # ------------------------------------------------------------------------------------------------------- exceptions
@@ -241,7 +250,7 @@ class WorkerLoop:
         self._is_behind = self._committer.is_behind
         if outcome is _Outcome.INTERRUPTED and not self._is_behind and self._save():
             self._committer.drop_gradients()
-            self._regrouper.leave()
+            self._regrouper.leave(by_plan=True)
         else:
             self._regrouper.leave()
             self._restore()

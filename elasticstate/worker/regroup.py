@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import traceback
 from datetime import timedelta
@@ -29,21 +30,22 @@ class Regrouper:
         self._context = backend.context()
         self._server: TCPStore | None = None  # this worker's own; all members use the one of rank 0
         self._store: Store | None = None
+        self._retiring: threading.Thread | None = None  # destroys the groups of the last generation
 
     @property
     def context(self) -> Context:
         return self._context
 
-    def enter(self, behind: bool = False) -> present_world.WorldView:
+    def enter(self, behind: bool = False, names: int = 0) -> present_world.WorldView:
         """Enter the next world: READY → WORLD → process group.
 
         Raises torch's errors, or CollectiveError, when the generation fails.
 
-        ``behind``: this worker ended ticks without training in the last generation.
+        ``behind``: this worker ended ticks without training in the last generation. ``names``: see messages.Ready.
         """
         if self._server is None:
             self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        message = self._sentinel.ready(f"{self._environment.local_address}:{self._server.port}", behind)
+        message = self._sentinel.ready(f"{self._environment.local_address}:{self._server.port}", behind, names)
         self._context = self._backend.context()
         self._sentinel.enter(message, self._context)
         self._sentinel.check()
@@ -67,9 +69,20 @@ class Regrouper:
         self._sentinel.check()
         return view
 
-    def leave(self) -> None:
-        """Destroy the generation's groups and store, so that nothing of the generation remains in this process."""
-        self._context.destroy()
+    def leave(self, by_plan: bool = False) -> None:
+        """Destroy the generation's groups and store, so that nothing of the generation remains in this process.
+
+        ``by_plan``: all members leave at the same tick. Then the groups are destroyed beside the next generation, until
+        this worker leaves that one.
+        """
+        if self._retiring is not None:
+            self._retiring.join()
+            self._retiring = None
+        if by_plan:
+            self._retiring = threading.Thread(target=self._context.retire(), name="elasticstate-retire", daemon=True)
+            self._retiring.start()
+        else:
+            self._context.destroy()
         if isinstance(self._store, TCPStore) and self._store is self._server:
             self._server = None  # its keys belong to this generation, so it cannot be used again
         self._store = None
@@ -119,6 +132,8 @@ def _view(message: messages.WorldMessage) -> present_world.WorldView:
         int(port),
         message.verify_sync,
         message.fresh,
+        from_runs(message.near),
+        message.root_slot,
     )
 
 

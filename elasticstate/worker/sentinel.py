@@ -171,15 +171,15 @@ class Sentinel:
 
     # ------------------------------------------------------------------------------------------------------ generations
 
-    def ready(self, store: str, behind: bool = False) -> messages.WorldMessage:
+    def ready(self, store: str, behind: bool = False, names: int = 0) -> messages.WorldMessage:
         """Send READY and wait for the next world. Raises SystemExit(0) on the LEAVE message.
 
-        ``behind``: this worker ended ticks without training in the last generation.
+        ``behind``: this worker ended ticks without training in the last generation. ``names``: see messages.Ready.
         """
         self._native.set_place(Place.REGROUP)
         joined, paused_s = self.generation, self._native.paused_s
         ids = (self._commit, self._previous)
-        self.send(messages.Ready(joined, *ids, store, self.ticks, paused_s, behind, self._newest_sealed))
+        self.send(messages.Ready(joined, *ids, store, self.ticks, paused_s, behind, self._newest_sealed, names))
         message = self._native.wait_world(joined)
         if message is None:
             raise SystemExit(0)

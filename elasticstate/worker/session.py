@@ -49,6 +49,17 @@ class WorkerSession:
         return self.view.lacking
 
     @property
+    def near(self) -> tuple[int, ...]:
+        return self.view.near
+
+    @property
+    def root_slot(self) -> int:
+        return self.view.root_slot
+
+    def check(self) -> None:
+        self._sentinel.check()
+
+    @property
     def ticks(self) -> int:
         return self._sentinel.ticks
 

@@ -13,8 +13,9 @@ import torch
 
 from elasticstate._native import ControlPage
 from elasticstate.errors import CommitStorageError
-from elasticstate.net.link import Given
+from elasticstate.net.link import Given, StorageLink
 from elasticstate.net.messages import BufferGrown, GrowBuffer
+from elasticstate.state.peer import PeerStorage
 
 
 class AgentStorage:
@@ -56,3 +57,20 @@ class AgentStorage:
         if answer.error:
             raise CommitStorageError(answer.error)
         return self.open(index)
+
+
+class HostPeers:
+    """Commits of the other workers of this host (see :class:`elasticstate.state.peer.Peers`)."""
+
+    def __init__(self, link: StorageLink, storage: AgentStorage, owner_of: Callable[[int], bytes]) -> None:
+        """``owner_of`` returns the owner of a slot's commits."""
+        self._link = link
+        self._storage = storage
+        self._owner_of = owner_of
+
+    def peer(self, slot: int) -> PeerStorage | None:
+        found = self._link.ask_for_peer(slot)
+        if found is None:
+            return None
+        number, (page, *buffers) = found
+        return PeerStorage(number, self._owner_of(number), self._storage.key, page, buffers)

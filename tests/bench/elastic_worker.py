@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from torch.nn.parallel import DistributedDataParallel
-from workload import StepLog, make_training, train_step
+from workload import StepLog, make_training, train_step, warm_up_steps
 
 import elasticstate as elastic
 
@@ -40,7 +40,7 @@ def main() -> None:
     log = StepLog(args.folder)
     state = MarkedState(model=model, optimizer=optimizer, step=0, last=None)
 
-    @elastic.run
+    @elastic.run(warmup=lambda: warm_up_steps(model))
     def train(state: elastic.TorchState) -> float:
         mark("regroup")
         if elastic.generation() > 1 and state.last is None:

@@ -42,6 +42,7 @@ ALLOWED = {
     "net.control: _NO_DESCRIPTOR_PAUSE_S": "before the next connection is accepted, when there is no descriptor left",
     "net.control: _NEXT_ADDRESS_S": "RFC 8305: before the next address is tried, too; --connect-timeout decides",
     "worker.contexts.gloo_groups: time.sleep(0.001)": "between two looks",
+    "state.peer: _LOOK_INTERVAL_S": "between two looks at a seal; the end of the generation decides",
     "loop_watch: SLOW_S": "a longer callback is reported in tests; nothing ends by it",
     "writing: BLOCKED_S": "a write that lasts longer is reported; output waits no longer for it, and nothing else ends",
     "writing: _RETRY_INTERVAL_S": "between two attempts to write data",

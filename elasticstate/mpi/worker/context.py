@@ -89,6 +89,11 @@ class MpiContext:
     def subgroup(self, ranks: tuple[int, ...]) -> MpiGroup:
         return self.group(ranks)
 
+    def retire(self) -> Callable[[], None]:
+        """Destroy the groups at once: see context.Context."""
+        self.destroy()
+        return lambda: None
+
     def destroy(self) -> None:
         if self._progress is not None:
             self._progress.sever()

@@ -75,6 +75,12 @@ class Context(Protocol):
     def usable(self) -> bool:
         """Return True if this process, after a failure, can be a member of another generation."""
 
+    def retire(self) -> Callable[[], None]:
+        """Take the groups of a generation out of use that all members have left by plan, so that nothing is in flight.
+
+        Return the function that destroys what remains: it may run on another thread, beside the next generation.
+        """
+
     def destroy(self) -> None:
         """Destroy the groups. No thread and no descriptor of the generation remains afterwards."""
 

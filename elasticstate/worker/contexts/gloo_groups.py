@@ -58,6 +58,12 @@ class GlooGroups:
                 self.sockets.sever()
             time.sleep(0.001)
 
+    def take(self) -> list[Any]:
+        """Return the groups that torch does not manage, and keep none."""
+        groups = [group for _, group in self._own]
+        self._own.clear()
+        return groups
+
     def clear(self) -> None:
         """Drop the groups that torch does not manage."""
         self._own.clear()

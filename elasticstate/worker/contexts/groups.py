@@ -46,6 +46,12 @@ class TorchGroups:
             dist.destroy_process_group()
         process_groups.reset_group_count()
 
+    def retire(self) -> list[Any]:
+        """Take all groups out of use. Whoever drops the returned list destroys the groups, on any thread."""
+        groups = process_groups.all_groups()
+        self.destroy()
+        return groups
+
     def _create_registered(
         self, create: Callable[..., Any], size: int, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:

@@ -125,6 +125,11 @@ class NcclContext:
         assert self._rendezvous is not None, "there is a generation"
         return self._gloo.subgroup(self._rendezvous, ranks)
 
+    def retire(self) -> Callable[[], None]:
+        """Destroy the groups at once: see context.Context."""
+        self.destroy()
+        return lambda: None
+
     def destroy(self) -> None:
         if self._rendezvous is not None and dist.is_initialized() and not self._severed:
             self._be_through_together()

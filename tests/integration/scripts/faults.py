@@ -167,9 +167,9 @@ class Faults:
     def _before(self, owner: type, method: str, point: str) -> None:
         original = getattr(owner, method)
 
-        def struck(*args: Any) -> Any:
+        def struck(*args: Any, **named: Any) -> Any:
             self.at(point, rank=elastic.rank())
-            return original(*args)
+            return original(*args, **named)
 
         setattr(owner, method, struck)
 

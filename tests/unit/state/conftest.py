@@ -15,7 +15,7 @@ import torch.distributed as dist
 from scripts.slow_device import SlowDevice
 
 from elasticstate.core.types import CommitId
-from elasticstate.errors import CommitStorageError, HostsUpdatedInterrupt
+from elasticstate.errors import CollectiveError, CommitStorageError, HostsUpdatedInterrupt
 from elasticstate.state.async_commit import Copy
 from elasticstate.state.base import committer_of
 from tests.pages import page_at
@@ -30,6 +30,8 @@ class World:
     generation: int = 1
     root: int = 0
     lacking: tuple[int, ...] = ()
+    near: tuple[int, ...] = ()
+    root_slot: int = 0
     store: dist.HashStore = field(default_factory=dist.HashStore)
 
 
@@ -64,6 +66,18 @@ class Member:
     @property
     def lacking(self) -> tuple[int, ...]:
         return self.world.lacking
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        return self.world.near
+
+    @property
+    def root_slot(self) -> int:
+        return self.world.root_slot
+
+    def check(self) -> None:
+        if self.is_over:
+            raise CollectiveError("the generation is over")
 
     @property
     def worker_key(self) -> str:

@@ -1,0 +1,172 @@
+"""Commits of another worker of the same host, which a newcomer reads from their memory without any group.
+
+A newcomer does so twice. Before its first READY it adopts the newest commit of its host: then its optimizer has its
+state, and its memory is in use. When the others have stopped for it, it copies the root's commit, and they do not have
+to send it.
+
+The owner may overwrite a buffer meanwhile. It removes the seal before it changes the first byte, so a copy is good if
+the same seal is there before and after it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+
+from elasticstate._native import ControlPage
+from elasticstate.core.types import CommitId
+from elasticstate.state import rng
+from elasticstate.state.buffer import Buffer
+from elasticstate.state.snapshot import Snapshot
+
+_LOOK_INTERVAL_S = 0.001
+
+
+class SealReader:
+    """The seals on a control page of another worker. This process never changes them."""
+
+    def __init__(self, page: ControlPage) -> None:
+        self._page = page
+
+    @property
+    def is_stale(self) -> bool:
+        return self._page.is_stale
+
+    def sealed(self, index: int, owner: bytes) -> tuple[int, int, int, int, int, bytes] | None:
+        return self._page.sealed(index, owner)
+
+    def unseal(self, index: int) -> None:
+        """Do nothing: the commit is not this worker's."""
+
+
+class PeerStorage:
+    """The two buffers of another worker of this host, mapped read-only. Takes over the descriptors."""
+
+    def __init__(self, slot: int, owner: bytes, key: bytes, page: int, buffers: Sequence[int]) -> None:
+        self.slot, self.owner, self.key = slot, owner, key
+        self._buffers = tuple(buffers)
+        self._mapped: dict[int, torch.Tensor] = {}
+        try:
+            self.page = SealReader(ControlPage(page))
+        finally:
+            os.close(page)
+
+    def close(self) -> None:
+        """Close the descriptors. Memory of commits that are in use stays mapped."""
+        for fd in self._buffers:
+            os.close(fd)
+        self._buffers = ()
+        self._mapped.clear()
+
+    def open(self, index: int) -> torch.Tensor:
+        """Map the whole file, with all its pages. No process shortens the file, so SIGBUS cannot occur."""
+        length = os.fstat(self._buffers[index]).st_size
+        known = self._mapped.get(index)
+        if known is None or known.numel() < length:
+            mapped = mmap.mmap(self._buffers[index], length, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch warns that the memory cannot be written
+                known = self._mapped[index] = torch.frombuffer(mapped, dtype=torch.uint8)
+        return known
+
+    def newest(self) -> CommitId | None:
+        """Return the id of the newest commit."""
+        found = [CommitId(*seal[:2]) for index in (0, 1) if (seal := self.page.sealed(index, self.owner)) is not None]
+        return max(found, default=None)
+
+    def find(self, commit: CommitId) -> Buffer | None:
+        """Return the buffer that holds this commit, if it is sealed and of this job."""
+        for index in (0, 1):
+            seal = self.page.sealed(index, self.owner)
+            if seal is not None and CommitId(*seal[:2]) == commit:
+                buffer = Buffer(index, self)  # type: ignore[arg-type]  # reads only
+                return buffer if buffer.commit == commit else None
+        return None
+
+    def holds(self, commit: CommitId, index: int) -> bool:
+        """Return True if the buffer still holds this commit: what was read from it meanwhile is whole."""
+        seal = self.page.sealed(index, self.owner)
+        return seal is not None and CommitId(*seal[:2]) == commit
+
+
+class Peers(Protocol):
+    """Access to the commits of the other workers of this host."""
+
+    def peer(self, slot: int) -> PeerStorage | None:
+        """Return the commits of a living worker; -1: of one that holds the newest commit. None: there is none."""
+
+
+class PeerCommit:
+    """A commit in the memory of another worker."""
+
+    def __init__(self, storage: PeerStorage, buffer: Buffer, commit: CommitId) -> None:
+        self._storage, self._buffer, self._commit = storage, buffer, commit
+
+    def is_intact(self) -> bool:
+        """Return True if the checksum is correct."""
+        return self._buffer.is_intact()
+
+    def copy_to(self, snapshot: Snapshot, worker_key: str) -> bool:
+        """Copy the commit into ``snapshot``, which then seals it. Return False if its owner has changed it meanwhile.
+
+        The random state is derived from that of the owner, as in a sync.
+        """
+        buffer, frame = self._buffer, self._buffer.frame
+        private = rng.derived(rng.initial_seed(buffer.private()), worker_key, self._commit.generation)
+        header = msgspec.msgpack.encode((frame.layout, buffer.length - frame.objects))
+        snapshot.incoming(header, private).copy_(buffer.memory[frame.tensors : buffer.length])
+        return self._storage.holds(self._commit, buffer.index)
+
+
+class PeerReader:
+    """Finds commits of other workers, and keeps the memory of the last one mapped."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._storage: PeerStorage | None = None
+
+    def newest(self) -> tuple[CommitId, PeerCommit] | None:
+        """Return the newest commit of another worker of this host."""
+        storage = self._open(-1)
+        commit = storage.newest() if storage is not None else None
+        if storage is None or commit is None:
+            return None
+        for index in (0, 1):
+            storage.open(index)  # the root's next commits lie in both
+        buffer = storage.find(commit)
+        return None if buffer is None else (commit, PeerCommit(storage, buffer, commit))
+
+    def wait_for(self, slot: int, commit: CommitId, check: Callable[[], None]) -> PeerCommit | None:
+        """Wait until the worker of a slot has sealed this commit. Return None if no worker is in the slot.
+
+        ``check`` raises when the generation is over, as the wait is then in vain.
+        """
+        while True:
+            storage = self._storage
+            if storage is None or storage.slot != slot or storage.page.is_stale:
+                storage = self._open(slot)
+            if storage is None:
+                return None
+            buffer = storage.find(commit)
+            if buffer is not None:
+                return PeerCommit(storage, buffer, commit)
+            check()
+            time.sleep(_LOOK_INTERVAL_S)
+
+    def _open(self, slot: int) -> PeerStorage | None:
+        self.close()
+        self._storage = self._peers.peer(slot)
+        return self._storage
+
+    def close(self) -> None:
+        """Release the memory."""
+        if self._storage is not None:
+            self._storage.close()
+            self._storage = None
