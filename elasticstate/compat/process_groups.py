@@ -85,8 +85,8 @@ def require_group_parts() -> None:
 
 
 def all_groups() -> list[Any]:
-    """Return all groups that torch manages in this process."""
-    return list(distributed_c10d._world.pg_map)
+    """Return all groups that torch manages in this process; none if this torch does not keep them where it did."""
+    return list(getattr(getattr(distributed_c10d, "_world", None), "pg_map", ()))
 
 
 def part_for(group: Any, device: torch.device) -> Any:

@@ -68,6 +68,8 @@ class PeerStorage:
     def open(self, index: int) -> torch.Tensor:
         """Map the whole file, with all its pages. No process shortens the file, so SIGBUS cannot occur."""
         length = os.fstat(self._buffers[index]).st_size
+        if not length:
+            return torch.empty(0, dtype=torch.uint8)
         known = self._mapped.get(index)
         if known is None or known.numel() < length:
             mapped = mmap.mmap(self._buffers[index], length, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)

@@ -79,7 +79,8 @@ class Regrouper:
             self._retiring.join()
             self._retiring = None
         if by_plan:
-            self._retiring = threading.Thread(target=self._context.retire(), name="elasticstate-retire", daemon=True)
+            # No daemon: the interpreter must not end while the thread is inside a destructor of torch.
+            self._retiring = threading.Thread(target=self._context.retire(), name="elasticstate-retire", daemon=False)
             self._retiring.start()
         else:
             self._context.destroy()

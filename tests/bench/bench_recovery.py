@@ -229,7 +229,8 @@ def elastic_join(
     script.write_text(f"#!/bin/sh\ncat {hosts}\n")
     script.chmod(0o755)
     options = ["-np", "3", "--max-np", "4", "--backend", backend, "--host-discovery-script", script]
-    with started([*elasticrun(*options), "--folder", folder, "--steps-after", STEPS_AFTER], folder) as job:
+    script = ["--folder", folder, "--steps-after", STEPS_AFTER, "--warm-up"]
+    with started([*elasticrun(*options), *script], folder) as job:
         wait_for_step(folder, CHANGE_AT, 0, job)
         hosts.write_text("localhost:4\n")
     note_pause(system, folder, figures)

@@ -34,13 +34,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for logs")
     parser.add_argument("--steps-after", type=int, required=True, help="steps in generation 2, the last one")
+    parser.add_argument("--warm-up", action="store_true", help="compute gradients before the first READY")
     args = parser.parse_args()
 
     model, optimizer = make_training()
     log = StepLog(args.folder)
     state = MarkedState(model=model, optimizer=optimizer, step=0, last=None)
 
-    @elastic.run(warmup=lambda: warm_up_steps(model))
+    @elastic.run(warmup=(lambda: warm_up_steps(model)) if args.warm_up else None)
     def train(state: elastic.TorchState) -> float:
         mark("regroup")
         if elastic.generation() > 1 and state.last is None:

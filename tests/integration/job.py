@@ -151,8 +151,8 @@ class Job:
         event: Line = self.wait_for(f"event {name} #{count} {fields or ''}", found, timeout)
         return event
 
-    def kill(self, *slots: int) -> None:
-        """Send SIGKILL to the workers in these slots of localhost."""
+    def kill(self, *slots: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal, SIGKILL by default, to the workers in these slots of localhost."""
         slot_ids = tuple(f"localhost:{slot}:" for slot in slots)
         workers = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
@@ -161,7 +161,7 @@ class Job:
                     workers.append(process)
         assert len(workers) == len(slots)
         for process in workers:
-            process.kill()
+            process.send_signal(number)
 
     def wait_for_step(self, step: int, timeout: float = 60.0) -> None:
         self.wait_for(f"commit of step {step}", lambda: any(c["step"] >= step for c in self.log("commit")), timeout)

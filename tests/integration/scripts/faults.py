@@ -21,6 +21,7 @@ import torch.distributed as dist
 import elasticstate as elastic
 from elasticstate.config import worker_environment
 from elasticstate.state.channel import Channel
+from elasticstate.state.peer import PeerReader
 from elasticstate.worker import contexts
 from elasticstate.worker.contexts.context import Context, Rendezvous
 from elasticstate.worker.regroup import Regrouper
@@ -162,6 +163,7 @@ class Faults:
         if self._file is not None or any(fault.point in ("init", "store") for fault in self._first):
             kind.create = watched_create
         self._before(Channel, "broadcast", "sync")
+        self._before(PeerReader, "wait_for", "sync")
         self._before(Regrouper, "leave", "leave")
 
     def _before(self, owner: type, method: str, point: str) -> None:

@@ -393,3 +393,24 @@ def test_a_preempted_host_that_discovery_names_again_has_no_cooldown_even_if_its
     m, _ = drive("3.1 hosts a:2 b:2\n3.2 agent-lost b stopped", m)
     assert m.hosts["b"].cooldown_until == float("-inf")
     assert m.hosts["b"].agent == "asked"
+
+
+@pytest.mark.parametrize(("host", "names", "near"), [("a", 7, (2,)), ("a", 8, ()), ("a", 0, ()), ("b", 7, ())], ids=str)
+def test_a_newcomer_is_near_if_the_root_has_the_same_names_on_the_same_host(
+    host: str, names: int, near: tuple[int, ...]
+) -> None:
+    hosts = "a:3" if host == "a" else "a:2 b:1"
+    m, _ = drive(f"0.0 hosts {hosts}\n0.1 agent-joined a\n0.2 agent-joined b", np=2, min_np=2, max_np=3)
+    ids = [t.WorkerId("a", 0, 1), t.WorkerId("a", 1, 1), t.WorkerId(host, 2 if host == "a" else 0, 1)]
+    commit = t.CommitId(1, 4)
+    for worker in ids[:2]:
+        m, effects, _ = step(m, t.WorkerReady(worker, 0, None, None, "h:1", names=7), 1.0)
+    first = published(list(effects))
+    assert (first.lacking, first.near) == ((1,), ()), "no member holds a commit that another one could read"
+    m, _, _ = step(m, t.FirstTick(ids[0], 1), 1.1)
+    m, _, _ = step(m, t.WorkerReady(ids[2], 0, None, None, "h:1", names=names), 20.0)
+    m, _, _ = step(m, t.Several(tuple(t.HoldAnswered(worker, 1, 3, False, 1) for worker in ids[:2])), 20.1)
+    for worker in ids[:2]:
+        m, effects, _ = step(m, t.WorkerReady(worker, 1, commit, None, "h:1", 4, names=7), 20.2)
+    world = published(list(effects))
+    assert (world.root, world.lacking, world.near) == (0, (2,), near)
