@@ -48,14 +48,16 @@ def test_a_newcomer_on_another_host_gets_the_state_from_the_root(tmp_path: Path)
 
 def test_newcomers_on_the_root_s_host_and_on_another_one_join_at_once(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("127.0.0.1:2")
-    sizes = ("-np", "2", "--join-window", "60", "--min-interrupt-distance", "0.2")
-    with Job(tmp_path, *sizes, *hosts.options, steps=10, until=tmp_path / "stop") as job:
+    # After the first join, the next one waits until all other newcomers are ready.
+    wait = ("--join-window", "0.1", "--min-interrupt-distance", "20")
+    with Job(tmp_path, "-np", "2", *hosts.options, *wait, steps=10, until=tmp_path / "stop") as job:
         job.wait_for_step(10)
-        grown(job, hosts, "127.0.0.1:3", "127.0.0.2:1", size=4)
+        grown(job, hosts, "127.0.0.1:3", size=3)
+        grown(job, hosts, "127.0.0.1:4", "127.0.0.2:1", size=5)
         job.stop_file.touch()
         job.finish()
         job.check_survival()
-        assert syncs(job, 2) == ["127.0.0.1:0#1", "127.0.0.1:2#1", "127.0.0.2:0#1"]
+        assert syncs(job, 3) == ["127.0.0.1:0#1", "127.0.0.1:3#1", "127.0.0.2:0#1"]
 
 
 def test_the_death_of_a_ready_newcomer_costs_the_members_nothing(tmp_path: Path) -> None:
