@@ -74,7 +74,7 @@ def make_world(d: Draft, chosen: Sequence[Worker]) -> t.World:
     assert first is not None
     fresh = not any(worker.joined for worker in chosen)
     near = [] if best == NOTHING else [rank for rank in lacking if _is_near(d, placements, rank, root)]
-    return t.World(d.generation + 1, placements, root, tuple(lacking), first.store, fresh, tuple(near))
+    return t.World(d.generation + 1, placements, root, tuple(lacking), first.store, fresh, near=tuple(near))
 
 
 def _is_near(d: Draft, placements: Sequence[t.Placement], rank: int, root: int) -> bool:
