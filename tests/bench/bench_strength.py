@@ -6,7 +6,7 @@ at every step. After step 30 the bench kills one worker, or all of them.
 - torchrun: one agent, all workers restarted, checkpoint in memory.
 - elasticstate: workers fork from the template process.
 - elasticstate, new processes: the same with --no-template.
-- elasticstate, a spare: with --spares 1, on a host of five slots. One worker is killed.
+- elasticstate, a spare: with --spares 1, on a host of five slots, and with a warmup. One worker is killed.
 
 The time ends when the last of four workers has completed a step in a world of four. The goal of the spare adds the time
 of the sync, from the events, to the time without a spare until the survivors complete a step. Prints markdown. Exits
@@ -56,7 +56,7 @@ def elastic_new(folder: Path) -> list[object]:
 
 
 def elastic_spare(folder: Path) -> list[object]:
-    return elastic(folder, "--spares", 1, "-H", f"localhost:{WORKERS + 1}")
+    return [*elastic(folder, "--spares", 1, "-H", f"localhost:{WORKERS + 1}"), "--warm-up"]
 
 
 SYSTEMS: dict[str, Callable[[Path], list[object]]] = {
