@@ -19,7 +19,7 @@ from elasticstate.errors import CollectiveError, StateError
 from elasticstate.log import logger
 from elasticstate.state import divergence, rng, value_names
 from elasticstate.state.channel import Channel
-from elasticstate.state.peer import PeerCommit, PeerReader, Peers
+from elasticstate.state.peer import PeerCommit, PeerReader, Peers, ReadAhead
 from elasticstate.state.session import Session, SoloSession
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.storage import CommitStorage
@@ -58,6 +58,7 @@ class Committer:
         self.is_behind = False
         """True if this rank ended ticks without training, as it had no inputs left: other ranks have a newer state."""
         self._peers: PeerReader | None = None  # commits of the other workers of this host
+        self._ahead: ReadAhead | None = None
         self.is_adopted = False
         """True if the only commit is one that was copied from another worker before the first world."""
         self._must_seal = False  # reset callbacks may have changed the live state since the newest commit
@@ -123,6 +124,8 @@ class Committer:
 
     def settle(self) -> None:
         """Wait until the commit that is being copied from a device, if any, is sealed or discarded."""
+        if self._ahead is not None:
+            self._ahead.wait()
         if not self.snapshot.is_settled:
             self.snapshot.settle()
             self._record_commits()
@@ -145,6 +148,8 @@ class Committer:
         """End a tick, after recording a commit whose copy is complete. Raises what ``Session.tick`` raises."""
         if self.snapshot.is_copied:
             self.settle()
+        if self._peers is not None:
+            self._peers.close()  # after the first step: it takes a while to unmap much memory
         self.session.tick()
 
     def _begin(self, commit: CommitId) -> None:
@@ -204,14 +209,24 @@ class Committer:
         if found is None:
             return
         commit, source = found
-        if source.is_intact() and self._copy(source, commit) is not None:
+        if source.is_intact() and source.copy_to(self.snapshot, self.session.worker_key, commit.generation):
+            self.snapshot.seal_incoming(commit, self._live.load_targets())
             self._record_commits()
             self.is_adopted = self.resume()
 
-    def _copy(self, source: PeerCommit, commit: CommitId) -> Values | None:
-        """Copy a commit of another worker, and seal it as ``commit``. Return None if that worker has overwritten it."""
-        copied = source.copy_to(self.snapshot, self.session.worker_key)
-        return self.snapshot.seal_incoming(commit, self._live.load_targets()) if copied else None
+    def read_ahead(self, near: Container[int], rank: int, root_slot: int, generation: int) -> None:
+        """Begin to copy the root's newest commit, if this rank reads the root's state in the world to come.
+
+        Args:
+            near: ranks that read it from the memory of their host.
+        """
+        self.settle()
+        self._ahead = None
+        if rank not in near or self._peers is None:
+            return
+        source = self._peers.newest_of(root_slot)
+        if source is not None:
+            self._ahead = ReadAhead(source, self.snapshot, self.session.worker_key, generation)
 
     def _restore_or_discard(self) -> bool:
         try:
@@ -273,8 +288,6 @@ class Committer:
             self._receive(channel, start)
         elif session.rank in session.near:
             self._read(start)
-        if self._peers is not None:
-            self._peers.close()
         self.is_adopted = False
         self.drop_gradients()
         self._synced_generation = session.generation
@@ -358,7 +371,7 @@ class Committer:
         source = self._peers.wait_for(session.root_slot, commit, session.check)
         started = time.monotonic()
         try:
-            values = self._copy(source, commit) if source is not None else None
+            values = self._copied(source, commit) if source is not None else None
         finally:
             self._record_commits()
         if values is None:
@@ -366,6 +379,14 @@ class Committer:
             raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
         session.record_sync(self.snapshot.size_bytes, time.monotonic() - started)
         self._apply(values)
+
+    def _copied(self, source: PeerCommit, commit: CommitId) -> Values | None:
+        """Copy the root's commit, and seal it as ``commit``. Return None if the root has overwritten it."""
+        ahead, self._ahead = self._ahead, None
+        is_here = ahead is not None and ahead.has(source)
+        if not is_here and not source.copy_to(self.snapshot, self.session.worker_key, commit.generation):
+            return None
+        return self.snapshot.seal_incoming(commit, self._live.load_targets())
 
     # ------------------------------------------------------------------------- ranks with different numbers of batches
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,11 +23,15 @@ import torch
 
 from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId
+from elasticstate.log import logger
 from elasticstate.state import rng
 from elasticstate.state.buffer import Buffer
 from elasticstate.state.snapshot import Snapshot
 
 _LOOK_INTERVAL_S = 0.001
+
+Content = tuple[int, int, int]
+"""Digest of the layout, length in bytes, and checksum of a commit."""
 
 
 class SealReader:
@@ -92,10 +97,13 @@ class PeerStorage:
                 return buffer if buffer.commit == commit else None
         return None
 
-    def holds(self, commit: CommitId, index: int) -> bool:
-        """Return True if the buffer still holds this commit: what was read from it meanwhile is whole."""
+    def content(self, index: int) -> Content | None:
+        """Return what tells the sealed content of a buffer from any other; None: it is not sealed.
+
+        If it is the same before and after a copy, the copy is whole. A new stamp on the commit does not change it.
+        """
         seal = self.page.sealed(index, self.owner)
-        return seal is not None and CommitId(*seal[:2]) == commit
+        return None if seal is None else seal[2:5]
 
 
 class Peers(Protocol):
@@ -108,23 +116,53 @@ class Peers(Protocol):
 class PeerCommit:
     """A commit in the memory of another worker."""
 
-    def __init__(self, storage: PeerStorage, buffer: Buffer, commit: CommitId) -> None:
-        self._storage, self._buffer, self._commit = storage, buffer, commit
+    def __init__(self, storage: PeerStorage, buffer: Buffer) -> None:
+        self._storage, self._buffer = storage, buffer
+        self.content = storage.content(buffer.index)
 
     def is_intact(self) -> bool:
         """Return True if the checksum is correct."""
         return self._buffer.is_intact()
 
-    def copy_to(self, snapshot: Snapshot, worker_key: str) -> bool:
+    def copy_to(self, snapshot: Snapshot, worker_key: str, generation: int) -> bool:
         """Copy the commit into ``snapshot``, which then seals it. Return False if its owner has changed it meanwhile.
 
-        The random state is derived from that of the owner, as in a sync.
+        The random state is derived from that of the owner, as in a sync of this generation.
         """
         buffer, frame = self._buffer, self._buffer.frame
-        private = rng.derived(rng.initial_seed(buffer.private()), worker_key, self._commit.generation)
+        private = rng.derived(rng.initial_seed(buffer.private()), worker_key, generation)
         header = msgspec.msgpack.encode((frame.layout, buffer.length - frame.objects))
         snapshot.incoming(header, private).copy_(buffer.memory[frame.tensors : buffer.length])
-        return self._storage.holds(self._commit, buffer.index)
+        return self.content is not None and self._storage.content(buffer.index) == self.content
+
+
+class ReadAhead:
+    """Copy of the root's newest commit by a thread, while the main thread creates the process group of the next world.
+
+    At the switch the root only stamps that commit anew, so the copy has the content that the newcomer needs.
+    """
+
+    def __init__(self, source: PeerCommit, snapshot: Snapshot, worker_key: str, generation: int) -> None:
+        self._source = source
+        self._is_whole = False
+        self._thread = threading.Thread(
+            target=self._copy, args=(snapshot, worker_key, generation), name="elasticstate-read-ahead", daemon=False
+        )
+        self._thread.start()
+
+    def _copy(self, snapshot: Snapshot, worker_key: str, generation: int) -> None:
+        try:
+            self._is_whole = self._source.copy_to(snapshot, worker_key, generation)
+        except Exception as error:  # the main thread copies again, and raises the error if it is still there
+            logger.debug("the root's commit was not copied ahead: %s", error)
+
+    def wait(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    def has(self, commit: PeerCommit) -> bool:
+        """Return True if the copy is whole, and has the content of this commit. Call it after ``wait``."""
+        return self._is_whole and commit.content == self._source.content
 
 
 class PeerReader:
@@ -136,14 +174,21 @@ class PeerReader:
 
     def newest(self) -> tuple[CommitId, PeerCommit] | None:
         """Return the newest commit of another worker of this host."""
-        storage = self._open(-1)
+        return self._newest(self._open(-1))
+
+    def newest_of(self, slot: int) -> PeerCommit | None:
+        """Return the newest commit of the worker of a slot."""
+        found = self._newest(self._storage_of(slot))
+        return None if found is None else found[1]
+
+    def _newest(self, storage: PeerStorage | None) -> tuple[CommitId, PeerCommit] | None:
         commit = storage.newest() if storage is not None else None
         if storage is None or commit is None:
             return None
         for index in (0, 1):
             storage.open(index)  # the root's next commits lie in both
         buffer = storage.find(commit)
-        return None if buffer is None else (commit, PeerCommit(storage, buffer, commit))
+        return None if buffer is None else (commit, PeerCommit(storage, buffer))
 
     def wait_for(self, slot: int, commit: CommitId, check: Callable[[], None]) -> PeerCommit | None:
         """Wait until the worker of a slot has sealed this commit. Return None if no worker is in the slot.
@@ -151,16 +196,18 @@ class PeerReader:
         ``check`` raises when the generation is over, as the wait is then in vain.
         """
         while True:
-            storage = self._storage
-            if storage is None or storage.slot != slot or storage.page.is_stale:
-                storage = self._open(slot)
+            storage = self._storage_of(slot)
             if storage is None:
                 return None
             buffer = storage.find(commit)
             if buffer is not None:
-                return PeerCommit(storage, buffer, commit)
+                return PeerCommit(storage, buffer)
             check()
             time.sleep(_LOOK_INTERVAL_S)
+
+    def _storage_of(self, slot: int) -> PeerStorage | None:
+        known = self._storage
+        return known if known is not None and known.slot == slot and not known.page.is_stale else self._open(slot)
 
     def _open(self, slot: int) -> PeerStorage | None:
         self.close()

@@ -35,6 +35,7 @@ from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateErr
 from elasticstate.log import logger
 from elasticstate.net import messages
 from elasticstate.net.link import StorageLink, WorkerLink
+from elasticstate.present_world import WorldView
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.committer import Committer
 from elasticstate.state.snapshot import Snapshot
@@ -81,6 +82,7 @@ class WorkerLoop:
         )
         self._peers = HostPeers(storage, self._storage, owner)
         self._names: Callable[[], int] = lambda: 0  # of the state's values, when there is a state
+        self._read_ahead: Callable[[WorldView], None] = lambda view: None  # the same
         page = self._page = self._storage.page  # the stamps stay on this page if the commits move
         self._sentinel = _sentinel = Sentinel(link, worker, page)
         self._session = WorkerSession(self._sentinel, page, str(environment.worker))
@@ -144,6 +146,7 @@ class WorkerLoop:
         self._committer.use_session(self._session)
         self._committer.use_peers(self._peers)
         self._names = lambda: self._committer.names
+        self._read_ahead = self._read_root_ahead
         self._committer.reserve(self._environment.reserve_bytes)
         if warmup is not None:
             warmup()
@@ -201,8 +204,11 @@ class WorkerLoop:
         if self._committer.commits != joined_with:
             raise CollectiveError("this worker cannot restore the commits that it reported when it joined the world")
 
+    def _read_root_ahead(self, view: WorldView) -> None:
+        self._committer.read_ahead(view.near, view.rank, view.root_slot, view.generation)
+
     def _enter(self) -> None:
-        view = self._regrouper.enter(self._is_behind, self._names())
+        view = self._regrouper.enter(self._is_behind, self._names(), self._read_ahead)
         self._session.enter(view, self._regrouper.context)
         self._is_behind = False
 

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 
 from elasticstate import present_world
@@ -36,12 +37,15 @@ class Regrouper:
     def context(self) -> Context:
         return self._context
 
-    def enter(self, behind: bool = False, names: int = 0) -> present_world.WorldView:
+    def enter(
+        self, behind: bool = False, names: int = 0, prepare: Callable[[present_world.WorldView], None] | None = None
+    ) -> present_world.WorldView:
         """Enter the next world: READY → WORLD → process group.
 
         Raises torch's errors, or CollectiveError, when the generation fails.
 
         ``behind``: this worker ended ticks without training in the last generation. ``names``: see messages.Ready.
+        ``prepare`` is called with the world before its process group is created.
         """
         if self._server is None:
             self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
@@ -51,6 +55,8 @@ class Regrouper:
         self._sentinel.check()
         view = _view(message)
         present_world.enter(view)
+        if prepare is not None:
+            prepare(view)
         store = self._connect(view, message)
         self._sentinel.check()
         name = f"{message.job}/{message.generation}"

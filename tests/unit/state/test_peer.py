@@ -57,7 +57,7 @@ def test_the_newest_commit_is_copied_with_a_random_state_of_its_own(storage: Any
     assert commit == COMMIT
     assert source.is_intact()
     mine = Snapshot(PrivateStorage())
-    assert source.copy_to(mine, "host:6#1")
+    assert source.copy_to(mine, "host:6#1", 3)
     values = mine.seal_incoming(commit, {})
     assert torch.equal(values["w"], torch.full((1000,), 1.0))
     assert values["epoch"] == 4
@@ -77,7 +77,7 @@ def test_a_commit_that_its_owner_overwrites_during_the_copy_is_refused(storage: 
     assert found is not None
     for tick in (8, 9):
         owner.write({"w": torch.full((1000,), 2.0), "epoch": 5}, rng.capture(), CommitId(3, tick))
-    assert not found[1].copy_to(Snapshot(PrivateStorage()), "host:6#1")
+    assert not found[1].copy_to(Snapshot(PrivateStorage()), "host:6#1", 1)
 
 
 def test_a_damaged_commit_is_not_intact(storage: Any) -> None:
