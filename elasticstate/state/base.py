@@ -13,9 +13,10 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError, UsageError
-from elasticstate.state.committer import Committer, LiveState
+from elasticstate.state.committer import Committer
 from elasticstate.state.divergence import Exclusions
 from elasticstate.state.join import StateJoinHook
+from elasticstate.state.live_state import LiveState
 from elasticstate.state.value_names import Kinds
 from elasticstate.state.values import Captured
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
 
 import msgspec
 import torch
@@ -19,29 +18,13 @@ from elasticstate.errors import CollectiveError, StateError
 from elasticstate.log import logger
 from elasticstate.state import divergence, rng, value_names
 from elasticstate.state.channel import Channel
-from elasticstate.state.peer import PeerCommit, PeerReader, Peers, ReadAhead
+from elasticstate.state.live_state import LiveState
+from elasticstate.state.peer import Peers
+from elasticstate.state.peer_copies import PeerCopies
 from elasticstate.state.session import Session, SoloSession
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.storage import CommitStorage
-from elasticstate.state.values import Captured, Values
-
-
-@dataclass(frozen=True, slots=True)
-class LiveState:
-    """Functions by which a committer reads and writes the live state."""
-
-    name: str
-    """Name of the state's class, for errors."""
-    capture: Callable[[], Captured]
-    apply: Callable[[Captured], None]
-    restore: Callable[[], None]
-    """The state's own method, because a subclass may extend it."""
-    load_targets: Callable[[], Captured]
-    """Return the captured values that ``Snapshot.load_into`` may overwrite before ``apply`` is called."""
-    optimizer_owned: Callable[[], Container[int]]
-    """Return the ids of the captured tensors that only an optimizer's ``step`` writes. See async_commit.py."""
-    drop_gradients: Callable[[], None]
-    value_kinds: Callable[[], value_names.Kinds]
+from elasticstate.state.values import Values
 
 
 class Committer:
@@ -57,8 +40,7 @@ class Committer:
         self.session: Session = SoloSession()
         self.is_behind = False
         """True if this rank ended ticks without training, as it had no inputs left: other ranks have a newer state."""
-        self._peers: PeerReader | None = None  # commits of the other workers of this host
-        self._ahead: ReadAhead | None = None
+        self._peers: PeerCopies | None = None  # of commits of the other workers of this host
         self.is_adopted = False
         """True if the only commit is one that was copied from another worker before the first world."""
         self._must_seal = False  # reset callbacks may have changed the live state since the newest commit
@@ -73,7 +55,7 @@ class Committer:
 
     def use_peers(self, peers: Peers) -> None:
         """Read the commits of other workers of this host from their memory."""
-        self._peers = PeerReader(peers)
+        self._peers = PeerCopies(peers)
 
     def use_session(self, session: Session) -> None:
         """Use the worlds of ``session``. Forget commits made outside a world: they are not commits of the job."""
@@ -124,8 +106,8 @@ class Committer:
 
     def settle(self) -> None:
         """Wait until the commit that is being copied from a device, if any, is sealed or discarded."""
-        if self._ahead is not None:
-            self._ahead.wait()
+        if self._peers is not None and self._peers.wait():
+            self._record_commits()
         if not self.snapshot.is_settled:
             self.snapshot.settle()
             self._record_commits()
@@ -194,22 +176,16 @@ class Committer:
     @property
     def names(self) -> int:
         """Digest of the names and kinds of the values; 0: this worker does not read commits of other workers."""
-        return value_names.number(self._live.value_kinds()) if self._peers is not None else 0
+        can_read = self._peers is not None and self._peers.can_read
+        return value_names.number(self._live.value_kinds()) if can_read else 0
 
     def adopt(self) -> None:
         """Copy the newest commit of another worker of this host, if there is one, and make it the live state.
 
         A newcomer calls it before its first READY. At the switch, the root's commit then meets memory that is in use.
         """
-        try:
-            found = self._peers.newest() if self._peers is not None else None
-        except OSError as error:
-            logger.warning("the commits of other workers of this host cannot be read: %s", error)
-            self._peers = found = None
-        if found is None:
-            return
-        commit, source = found
-        if source.is_intact() and source.copy_to(self.snapshot, self.session.worker_key, commit.generation):
+        commit = self._peers.copy_newest(self.snapshot, self.session.worker_key) if self._peers is not None else None
+        if commit is not None:
             self.snapshot.seal_incoming(commit, self._live.load_targets())
             self._record_commits()
             self.is_adopted = self.resume()
@@ -221,12 +197,8 @@ class Committer:
             near: ranks that read it from the memory of their host.
         """
         self.settle()
-        self._ahead = None
-        if rank not in near or self._peers is None:
-            return
-        source = self._peers.newest_of(root_slot)
-        if source is not None:
-            self._ahead = ReadAhead(source, self.snapshot, self.session.worker_key, generation)
+        if self._peers is not None and rank in near:
+            self._peers.read_ahead(root_slot, self.snapshot, self.session.worker_key, generation)
 
     def _restore_or_discard(self) -> bool:
         try:
@@ -371,22 +343,14 @@ class Committer:
         source = self._peers.wait_for(session.root_slot, commit, session.check)
         started = time.monotonic()
         try:
-            values = self._copied(source, commit) if source is not None else None
+            if source is None or not self._peers.copy(source, self.snapshot, session.worker_key, session.generation):
+                self._peers = None  # the next sync sends the state
+                raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
+            values = self.snapshot.seal_incoming(commit, self._live.load_targets())
         finally:
             self._record_commits()
-        if values is None:
-            self._peers = None  # the next sync sends the state
-            raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
         session.record_sync(self.snapshot.size_bytes, time.monotonic() - started)
         self._apply(values)
-
-    def _copied(self, source: PeerCommit, commit: CommitId) -> Values | None:
-        """Copy the root's commit, and seal it as ``commit``. Return None if the root has overwritten it."""
-        ahead, self._ahead = self._ahead, None
-        is_here = ahead is not None and ahead.has(source)
-        if not is_here and not source.copy_to(self.snapshot, self.session.worker_key, commit.generation):
-            return None
-        return self.snapshot.seal_incoming(commit, self._live.load_targets())
 
     # ------------------------------------------------------------------------- ranks with different numbers of batches
 

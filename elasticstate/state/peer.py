@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ import torch
 
 from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId
-from elasticstate.log import logger
 from elasticstate.state import rng
 from elasticstate.state.buffer import Buffer
 from elasticstate.state.snapshot import Snapshot
@@ -134,35 +132,6 @@ class PeerCommit:
         header = msgspec.msgpack.encode((frame.layout, buffer.length - frame.objects))
         snapshot.incoming(header, private).copy_(buffer.memory[frame.tensors : buffer.length])
         return self.content is not None and self._storage.content(buffer.index) == self.content
-
-
-class ReadAhead:
-    """Copy of the root's newest commit by a thread, while the main thread creates the process group of the next world.
-
-    At the switch the root only stamps that commit anew, so the copy has the content that the newcomer needs.
-    """
-
-    def __init__(self, source: PeerCommit, snapshot: Snapshot, worker_key: str, generation: int) -> None:
-        self._source = source
-        self._is_whole = False
-        self._thread = threading.Thread(
-            target=self._copy, args=(snapshot, worker_key, generation), name="elasticstate-read-ahead", daemon=False
-        )
-        self._thread.start()
-
-    def _copy(self, snapshot: Snapshot, worker_key: str, generation: int) -> None:
-        try:
-            self._is_whole = self._source.copy_to(snapshot, worker_key, generation)
-        except Exception as error:  # the main thread copies again, and raises the error if it is still there
-            logger.debug("the root's commit was not copied ahead: %s", error)
-
-    def wait(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
-
-    def has(self, commit: PeerCommit) -> bool:
-        """Return True if the copy is whole, and has the content of this commit. Call it after ``wait``."""
-        return self._is_whole and commit.content == self._source.content
 
 
 class PeerReader:

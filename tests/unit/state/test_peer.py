@@ -14,6 +14,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.state import peer, rng
 from elasticstate.state.peer import PeerReader, PeerStorage
+from elasticstate.state.peer_copies import PeerCopies
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.storage import PrivateStorage
 
@@ -143,3 +144,31 @@ def test_the_seed_of_a_random_state() -> None:
 
 def test_no_name_of_this_module_writes_to_another_worker_s_page() -> None:
     assert not {name for name in vars(peer.SealReader) if name in ("seal", "set_stale", "heartbeat", "enter", "reset")}
+
+
+def test_a_copy_made_ahead_counts_when_the_root_has_stamped_its_commit_anew(storage: Any) -> None:
+    root, mine, start = write(storage), Snapshot(PrivateStorage()), CommitId(4, 0)
+    copies = PeerCopies(Host(storage))
+    assert not copies.wait()
+    copies.read_ahead(5, mine, "host:6#1", start.generation)
+    assert copies.wait()
+    root.restamp(start)
+    source = copies.wait_for(5, start, lambda: None)
+    assert source is not None
+    source.copy_to = None  # type: ignore[assignment,method-assign]  # it is not called
+    assert copies.copy(source, mine, "host:6#1", start.generation)
+    assert torch.equal(mine.seal_incoming(start, {})["w"], torch.full((1000,), 1.0))
+    copies.close()
+
+
+def test_a_copy_made_ahead_of_another_commit_is_made_again(storage: Any) -> None:
+    root, mine, start = write(storage), Snapshot(PrivateStorage()), CommitId(4, 0)
+    copies = PeerCopies(Host(storage))
+    copies.read_ahead(5, mine, "host:6#1", start.generation)
+    copies.wait()
+    root.write({"w": torch.full((1000,), 2.0), "epoch": 5}, rng.capture(), start)
+    source = copies.wait_for(5, start, lambda: None)
+    assert source is not None
+    assert copies.copy(source, mine, "host:6#1", start.generation)
+    assert torch.equal(mine.seal_incoming(start, {})["w"], torch.full((1000,), 2.0))
+    copies.close()

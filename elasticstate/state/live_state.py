@@ -1,0 +1,27 @@
+"""Functions by which a committer reads and writes the live state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+
+from elasticstate.state import value_names
+from elasticstate.state.values import Captured
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """Functions by which a committer reads and writes the live state."""
+
+    name: str
+    """Name of the state's class, for errors."""
+    capture: Callable[[], Captured]
+    apply: Callable[[Captured], None]
+    restore: Callable[[], None]
+    """The state's own method, because a subclass may extend it."""
+    load_targets: Callable[[], Captured]
+    """Return the captured values that ``Snapshot.load_into`` may overwrite before ``apply`` is called."""
+    optimizer_owned: Callable[[], Container[int]]
+    """Return the ids of the captured tensors that only an optimizer's ``step`` writes. See async_commit.py."""
+    drop_gradients: Callable[[], None]
+    value_kinds: Callable[[], value_names.Kinds]

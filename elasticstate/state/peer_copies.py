@@ -1,0 +1,88 @@
+"""Copies of commits of other workers of the host, which a newcomer makes into its own buffers (see peer.py)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from elasticstate.core.types import CommitId
+from elasticstate.log import logger
+from elasticstate.state.peer import PeerCommit, PeerReader, Peers
+from elasticstate.state.snapshot import Snapshot
+
+
+class PeerCopies:
+    """A newcomer's copies. Each is made into a snapshot, which the caller then seals by ``seal_incoming``."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._reader = PeerReader(peers)
+        self.can_read = True
+        """False after an error."""
+        self._ahead: _ReadAhead | None = None
+
+    def copy_newest(self, snapshot: Snapshot, worker_key: str) -> CommitId | None:
+        """Copy the newest commit of another worker. Return its id; None if there is none, or none that is whole."""
+        try:
+            found = self._reader.newest()
+        except OSError as error:
+            logger.warning("the commits of other workers of this host cannot be read: %s", error)
+            self.can_read, found = False, None
+        if found is None:
+            return None
+        commit, source = found
+        return commit if source.is_intact() and source.copy_to(snapshot, worker_key, commit.generation) else None
+
+    def read_ahead(self, root_slot: int, snapshot: Snapshot, worker_key: str, generation: int) -> None:
+        """Begin to copy the newest commit of the root, for a world that is about to form."""
+        self.wait()
+        source = self._reader.newest_of(root_slot)
+        self._ahead = _ReadAhead(source, snapshot, worker_key, generation) if source is not None else None
+
+    def wait(self) -> bool:
+        """Wait until the copy that ``read_ahead`` has begun is complete. Return False if none was begun."""
+        if self._ahead is not None:
+            self._ahead.wait()
+        return self._ahead is not None
+
+    def wait_for(self, root_slot: int, commit: CommitId, check: Callable[[], None]) -> PeerCommit | None:
+        """Wait until the root has sealed this commit: see PeerReader.wait_for."""
+        return self._reader.wait_for(root_slot, commit, check)
+
+    def copy(self, source: PeerCommit, snapshot: Snapshot, worker_key: str, generation: int) -> bool:
+        """Copy a commit, unless that was done ahead. Return False if its owner has overwritten it."""
+        self.wait()
+        ahead, self._ahead = self._ahead, None
+        return (ahead is not None and ahead.has(source)) or source.copy_to(snapshot, worker_key, generation)
+
+    def close(self) -> None:
+        """Unmap the memory of the other workers."""
+        self._reader.close()
+
+
+class _ReadAhead:
+    """Copy of the root's newest commit by a thread, while the main thread creates the process group of the next world.
+
+    At the switch the root only stamps that commit anew, so the copy has the content that the newcomer needs.
+    """
+
+    def __init__(self, source: PeerCommit, snapshot: Snapshot, worker_key: str, generation: int) -> None:
+        self._source = source
+        self._is_whole = False
+        self._thread = threading.Thread(
+            target=self._copy, args=(snapshot, worker_key, generation), name="elasticstate-read-ahead", daemon=False
+        )
+        self._thread.start()
+
+    def _copy(self, snapshot: Snapshot, worker_key: str, generation: int) -> None:
+        try:
+            self._is_whole = self._source.copy_to(snapshot, worker_key, generation)
+        except Exception as error:  # the main thread copies again, and raises the error if it is still there
+            logger.debug("the root's commit was not copied ahead: %s", error)
+
+    def wait(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    def has(self, commit: PeerCommit) -> bool:
+        """Return True if the copy is whole, and has the content of this commit. Call it after ``wait``."""
+        return self._is_whole and commit.content == self._source.content
