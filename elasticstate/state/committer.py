@@ -339,7 +339,7 @@ class Committer:
     def _read(self, commit: CommitId) -> None:
         """Read the root's state from its memory on this host, seal it as ``commit``, and make it the live state."""
         session = self.session
-        assert self._peers is not None, "READY has told that this worker reads commits"
+        assert self._peers is not None, "only a worker that reads commits is in near"
         source = self._peers.wait_for(session.root_slot, commit, session.check)
         started = time.monotonic()
         try:
