@@ -9,6 +9,37 @@ class _Array(Protocol):
 
     def __dlpack__(self) -> object: ...
 
+class Identities:
+    """The keys and values of some dicts and lists at one time, compared by identity. Keeps all of them alive."""
+
+    def __init__(self, containers: Sequence[object]) -> None:
+        """Raise TypeError for a container that is no dict and no list. ``containers``: a list."""
+
+    def unchanged(self) -> bool:
+        """Return True if each container has the same keys and values as at first, in the same order."""
+
+def integers_of(objects: Sequence[object], attribute: object) -> bytes:
+    """Return the values of an integer attribute of all objects, as ``int64[n]`` in the machine's byte order.
+
+    Args:
+        objects: a list.
+        attribute: the attribute's descriptor, taken from the type of the objects.
+
+    Raises:
+        TypeError: ``attribute`` is no descriptor. Also the attribute's errors.
+    """
+
+def sample(addresses: Sequence[int], sizes: Sequence[int], seed: int, words: int) -> int:
+    """Return a checksum of ``words`` times eight bytes of each range of memory. ``seed`` decides which bytes.
+
+    Args:
+        addresses: the beginnings of the ranges, which must be readable.
+        sizes: their lengths in bytes.
+
+    Raises:
+        ValueError: the numbers of addresses and sizes differ; nothing was read.
+    """
+
 class Pieces:
     """Addresses in CPU memory of parts of a flat buffer. Made once, used for many commits.
 

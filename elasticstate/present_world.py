@@ -26,6 +26,7 @@ class WorldView:
     store_host: str
     store_port: int
     verify_sync: bool = False
+    records_ticks: bool = False
     fresh: bool = False  # all members are new processes
     near: tuple[int, ...] = ()  # those of ``lacking`` that read the root's commit from the memory of their host
     root_slot: int = 0  # of the root, on its host

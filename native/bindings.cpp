@@ -17,6 +17,7 @@
 #include <system_error>
 #include <vector>
 
+#include "bind_identities.hpp"
 #include "bind_sentinel.hpp"
 #include "control_page.hpp"
 #include "hold_word.hpp"
@@ -226,5 +227,6 @@ NB_MODULE(_native, m) {
     bind_pieces(m);
     bind_permutation(m);
     bind_control_page(m);
+    elasticstate::bind_identities(m);
     elasticstate::bind_sentinel(m);
 }

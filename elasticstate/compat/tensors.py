@@ -22,6 +22,11 @@ version_of: Callable[[torch.Tensor], int] = attrgetter(_VERSION)
 """Return the number of writes to the tensor's memory, as far as torch counts them."""
 
 
+def version_descriptor() -> object:
+    """Return the descriptor of the attribute that ``version_of`` reads, for native code that reads many."""
+    return getattr(torch.Tensor, _VERSION)
+
+
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
     """Copy each source to the target at the same position, of the same shape."""
     if _foreach_copy is not None and targets:

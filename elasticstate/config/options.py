@@ -351,11 +351,10 @@ class Options:
         "Bytes of each worker's GPU memory that a commit may use. More memory means that training waits less.",
     )
     verify_sync: bool = option(
-        False,
-        _COMMITS,
-        kinds.FLAG,
-        "--verify-sync",
-        "Compare the states of all workers after each sync. A difference is an error.",
+        False, _COMMITS, kinds.FLAG, "--verify-sync", "Compare all states after each sync. A difference is an error."
+    )
+    tick_records: bool = option(
+        True, _COMMITS, kinds.FLAG, "--tick-records", "Record each tick, so that a failure repeats none if possible."
     )
     log_dir: str | None = option(
         None,

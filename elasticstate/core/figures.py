@@ -47,8 +47,7 @@ def losses_text(fields: Mapping[str, Any]) -> str:
     seconds += "unknown (no ticks)" if fields["downtime_s"] is None else f"{fields['downtime_s']:.2f} s"
     commits += f"{number_of(fields['commits_lost'], 'commit')} lost"
     ticks += f"{number_of(fields['ticks_lost'], 'tick')} redone"
-    is_redone = fields["ticks_lost"] or "ticks_lost" in fields["lower_bounds"]
-    return ", ".join([seconds, commits, *([ticks] if is_redone else [])])
+    return f"{seconds}, {commits}, {ticks}"
 
 
 @dataclass(frozen=True, slots=True)

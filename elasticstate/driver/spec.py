@@ -84,6 +84,7 @@ def world_messages(job: str, world: t.World, options: Options) -> Iterator[tuple
                             collective_timeout_s=options.collective_timeout_s,
                             regroup_timeout_s=options.regroup_timeout_s,
                             verify_sync=options.verify_sync,
+                            records_ticks=options.tick_records and options.lease_s is None,
                             fresh=world.fresh,
                             near=near,
                             root_slot=root_slot,

@@ -165,6 +165,7 @@ class WorldMessage(Message, frozen=True):
     fresh: bool = False
     near: tuple[tuple[int, int], ...] = ()  # those of ``lacking`` that read the root's commit from memory, as runs
     root_slot: int = 0
+    records_ticks: bool = False
 
 
 class BufferGrown(Message, frozen=True):

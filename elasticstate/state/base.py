@@ -17,6 +17,7 @@ from elasticstate.state.committer import Committer
 from elasticstate.state.divergence import Exclusions
 from elasticstate.state.join import StateJoinHook
 from elasticstate.state.live_state import LiveState
+from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.value_names import Kinds
 from elasticstate.state.values import Captured
 
@@ -93,6 +94,14 @@ class State(Joinable):
 
     def _optimizer_owned(self) -> Container[int]:
         """Return the ids of the captured tensors that only an optimizer's ``step`` writes. See async_commit.py."""
+        return ()
+
+    def _quick_capture(self, captured: Captured) -> QuickCapture | None:
+        """Return a quicker way to repeat the capture ``captured``; None if there is none. See quick_capture.py."""
+        return None
+
+    def _owned(self) -> Container[int]:
+        """Return the ids of the captured tensors that a tick record need not copy. See tick_record.py."""
         return ()
 
     def _drop_gradients(self) -> None:
@@ -232,6 +241,8 @@ class State(Joinable):
             restore=_weak(self.restore),
             load_targets=_weak(self._load_targets),
             optimizer_owned=_weak(self._optimizer_owned),
+            quick_capture=_weak(self._quick_capture),
+            owned=_weak(self._owned),
             drop_gradients=_weak(self._drop_gradients),
             value_kinds=_weak(self._value_kinds),
         )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
+
+from elasticstate.state.session import Session
 
 CHUNK_BYTES = 1 << 30  # size of one broadcast, because the timeout of a process group applies to each collective
 FIRST_BYTES = 1 << 15  # of a message travel with its length: a collective costs more than these bytes
@@ -66,3 +70,14 @@ class Channel:
         rows = [torch.empty_like(mine) for _ in range(self._group.size())]
         self._group.allgather([rows], [mine]).wait()
         return rows
+
+
+def channel_between(session: Session, root: int, lacking: Sequence[int]) -> Channel:
+    """Return the channel from the root of a sync to the ranks that lack the state."""
+    ranks = taking_part(root, lacking)
+    return Channel(session.process_group_for(ranks), ranks.index(root))
+
+
+def taking_part(root: int, lacking: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks of a sync, ascending."""
+    return tuple(sorted({root, *lacking}))

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container
 
 import msgspec
 import torch
 
+from elasticstate.compat import aliases
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, StateError
 from elasticstate.log import logger
 from elasticstate.state import divergence, rng, value_names
-from elasticstate.state.channel import Channel
+from elasticstate.state.channel import Channel, channel_between
 from elasticstate.state.live_state import LiveState
 from elasticstate.state.peer import Peers
 from elasticstate.state.peer_copies import PeerCopies
 from elasticstate.state.session import Session, SoloSession
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.storage import CommitStorage
+from elasticstate.state.tick_record import TickRecords
 from elasticstate.state.values import Values
 
 
@@ -45,6 +47,8 @@ class Committer:
         """True if the only commit is one that was copied from another worker before the first world."""
         self._must_seal = False  # reset callbacks may have changed the live state since the newest commit
         self._synced_generation = 0
+        self._ticks = TickRecords(live.capture, live.quick_capture, live.owned)
+        self._begun: CommitId | None = None  # the last commit that was begun
 
     # ----------------------------------------------------------------------------------------------- storage and world
 
@@ -127,12 +131,34 @@ class Committer:
                 self._record_commits()
 
     def tick(self) -> None:
-        """End a tick, after recording a commit whose copy is complete. Raises what ``Session.tick`` raises."""
+        """End a tick, after recording a commit whose copy is complete. Raises what ``Session.tick`` raises.
+
+        A tick without a commit is recorded, so that ``commit_last_tick`` can make the commit after a failure.
+        """
         if self.snapshot.is_copied:
             self.settle()
         if self._peers is not None:
             self._peers.close()  # after the first step: it takes a while to unmap much memory
+        if self.session.records_ticks and (commit := self.session.commit_id()) != self._begun:
+            self._ticks.record(commit)
         self.session.tick()
+
+    def commit_last_tick(self) -> None:
+        """After a failure: make the last tick a commit, if the live state is proven to be the state of that tick.
+
+        Call it when nothing of the generation can write any more, and restore the newest commit afterwards.
+        """
+        self.settle()
+        taken = self._ticks.take(self.snapshot.newest, self.session.generation)
+        if taken is None:
+            return
+        commit, values, private = taken
+        try:
+            self.snapshot.write(values, private, commit)
+        except Exception as error:  # too little storage: the commit before stays whole
+            logger.warning("the state of tick %d cannot be committed: %s", commit.tick, error)
+        finally:
+            self._record_commits()
 
     def _begin(self, commit: CommitId) -> None:
         newest = self.snapshot.newest
@@ -140,6 +166,8 @@ class Committer:
             raise StateError(
                 f"Commit {commit} is not newer than {newest}, which is sealed. Commit again after the next tick."
             )
+        self._begun = commit
+        self._ticks.drop()
         captured = self._live.capture()
         is_cut = functools.partial(self.session.has_ended, commit.generation)
         try:
@@ -158,12 +186,11 @@ class Committer:
         Raises StateError if there is no intact commit, or if the commit does not fit the live objects.
         """
         self.settle()
-        before = self.commits
+        self._before_raw_write()
         try:
             values = self.snapshot.load_into(self._live.load_targets())
         finally:
-            if self.commits != before:  # a commit was damaged
-                self._record_commits()
+            self._record_commits()  # a commit may be damaged
         self._apply(values)
 
     def resume(self) -> bool:
@@ -186,6 +213,7 @@ class Committer:
         """
         commit = self._peers.copy_newest(self.snapshot, self.session.worker_key) if self._peers is not None else None
         if commit is not None:
+            self._before_raw_write()
             self.snapshot.seal_incoming(commit, self._live.load_targets())
             self._record_commits()
             self.is_adopted = self.resume()
@@ -214,6 +242,11 @@ class Committer:
         """Set gradients to None. A failure inside ``backward`` leaves partial gradients, different on each rank."""
         self._live.drop_gradients()
 
+    def _before_raw_write(self) -> None:
+        """Discard tick records, of all states: what follows writes into live tensors, and torch does not count it."""
+        aliases.note_unseen_write()
+        self._ticks.reset()
+
     def _apply(self, values: Values) -> None:
         """Make the newest commit, whose content is ``values``, the live state: the last step of a restore or sync."""
         commit = self.snapshot.newest
@@ -241,6 +274,8 @@ class Committer:
         """
         session = self.session
         self.settle()
+        if session.records_ticks:
+            aliases.install()  # before the first collective of this generation
         if session.generation == 0:
             self.seal(session.commit_id())
             return False
@@ -250,8 +285,9 @@ class Committer:
         channel = None
         far = [rank for rank in session.lacking if rank not in session.near]
         if far and session.rank in (session.root, *far):
-            channel = self._channel(session.root, far)
-            self._compare_names(channel, far)
+            channel = channel_between(session, session.root, far)
+            has_commit = self.snapshot.newest is not None
+            value_names.compare(channel, session, far, self._live.value_kinds(), has_commit)
         if session.rank not in session.lacking:
             self._seal_start(start)
         if channel is not None and session.rank == session.root:
@@ -273,12 +309,10 @@ class Committer:
             group = session.process_group_for(tuple(range(session.size)))
             divergence.check(self.snapshot, Channel(group, 0), session.rank, exclusions)
             return
-        before = self.commits
         try:
             self.snapshot.verify()
         finally:
-            if self.commits != before:
-                self._record_commits()
+            self._record_commits()
 
     def _seal_start(self, start: CommitId) -> None:
         """Seal ``start`` on a worker that holds the job's state, if the state is new or is sent to others."""
@@ -290,23 +324,6 @@ class Committer:
         elif session.lacking:
             self.snapshot.restamp(start)
             self._record_commits()
-
-    def _channel(self, root: int, lacking: Sequence[int]) -> Channel:
-        """Return the channel from the root to the ranks that lack the state."""
-        ranks = _taking_part(root, lacking)
-        return Channel(self.session.process_group_for(ranks), ranks.index(root))
-
-    def _compare_names(self, channel: Channel, lacking: Sequence[int]) -> None:
-        """Raise StateError if this rank cannot take part in the sync, before anything is sealed, sent or written.
-
-        If only other ranks cannot, this rank continues. The sync or the training then fails with the generation.
-        """
-        session = self.session
-        ranks = _taking_part(session.root, lacking)
-        has_commit = self.snapshot.newest is not None
-        refused = value_names.find_refused(channel, ranks, session.root, self._live.value_kinds(), has_commit)
-        if session.rank in refused:
-            raise StateError(refused[session.rank])
 
     def _send(self, channel: Channel) -> None:
         started = time.monotonic()
@@ -330,6 +347,7 @@ class Committer:
         try:
             payload = self.snapshot.incoming(header, private)
             channel.broadcast(payload)
+            self._before_raw_write()
             values = self.snapshot.seal_incoming(commit, self._live.load_targets())
         finally:
             self._record_commits()
@@ -346,6 +364,7 @@ class Committer:
             if source is None or not self._peers.copy(source, self.snapshot, session.worker_key, session.generation):
                 self._peers = None  # the next sync sends the state
                 raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
+            self._before_raw_write()
             values = self.snapshot.seal_incoming(commit, self._live.load_targets())
         finally:
             self._record_commits()
@@ -357,6 +376,7 @@ class Committer:
     def tick_without_inputs(self) -> None:
         """End a tick in which only other ranks trained, because this rank has no inputs left."""
         self.is_behind = True
+        self._ticks.drop()
         self.session.tick()
 
     def follow_last_joiner(self, is_last: bool) -> None:
@@ -374,12 +394,7 @@ class Committer:
         if is_last:
             self.seal(commit)
         if session.rank == root:
-            self._send(self._channel(root, lacking))
+            self._send(channel_between(session, root, lacking))
         elif not is_last:
-            self._receive(self._channel(root, lacking), commit, keeps_random_state=True)
+            self._receive(channel_between(session, root, lacking), commit, keeps_random_state=True)
         session.tick()
-
-
-def _taking_part(root: int, lacking: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks of a sync, ascending."""
-    return tuple(sorted({root, *lacking}))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from elasticstate.state import value_names
+from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.values import Captured
 
 
@@ -23,5 +24,9 @@ class LiveState:
     """Return the captured values that ``Snapshot.load_into`` may overwrite before ``apply`` is called."""
     optimizer_owned: Callable[[], Container[int]]
     """Return the ids of the captured tensors that only an optimizer's ``step`` writes. See async_commit.py."""
+    quick_capture: Callable[[Captured], QuickCapture | None]
+    """Return a quicker way to repeat a capture, or None. See quick_capture.py."""
+    owned: Callable[[], Container[int]]
+    """Return the ids of the captured tensors that a tick record need not copy. See tick_record.py."""
     drop_gradients: Callable[[], None]
     value_kinds: Callable[[], value_names.Kinds]

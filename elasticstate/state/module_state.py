@@ -63,6 +63,12 @@ def _class_facts(kind: Any) -> tuple[bool, bool]:
     return usual, kind.get_extra_state is not torch.nn.Module.get_extra_state
 
 
+def is_usual(module: torch.nn.Module) -> bool:
+    """Return True if the module uses torch's own ``named_*`` methods, so that its registries contain its tensors."""
+    usual, _ = _class_facts(type(module))  # type: ignore[arg-type]
+    return usual
+
+
 _WALK_METHODS = ("named_parameters", "named_buffers", "named_modules")
 
 

@@ -22,11 +22,25 @@ def capture_optimizer(name: str, optimizer: torch.optim.Optimizer, values: dict[
         if position is not None or not isinstance(key, torch.Tensor):
             at = key if position is None else position
             state[at] = flatten(entry, f"{name}.state.{at}", values)
-    groups = [
+    return {"state": state, "param_groups": flatten(plain_groups(optimizer), f"{name}.param_groups", values)}
+
+
+def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups, with numbers of parameters instead of parameters."""
+    return [
         {key: len(value) if key == "params" else value for key, value in group.items()}
         for group in optimizer.param_groups
     ]
-    return {"state": state, "param_groups": flatten(groups, f"{name}.param_groups", values)}
+
+
+def is_plain_optimizer(value: object) -> bool:
+    """Return True for an optimizer with torch's own state_dict methods. Others may keep their state elsewhere."""
+    kind = type(value)
+    return (
+        isinstance(value, torch.optim.Optimizer)
+        and kind.state_dict is torch.optim.Optimizer.state_dict  # type: ignore[attr-defined]
+        and kind.load_state_dict is torch.optim.Optimizer.load_state_dict  # type: ignore[attr-defined]
+    )
 
 
 def load_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any, values: Captured) -> None:

@@ -50,6 +50,10 @@ class Session(Protocol):
         """True if each sync ends with a check."""
 
     @property
+    def records_ticks(self) -> bool:
+        """True if ticks without a commit are recorded, so that a failure repeats none."""
+
+    @property
     def worker_key(self) -> str:
         """Unique id of this worker."""
 
@@ -86,6 +90,7 @@ class SoloSession:
     near: tuple[int, ...] = ()
     root_slot = 0
     verify_sync = False
+    records_ticks = False  # a failure ends this process, and there are no others
     worker_key = "alone"
 
     def __init__(self) -> None:

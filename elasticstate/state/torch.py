@@ -16,7 +16,8 @@ from elasticstate.state.base import State
 from elasticstate.state.containers import flatten, rebuild
 from elasticstate.state.iterable_data import fault_of
 from elasticstate.state.module_state import capture_module, load_module
-from elasticstate.state.optimizer_state import capture_optimizer, load_optimizer
+from elasticstate.state.optimizer_state import capture_optimizer, is_plain_optimizer, load_optimizer
+from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.running_statistics import running_statistics
 from elasticstate.state.value_names import Kinds
 from elasticstate.state.values import Captured, Tree, is_array, load_value
@@ -92,10 +93,27 @@ class TorchState(State):
         found: set[int] = set()
         for name in self._names:
             value = getattr(self, name)
-            if _is_plain_optimizer(value) and not is_captured(value):
+            if is_plain_optimizer(value) and not is_captured(value):
                 found.update(id(p) for p in _parameters(value) if p.requires_grad)
                 for entry in value.state.values():
                     found.update(map(id, entry.values() if isinstance(entry, dict) else ()))
+        return found
+
+    def _quick_capture(self, captured: Captured) -> QuickCapture | None:
+        if type(self).capture is not TorchState.capture:
+            return None
+        return QuickCapture.make(self.__dict__, self._names, captured)
+
+    def _owned(self) -> set[int]:
+        """Return the ids of all parameters, and of all tensors in the state of optimizers."""
+        found: set[int] = set()
+        for name in self._names:
+            value = getattr(self, name)
+            found.update(map(id, _parameters(value)))
+            if is_plain_optimizer(value):
+                tensors: dict[str, Any] = {}
+                flatten(dict(enumerate(value.state.values())), "", tensors)
+                found.update(map(id, tensors.values()))
         return found
 
     def check(self) -> None:
@@ -121,16 +139,6 @@ def _is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _is_plain_optimizer(value: object) -> bool:
-    """Return True for an optimizer with torch's own state_dict methods. Others may keep their state elsewhere."""
-    kind = type(value)
-    return (
-        isinstance(value, torch.optim.Optimizer)
-        and kind.state_dict is torch.optim.Optimizer.state_dict  # type: ignore[attr-defined]
-        and kind.load_state_dict is torch.optim.Optimizer.load_state_dict  # type: ignore[attr-defined]
-    )
-
-
 def _parameters(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.nn.Module):
         yield from value.parameters()
@@ -143,7 +151,7 @@ def _capture(name: str, value: Any, values: dict[str, Any]) -> Any:
     """Put the tensors of an object into ``values``, and return the rest of its state."""
     if isinstance(value, torch.nn.Module):
         return capture_module(name, _unwrap(value), values)
-    if _is_plain_optimizer(value):
+    if is_plain_optimizer(value):
         return capture_optimizer(name, value, values)
     return flatten(value.state_dict(), name, values)
 
@@ -151,7 +159,7 @@ def _capture(name: str, value: Any, values: dict[str, Any]) -> Any:
 def _load(name: str, live: Any, tree: Any, values: Captured) -> None:
     if isinstance(live, torch.nn.Module):
         load_module(name, _unwrap(live), tree, values)
-    elif _is_plain_optimizer(live):
+    elif is_plain_optimizer(live):
         load_optimizer(name, live, tree, values)
     else:
         # rebuild writes into the tensors of state_dict(). If these are the live tensors, that restores them. If these

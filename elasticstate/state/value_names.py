@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from elasticstate.core.texts import listed
-from elasticstate.state.channel import Channel
+from elasticstate.errors import StateError
+from elasticstate.state.channel import Channel, taking_part
 from elasticstate.state.layout import digest
+from elasticstate.state.session import Session
 
 Kinds = dict[str, bool]
 """For each value's name: True if the value is an object with ``state_dict()`` that a rank loads from the root's."""
@@ -18,6 +20,18 @@ Kinds = dict[str, bool]
 def number(kinds: Kinds) -> int:
     """Return a digest of 63 bits, which differs if the kinds differ."""
     return digest(msgspec.msgpack.encode(sorted(kinds.items()))) >> 1
+
+
+def compare(channel: Channel, session: Session, lacking: Sequence[int], kinds: Kinds, has_commit: bool) -> None:
+    """Raise StateError if this rank cannot take part in a sync, before anything is sealed, sent or written.
+
+    If only other ranks cannot, this rank continues. The sync or the training then fails with the generation. The
+    arguments are those of ``find_refused``; ``lacking``: the ranks that get the state.
+    """
+    ranks = taking_part(session.root, lacking)
+    refused = find_refused(channel, ranks, session.root, kinds, has_commit)
+    if session.rank in refused:
+        raise StateError(refused[session.rank])
 
 
 def find_refused(channel: Channel, ranks: Sequence[int], root: int, kinds: Kinds, has_commit: bool) -> dict[int, str]:

@@ -9,6 +9,8 @@
                                                          ▼
                                                      exit gate → the code after train(state)
 
+After a failure, the last tick becomes a commit before the restore, if the live state is proven to be that of the tick.
+
 READY means: the worker's live state equals its commit. The worker's own exception leaves the loop.
 
 The loop uses a state through its committer, and through the public methods that a subclass may extend: ``restore``,
@@ -58,7 +60,7 @@ class _Outcome(Enum):
 
     FINISHED = auto()
     INTERRUPTED = auto()  # at a tick that all members completed: nothing is lost
-    FAILED = auto()  # the worker goes back to its last commit
+    FAILED = auto()  # the worker goes back to its last tick if that is proven whole, else to its last commit
 
 
 class WorkerLoop:
@@ -258,7 +260,9 @@ class WorkerLoop:
             self._committer.drop_gradients()
             self._regrouper.leave(by_plan=True)
         else:
-            self._regrouper.leave()
+            self._regrouper.leave()  # nothing of the generation writes any more
+            if not self._is_behind:
+                self._committer.commit_last_tick()
             self._restore()
 
     def _save(self) -> bool:

@@ -138,6 +138,7 @@ def _view(message: messages.WorldMessage) -> present_world.WorldView:
         host,
         int(port),
         message.verify_sync,
+        message.records_ticks,
         message.fresh,
         from_runs(message.near),
         message.root_slot,

@@ -77,6 +77,10 @@ class WorkerSession:
     def verify_sync(self) -> bool:
         return self.view.verify_sync
 
+    @property
+    def records_ticks(self) -> bool:
+        return self.view.records_ticks and self.view.size > 1
+
     def progress(self) -> None:
         self._page.progress()
 

@@ -42,6 +42,7 @@ class Session:
     root = 0
     lacking = (1,)
     verify_sync = False
+    records_ticks = False
     ticks = 0
 
     def __init__(self, rank: int) -> None:

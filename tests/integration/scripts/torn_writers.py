@@ -72,6 +72,7 @@ class Session:
     lacking = ()
     worker_key = "alone"
     verify_sync = False
+    records_ticks = False
 
     def __init__(self, ticks: int) -> None:
         self.ticks = ticks

@@ -61,7 +61,8 @@ def test_a_recovery_is_one_line(open_report: Callable[..., Report], capfd: pytes
         "job j started: 4 workers (2 to any number)",
         "generation 1: 4 workers on 2 hosts",
         "b:1 (rank 3) ended: SIGKILL",
-        "generation 4: 3 workers on 2 hosts; lost: b:1 (SIGKILL); training resumed after 0.09 s, 0 commits lost",
+        "generation 4: 3 workers on 2 hosts; lost: b:1 (SIGKILL); training resumed after 0.09 s, 0 commits lost, "
+        "0 ticks redone",
     ]
 
 
@@ -102,7 +103,7 @@ def test_a_world_that_never_trained_is_logged(
     report.summary(JobFigures(3, 2, Losses(2.0, 1), None, 12.34), Outcome(1, "failed"))
     assert logged(report, capfd) == [
         "generation 3: 1 worker on 1 host",
-        "job j failed after 12.3 s: 3 generations, 2 failures, downtime 2.00 s, 1 commit lost",
+        "job j failed after 12.3 s: 3 generations, 2 failures, downtime 2.00 s, 1 commit lost, 0 ticks redone",
     ]
 
 

@@ -42,7 +42,8 @@ def test_it_shows_the_world_by_rank_and_why_a_slot_is_empty() -> None:
     m = step(m, t.WorkerReady(A, 1, None, None, "127.0.0.1:1"), 10.5).next
     assert status("j", m, "world 2: 1 worker", 10.6) == [
         "job j: RUNNING(2) for 0.1 s; world 2: 1 worker",
-        "since the start of the driver 0.6 s ago: 1 failure, downtime unknown (no ticks), 0 commits lost",
+        "since the start of the driver 0.6 s ago: 1 failure, downtime unknown (no ticks), 0 commits lost, "
+        "0 ticks redone",
         "world 2: 1 of 1 worker alive, on 1 host",
         "  rank 0  a:0#1  regroup, tick 0, last heartbeat 0.1 s ago",
         "not in the world:",

@@ -48,6 +48,7 @@ class Member:
     groups: list[tuple[int, ...]] = field(default_factory=list)
     collectives: list[int] = field(default_factory=list)  # number of bytes of each
     verify_sync: bool = False
+    records_ticks: bool = False
     signs: int = 0
     is_over: bool = False
 

@@ -41,3 +41,48 @@ def test_a_derived_state_has_its_own_seed_to_derive_from() -> None:
         rng.apply(rng.derived(torch.initial_seed(), "a:0#1", generation))
         seeds.append(torch.initial_seed())
     assert all(a != b for a, b in pairwise(seeds))
+
+
+def test_each_copy_is_the_present_state() -> None:
+    """A copy of numpy's state is reused, but never after a draw: also not after the second of a pair of numbers."""
+    chance = random.Random(5)
+    operations = [
+        lambda: np.random.randn(),
+        lambda: np.random.rand(),
+        lambda: np.random.seed(chance.randrange(3)),
+        lambda: np.random.shuffle([1, 2, 3]),
+        lambda: None,
+    ]
+    for _ in range(300):
+        chance.choice(operations)()
+        packed = rng.pack(rng.copy())
+        first = [draw() for _ in range(2)]
+        rng.apply(packed)
+        assert [draw() for _ in range(2)] == first
+        rng.apply(packed)
+
+
+def test_a_restored_second_normal_number_is_copied() -> None:
+    np.random.seed(1)
+    np.random.randn()
+    with_second = rng.capture()
+    np.random.randn()
+    rng.copy()
+    rng.apply(with_second)
+    expected = np.random.randn()
+    rng.apply(with_second)
+    rng.apply(rng.pack(rng.copy()))
+    assert np.random.randn() == expected
+
+
+def test_numpys_second_normal_number_is_a_part_of_the_state() -> None:
+    np.random.seed(3)
+    np.random.randn()
+    copied = rng.pack(rng.copy())
+    kind, key, position, _, _ = np.random.get_state()
+    np.random.set_state((kind, key, position, 1, 0.25))
+    changed = rng.pack(rng.copy())
+    assert changed != copied
+    np.random.randn()
+    rng.apply(changed)
+    assert np.random.randn() == 0.25

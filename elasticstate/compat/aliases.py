@@ -1,0 +1,259 @@
+"""Detection of writes that torch's version counter does not count. Checked with torch 2.13.
+
+A write through ``tensor.data``, a numpy array, a storage, DLPack or a collective changes no version. Each of these
+needs a *handle* first: another object that refers to the tensor's memory. This module detects who asks for a handle to
+watched memory, by replacing the attributes of ``torch.Tensor`` and ``ProcessGroup`` that return or use one.
+
+- ``torch.Tensor.data``, ``numpy``, ``untyped_storage``, ``set_``, ``__dlpack__``; ``torch.utils.dlpack.to_dlpack``;
+  ``apply_`` and ``map_``, which write themselves.
+- Methods of ``ProcessGroup`` and ``Backend``: c10d operations have no alias annotations
+  (torch/csrc/distributed/c10d/Ops.cpp).
+- ``torch._C._storage_Use_Count`` and the references to the storage object: who refers to a tensor's memory.
+- ``torch._fused_adam_`` and the like count as a write of all memory.
+
+Not detected: native code that writes to an address, memory that numpy allocated (``torch.from_numpy``), ``.data``
+inside a compiled function (``torch.compile``, ``torch.jit.script``), operations of ``torch.ops._c10d_functional``,
+capsules made before ``install``, and ``torch.autograd._unsafe_preserve_version_counter``. Tick records therefore also
+take samples of the content.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elasticstate.compat.absent_names import warn_absent
+
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_storage_of = torch.Tensor.untyped_storage
+_ONLY_OWNER = 2  # the tensor, and its storage object
+_ONLY_REFERENCES = 3  # to the storage object: of its tensor, of a variable, and of the argument of getrefcount
+
+_COLLECTIVES = (
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base", "allreduce"),
+    *("allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "recv", "recv_anysource", "reduce"),
+    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "scatter", "all_gather_single"),
+    *("all_gather_single_coalesced", "all_to_all_single", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+)
+
+_addresses: frozenset[int] = frozenset()  # beginnings of the watched storages
+_handles: dict[int, list[Any]] = {}  # address -> collectives that use the memory, or None for a handle
+_lasting: set[int] = set()  # addresses with a handle whose end cannot be detected
+_in_flight: list[tuple[int, Any]] = []  # address and work of collectives, whoever watches
+_watches = 0  # calls of ``watch``
+_unseen_writes = 0
+_is_installed = False
+
+
+def can_watch() -> bool:
+    """Return True if the installed torch has all names that the detection needs; else warn once."""
+    if _use_count is not None and hasattr(torch.Tensor, "_version"):
+        return True
+    name = "torch.Tensor._version" if _use_count is not None else "torch._C._storage_Use_Count"
+    warn_absent("torch", name, "a failure repeats the steps since the last commit")
+    return False
+
+
+def watch(tensors: Iterable[torch.Tensor]) -> int:
+    """Watch the memory of these tensors, instead of those watched before, and return a number for this watch.
+
+    Of the handles asked for before, only collectives in flight since ``install`` are known.
+    """
+    global _addresses, _watches
+    install()
+    _watches += 1
+    _addresses = frozenset(_storage_of(tensor).data_ptr() for tensor in tensors)
+    _handles.clear()
+    _prune()
+    for address, work in _in_flight:
+        if address in _addresses:
+            _handles.setdefault(address, []).append(work)
+    return _watches
+
+
+def unseen_writes() -> int:
+    """Return how often something wrote memory that torch counts no writes of, and nobody knows which memory."""
+    return _unseen_writes
+
+
+def note_unseen_write() -> None:
+    """Record such a write, for example a commit that is about to be copied into live tensors."""
+    global _unseen_writes
+    _unseen_writes += 1
+
+
+def is_only_owner(tensor: torch.Tensor) -> bool:
+    """Return True if no other tensor, storage object or process refers to the tensor's memory."""
+    storage = _storage_of(tensor)
+    assert _use_count is not None, "can_watch() returned True"
+    if sys.getrefcount(storage) != _ONLY_REFERENCES or _use_count(storage._cdata) != _ONLY_OWNER:
+        return False
+    return not storage.is_shared() and storage.data_ptr() not in _lasting
+
+
+def has_handles(watch: int) -> bool:
+    """Return True if somebody asked for a handle to watched memory since ``watch`` or ``forget_handles``.
+
+    Also True if other memory is watched now.
+    """
+    return bool(_handles) or watch != _watches
+
+
+def forget_handles(watch: int, tensors: Iterable[torch.Tensor]) -> bool:
+    """Forget the handles that no longer exist. Return False if any exists, or if other memory is watched now.
+
+    ``tensors``: those given to ``watch``.
+    """
+    _prune()
+    if watch != _watches:
+        return False
+    if not _handles:
+        return True
+    for tensor in tensors:
+        address = _storage_of(tensor).data_ptr()
+        works = _handles.get(address)
+        if works is not None and is_only_owner(tensor) and all(work is None or work.is_completed() for work in works):
+            del _handles[address]
+    return not _handles
+
+
+# ------------------------------------------------------------------------------------------------------ replacements
+
+
+def _storage_address(value: Any) -> int | None:
+    """Return the beginning of a CPU tensor's storage; None for anything else."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse the call
+            return _storage_of(value).data_ptr() if value.is_cpu else None
+    except (RuntimeError, NotImplementedError):  # a tensor without storage: sparse, or a subclass
+        return None
+
+
+def _address_of(value: Any) -> int | None:
+    """Return the beginning of a tensor's storage if it is watched; None for anything else."""
+    address = _storage_address(value) if _addresses else None
+    return address if address in _addresses else None
+
+
+def _note(value: Any) -> None:
+    address = _address_of(value)
+    if address is not None:
+        _handles.setdefault(address, []).append(None)
+
+
+def _prune() -> None:
+    """Forget collectives that are complete: their works keep tensors alive."""
+    if _in_flight:
+        _in_flight[:] = [(address, work) for address, work in _in_flight if not work.is_completed()]
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def install() -> None:
+    """Replace the attributes, once in this process."""
+    global _is_installed
+    if _is_installed:
+        return
+    _is_installed = True
+    _replace_data()
+    for name in ("numpy", "untyped_storage", "set_", "apply_", "map_", "map2_"):
+        _replace(torch.Tensor, name, _noting)
+    for name in filter(_is_fused_step, dir(torch)):
+        _replace(torch, name, _noting_unseen_write)
+    _replace(torch.Tensor, "__dlpack__", _noting_for_ever)
+    for module in (torch.utils.dlpack, torch, torch._C):
+        for name in ("to_dlpack", "_to_dlpack", "_to_dlpack_versioned"):
+            _replace(module, name, _noting_for_ever)
+    for owner in (dist.ProcessGroup, getattr(torch._C._distributed_c10d, "Backend", None)):
+        for name in _COLLECTIVES:
+            _replace(owner, name, _noting_work)
+
+
+def _is_fused_step(name: str) -> bool:
+    return name.startswith("_fused_") and name.endswith("_")
+
+
+def _replace(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    if hasattr(owner, name):
+        setattr(owner, name, wrapper(getattr(owner, name)))
+
+
+def _replace_data() -> None:
+    original: Any = torch.Tensor.data
+
+    def get(self: torch.Tensor) -> torch.Tensor:
+        _note(self)
+        found: torch.Tensor = original.__get__(self)
+        return found
+
+    def put(self: torch.Tensor, value: torch.Tensor) -> None:
+        _note(self)
+        _note(value)
+        original.__set__(self, value)
+
+    torch.Tensor.data = property(get, put, original.__delete__)  # type: ignore[assignment]
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            _note(value)
+        return original(*args, **kwargs)
+
+    return noting
+
+
+def _noting_for_ever(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The memory of a DLPack capsule has an owner that the use count does not include."""
+
+    @functools.wraps(original)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if (address := _address_of(value)) is not None:
+                _handles.setdefault(address, []).append(None)
+                _lasting.add(address)
+        return original(*args, **kwargs)
+
+    return noting
+
+
+def _noting_unseen_write(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        note_unseen_write()
+        return original(*args, **kwargs)
+
+    return noting
+
+
+def _noting_work(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = map(_storage_address, _tensors_in((*args, *kwargs.values())))
+        addresses = {address for address in found if address is not None}
+        watched = addresses & _addresses
+        for address in watched:
+            _handles.setdefault(address, []).append(None)  # before the first write
+        work = original(self, *args, **kwargs)
+        for address in watched:
+            _handles[address][-1] = work
+        _prune()
+        if hasattr(work, "is_completed"):
+            _in_flight.extend((address, work) for address in addresses)
+        return work
+
+    return noting

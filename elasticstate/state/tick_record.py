@@ -1,0 +1,273 @@
+"""Tick record: makes the live state after a failure a commit of the last tick, so that no tick is repeated.
+
+A failure reaches a survivor as an error of a collective, mostly in ``backward``. Since the last tick, forward passes
+and loaders have changed some small values, and nothing has written the large tensors: parameters and the optimizer's
+state change in an optimizer's ``step`` only. So a tick that does not commit copies the small values. After a failure,
+the copies and the live large tensors together are the state of the tick, if it is proven that nothing wrote these
+since. There are three kinds of tensors:
+
+- *copied*: what is small, and what was seen to change outside of a step.
+- *owned*: parameters, and the optimizers' state. The record has their versions, and samples of their content.
+- *constant*: other large tensors (masks, tables). Their checksum must be the same as when the plan was made.
+
+The proof for the owned tensors needs all of these:
+
+- No optimizer's ``step`` has begun since the tick, except that of torch's own optimizers that are not fused: fused
+  ones write without a new version, and so may others.
+- They are the same objects, at the same addresses, with the same versions.
+- Nobody asked for a handle through which torch counts no writes, and none existed at the tick (compat/aliases.py).
+- No commit was copied into live tensors since the tick: that changes no version either.
+- The samples are the same: a write through anything that this list has forgotten changes most of a tensor.
+
+Otherwise the record is refused, and the last commit counts. All this is for tensors on the CPU.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from elasticstate.compat import aliases
+from elasticstate.core.types import CommitId
+from elasticstate.log import logger
+from elasticstate.state import rng
+from elasticstate.state.quick_capture import QuickCapture
+from elasticstate.state.tick_plan import MAX_BYTES, Copies, NotSupported, TickPlan, Unsuitable
+from elasticstate.state.values import Captured, dumps, split_by_kind
+
+MAX_SHARE = 0.05
+"""Limit of the share of the training time that slow records take."""
+_SLOW_S = 1e-3  # a faster record is not slow, whatever its share
+_SLOW_RECORDS = 16  # number over which the share is measured
+_RETRIES = (1, 2, 4, 8, 16, 32, 64, 128)  # ticks until the next attempt to make a plan, after each failed attempt
+_TRIED = 3  # failed attempts before the reason is logged
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """Content of one tick's record. An object exists only when all of it is recorded."""
+
+    commit: CommitId
+    plan: TickPlan
+    versions: bytes
+    samples: int
+    copies: Copies
+    objects: bytes
+    quick: QuickCapture | None  # that made ``objects``
+    random: rng.Copied
+    steps_begun: int
+    unseen_writes: int
+
+    def copied_tensors(self) -> dict[str, torch.Tensor]:
+        return dict(zip(self.plan.copied, self.copies.tensors, strict=True))
+
+
+class TickRecords:
+    """The tick record of one state. ``record`` at each tick without a commit, ``take`` after a failure.
+
+    Args:
+        capture: returns the live state, see ``State.capture``.
+        quick_capture: returns a quicker way to repeat a capture, or None.
+        owned: returns the ids of the tensors that only an optimizer's ``step`` writes.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[], Captured],
+        quick_capture: Callable[[Captured], QuickCapture | None],
+        owned: Callable[[], Container[int]],
+    ) -> None:
+        self._capture, self._quick_capture, self._owned = capture, quick_capture, owned
+        self._plan: TickPlan | None = None
+        self._record: _Record | None = None
+        self._changing: set[str] = set()  # large tensors that no optimizer owns and that were seen to change
+        self._attempts = 0
+        self._wait = 0  # ticks until the next attempt to make a plan
+        self._is_off = False
+        self._is_logged = False
+        self._slow: list[tuple[float, float]] = []  # begin and length of the last slow records
+
+    def drop(self) -> None:
+        """Discard the record: it is not that of the last tick any more."""
+        self._record = None
+
+    def reset(self) -> None:
+        """Discard all that is known of the tensors' content: a commit is about to be copied into them."""
+        self._record = self._plan = None
+
+    def record(self, commit: CommitId) -> None:
+        """Record the present tick as ``commit``. If that is impossible, there is no record. Raises nothing."""
+        self._record = None
+        if self._is_off or not self._is_due():
+            return
+        started = time.monotonic()
+        try:
+            self._record = self._made(commit)
+            self._attempts = 0
+        except Unsuitable as reason:
+            self._postpone(str(reason))
+        except NotSupported as reason:
+            self._is_off = True
+            logger.debug("ticks are not recorded: %s", reason)
+        except Exception as error:  # a value that cannot be captured or pickled: the next commit raises it
+            self._postpone(f"the state cannot be recorded ({type(error).__name__}: {error})")
+        seconds = time.monotonic() - started
+        if seconds > _SLOW_S:
+            self._limit_time(started, seconds)
+
+    def _limit_time(self, started: float, seconds: float) -> None:
+        """Stop recording for a while if the last slow records took too much of the training time."""
+        self._slow.append((started, seconds))
+        if len(self._slow) < _SLOW_RECORDS:
+            return
+        share = sum(length for _, length in self._slow) / (started + seconds - self._slow[0][0])
+        self._slow.clear()
+        if share > MAX_SHARE:
+            self._record = None
+            self._attempts = max(self._attempts, len(_RETRIES) - 1)
+            self._postpone(f"it would take {share:.0%} of the training time to record each tick")
+
+    def _made(self, commit: CommitId) -> _Record:
+        plan = self._plan
+        objects = plan.quick.objects() if plan is not None and plan.quick is not None else None
+        if plan is None or objects is None or not self._is_valid(plan):
+            plan, objects = self._full_capture()
+        blob = dumps(objects)
+        if len(blob) > MAX_BYTES:
+            raise Unsuitable(f"{len(blob) / 1e6:.0f} MB of objects would have to be copied at each tick")
+        return _Record(
+            commit,
+            plan,
+            plan.versions(),
+            plan.samples(commit.tick),
+            plan.copy(),
+            blob,
+            plan.quick,
+            rng.copy(),
+            _steps_begun,
+            aliases.unseen_writes(),
+        )
+
+    def _full_capture(self) -> tuple[TickPlan, dict[str, Any]]:
+        """Return a plan for the live state, and the objects to record."""
+        captured = self._capture()
+        tensors, arrays, objects = split_by_kind(captured)
+        plan = self._plan
+        if plan is None or not plan.fits(tensors, arrays) or not self._is_valid(plan):
+            plan = self._plan = self._new_plan(captured)
+        plan.tensors, plan.arrays = tensors, arrays
+        plan.quick = self._quick_capture(captured)
+        quick = plan.quick.objects() if plan.quick is not None else None
+        if quick is None:
+            plan.quick = None
+            return plan, objects
+        return plan, quick
+
+    def _is_valid(self, plan: TickPlan) -> bool:
+        """Return False if a handle exists, or if a constant tensor has changed: the next plan copies that one."""
+        changed = plan.changed()
+        self._changing.update(changed)
+        return not changed and plan.has_all_owners()
+
+    def _new_plan(self, captured: Captured) -> TickPlan:
+        self._plan = None
+        if not aliases.can_watch():
+            raise NotSupported("the installed torch lacks a function")
+        watch_steps()
+        plan = TickPlan(captured, self._owned(), self._changing)
+        plan.watch()
+        return plan
+
+    def _is_due(self) -> bool:
+        """Return False in the ticks between two attempts to make a plan."""
+        if self._plan is not None or self._wait <= 0:
+            return True
+        self._wait -= 1
+        return False
+
+    def _postpone(self, reason: str) -> None:
+        self._plan = None
+        self._wait = _RETRIES[min(self._attempts, len(_RETRIES) - 1)]
+        self._attempts += 1
+        if self._attempts >= _TRIED and not self._is_logged:
+            self._is_logged = True
+            logger.warning("a failure will repeat the steps since the last commit, because %s", reason)
+
+    def take(self, newest: CommitId | None, generation: int) -> tuple[CommitId, dict[str, Any], bytes] | None:
+        """Return the id, values and random state of the last tick, if they are proven; else None. Drop the record.
+
+        The owned and constant tensors are the live ones: copy them before anything writes them.
+        """
+        record, self._record = self._record, None
+        if record is None or record.commit.generation != generation:
+            return None
+        if newest is not None and record.commit <= newest:
+            return None
+        reason = self._refusal(record)
+        if reason:
+            self._plan = None
+            logger.info("the live state is not that of tick %d: %s", record.commit.tick, reason)
+            return None
+        values: dict[str, Any] = {**record.copied_tensors(), **record.copies.arrays}
+        values |= {**record.plan.owned, **record.plan.constant}
+        objects = pickle.loads(record.objects)
+        if record.quick is not None:
+            objects = record.quick.expand(objects)
+        return record.commit, values | objects, rng.pack(record.random)
+
+    def _refusal(self, record: _Record) -> str:
+        """Return why the live tensors may differ from those of the tick; "" if they are proven equal."""
+        plan = record.plan
+        if record.steps_begun != _steps_begun:
+            return "an optimizer's step has begun"
+        if record.unseen_writes != aliases.unseen_writes():
+            return "a function wrote tensors without torch's count of writes"
+        if plan.may_be_written():
+            return "memory of the state was used without torch's count of writes"
+        try:
+            tensors, _, _ = split_by_kind(self._capture())
+        except Exception as error:
+            return f"the state cannot be captured ({type(error).__name__}: {error})"
+        if not plan.has_same(tensors):
+            return "a tensor was replaced"
+        if plan.versions() != record.versions:
+            return "a tensor was written"
+        if plan.samples(record.commit.tick) != record.samples:
+            return "a tensor was written without torch's count of writes"
+        if changed := plan.changed_content():
+            self._changing.update(changed)
+            return f"state.{changed[0]} has changed"
+        return ""
+
+
+# ------------------------------------------------------------------------------------------- writes without a version
+
+_steps_begun = 0
+_hooks: list[Any] = []
+
+
+def watch_steps() -> None:
+    """Count the steps of all optimizers from now on, also of those outside the state."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_a_step))
+
+
+def _before_a_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    global _steps_begun
+    if not _counts_writes(optimizer):
+        _steps_begun += 1
+
+
+def _counts_writes(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if each write of the optimizer's step changes a version: torch's own optimizers, if not fused.
+
+    The first evaluation of a closure then leaves the state provably whole.
+    """
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer).__module__.startswith("torch.optim.") and not is_fused

@@ -1,0 +1,197 @@
+// What a tick record reads of Python objects: a loop in Python takes several times as long.
+#include "bind_identities.hpp"
+
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace elasticstate {
+
+namespace {
+
+/// The keys and values of dicts and lists at one time, compared by identity. Items are kept alive, so no new object gets
+/// the address of an old one.
+class Identities {
+public:
+    explicit Identities(const nb::list &containers) {
+        for (nb::handle container : containers) {
+            add(container.ptr());
+        }
+    }
+    Identities(const Identities &) = delete;
+    Identities &operator=(const Identities &) = delete;
+    ~Identities() { clear(); }
+
+    /// Returns true if each container has the same keys and values as at first, in the same order.
+    bool unchanged() const {
+        std::size_t at = 0;
+        for (const Container &container : containers_) {
+            if (PyDict_Check(container.object)) {
+                if (static_cast<std::size_t>(PyDict_GET_SIZE(container.object)) * 2 != container.end - at) {
+                    return false;
+                }
+                Py_ssize_t position = 0;
+                PyObject *key = nullptr;
+                PyObject *value = nullptr;
+                while (PyDict_Next(container.object, &position, &key, &value)) {
+                    if (items_[at] != key || items_[at + 1] != value) {
+                        return false;
+                    }
+                    at += 2;
+                }
+                continue;
+            }
+            if (static_cast<std::size_t>(PyList_GET_SIZE(container.object)) != container.end - at) {
+                return false;
+            }
+            for (Py_ssize_t i = 0; at < container.end; ++i, ++at) {
+                if (items_[at] != PyList_GET_ITEM(container.object, i)) {
+                    return false;
+                }
+            }
+        }
+        return true;
+    }
+
+    int traverse(visitproc visit, void *arg) const {
+        for (const Container &container : containers_) {
+            Py_VISIT(container.object);
+        }
+        for (PyObject *item : items_) {
+            Py_VISIT(item);
+        }
+        return 0;
+    }
+
+    void clear() {
+        std::vector<Container> containers;
+        std::vector<PyObject *> items;
+        containers.swap(containers_);
+        items.swap(items_);
+        for (const Container &container : containers) {
+            Py_DECREF(container.object);
+        }
+        for (PyObject *item : items) {
+            Py_DECREF(item);
+        }
+    }
+
+private:
+    struct Container {
+        PyObject *object;
+        std::size_t end;  // of its items in items_
+    };
+
+    void keep(PyObject *item) {
+        items_.push_back(item);
+        Py_INCREF(item);
+    }
+
+    void add(PyObject *container) {
+        if (PyDict_Check(container)) {
+            Py_ssize_t position = 0;
+            PyObject *key = nullptr;
+            PyObject *value = nullptr;
+            while (PyDict_Next(container, &position, &key, &value)) {
+                keep(key);
+                keep(value);
+            }
+        } else if (PyList_Check(container)) {
+            for (Py_ssize_t i = 0; i < PyList_GET_SIZE(container); ++i) {
+                keep(PyList_GET_ITEM(container, i));
+            }
+        } else {
+            throw nb::type_error("a container must be a dict or a list");
+        }
+        Py_INCREF(container);
+        containers_.push_back({container, items_.size()});
+    }
+
+    std::vector<Container> containers_;
+    std::vector<PyObject *> items_;  // a dict's keys and values alternate
+};
+
+int traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    return nb::inst_ready(self) ? nb::inst_ptr<Identities>(self)->traverse(visit, arg) : 0;
+}
+
+int clear(PyObject *self) {
+    nb::inst_ptr<Identities>(self)->clear();
+    return 0;
+}
+
+PyType_Slot slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void *>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(clear)},
+    {0, nullptr},
+};
+
+/// Returns the values of an integer attribute of all objects, as int64[n]. ``attribute``: a descriptor of their type.
+nb::bytes integers_of(const nb::list &objects, nb::handle attribute) {
+    const descrgetfunc get = Py_TYPE(attribute.ptr())->tp_descr_get;
+    if (get == nullptr) {
+        throw nb::type_error("the attribute must be a descriptor");
+    }
+    std::vector<std::int64_t> found;
+    found.reserve(objects.size());
+    for (nb::handle object : objects) {
+        PyObject *value = get(attribute.ptr(), object.ptr(), reinterpret_cast<PyObject *>(Py_TYPE(object.ptr())));
+        if (value == nullptr) {
+            throw nb::python_error();
+        }
+        found.push_back(PyLong_AsLongLong(value));
+        Py_DECREF(value);
+        if (found.back() == -1 && PyErr_Occurred() != nullptr) {
+            throw nb::python_error();
+        }
+    }
+    return nb::bytes(reinterpret_cast<const char *>(found.data()), found.size() * sizeof(std::int64_t));
+}
+
+/// Mixes the bits of x: the finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators).
+std::uint64_t mixed(std::uint64_t x) {
+    x += 0x9E3779B97F4A7C15;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+    return x ^ (x >> 31);
+}
+
+/// Returns a checksum of `words` times eight bytes of each range of memory. `seed` decides which bytes.
+std::uint64_t sample(const std::vector<std::uintptr_t> &addresses, const std::vector<std::size_t> &sizes,
+                     std::uint64_t seed, std::size_t words) {
+    if (addresses.size() != sizes.size()) {
+        throw nb::value_error("as many sizes as addresses are necessary");
+    }
+    std::uint64_t found = 0;
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+        const auto *const begin = reinterpret_cast<const unsigned char *>(addresses[i]);
+        const std::size_t length = std::min(sizes[i], sizeof(std::uint64_t));
+        for (std::size_t word = 0; word < words; ++word) {
+            const std::size_t offset = mixed(seed + mixed(i * words + word)) % (sizes[i] - length + 1);
+            std::uint64_t value = 0;
+            std::memcpy(&value, begin + offset, length);
+            found = mixed(found ^ value);
+        }
+    }
+    return found;
+}
+
+}  // namespace
+
+void bind_identities(nb::module_ &m) {
+    nb::class_<Identities>(m, "Identities", nb::type_slots(slots))
+        .def(nb::init<const nb::list &>(), "containers"_a)
+        .def("unchanged", &Identities::unchanged);
+    m.def("integers_of", &integers_of, "objects"_a, "attribute"_a);
+    m.def("sample", &sample, "addresses"_a, "sizes"_a, "seed"_a, "words"_a);
+}
+
+}  // namespace elasticstate

@@ -1,0 +1,191 @@
+"""Every way to write a tensor that torch does not count is detected before the write."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elasticstate.compat import aliases
+from elasticstate.compat.tensors import version_of
+
+Way = Callable[[torch.Tensor], object]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(4))
+
+
+def source_of_data(tensor: torch.Tensor) -> torch.Tensor:
+    alias = torch.empty(0)
+    alias.data = tensor
+    return alias
+
+
+UNCOUNTED: dict[str, Way] = {
+    "data": lambda t: t.data.add_(1),
+    "data of a view": lambda t: t.view(2, 2)[1:].data.add_(1),
+    "data of a detached tensor": lambda t: t.detach().data.add_(1),
+    "source of data": lambda t: source_of_data(t).add_(1),
+    "numpy": lambda t: t.detach().numpy().__iadd__(1),
+    "asarray": lambda t: memoryview(t.detach().__array__()).__setitem__(0, 5.0),
+    "set_": lambda t: torch.empty(0).set_(t.detach()).add_(1),
+    "storage": lambda t: t.untyped_storage().__setitem__(0, 7),
+    "dlpack": lambda t: torch.from_dlpack(t.detach()).add_(1),
+    "capsule": lambda t: torch.from_dlpack(torch.utils.dlpack.to_dlpack(t.detach())).add_(1),
+    "all_reduce": lambda t: dist.all_reduce(t),
+    "broadcast": lambda t: dist.broadcast(t.detach(), 0),
+    "reduce": lambda t: dist.reduce(t.detach(), 0),
+    "group": lambda t: _world().allreduce([t.detach()]).wait(),
+}
+COUNTED: dict[str, Way] = {
+    "add_": lambda t: t.add_(1),
+    "item": lambda t: t.__setitem__(0, 5),
+    "detach": lambda t: t.detach().add_(1),
+    "view": lambda t: t.view(2, 2).add_(1),
+    "foreach": lambda t: torch._foreach_add_([t], 1),
+    "out": lambda t: torch.add(torch.ones(4), 1, out=t),
+    "another parameter": lambda t: torch.nn.Parameter(t).add_(1),
+    "subclass": lambda t: t.as_subclass(torch.Tensor).add_(1),
+    "init": lambda t: torch.nn.init.zeros_(t),
+}
+
+
+def _world() -> Any:
+    return dist.group.WORLD
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_a_write_that_torch_does_not_count_is_detected(name: str) -> None:
+    tensor = parameter()
+    watch = aliases.watch([tensor])
+    version = version_of(tensor)
+    assert not aliases.has_handles(watch)
+    with torch.no_grad():
+        UNCOUNTED[name](tensor)
+    assert aliases.has_handles(watch)
+    if version_of(tensor) != version:
+        pytest.fail("torch counts this write now: no detection is needed")
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_torch_counts_all_other_writes(name: str) -> None:
+    tensor = parameter()
+    before = version_of(tensor)
+    with torch.no_grad():
+        COUNTED[name](tensor)
+    assert version_of(tensor) != before
+
+
+def test_a_handle_is_forgotten_when_it_is_gone() -> None:
+    tensor, other = parameter(), parameter()
+    watch = aliases.watch([tensor, other])
+    array = tensor.detach().numpy()
+    assert not aliases.forget_handles(watch, [tensor, other])
+    assert not aliases.is_only_owner(tensor)
+    del array
+    assert aliases.has_handles(watch)
+    assert aliases.forget_handles(watch, [tensor, other])
+    assert not aliases.has_handles(watch)
+
+
+def test_a_capsule_has_no_detectable_end() -> None:
+    tensor = parameter()
+    watch = aliases.watch([tensor])
+    torch.utils.dlpack.to_dlpack(tensor.detach())
+    assert not aliases.forget_handles(watch, [tensor])
+    assert not aliases.is_only_owner(tensor)
+
+
+def test_only_the_newest_watch_is_valid() -> None:
+    tensor = parameter()
+    first = aliases.watch([tensor])
+    second = aliases.watch([tensor])
+    assert aliases.has_handles(first)
+    assert not aliases.forget_handles(first, [tensor])
+    assert not aliases.has_handles(second)
+
+
+def test_other_memory_of_the_same_tensor_is_detected() -> None:
+    tensor = parameter()
+    watch = aliases.watch([tensor])
+    tensor.data = torch.zeros(4)
+    assert not aliases.forget_handles(watch, [tensor])
+
+
+def test_handles_from_before_are_counted() -> None:
+    tensor = parameter()
+    assert aliases.is_only_owner(tensor)
+    alias = tensor.data
+    assert not aliases.is_only_owner(tensor)
+    del alias
+    assert aliases.is_only_owner(tensor)
+    assert not aliases.is_only_owner(torch.ones(4).share_memory_())
+
+
+def test_training_asks_for_no_handles() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.LayerNorm(4))
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    watch = 0
+    for _ in range(3):
+        ddp(torch.ones(3, 4)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        watch = watch or aliases.watch(model.parameters())
+        state = [tensor for entry in optimizer.state.values() for tensor in entry.values()]
+        assert all(map(aliases.is_only_owner, [*model.parameters(), *state]))
+    assert not aliases.has_handles(watch)
+
+
+def test_replaced_attributes_behave_as_before() -> None:
+    tensor = parameter()
+    aliases.watch([tensor])
+    assert type(tensor.data) is torch.Tensor
+    assert not tensor.data.requires_grad
+    assert torch.equal(copy.deepcopy(tensor), tensor)
+    file = io.BytesIO()
+    torch.save({"p": tensor}, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file)["p"], tensor)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        tensor.numpy()
+    with pytest.raises(RuntimeError):
+        del tensor.data
+
+    class Kind(torch.Tensor):
+        pass
+
+    assert type(torch.ones(2).as_subclass(Kind).data) is Kind
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_replaced_attributes_can_be_compiled(backend: str) -> None:
+    aliases.watch([parameter()])
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x.data.mul_(2)
+        return x + 1
+
+    found = torch.compile(double, backend=backend, fullgraph=True)(torch.ones(3))
+    assert found.tolist() == [3, 3, 3]
+
+
+def test_the_names_exist() -> None:
+    assert aliases.can_watch()
+    missing = [name for name in aliases._COLLECTIVES if not hasattr(dist.ProcessGroup, name)]
+    assert not missing
