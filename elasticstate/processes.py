@@ -227,6 +227,13 @@ def cpu_ticks(pid: int) -> int:
     return 0
 
 
+def is_at_work(pid: int) -> bool:
+    """Return True if a process computes, or waits for a core or a disk; False after its end. See proc_pid_stat(5)."""
+    with suppress(OSError, IndexError):
+        return _stat(Path("/proc", str(pid)))[0] in (b"R", b"D")
+    return False
+
+
 def kill_session(session: int) -> None:
     """Kill every process of a session, including its other process groups and new children."""
     _kill_all(lambda: session_members(session))

@@ -17,7 +17,7 @@ from typing import IO, TypeVar
 from elasticstate.agent import exec_shim
 from elasticstate.agent.orphans import adopt_orphans, reap_orphans
 from elasticstate.net.fork_link import PADDING_VARIABLE, READY, ForkRequest, TemplateLink
-from elasticstate.processes import cpu_ticks, descriptors_given, ended_child, kill_session
+from elasticstate.processes import cpu_ticks, descriptors_given, ended_child, is_at_work, kill_session
 
 T = TypeVar("T")
 
@@ -125,13 +125,16 @@ class Template:
         return child
 
     async def _while_alive(self, process: _Process, answer: Awaitable[T]) -> T:
-        """Wait for an answer. Raises TimeoutError, and kills the process, if it neither answers nor computes."""
+        """Wait for an answer. Raises TimeoutError, and kills the process, if it neither answers nor computes.
+
+        A process that waits for a core of a busy machine is not killed.
+        """
         work, loop = asyncio.ensure_future(answer), asyncio.get_running_loop()
         used, since = cpu_ticks(process.pid), loop.time()
         try:
             while not (await asyncio.wait({work}, timeout=_LOOK_INTERVAL_S))[0]:
                 now = cpu_ticks(process.pid)
-                if now != used:
+                if now != used or is_at_work(process.pid):
                     used, since = now, loop.time()
                 elif loop.time() - since > self._timeout_s:
                     process.kill()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from elasticstate.processes import CommandTimedOut, ask
+from elasticstate.processes import CommandTimedOut, ask, is_at_work
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -49,3 +53,18 @@ def test_all_of_a_session_ends_with_a_command_that_takes_too_long(tmp_path: Path
                 await asyncio.sleep(0.005)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_process_that_computes_is_at_work_and_a_stopped_or_dead_one_is_not() -> None:
+    program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        deadline = time.monotonic() + 10
+        while not is_at_work(program.pid):
+            assert time.monotonic() < deadline, "it does not compute"
+        program.send_signal(signal.SIGSTOP)
+        while is_at_work(program.pid):
+            assert time.monotonic() < deadline, "it does not stop"
+    finally:
+        program.kill()
+        program.wait()
+    assert not is_at_work(program.pid)
