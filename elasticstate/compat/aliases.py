@@ -122,6 +122,16 @@ def forget_handles(watch: int, tensors: Iterable[torch.Tensor]) -> bool:
     return not _handles
 
 
+def release_works() -> None:
+    """Release the works of all collectives: they keep the process group of an ended generation alive.
+
+    Call it when nothing is in flight any more. Watched memory that they used still counts as used.
+    """
+    _in_flight.clear()
+    for works in _handles.values():
+        works[:] = [None]
+
+
 # ------------------------------------------------------------------------------------------------------ replacements
 
 

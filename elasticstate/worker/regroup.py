@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from elasticstate import present_world
+from elasticstate.compat import aliases
 from elasticstate.compat.stores import PrefixStore, Store, TCPStore
 from elasticstate.config import WorkerEnvironment
 from elasticstate.error_chain import error_chain
@@ -84,6 +85,7 @@ class Regrouper:
         if self._retiring is not None:
             self._retiring.join()
             self._retiring = None
+        aliases.release_works()
         if by_plan:
             # No daemon: the interpreter must not end while the thread is inside a destructor of torch.
             self._retiring = threading.Thread(target=self._context.retire(), name="elasticstate-retire", daemon=False)

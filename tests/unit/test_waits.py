@@ -30,6 +30,7 @@ ALLOWED = {
     "agent.supervisor: LOOK_INTERVAL_S": "between two looks at the stamps; --heartbeat-timeout decides",
     "agent.deleted_files: _LOOK_INTERVAL_S": "between two checks of files that another process may delete",
     "driver.reattach: _LOOK_INTERVAL_S": "the same",
+    "state.tick_record: _SLOW_S": "no wait: a record that takes less is not slow",
     "agent.liveness: _STAMPS_INTERVAL_S": "between two messages with heartbeats",
     "agent.driver_connection: _FIRST_PAUSE_S": "between two attempts to dial; --orphan-timeout decides",
     "agent.driver_connection: _LONGEST_PAUSE_S": "the same",

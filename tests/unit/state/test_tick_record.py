@@ -243,3 +243,5 @@ def test_a_receive_that_is_in_flight_over_a_tick_is_a_handle(two: Member) -> Non
     groups[1].send([torch.full((4, 4), 7.0)], 0, 0).wait()
     work.wait()
     assert after_a_failure(state) == (1, 1)
+    aliases.release_works()
+    assert not aliases._in_flight, "no work keeps the groups alive"
