@@ -187,7 +187,7 @@ class Bench:
             "-np",
             str(hosts * SLOTS),
             "--min-np",
-            "1",
+            str(hosts * SLOTS),
             "--listen",
             f"127.0.0.1:{self.port}",
             "--token-file",
