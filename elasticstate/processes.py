@@ -228,9 +228,9 @@ def cpu_ticks(pid: int) -> int:
 
 
 def is_at_work(pid: int) -> bool:
-    """Return True if a process computes, or waits for a core or a disk; False after its end. See proc_pid_stat(5)."""
+    """Return True if a process computes or waits for a core; False after its end. See proc_pid_stat(5)."""
     with suppress(OSError, IndexError):
-        return _stat(Path("/proc", str(pid)))[0] in (b"R", b"D")
+        return _stat(Path("/proc", str(pid)))[0] == b"R"
     return False
 
 

@@ -19,6 +19,7 @@ take samples of the content.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -41,10 +42,22 @@ _COLLECTIVES = (
     *("all_gather_single_coalesced", "all_to_all_single", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
 )
 
+
+class _Collective:
+    """A collective, from before its first write on. Another thread may end a tick meanwhile."""
+
+    def __init__(self) -> None:
+        self.work: Any = None  # until the call has returned
+        self.is_over = False
+
+    def is_completed(self) -> bool:
+        return self.is_over or (self.work is not None and self.work.is_completed())
+
+
 _addresses: frozenset[int] = frozenset()  # beginnings of the watched storages
-_handles: dict[int, list[Any]] = {}  # address -> collectives that use the memory, or None for a handle
+_handles: dict[int, list[_Collective | None]] = {}  # address -> collectives that use the memory; None: a handle
 _lasting: set[int] = set()  # addresses with a handle whose end cannot be detected
-_in_flight: list[tuple[int, Any]] = []  # address and work of collectives, whoever watches
+_in_flight: list[tuple[int, _Collective]] = []  # by address, whoever watches
 _watches = 0  # calls of ``watch``
 _unseen_writes = 0
 _is_installed = False
@@ -70,9 +83,9 @@ def watch(tensors: Iterable[torch.Tensor]) -> int:
     _addresses = frozenset(_storage_of(tensor).data_ptr() for tensor in tensors)
     _handles.clear()
     _prune()
-    for address, work in _in_flight:
+    for address, collective in _in_flight:
         if address in _addresses:
-            _handles.setdefault(address, []).append(work)
+            _handles.setdefault(address, []).append(collective)
     return _watches
 
 
@@ -116,8 +129,8 @@ def forget_handles(watch: int, tensors: Iterable[torch.Tensor]) -> bool:
         return True
     for tensor in tensors:
         address = _storage_of(tensor).data_ptr()
-        works = _handles.get(address)
-        if works is not None and is_only_owner(tensor) and all(work is None or work.is_completed() for work in works):
+        users = _handles.get(address)
+        if users is not None and is_only_owner(tensor) and all(user is None or user.is_completed() for user in users):
             del _handles[address]
     return not _handles
 
@@ -128,8 +141,8 @@ def release_works() -> None:
     Call it when nothing is in flight any more. Watched memory that they used still counts as used.
     """
     _in_flight.clear()
-    for works in _handles.values():
-        works[:] = [None]
+    for users in _handles.values():
+        users[:] = [None]
 
 
 # ------------------------------------------------------------------------------------------------------ replacements
@@ -160,8 +173,9 @@ def _note(value: Any) -> None:
 
 def _prune() -> None:
     """Forget collectives that are complete: their works keep tensors alive."""
-    if _in_flight:
-        _in_flight[:] = [(address, work) for address, work in _in_flight if not work.is_completed()]
+    for entry in [entry for entry in _in_flight if entry[1].is_completed()]:
+        with contextlib.suppress(ValueError):  # another thread was faster
+            _in_flight.remove(entry)
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -255,15 +269,15 @@ def _noting_work(original: Callable[..., Any]) -> Callable[..., Any]:
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = map(_storage_address, _tensors_in((*args, *kwargs.values())))
         addresses = {address for address in found if address is not None}
-        watched = addresses & _addresses
-        for address in watched:
-            _handles.setdefault(address, []).append(None)  # before the first write
-        work = original(self, *args, **kwargs)
-        for address in watched:
-            _handles[address][-1] = work
         _prune()
-        if hasattr(work, "is_completed"):
-            _in_flight.extend((address, work) for address in addresses)
+        collective = _Collective()
+        _in_flight.extend((address, collective) for address in addresses)
+        for address in addresses & _addresses:
+            _handles.setdefault(address, []).append(collective)
+        try:
+            collective.work = work = original(self, *args, **kwargs)
+        finally:
+            collective.is_over = not hasattr(collective.work, "is_completed")
         return work
 
     return noting

@@ -36,7 +36,7 @@ from tests.security.attackers import (
     slow_clients,
 )
 
-HANDSHAKES, IN_PROCESSES = 5_000, 4
+HANDSHAKES, IN_PROCESSES = 12_000, 4
 SLOW, SLOW_SECONDS = 500, 3.0
 GARBAGE_BYTES = 1 << 30
 IDLE = 10_000
@@ -141,7 +141,7 @@ def test_strangers_disturb_no_tick_and_take_a_bounded_memory(tmp_path: Path) -> 
         assert sum(handshakes) == HANDSHAKES
         assert bytes_of_slow_clients >= 10 * SLOW
         assert bytes_of_garbage >= GARBAGE_BYTES
-        no_certificate = "the peer has sent no certificate (4096 times so far)"
+        no_certificate = "the peer has sent no certificate (8192 times so far)"
         job.wait_for("refusals of handshakes", lambda: refusals(job, no_certificate))
         job.wait_for("refusals of slow clients", lambda: refusals(job, "timed out"))
 

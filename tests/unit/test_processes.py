@@ -1,4 +1,4 @@
-"""Commands run by ``ask``: no process of a command is left, whenever its caller gives up."""
+"""Processes: commands run by ``ask`` leave no process, whenever their caller gives up; what a process does."""
 
 from __future__ import annotations
 

@@ -189,3 +189,14 @@ def test_the_names_exist() -> None:
     assert aliases.can_watch()
     missing = [name for name in aliases._COLLECTIVES if not hasattr(dist.ProcessGroup, name)]
     assert not missing
+
+
+def test_a_tick_that_another_thread_ends_inside_the_call_of_a_collective_does_not_forget_it() -> None:
+    tensor = parameter()
+    watch = aliases.watch([tensor])
+    forgotten: list[bool] = []
+    call = aliases._noting_work(lambda *_: forgotten.append(aliases.forget_handles(watch, [tensor])))
+    call(None, [tensor.detach()])
+    assert forgotten == [False]
+    assert aliases.has_handles(watch)
+    assert aliases.forget_handles(watch, [tensor]), "the call is over"
