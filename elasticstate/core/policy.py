@@ -17,6 +17,7 @@ class Policy:
     min_np: int
     max_np: int | None
     spares: int
+    listen: str | None  # not None: the agents that dial in are the hosts
     start_timeout_s: float
     elastic_timeout_s: float
     regroup_timeout_s: float

@@ -141,9 +141,10 @@ class _Plan:
         return [slot_id for slot_id, at in found if d.now >= at and not d.hosts[slot_id.host].draining]
 
     def expects_more(self, startable: list[t.SlotId]) -> bool:
-        """Return True if more slots than these may soon be free: agents are being started, or backoffs are not over."""
+        """Return True if more slots than these may soon be free: agents are being started, backoffs are not over, or
+        more hosts may dial in."""
         asked = any(self._d.hosts[name].agent in ("none", "asked") for name in self.usable)
-        return asked or len(startable) < len(self.free_slots())
+        return asked or self._d.policy.listen is not None or len(startable) < len(self.free_slots())
 
     @property
     def newest_holders(self) -> set[t.SlotId]:

@@ -57,6 +57,7 @@ class PlainJob:
             min_np=rng.randint(1, np),
             max_np=rng.choice((np, np + 1, None)),
             join_window_s=rng.choice((0.0, 2.0)),
+            listen=rng.choice((None, None, "0.0.0.0:1")),
             min_interrupt_distance_s=rng.choice((0.0, 1.0)),
             preemption_window_s=rng.choice((0.0, 1.0)),
             preemption_cooldown_s=2.0,

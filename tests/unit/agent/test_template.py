@@ -30,11 +30,10 @@ __attribute__((destructor)) static void say(void) { if (write(1, "library\\n", 8
 
 
 def template_of(scene: Scene) -> psutil.Process | None:
-    """Return the template process of the agent."""
-    for child in psutil.Process(scene.agent.pid).children():
-        if any(word.endswith("worker/template.py") for word in child.cmdline()):
-            return child
-    return None
+    """Return the template process of the agent. A worker that has just forked has its command line for a moment."""
+    children = psutil.Process(scene.agent.pid).children()
+    found = [c for c in children if any(word.endswith("worker/template.py") for word in c.cmdline())]
+    return min(found, key=psutil.Process.create_time, default=None)
 
 
 def is_forked(pid: int) -> bool:

@@ -70,6 +70,18 @@ def test_a_slot_that_has_failed_is_restarted_alone_if_the_command_is_elastic() -
     assert cause.reason.startswith("1 slot failed 3 times in a row before the first world")
 
 
+def test_workers_wait_for_hosts_that_may_dial_in() -> None:
+    hosts = "0.0 hosts a:1\n0.1 agent-joined a\n"
+    policy = {"np": 2, "min_np": 1, "listen": "0.0.0.0:4444", "join_window_s": 5.0}
+    m = goes_on(hosts, **policy)
+    assert not m.workers
+    m, _ = drive("3.0 hosts a:1 b:1 + agent-joined b", m)
+    assert len(m.workers) == 2
+    m = goes_on(hosts + "5.1 time", **policy)
+    assert len(m.workers) == 1, "nobody else came"
+    assert len(goes_on(hosts, **{**policy, "listen": None}).workers) == 1
+
+
 def test_the_delay_before_a_restart_is_short_compared_with_the_start_time_out() -> None:
     m = goes_on(TWO_START + "1.0 exit a:0#1 code=1", start_timeout_s=5.0)
     assert next_deadline(m) == 1.5
