@@ -29,6 +29,18 @@ def integers_of(objects: Sequence[object], attribute: object) -> bytes:
         TypeError: ``attribute`` is no descriptor. Also the attribute's errors.
     """
 
+def counters_of(objects: Sequence[object], in_object: int, in_content: int, in_counter: int) -> bytes:
+    """Return a counter of each object as int64[n]; -1 for an object without one.
+
+    Args:
+        objects: a list; each has a pointer to its content at the offset ``in_object``; a null pointer is no content.
+        in_content: offset of a pointer in the content, to the object with the counter; it may be a null pointer, too.
+        in_counter: offset of the uint32.
+
+    Raises:
+        TypeError: an object has fewer bytes.
+    """
+
 def sample(addresses: Sequence[int], sizes: Sequence[int], seed: int, words: int) -> int:
     """Return a checksum of ``words`` times eight bytes of each range of memory. ``seed`` decides which bytes.
 

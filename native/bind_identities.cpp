@@ -16,6 +16,13 @@ namespace elasticstate {
 
 namespace {
 
+template <typename T>
+T load(std::uintptr_t address) {
+    return __atomic_load_n(reinterpret_cast<const T *>(address), __ATOMIC_RELAXED);
+}
+
+void prefetch(std::uintptr_t address) { __builtin_prefetch(reinterpret_cast<const void *>(address)); }
+
 /// The keys and values of dicts and lists at one time, compared by identity. Items are kept alive, so no new object gets
 /// the address of an old one.
 class Identities {
@@ -32,7 +39,9 @@ public:
     /// Returns true if each container has the same keys and values as at first, in the same order.
     bool unchanged() const {
         std::size_t at = 0;
-        for (const Container &container : containers_) {
+        for (std::size_t i = 0; i < containers_.size(); ++i) {
+            const Container &container = containers_[i];
+            prefetch_ahead(i);
             if (PyDict_Check(container.object)) {
                 if (static_cast<std::size_t>(PyDict_GET_SIZE(container.object)) * 2 != container.end - at) {
                     return false;
@@ -88,6 +97,19 @@ private:
         PyObject *object;
         std::size_t end;  // of its items in items_
     };
+
+    /// Requests the memory of the next containers, so that the loop does not wait for one after the other.
+    void prefetch_ahead(std::size_t i) const {
+        if (i + 16 < containers_.size()) {
+            prefetch(reinterpret_cast<std::uintptr_t>(containers_[i + 16].object));
+        }
+        if (i + 8 < containers_.size()) {
+            PyObject *container = containers_[i + 8].object;
+            prefetch(PyDict_Check(container)
+                         ? reinterpret_cast<std::uintptr_t>(reinterpret_cast<PyDictObject *>(container)->ma_keys) + 64
+                         : reinterpret_cast<std::uintptr_t>(reinterpret_cast<PyListObject *>(container)->ob_item));
+        }
+    }
 
     void keep(PyObject *item) {
         items_.push_back(item);
@@ -156,6 +178,41 @@ nb::bytes integers_of(const nb::list &objects, nb::handle attribute) {
     return nb::bytes(reinterpret_cast<const char *>(found.data()), found.size() * sizeof(std::int64_t));
 }
 
+/// Returns a counter of each object, as int64[n]; -1 for an object without one. The object has a pointer to its content
+/// at `in_object`, the content has one to the counter's object at `in_content`, which has the uint32 at `in_counter`.
+///
+/// Each pointer is requested from memory some objects ahead: one after the other, most of the time would be waits.
+nb::bytes counters_of(const nb::list &objects, std::size_t in_object, std::size_t in_content, std::size_t in_counter) {
+    constexpr std::size_t kAhead = 8;
+    const std::size_t count = objects.size();
+    std::vector<std::uintptr_t> at(count);
+    std::vector<std::int64_t> found(count);
+    for (std::size_t i = 0; i < count + 3 * kAhead; ++i) {
+        if (i < count) {
+            PyObject *object = PyList_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i));
+            if (Py_TYPE(object)->tp_basicsize < static_cast<Py_ssize_t>(in_object + sizeof(std::uintptr_t))) {
+                throw nb::type_error("an object is too small for a pointer there");
+            }
+            at[i] = reinterpret_cast<std::uintptr_t>(object) + in_object;
+            prefetch(at[i]);
+        }
+        if (const std::size_t j = i - kAhead; j < count) {
+            const auto content = load<std::uintptr_t>(at[j]);
+            at[j] = content == 0 ? 0 : content + in_content;
+            prefetch(at[j]);
+        }
+        if (const std::size_t j = i - 2 * kAhead; j < count) {
+            const std::uintptr_t counter = at[j] == 0 ? 0 : load<std::uintptr_t>(at[j]);
+            at[j] = counter == 0 ? 0 : counter + in_counter;
+            prefetch(at[j]);
+        }
+        if (const std::size_t j = i - 3 * kAhead; j < count) {
+            found[j] = at[j] == 0 ? -1 : std::int64_t{load<std::uint32_t>(at[j])};
+        }
+    }
+    return nb::bytes(reinterpret_cast<const char *>(found.data()), found.size() * sizeof(std::int64_t));
+}
+
 /// Mixes the bits of x: the finalizer of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators).
 std::uint64_t mixed(std::uint64_t x) {
     x += 0x9E3779B97F4A7C15;
@@ -170,16 +227,22 @@ std::uint64_t sample(const std::vector<std::uintptr_t> &addresses, const std::ve
     if (addresses.size() != sizes.size()) {
         throw nb::value_error("as many sizes as addresses are necessary");
     }
-    std::uint64_t found = 0;
+    std::vector<std::uintptr_t> places;
+    places.reserve(sizes.size() * words);
     for (std::size_t i = 0; i < sizes.size(); ++i) {
-        const auto *const begin = reinterpret_cast<const unsigned char *>(addresses[i]);
         const std::size_t length = std::min(sizes[i], sizeof(std::uint64_t));
         for (std::size_t word = 0; word < words; ++word) {
             const std::size_t offset = mixed(seed + mixed(i * words + word)) % (sizes[i] - length + 1);
-            std::uint64_t value = 0;
-            std::memcpy(&value, begin + offset, length);
-            found = mixed(found ^ value);
+            places.push_back(addresses[i] + offset);
+            prefetch(places.back());
         }
+    }
+    std::uint64_t found = 0;
+    for (std::size_t place = 0; place < places.size(); ++place) {
+        std::uint64_t value = 0;
+        std::memcpy(&value, reinterpret_cast<const void *>(places[place]),
+                    std::min(sizes[place / words], sizeof(std::uint64_t)));
+        found = mixed(found ^ value);
     }
     return found;
 }
@@ -191,6 +254,7 @@ void bind_identities(nb::module_ &m) {
         .def(nb::init<const nb::list &>(), "containers"_a)
         .def("unchanged", &Identities::unchanged);
     m.def("integers_of", &integers_of, "objects"_a, "attribute"_a);
+    m.def("counters_of", &counters_of, "objects"_a, "in_object"_a, "in_content"_a, "in_counter"_a);
     m.def("sample", &sample, "addresses"_a, "sizes"_a, "seed"_a, "words"_a);
 }
 

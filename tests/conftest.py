@@ -101,7 +101,7 @@ def contents(path: str) -> bytes:
 
 
 def connections() -> set[str]:
-    """Return the connected sockets of this process as /proc names them. Gloo keeps listening ones for later groups."""
+    """Return the TCP connections of this process as /proc names them. Gloo keeps listening sockets for later groups."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or not connected
@@ -109,7 +109,7 @@ def connections() -> set[str]:
             if name.startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(fd))) as copy:
                     copy.getpeername()
-                found.add(name)
+                    found |= {name} if copy.family in (socket.AF_INET, socket.AF_INET6) else set()
     return found
 
 

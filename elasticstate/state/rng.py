@@ -33,11 +33,32 @@ class Copied(NamedTuple):
 def copy() -> Copied:
     """Return a copy of the present random state. ``pack`` makes it the bytes that ``apply`` restores."""
     cuda = torch.cuda.get_rng_state() if _has_cuda() else None
-    return Copied(random.getstate(), _numpys.copy(), torch.get_rng_state(), cuda)
+    return Copied(_pythons.copy(), _numpys.copy(), torch.get_rng_state(), cuda)
 
 
 def pack(copied: Copied) -> bytes:
     return _pack(*copied)
+
+
+class _PythonState:
+    """Copies of python's random state. Making one takes 10 us, so it is made only after a change of the memory."""
+
+    _HEAD = object.__basicsize__
+    _BYTES = random.Random.mro()[1].__basicsize__ - _HEAD  # of the generator in C
+
+    def __init__(self) -> None:
+        self._seen: Any = None
+        self._copied: Any = None
+
+    def copy(self) -> Any:
+        generator = getattr(random.getstate, "__self__", None)
+        if type(generator) is not random.Random:
+            return random.getstate()
+        second = generator.gauss_next  # type: ignore[attr-defined]  # of the last pair of normal numbers
+        seen = generator, second, ctypes.string_at(id(generator) + self._HEAD, self._BYTES)
+        if seen != self._seen:
+            self._seen, self._copied = seen, random.getstate()
+        return self._copied
 
 
 class _NumpyState:
@@ -75,7 +96,7 @@ def _numpy_parts() -> tuple[Any, Any] | None:
     return (state, generator) if is_usual else None
 
 
-_numpys = _NumpyState()
+_pythons, _numpys = _PythonState(), _NumpyState()
 
 
 def derived(root_seed: int, worker_key: str, generation: int) -> bytes:

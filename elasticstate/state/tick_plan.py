@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from elasticstate._native import checksum, integers_of, sample
+from elasticstate._native import checksum, sample
 from elasticstate.compat import aliases
-from elasticstate.compat.tensors import copy_all, version_descriptor
+from elasticstate.compat.tensors import copy_all
+from elasticstate.compat.versions import exact_versions, quick_versions
 from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.values import Captured, split_by_kind
 
@@ -80,13 +81,10 @@ class TickPlan:
         self._features = _features([*self._owned_now, *self._constant_now])
         self._sampled = [tensor for tensor in self._owned_now if _is_dense(tensor)]
         self._checksums = _checksums(self.constant)
-        self._constant_versions = self._versions_of(self._constant_now)
+        self._constant_versions = exact_versions(self._constant_now)
+        self._is_quick = quick_versions(self._owned_now) == exact_versions(self._owned_now)
         self._spare = [Copies([], {}), Copies([], {})]
         self._watch = 0
-
-    @staticmethod
-    def _versions_of(tensors: list[torch.Tensor]) -> bytes:
-        return integers_of(tensors, version_descriptor())
 
     def fits(self, tensors: dict[str, torch.Tensor], arrays: dict[str, np.ndarray[Any, Any]]) -> bool:
         """Return True if these are the values that the plan was made for."""
@@ -99,8 +97,12 @@ class TickPlan:
         return all(map(is_, found, expected)) and _features(expected) == self._features
 
     def versions(self) -> bytes:
-        """Return the versions of the owned tensors."""
-        return self._versions_of(self._owned_now)
+        """Return the versions of the owned tensors, for a comparison with ``exact_versions``."""
+        return quick_versions(self._owned_now) if self._is_quick else self.exact_versions()
+
+    def exact_versions(self) -> bytes:
+        """Return the versions of the owned tensors as torch gives them."""
+        return exact_versions(self._owned_now)
 
     def samples(self, tick: int) -> int:
         """Return a checksum of words of some owned tensors; ``tick`` decides which."""
@@ -111,9 +113,9 @@ class TickPlan:
 
     def changed(self) -> list[str]:
         """Return the names of constant tensors that torch has counted writes of."""
-        if not self.constant or self._versions_of(self._constant_now) == self._constant_versions:
+        if not self.constant or exact_versions(self._constant_now) == self._constant_versions:
             return []
-        before, now = np.frombuffer(self._constant_versions, np.int64), self._versions_of(self._constant_now)
+        before, now = np.frombuffer(self._constant_versions, np.int64), exact_versions(self._constant_now)
         pairs = zip(self.constant, before, np.frombuffer(now, np.int64), strict=True)
         return [name for name, old, new in pairs if old != new]
 
@@ -139,11 +141,12 @@ class TickPlan:
         copies, last = self._spare
         self._spare = [last, copies]
         live = [self.tensors[name] for name in self.copied]
-        with torch.no_grad():
-            if live and all(_are_same(feature, live, copies.tensors) for feature in _COPIED_FEATURES):
-                copy_all(copies.tensors, live)
-            else:
-                copies.tensors = [tensor.clone() for tensor in live]
+        if live:
+            with torch.no_grad():
+                if all(_are_same(feature, live, copies.tensors) for feature in _COPIED_FEATURES):
+                    copy_all(copies.tensors, live)
+                else:
+                    copies.tensors = [tensor.clone() for tensor in live]
         copies.arrays = {name: array.copy() for name, array in self.arrays.items()}
         return copies
 

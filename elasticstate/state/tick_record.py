@@ -236,7 +236,7 @@ class TickRecords:
             return f"the state cannot be captured ({type(error).__name__}: {error})"
         if not plan.has_same(tensors):
             return "a tensor was replaced"
-        if plan.versions() != record.versions:
+        if plan.exact_versions() != record.versions:
             return "a tensor was written"
         if plan.samples(record.commit.tick) != record.samples:
             return "a tensor was written without torch's count of writes"

@@ -174,3 +174,4 @@ class Ranks:
         for rank in self.all:
             rank.end()
         self._template.close()
+        del self.store  # with its connection

@@ -44,18 +44,24 @@ def test_a_derived_state_has_its_own_seed_to_derive_from() -> None:
 
 
 def test_each_copy_is_the_present_state() -> None:
-    """A copy of numpy's state is reused, but never after a draw: also not after the second of a pair of numbers."""
+    """Copies of python's and numpy's state are reused, but not after a draw, even if it is the second of a pair."""
     chance = random.Random(5)
     operations = [
+        lambda: random.random(),
+        lambda: random.gauss(0, 1),
+        lambda: random.seed(chance.randrange(3)),
+        lambda: random.getrandbits(1),
         lambda: np.random.randn(),
         lambda: np.random.rand(),
         lambda: np.random.seed(chance.randrange(3)),
         lambda: np.random.shuffle([1, 2, 3]),
         lambda: None,
     ]
-    for _ in range(300):
+    for _ in range(600):
         chance.choice(operations)()
-        packed = rng.pack(rng.copy())
+        copied = rng.copy()
+        assert copied.python == random.getstate()
+        packed = rng.pack(copied)
         first = [draw() for _ in range(2)]
         rng.apply(packed)
         assert [draw() for _ in range(2)] == first
@@ -73,6 +79,15 @@ def test_a_restored_second_normal_number_is_copied() -> None:
     rng.apply(with_second)
     rng.apply(rng.pack(rng.copy()))
     assert np.random.randn() == expected
+
+
+def test_pythons_second_normal_number_is_a_part_of_the_state() -> None:
+    random.seed(3)
+    random.gauss(0, 1)
+    assert rng.copy().python == random.getstate()
+    version, numbers, _ = random.getstate()
+    random.setstate((version, numbers, 0.25))
+    assert rng.copy().python == (version, numbers, 0.25)
 
 
 def test_numpys_second_normal_number_is_a_part_of_the_state() -> None:
