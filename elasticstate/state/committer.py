@@ -26,7 +26,7 @@ from elasticstate.state.session import Session, SoloSession
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.storage import CommitStorage
 from elasticstate.state.tick_record import TickRecords
-from elasticstate.state.values import Values
+from elasticstate.state.values import Captured, Values
 
 
 class Committer:
@@ -186,9 +186,8 @@ class Committer:
         Raises StateError if there is no intact commit, or if the commit does not fit the live objects.
         """
         self.settle()
-        self._before_raw_write()
         try:
-            values = self.snapshot.load_into(self._live.load_targets())
+            values = self.snapshot.load_into(self._targets())
         finally:
             self._record_commits()  # a commit may be damaged
         self._apply(values)
@@ -213,8 +212,7 @@ class Committer:
         """
         commit = self._peers.copy_newest(self.snapshot, self.session.worker_key) if self._peers is not None else None
         if commit is not None:
-            self._before_raw_write()
-            self.snapshot.seal_incoming(commit, self._live.load_targets())
+            self.snapshot.seal_incoming(commit, self.snapshot.load_incoming(self._targets()))
             self._record_commits()
             self.is_adopted = self.resume()
 
@@ -226,7 +224,8 @@ class Committer:
         """
         self.settle()
         if self._peers is not None and rank in near:
-            self._peers.read_ahead(root_slot, self.snapshot, self.session.worker_key, generation)
+            live = self._targets() if self.is_adopted else None  # else a failed world would leave a state of no commit
+            self._peers.read_ahead(root_slot, self.snapshot, self.session.worker_key, generation, live)
 
     def _restore_or_discard(self) -> bool:
         try:
@@ -242,10 +241,11 @@ class Committer:
         """Set gradients to None. A failure inside ``backward`` leaves partial gradients, different on each rank."""
         self._live.drop_gradients()
 
-    def _before_raw_write(self) -> None:
-        """Discard tick records, of all states: what follows writes into live tensors, and torch does not count it."""
+    def _targets(self) -> Captured:
+        """Return the live values that a load may overwrite. Discard tick records: torch does not count its writes."""
         aliases.note_unseen_write()
         self._ticks.reset()
+        return self._live.load_targets()
 
     def _apply(self, values: Values) -> None:
         """Make the newest commit, whose content is ``values``, the live state: the last step of a restore or sync."""
@@ -347,8 +347,7 @@ class Committer:
         try:
             payload = self.snapshot.incoming(header, private)
             channel.broadcast(payload)
-            self._before_raw_write()
-            values = self.snapshot.seal_incoming(commit, self._live.load_targets())
+            values = self.snapshot.seal_incoming(commit, self.snapshot.load_incoming(self._targets()))
         finally:
             self._record_commits()
         session.record_sync(payload.numel(), time.monotonic() - started)
@@ -361,11 +360,12 @@ class Committer:
         source = self._peers.wait_for(session.root_slot, commit, session.check)
         started = time.monotonic()
         try:
-            if source is None or not self._peers.copy(source, self.snapshot, session.worker_key, session.generation):
+            place = self.snapshot, session.worker_key, session.generation
+            incoming = self._peers.load(source, *place, self._targets()) if source is not None else None
+            if incoming is None:
                 self._peers = None  # the next sync sends the state
                 raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
-            self._before_raw_write()
-            values = self.snapshot.seal_incoming(commit, self._live.load_targets())
+            values = self.snapshot.seal_incoming(commit, incoming)
         finally:
             self._record_commits()
         session.record_sync(self.snapshot.size_bytes, time.monotonic() - started)

@@ -1,4 +1,8 @@
-"""Copies of commits of other workers of the host, which a newcomer makes into its own buffers (see peer.py)."""
+"""Copies of commits of other workers of the host, which a newcomer makes into its own buffers (see peer.py).
+
+A newcomer that has adopted a commit loads the next one into its live state already while the group of the next world is
+created. If that world never trains, the adopted commit is restored, as after each failure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from collections.abc import Callable
 from elasticstate.core.types import CommitId
 from elasticstate.log import logger
 from elasticstate.state.peer import PeerCommit, PeerReader, Peers
-from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.snapshot import Incoming, Snapshot
+from elasticstate.state.values import Captured
 
 
 class PeerCopies:
@@ -32,11 +37,16 @@ class PeerCopies:
         commit, source = found
         return commit if source.is_intact() and source.copy_to(snapshot, worker_key, commit.generation) else None
 
-    def read_ahead(self, root_slot: int, snapshot: Snapshot, worker_key: str, generation: int) -> None:
-        """Begin to copy the newest commit of the root, for a world that is about to form."""
+    def read_ahead(
+        self, root_slot: int, snapshot: Snapshot, worker_key: str, generation: int, live: Captured | None
+    ) -> None:
+        """Begin to copy the newest commit of the root, for a world that is about to form.
+
+        ``live``: values into which it may be loaded at once; None: they must not change yet.
+        """
         self.wait()
         source = self._reader.newest_of(root_slot)
-        self._ahead = _ReadAhead(source, snapshot, worker_key, generation) if source is not None else None
+        self._ahead = _ReadAhead(source, snapshot, worker_key, generation, live) if source is not None else None
 
     def wait(self) -> bool:
         """Wait until the copy that ``read_ahead`` has begun is complete. Return False if none was begun."""
@@ -48,11 +58,15 @@ class PeerCopies:
         """Wait until the root has sealed this commit: see PeerReader.wait_for."""
         return self._reader.wait_for(root_slot, commit, check)
 
-    def copy(self, source: PeerCommit, snapshot: Snapshot, worker_key: str, generation: int) -> bool:
-        """Copy a commit, unless that was done ahead. Return False if its owner has overwritten it."""
+    def load(
+        self, source: PeerCommit, snapshot: Snapshot, worker_key: str, generation: int, live: Captured
+    ) -> Incoming | None:
+        """Copy a commit and load it, unless that was done ahead. Return None if its owner has overwritten it."""
         self.wait()
         ahead, self._ahead = self._ahead, None
-        return (ahead is not None and ahead.has(source)) or source.copy_to(snapshot, worker_key, generation)
+        if ahead is not None and ahead.has(source):
+            return ahead.incoming or snapshot.load_incoming(live)
+        return snapshot.load_incoming(live) if source.copy_to(snapshot, worker_key, generation) else None
 
     def close(self) -> None:
         """Unmap the memory of the other workers."""
@@ -65,17 +79,22 @@ class _ReadAhead:
     At the switch the root only stamps that commit anew, so the copy has the content that the newcomer needs.
     """
 
-    def __init__(self, source: PeerCommit, snapshot: Snapshot, worker_key: str, generation: int) -> None:
+    def __init__(
+        self, source: PeerCommit, snapshot: Snapshot, worker_key: str, generation: int, live: Captured | None
+    ) -> None:
         self._source = source
         self._is_whole = False
+        self.incoming: Incoming | None = None  # after ``wait``, if the copy is whole and was loaded
         self._thread = threading.Thread(
-            target=self._copy, args=(snapshot, worker_key, generation), name="elasticstate-read-ahead", daemon=False
+            target=self._copy, args=(snapshot, worker_key, generation, live), name="elasticstate-read-ahead"
         )
         self._thread.start()
 
-    def _copy(self, snapshot: Snapshot, worker_key: str, generation: int) -> None:
+    def _copy(self, snapshot: Snapshot, worker_key: str, generation: int, live: Captured | None) -> None:
         try:
             self._is_whole = self._source.copy_to(snapshot, worker_key, generation)
+            if self._is_whole and live is not None:
+                self.incoming = snapshot.load_incoming(live)
         except Exception as error:  # the main thread copies again, and raises the error if it is still there
             logger.debug("the root's commit was not copied ahead: %s", error)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +30,13 @@ from elasticstate.state.loading import Targets, find_targets
 from elasticstate.state.plan import Plan, address, copy_odd, random_capacity
 from elasticstate.state.storage import CommitStorage, PrivateStorage
 from elasticstate.state.values import Captured, Values, dumps, is_array, split_by_kind
+
+
+class Incoming(NamedTuple):
+    """A received commit that is not sealed yet."""
+
+    targets: Targets  # into which it was copied
+    checksum: int
 
 
 class Snapshot:
@@ -288,7 +295,7 @@ class Snapshot:
         )
 
     def incoming(self, header: bytes, private: bytes) -> torch.Tensor:
-        """Begin to receive a commit: return the ``uint8[n]`` of the older buffer to fill before ``seal_incoming``."""
+        """Begin to receive a commit: return the ``uint8[n]`` of the older buffer to fill before ``load_incoming``."""
         self._prepare()
         layout, objects_bytes = msgspec.msgpack.decode(header, type=tuple[Layout, int])
         buffer = self._older
@@ -296,16 +303,21 @@ class Snapshot:
         buffer.begin(Header(layout, random_bytes), private, objects_bytes)
         return buffer.memory[buffer.frame.tensors : buffer.length]
 
-    def seal_incoming(self, commit: CommitId, live: Captured) -> Values:
-        """Seal the received commit as the only one: a worker that lacked the job's state has no other useful commit.
-
-        Returns what ``load_into`` would return. One pass over the memory computes the checksum and copies.
-        """
+    def load_incoming(self, live: Captured) -> Incoming:
+        """Copy the received commit into the values of ``live`` that it fits: one pass computes its checksum, too."""
         buffer = self._older
         found = self._find_targets(buffer, live)
-        self._seal_older(scatter(buffer.memory, found.pieces(buffer.frame), 0, buffer.length), commit)
+        return Incoming(found, scatter(buffer.memory, found.pieces(buffer.frame), 0, buffer.length))
+
+    def seal_incoming(self, commit: CommitId, incoming: Incoming) -> Values:
+        """Seal the received commit as the only one: a worker that lacked the job's state has no other useful commit.
+
+        Returns what ``load_into`` would return.
+        """
+        buffer = self._older
+        self._seal_older(incoming.checksum, commit)
         self._older.unseal()
-        return self._loaded(buffer, found)
+        return self._loaded(buffer, incoming.targets)
 
     # ------------------------------------------------------------------------------------------------------- comparison
 

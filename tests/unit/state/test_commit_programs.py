@@ -174,7 +174,7 @@ class Slot:
         self.contents[commit] = content, private
         self.may_be_newest.add(commit)
         self.snapshot.incoming(header, private).copy_(payload)
-        self.snapshot.seal_incoming(commit, {})
+        self.snapshot.seal_incoming(commit, self.snapshot.load_incoming({}))
         self.may_be_newest = {commit}
 
     def reserve(self) -> None:

@@ -59,7 +59,7 @@ def test_the_newest_commit_is_copied_with_a_random_state_of_its_own(storage: Any
     assert source.is_intact()
     mine = Snapshot(PrivateStorage())
     assert source.copy_to(mine, "host:6#1", 3)
-    values = mine.seal_incoming(commit, {})
+    values = mine.seal_incoming(commit, mine.load_incoming({}))
     assert torch.equal(values["w"], torch.full((1000,), 1.0))
     assert values["epoch"] == 4
     assert mine.read_private(commit) == rng.derived(11, "host:6#1", 3)
@@ -146,29 +146,42 @@ def test_no_name_of_this_module_writes_to_another_worker_s_page() -> None:
     assert not {name for name in vars(peer.SealReader) if name in ("seal", "set_stale", "heartbeat", "enter", "reset")}
 
 
-def test_a_copy_made_ahead_counts_when_the_root_has_stamped_its_commit_anew(storage: Any) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_copy_made_ahead_counts_when_the_root_has_stamped_its_commit_anew(storage: Any, at_once: bool) -> None:
     root, mine, start = write(storage), Snapshot(PrivateStorage()), CommitId(4, 0)
+    live = torch.zeros(1000)
     copies = PeerCopies(Host(storage))
     assert not copies.wait()
-    copies.read_ahead(5, mine, "host:6#1", start.generation)
+    copies.read_ahead(5, mine, "host:6#1", start.generation, {"w": live} if at_once else None)
     assert copies.wait()
+    assert torch.equal(live, torch.full((1000,), 1.0 if at_once else 0.0))
     root.restamp(start)
     source = copies.wait_for(5, start, lambda: None)
     assert source is not None
     source.copy_to = None  # type: ignore[assignment,method-assign]  # it is not called
-    assert copies.copy(source, mine, "host:6#1", start.generation)
-    assert torch.equal(mine.seal_incoming(start, {})["w"], torch.full((1000,), 1.0))
+    mine.load_incoming = mine.load_incoming if not at_once else None  # type: ignore[assignment,method-assign]
+    incoming = copies.load(source, mine, "host:6#1", start.generation, {"w": live})
+    assert incoming is not None
+    assert torch.equal(mine.seal_incoming(start, incoming)["w"], torch.full((1000,), 1.0))
+    assert mine.newest == start
+    mine.verify()
+    assert torch.equal(live, torch.full((1000,), 1.0))
     copies.close()
 
 
-def test_a_copy_made_ahead_of_another_commit_is_made_again(storage: Any) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_copy_made_ahead_of_another_commit_is_made_again(storage: Any, at_once: bool) -> None:
     root, mine, start = write(storage), Snapshot(PrivateStorage()), CommitId(4, 0)
+    live = torch.zeros(1000)
     copies = PeerCopies(Host(storage))
-    copies.read_ahead(5, mine, "host:6#1", start.generation)
+    copies.read_ahead(5, mine, "host:6#1", start.generation, {"w": live} if at_once else None)
     copies.wait()
     root.write({"w": torch.full((1000,), 2.0), "epoch": 5}, rng.capture(), start)
     source = copies.wait_for(5, start, lambda: None)
     assert source is not None
-    assert copies.copy(source, mine, "host:6#1", start.generation)
-    assert torch.equal(mine.seal_incoming(start, {})["w"], torch.full((1000,), 2.0))
+    incoming = copies.load(source, mine, "host:6#1", start.generation, {"w": live})
+    assert incoming is not None
+    assert torch.equal(mine.seal_incoming(start, incoming)["w"], torch.full((1000,), 2.0))
+    mine.verify()
+    assert torch.equal(live, torch.full((1000,), 2.0))
     copies.close()

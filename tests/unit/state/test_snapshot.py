@@ -241,7 +241,7 @@ def test_a_commit_goes_from_one_snapshot_to_another_without_its_private_part() -
     assert (other.newest, other.previous) == (CommitId(1, 2), None), "half received: only the newest is there"
     memory.copy_(payload)
     live = torch.zeros(10)
-    assert other.seal_incoming(CommitId(4, 0), {"x": live})["n"] == [1, 2]
+    assert other.seal_incoming(CommitId(4, 0), other.load_incoming({"x": live}))["n"] == [1, 2]
     assert torch.equal(live, torch.arange(10.0))
     other.verify()
     assert (other.newest, other.previous) == (CommitId(4, 0), None), "a commit off the job's line is not kept"
