@@ -54,7 +54,9 @@ def test_a_world_of_4_2_5_and_3_workers_learns_like_4_undisturbed_ones(
         hosts.set("localhost:3")
         job.finish(0)
         assert [event["size"] for event in job.events("world_formed")][:4] == [4, 2, 5, 3]
-        assert sum(event["signal"] == 9 for event in job.events("worker_exited")) == 4
+        killed = [event["rank"] for event in job.events("worker_exited") if event["signal"] == 9]
+        # A newcomer whose slot is removed while it boots has no rank.
+        assert sum(rank is not None for rank in killed) == 4
     expected, found = losses(tmp_path / "undisturbed"), losses(folder)
     assert list(expected) == list(range(1, STEPS + 1))
     assert sorted(found) == list(expected)

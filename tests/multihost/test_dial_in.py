@@ -41,7 +41,7 @@ def agent(network: Network, name: str, token: Path, *options: str) -> Iterator[s
         yield process
     finally:
         process.kill()
-        process.communicate()
+        print(f"agent of host {name}:", process.communicate()[1])
 
 
 def listening_job(network: Network, tmp_path: Path, token: Path, *more: str, **script: object) -> Job:

@@ -56,7 +56,7 @@ PLUG_INS = {"mpi", "mpi.worker"}  # backends.py names them in its table; no othe
 # The other parts that a part may import. The command line may import all parts except plug-ins.
 ALLOWED = {
     "backends": set[str](),
-    "compat": {"errors", "log"},
+    "compat": {"_native", "errors", "log"},
     "core": {"exit_status"},
     "error_chain": set[str](),
     "error_file": {"error_chain", "tracebacks"},

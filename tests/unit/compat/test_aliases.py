@@ -24,6 +24,12 @@ def _group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def _no_lasting_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the aliases of earlier tests: a tensor of this test may have the address of one of theirs."""
+    monkeypatch.setattr(aliases, "_lasting", set())
+
+
 def parameter() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(4))
 

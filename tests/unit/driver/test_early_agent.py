@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import psutil
 
@@ -11,7 +12,14 @@ from elasticstate.driver.early_agent import AGENT, agent_process, early_agent
 
 
 def own_agents() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if AGENT in child.cmdline()]
+    """Return the agents among this process's children. While the kernel executes a new program, it has no arguments."""
+    deadline = time.monotonic() + 30
+    while True:
+        children = psutil.Process().children()
+        commands = [child.cmdline() for child in children]
+        if all(commands):
+            return [child for child, command in zip(children, commands, strict=True) if AGENT in command]
+        assert time.monotonic() < deadline, f"children without arguments: {children}"
 
 
 def test_the_first_agent_is_the_early_process_and_the_next_one_is_new() -> None:
