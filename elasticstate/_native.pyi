@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 class _Array(Protocol):
     """Object that exports one-dimensional, contiguous ``uint8`` CPU memory by DLPack or the buffer protocol."""
@@ -41,15 +41,15 @@ def counters_of(objects: Sequence[object], in_object: int, in_content: int, in_c
         TypeError: an object has fewer bytes.
     """
 
-def sample(addresses: Sequence[int], sizes: Sequence[int], seed: int, words: int) -> int:
-    """Return a checksum of ``words`` times eight bytes of each range of memory. ``seed`` decides which bytes.
+def sample(objects: list[Any], address: object, bytes: object, seed: int, words: int) -> int:
+    """Return a checksum of ``words`` times eight bytes of each object's memory. ``seed`` decides which bytes.
 
     Args:
-        addresses: the beginnings of the ranges, which must be readable.
-        sizes: their lengths in bytes.
+        address: method or descriptor of the objects' type for the beginning of their memory, which must be readable.
+        bytes: method or descriptor for its length.
 
     Raises:
-        ValueError: the numbers of addresses and sizes differ; nothing was read.
+        Exception: what the methods and descriptors raise.
     """
 
 class Pieces:

@@ -24,8 +24,8 @@ LARGE_BYTES = 1 << 18
 """A larger tensor that no optimizer owns is not copied before it was seen to change."""
 MAX_BYTES = 8 << 20
 """Limit of what a record copies: beyond it, the commits alone count."""
-_SAMPLED = 64  # owned tensors of which samples are taken at a tick
-_WORDS = 4  # of eight bytes, of each of them
+_SAMPLED = 32  # owned tensors of which samples are taken at a tick
+_WORDS = 8  # of eight bytes, of each of them
 
 
 class Unsuitable(Exception):
@@ -79,7 +79,9 @@ class TickPlan:
             raise Unsuitable(f"{size / 1e6:.0f} MB would have to be copied at each tick")
         self._owned_now, self._constant_now = list(self.owned.values()), list(self.constant.values())
         self._features = _features([*self._owned_now, *self._constant_now])
-        self._sampled = [tensor for tensor in self._owned_now if _is_dense(tensor)]
+        dense = [tensor for tensor in self._owned_now if _is_dense(tensor)]
+        self._dense_count = len(dense)
+        self._sampled = dense + dense[:_SAMPLED]  # so that any _SAMPLED in a row, over the end, are one slice
         self._checksums = _checksums(self.constant)
         self._constant_versions = exact_versions(self._constant_now)
         self._is_quick = quick_versions(self._owned_now) == exact_versions(self._owned_now)
@@ -106,10 +108,9 @@ class TickPlan:
 
     def samples(self, tick: int) -> int:
         """Return a checksum of words of some owned tensors; ``tick`` decides which."""
-        known = self._sampled
-        first = tick * _SAMPLED % max(1, len(known))
-        some = known if len(known) <= _SAMPLED else (known + known[:_SAMPLED])[first : first + _SAMPLED]
-        return sample([tensor.data_ptr() for tensor in some], [tensor.nbytes for tensor in some], tick, _WORDS)
+        first = tick * _SAMPLED % max(1, self._dense_count)
+        some = self._sampled[first : first + min(_SAMPLED, self._dense_count)]
+        return sample(some, torch.Tensor.data_ptr, torch.Tensor.nbytes, tick, _WORDS)
 
     def changed(self) -> list[str]:
         """Return the names of constant tensors that torch has counted writes of."""

@@ -30,6 +30,41 @@ def test_containers_are_compared_by_identity() -> None:
         assert found.unchanged()
 
 
+def test_every_change_of_a_dict_is_found_at_once_and_again_after_equal_looks() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.a, self.b = 1.5, 2.5
+
+    def attribute(found: dict[str, float]) -> None:
+        owner.a = 3.5
+
+    for change in (
+        lambda d: d.__setitem__("a", float("3.5")),
+        lambda d: d.__delitem__("a"),
+        lambda d: d.setdefault("c", 3.5),
+        lambda d: d.popitem(),
+        lambda d: d.pop("b"),
+        lambda d: d.update(c=3.5),
+        lambda d: d.__ior__({"b": 3.5}),
+        lambda d: d.clear(),
+        attribute,
+    ):
+        owner = Owner()
+        items = vars(owner)
+        found = Identities([items])
+        same = dict(items)
+        items["a"] = same["a"]
+        assert found.unchanged()
+        assert found.unchanged()
+        change(items)
+        assert not found.unchanged()
+        assert not found.unchanged()
+        items.clear()
+        items.update(same)
+        assert found.unchanged()
+        assert found.unchanged()
+
+
 def test_other_containers_are_refused() -> None:
     with pytest.raises(TypeError, match="dict or a list"):
         Identities([()])
