@@ -18,6 +18,7 @@ from elasticstate.config.environment import (
     set_unless_given,
     slow_callbacks_file,
     ssh_client,
+    tunes_malloc,
     usable_runtime_directory,
     worker_environment,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "set_unless_given",
     "slow_callbacks_file",
     "ssh_client",
+    "tunes_malloc",
     "usable_runtime_directory",
     "worker_environment",
 ]

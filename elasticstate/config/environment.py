@@ -171,6 +171,12 @@ def passed_on(asked: Sequence[str]) -> tuple[tuple[str, str], ...]:
     return tuple((k, v) for k, v in os.environ.items() if any(fnmatchcase(k, pattern) for pattern in patterns))
 
 
+def tunes_malloc() -> bool:
+    """Return True if the environment sets options of glibc's ``malloc`` (mallopt(3))."""
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
+    return any(name in os.environ for name in names) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+
+
 def slow_callbacks_file() -> str:
     """Return the path of the file for callbacks that block this process's event loop; "" outside of tests."""
     return os.environ.get(PREFIX + "SLOW_CALLBACKS", "")

@@ -358,17 +358,17 @@ class Committer:
         session = self.session
         assert self._peers is not None, "only a worker that reads commits is in near"
         source = self._peers.wait_for(session.root_slot, commit, session.check)
-        started = time.monotonic()
+        peers, started = self._peers, time.monotonic()
         try:
             place = self.snapshot, session.worker_key, session.generation
-            incoming = self._peers.load(source, *place, self._targets()) if source is not None else None
+            incoming = peers.load(source, *place, self._targets()) if source is not None else None
             if incoming is None:
                 self._peers = None  # the next sync sends the state
                 raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
             values = self.snapshot.seal_incoming(commit, incoming)
         finally:
             self._record_commits()
-        session.record_sync(self.snapshot.size_bytes, time.monotonic() - started)
+        session.record_sync(self.snapshot.size_bytes, time.monotonic() - started + peers.seconds_ahead)
         self._apply(values)
 
     # ------------------------------------------------------------------------- ranks with different numbers of batches

@@ -7,6 +7,7 @@ created. If that world never trains, the adopted commit is restored, as after ea
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from elasticstate.core.types import CommitId
@@ -23,6 +24,8 @@ class PeerCopies:
         self._reader = PeerReader(peers)
         self.can_read = True
         """False after an error."""
+        self.seconds_ahead = 0.0
+        """Duration of the copy made ahead that the last ``load`` used; 0 if it used none."""
         self._ahead: _ReadAhead | None = None
 
     def copy_newest(self, snapshot: Snapshot, worker_key: str) -> CommitId | None:
@@ -64,7 +67,9 @@ class PeerCopies:
         """Copy a commit and load it, unless that was done ahead. Return None if its owner has overwritten it."""
         self.wait()
         ahead, self._ahead = self._ahead, None
+        self.seconds_ahead = 0.0
         if ahead is not None and ahead.has(source):
+            self.seconds_ahead = ahead.seconds
             return ahead.incoming or snapshot.load_incoming(live)
         return snapshot.load_incoming(live) if source.copy_to(snapshot, worker_key, generation) else None
 
@@ -85,18 +90,21 @@ class _ReadAhead:
         self._source = source
         self._is_whole = False
         self.incoming: Incoming | None = None  # after ``wait``, if the copy is whole and was loaded
+        self.seconds = 0.0  # duration of the copy
         self._thread = threading.Thread(
             target=self._copy, args=(snapshot, worker_key, generation, live), name="elasticstate-read-ahead"
         )
         self._thread.start()
 
     def _copy(self, snapshot: Snapshot, worker_key: str, generation: int, live: Captured | None) -> None:
+        started = time.monotonic()
         try:
             self._is_whole = self._source.copy_to(snapshot, worker_key, generation)
             if self._is_whole and live is not None:
                 self.incoming = snapshot.load_incoming(live)
         except Exception as error:  # the main thread copies again, and raises the error if it is still there
             logger.debug("the root's commit was not copied ahead: %s", error)
+        self.seconds = time.monotonic() - started
 
     def wait(self) -> None:
         """Wait until the thread has ended."""

@@ -42,7 +42,7 @@ from elasticstate.state.base import State, committer_of
 from elasticstate.state.committer import Committer
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.tracebacks import text_of
-from elasticstate.worker import contexts
+from elasticstate.worker import contexts, heap
 from elasticstate.worker.contexts.context import Fault
 from elasticstate.worker.own_groups import OwnProcessGroups
 from elasticstate.worker.record import ErrorHandler, handle
@@ -136,6 +136,7 @@ class WorkerLoop:
         # The agent sends this signal when the worker does not respond. faulthandler works without the GIL.
         faulthandler.register(messages.STACKS_SIGNAL, file=2, all_threads=True)
         self._sentinel.start(self._environment.preemption_signals)
+        heap.keep_freed_memory()
         _import_early()
         self._backend.prepare(self._environment, self._sentinel.send)
 
@@ -150,6 +151,7 @@ class WorkerLoop:
         self._names = lambda: self._committer.names
         self._read_ahead = self._read_root_ahead
         self._committer.reserve(self._environment.reserve_bytes)
+        heap.fill(2 * self._environment.reserve_bytes)  # optimizer's state, gradients, and DDP's buckets, made twice
         if warmup is not None:
             warmup()
         if not has_joined:

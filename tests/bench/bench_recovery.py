@@ -109,11 +109,8 @@ def note_steady_state(system: str, folder: Path, figures: Figures) -> None:
 
 def note_recovery(system: str, folder: Path, killed_ns: int, size: int, figures: Figures) -> None:
     """Record the time from the kill to the end of the first step of generation 2 on the last of its workers."""
-    first = [
-        min(s.end_ns for s in steps if s.generation == 2)
-        for steps in read_steps(folder).values()
-        if steps[-1].generation >= 2
-    ]
+    ends = [[step.end_ns for step in steps if step.generation == 2] for steps in read_steps(folder).values()]
+    first = [min(found) for found in ends if found]  # a restarted worker may join in generation 3
     if len(first) < size:
         raise RuntimeError(f"{system}: {len(first)} of {size} workers went on after the kill")
     figures[system, "recovery"].append((sorted(first)[size - 1] - killed_ns) / 1e6)

@@ -72,8 +72,9 @@ def pids_of_world(folder: Path, generation: int) -> list[int]:
 
 
 def next_step_ns(processes: Sequence[Sequence[Step]]) -> int:
-    """Return when the first step after the kill was complete."""
-    return min(step.end_ns for steps in processes for step in steps if step.generation > 1)
+    """Return when the last worker of the next world had completed a step, as bench_recovery.py does."""
+    ends = [[step.end_ns for step in steps if step.generation == 2] for steps in processes]
+    return max(min(found) for found in ends if found)
 
 
 def sync_s(folder: Path) -> float:

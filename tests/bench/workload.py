@@ -63,8 +63,7 @@ def warm_up() -> None:
 
 
 def warm_up_steps(model: nn.Module) -> None:
-    """Compute gradients twice, as a newcomer does before the others stop for it: their memory is then in use."""
+    """Compute gradients, as a newcomer does before the others stop for it: their memory is then in use."""
     for step in range(2):
         batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
         nn.functional.mse_loss(model(batch), batch).backward()
-        model.zero_grad()
