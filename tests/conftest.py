@@ -43,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-minutes", type=float, default=1.0, help="least time of tests/chaos")
     parser.addoption("--chaos-seed", type=int, default=1, help="what tests/chaos draws its faults from")
+    parser.addoption("--schedules", type=int, default=3000, help="random schedules of each long simulation")
     parser.addoption("--failures-file", type=Path, help="file to which each failed test appends one line")
 
 
@@ -129,6 +130,11 @@ def leftover_commits(runtime_directory: Path) -> list[str]:
             if str(runtime_directory) in (path / "job").read_text():
                 found.append(str(path))
     return found
+
+
+@pytest.fixture
+def number_of_schedules(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--schedules"))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ from tests.simulation.invariants import ENDS, Checker
 from tests.simulation.recovery import world_or_end_is_reached
 from tests.simulation.schedules import EventMaker, random_policy, rubbish
 
-SCHEDULES = 10_000
 MUST_BE_REACHED = (
     *("world", "start", "stop", "hold", "release", "interrupt", "escalation", "failure", "drain", "leave", "gate"),
     *("verdict", "postponed leave", "cooldown gave way", "forming", "below min-np", "job succeeded", "job failed"),
@@ -107,7 +106,6 @@ def _what_is_stale_has_no_effect(rng: random.Random, m: Membership, now: float) 
             assert replace(step(m, event, now).next, deadlines=m.deadlines) == m, event
 
 
-@settings(max_examples=SCHEDULES, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
 @given(seed=st.integers(0, 2**64 - 1), length=st.integers(45, 130))
 def explore(seed: int, length: int) -> None:
     reached["schedules"] += 1
@@ -119,8 +117,8 @@ def explore(seed: int, length: int) -> None:
         )
 
 
-def test_invariants_hold_in_random_schedules_that_come_by_everything() -> None:
-    explore()
-    assert reached["schedules"] >= SCHEDULES
+def test_invariants_hold_in_random_schedules_that_come_by_everything(number_of_schedules: int) -> None:
+    settings(max_examples=number_of_schedules, phases=[Phase.generate])(explore)()
+    assert reached["schedules"] >= number_of_schedules
     assert reached["events"] >= 40 * reached["schedules"]
     assert [what for what in MUST_BE_REACHED if not reached[what]] == []

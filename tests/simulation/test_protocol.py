@@ -11,7 +11,6 @@ from hypothesis import Phase, given, settings, strategies as st
 
 from tests.simulation.job import FAULTS, play
 
-SCHEDULES = 10_000
 MUST_BE_REACHED = (
     *(
         "world",
@@ -40,15 +39,14 @@ MUST_BE_REACHED = (
 reached: Counter[str] = Counter()
 
 
-@settings(max_examples=SCHEDULES, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
 @given(seed=st.integers(0, 2**64 - 1), actions=st.integers(30, 220))
 def explore(seed: int, actions: int) -> None:
     reached.update(play(seed, actions))
     reached["schedules"] += 1
 
 
-def test_replicas_never_diverge_and_every_job_ends() -> None:
-    explore()
-    assert reached["schedules"] >= SCHEDULES
+def test_replicas_never_diverge_and_every_job_ends(number_of_schedules: int) -> None:
+    settings(max_examples=number_of_schedules, phases=[Phase.generate])(explore)()
+    assert reached["schedules"] >= number_of_schedules
     assert reached["events"] >= 40 * reached["schedules"]
     assert [what for what in MUST_BE_REACHED if not reached[what]] == []

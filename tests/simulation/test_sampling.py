@@ -14,7 +14,6 @@ from hypothesis import Phase, given, settings, strategies as st
 
 from elasticstate.state import ElasticDataLoader, TorchState
 
-SCHEDULES = 10_000
 MUST_BE_REACHED = ("death", "interrupt", "join", "rollback", "tail", "stand-in", "micro-batch", "epoch", "dropped")
 reached: Counter[str] = Counter()
 
@@ -136,14 +135,13 @@ def run_schedule(seed: int) -> None:
         assert not left_out, "no sample is missing"
 
 
-@settings(max_examples=SCHEDULES, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
 @given(seed=st.integers(0, 2**64 - 1))
 def explore(seed: int) -> None:
     reached["schedules"] += 1
     run_schedule(seed)
 
 
-def test_every_sample_counts_once_in_an_epoch_over_all_changes_of_the_world() -> None:
-    explore()
-    assert reached["schedules"] >= SCHEDULES
+def test_every_sample_counts_once_in_an_epoch_over_all_changes_of_the_world(number_of_schedules: int) -> None:
+    settings(max_examples=number_of_schedules, phases=[Phase.generate])(explore)()
+    assert reached["schedules"] >= number_of_schedules
     assert [what for what in MUST_BE_REACHED if not reached[what]] == []

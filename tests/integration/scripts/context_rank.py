@@ -89,8 +89,12 @@ def subgroup(ranks: tuple[int, ...]) -> None:
 
 
 def hang() -> None:
-    for _ in range(1000):
-        dist.all_reduce(torch.ones(1 << 18, device=device()))
+    """Make all-reduces until one is cut. They are small, because a test compares the memory.
+
+    Open MPI never frees what it had allocated for the one that is cut, about as much as the tensor (5.0.11).
+    """
+    for _ in range(10_000):
+        dist.all_reduce(torch.ones(1 << 16, device=device()))
         torch.zeros(1, device=device()).item()
     raise AssertionError("nobody has cut it")
 
