@@ -2,8 +2,7 @@
 
 asyncio's own ``slow_callback_duration`` measures wall-clock time, which includes the load of the machine. Here a
 callback is slow if its thread computed, or slept in a blocking call, for longer than the limit. The kernel reports how
-long the thread was ready to run and had no core (/proc/PID/schedstat; Documentation/scheduler/sched-stats.rst), and how
-long a virtual machine had no core of its host ("steal" in proc_stat(5)): that may pass for either kind of time. The
+long the thread was ready to run and had no core (/proc/PID/schedstat; Documentation/scheduler/sched-stats.rst). The
 start of a process or a thread does not count: the call waits until the new one has a core (vfork(2);
 threading.Thread.start).
 """
@@ -26,32 +25,6 @@ from elasticstate.compat.standard_library import callback_of, callback_runner, s
 SLOW_S = 0.1
 """Limit in seconds: a longer callback is reported."""
 
-STAT = "/proc/stat"
-_TICKS = os.sysconf("SC_CLK_TCK")
-
-
-class StolenTime:
-    """Seconds for which this virtual machine had no core of its host, over all cores."""
-
-    def __init__(self) -> None:
-        self._file = os.open(STAT, os.O_RDONLY | os.O_CLOEXEC)
-        self._read_at = self._before_s = 0.0
-
-    def read_s(self) -> float:
-        fields = os.pread(self._file, 200, 0).split(b"\n", 1)[0].split()
-        return int(fields[8]) / _TICKS
-
-    def note(self, now: float) -> None:
-        """Record the present number, unless that was done shortly before: the kernel takes a while to print it."""
-        if now - self._read_at > SLOW_S:
-            self._read_at, self._before_s = now, self.read_s()
-
-    def since_note_s(self) -> float:
-        return self.read_s() - self._before_s
-
-    def close(self) -> None:
-        os.close(self._file)
-
 
 @contextmanager
 def watch_loops(path: str) -> Iterator[None]:
@@ -62,7 +35,6 @@ def watch_loops(path: str) -> Iterator[None]:
         return
     schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
     report = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    stolen = StolenTime()
     continued_at = starting_s = 0.0
 
     def note_continued(*_: object) -> None:
@@ -84,7 +56,6 @@ def watch_loops(path: str) -> Iterator[None]:
     def watched(handle: Handle) -> None:
         nonlocal starting_s
         starting_s = 0.0
-        stolen.note(time.monotonic())
         # The wait for a core is read first and last: else a wait between two of the readings would count as blocked.
         waited, computed, began = without_core_s(), time.thread_time(), time.monotonic()
         run(handle)
@@ -92,7 +63,7 @@ def watch_loops(path: str) -> Iterator[None]:
         if lasted > SLOW_S and continued_at < began:  # time under SIGSTOP is not time in a blocking call
             computed = time.thread_time() - computed
             blocked = lasted - computed - (without_core_s() - waited)
-            if max(computed, blocked) > SLOW_S + stolen.since_note_s():
+            if max(computed, blocked) > SLOW_S:
                 times = f"{lasted:.3f} s: computed {computed:.3f} s, blocked {blocked:.3f} s"
                 os.write(
                     report,
@@ -112,7 +83,6 @@ def watch_loops(path: str) -> Iterator[None]:
         for kind, name, start in originals:
             setattr(kind, name, start)
         signal.signal(signal.SIGCONT, previous)
-        stolen.close()
         os.close(schedule)
         os.close(report)
 
