@@ -41,7 +41,7 @@ test: lint  ## lint, then all tests; the last lines name what failed
 	status=; for each in $$jobs $$unit; do wait $$each; status=$$status$$?; done; \
 	cat .unit.log; if test -f .failures.log; then cat .failures.log; fi; test $$status = 00
 
-chaos: setup  ## all simulated schedules; all faults at a job on three hosts: make chaos MINUTES=30 SEED=7
+chaos: setup  ## 10,000 simulated schedules; all faults at a job (odd seeds: with a spare): make chaos MINUTES=30 SEED=7
 	$(BIN)/python -m pytest -q tests/simulation --schedules 10000
 	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(or $(SEED),$(shell date +%s))
 

@@ -272,7 +272,8 @@ std::uint64_t sample(const nb::list &objects, nb::handle address, nb::handle byt
         const std::size_t length = std::min(size, sizeof(std::uint64_t));
         for (std::size_t word = 0; word < words; ++word) {
             seed = mixed(seed);
-            const std::size_t offset = seed % (size - length + 1);
+            const std::size_t count = size - length + 1;  // of the places; below 4 GiB without a slow division
+            const std::size_t offset = count >> 32 == 0 ? ((seed >> 32) * count) >> 32 : seed % count;
             places.push_back({begin + offset, length});
             prefetch(begin + offset);
         }

@@ -24,8 +24,8 @@ LARGE_BYTES = 1 << 18
 """A larger tensor that no optimizer owns is not copied before it was seen to change."""
 MAX_BYTES = 8 << 20
 """Limit of what a record copies: beyond it, the commits alone count."""
-_SAMPLED = 32  # owned tensors of which samples are taken at a tick
-_WORDS = 8  # of eight bytes, of each of them
+_SAMPLED = 64  # owned tensors of which samples are taken at a tick
+_WORDS = 4  # of eight bytes, of each of them
 
 
 class Unsuitable(Exception):

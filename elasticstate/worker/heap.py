@@ -36,9 +36,9 @@ def keep_freed_memory() -> None:
 
 
 def fill(size_bytes: int) -> None:
-    """Bring ``size_bytes`` of fresh memory into use, KEPT_BYTES at most, and free it: later blocks take it from there.
+    """Write to ``size_bytes`` of fresh memory, KEPT_BYTES at most, and free it, so that later blocks are not fresh.
 
-    A newcomer calls it before its first READY. In its first step, for which the others wait, less memory is fresh.
+    A worker that joins a running job calls it before its first READY: the others wait for its first step.
     """
     if _keeps and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         count = min(size_bytes, KEPT_BYTES) // _FILL_BYTES

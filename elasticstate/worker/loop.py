@@ -151,7 +151,7 @@ class WorkerLoop:
         self._names = lambda: self._committer.names
         self._read_ahead = self._read_root_ahead
         self._committer.reserve(self._environment.reserve_bytes)
-        heap.fill(2 * self._environment.reserve_bytes)  # optimizer's state, gradients, and DDP's buckets, made twice
+        heap.fill(2 * self._environment.reserve_bytes)  # see decision 0061
         if warmup is not None:
             warmup()
         if not has_joined:

@@ -1,8 +1,8 @@
 """One rank of test_contexts.py: ``context_rank.py BACKEND STORE_PORT DIRECTORY``. Reads commands from stdin.
 
-Commands, one per line: ``create NAME RANK SIZE`` · ``collectives`` · ``hang`` (an all-reduce whose values are wrong if
-it returns) · ``subgroup RANKS`` · ``error KIND`` · ``held`` · ``leave`` · ``sever`` (at once, until ``leave``). Each
-command except ``sever`` answers with a JSON line.
+Commands, one per line: ``create NAME RANK SIZE`` · ``collectives`` · ``hang`` (all-reduces of 1 MB; one is cut)
+· ``hang small`` (of 256 KB) · ``subgroup RANKS`` · ``error KIND`` · ``held`` · ``leave`` · ``sever`` (at once, until
+``leave``). Each command except ``sever`` answers with a JSON line.
 """
 
 from __future__ import annotations
@@ -88,13 +88,10 @@ def subgroup(ranks: tuple[int, ...]) -> None:
     assert torch.equal(tensor, torch.full((100_000,), float(ranks[-1])))
 
 
-def hang() -> None:
-    """Make all-reduces until one is cut. They are small, because a test compares the memory.
-
-    Open MPI never frees what it had allocated for the one that is cut, about as much as the tensor (5.0.11).
-    """
-    for _ in range(10_000):
-        dist.all_reduce(torch.ones(1 << 16, device=device()))
+def hang(count: int, size: int) -> None:
+    """Make ``count`` all-reduces of ``size`` numbers, one of which is cut."""
+    for _ in range(count):
+        dist.all_reduce(torch.ones(size, device=device()))
         torch.zeros(1, device=device()).item()
     raise AssertionError("nobody has cut it")
 
@@ -140,7 +137,9 @@ def carry_out(words: list[str]) -> dict[str, Any]:
         case ["subgroup", ranks]:
             subgroup(tuple(map(int, ranks.split(","))))
         case ["hang"]:
-            hang()
+            hang(1000, 1 << 18)
+        case ["hang", "small"]:
+            hang(10_000, 1 << 16)
         case ["error", kind]:
             error = raised(kind)
             return {"fault": context.classify(error).name, "kind": type(error).__name__}
