@@ -11,7 +11,7 @@ has only the last heartbeat.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from elasticstate.core import types as t
@@ -136,11 +136,18 @@ def _reached(d: Draft, chosen: Sequence[Worker]) -> tuple[int, bool]:
     return start + max([d.ledger.dead_ticks, *sealed]), is_exact
 
 
-def _sealed(d: Draft) -> list[tuple[t.SlotId, t.CommitId]]:
-    """Return, for each member of the ended world, the newest commit that is known to be sealed in its slot."""
-    members = d.world.members if d.world is not None else ()
-    slots = ((placement.worker.slot_id, d.slots.get(placement.worker.slot_id)) for placement in members)
-    return [(slot_id, NOTHING if slot is None else slot.sealed) for slot_id, slot in slots]
+def _sealed(d: Draft) -> Iterator[tuple[t.SlotId, t.CommitId]]:
+    """Yield, for each member of the ended world, the newest commit that is known to be sealed in its slot."""
+    for placement in d.world.members if d.world is not None else ():
+        slot_id = placement.worker.slot_id
+        slot = d.slots.get(slot_id)
+        yield slot_id, NOTHING if slot is None else slot.sealed
+
+
+def _made(d: Draft, start: t.CommitId) -> Iterator[tuple[t.SlotId, t.CommitId]]:
+    """Yield, for each member of the ended world, its newest commit made there, or ``start``, from which that began."""
+    for slot_id, commit in _sealed(d):
+        yield slot_id, commit if commit.generation == d.generation and commit.tick else start
 
 
 def _lost_commits(d: Draft, best: t.CommitId) -> tuple[int, bool]:
@@ -148,13 +155,10 @@ def _lost_commits(d: Draft, best: t.CommitId) -> tuple[int, bool]:
     origin = _origin(d, d.generation)
     start = NOTHING if origin is None else origin.commit
     best = _users_commit(d, best)
-    sealed = {
-        slot_id: commit if commit.generation == d.generation and commit.tick else start
-        for slot_id, commit in _sealed(d)
-    }
-    seen = [commit for slot_id, commit in sealed.items() if _is_seen(d, slot_id)]
-    if seen and min(seen) <= best:
+    if any(commit <= best and _is_seen(d, slot_id) for slot_id, commit in _made(d, start)):
         return 0, True
+    sealed = dict(_made(d, start))
+    seen = [slot_id for slot_id in sealed if _is_seen(d, slot_id)]
     made = min(sealed.values())
     readies = [worker.ready for worker in d.workers.values() if worker.ready is not None]
     reported = {commit for ready in readies for commit in (ready.commit, ready.previous) if commit is not None}

@@ -286,7 +286,8 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
     worker = d.workers.get(event.worker)
     if worker is None or worker.gone or event.generation != worker.joined or isinstance(d.phase, Finishing):
         return
-    _run_used(d, event.worker)
+    if not worker.uses_run:
+        _command_uses_run(d, worker.id)
     _record_commit(d, event.commit)
     _record_commit(d, event.previous)
     retained.record_retained(d, worker.id.slot_id, event.commit, event.sealed)
@@ -302,6 +303,7 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         ready_at=d.now,
         reported_at=d.now,
         commit=event.commit,
+        uses_run=True,
         late=False,
         in_gate=False,
         suspect_at=None,
@@ -320,12 +322,18 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
 
 
 def _run_used(d: Draft, worker_id: t.WorkerId) -> None:
-    """Record that a worker uses ``run``. The first one shows that the command is elastic: there are no rounds."""
+    """Record that a worker uses ``run``."""
     worker = d.workers.get(worker_id)
     if worker is None or worker.gone or worker.uses_run:
         return
     d.put(worker, uses_run=True)
-    d.update_ledger(first_user=d.ledger.first_user or worker_id)
+    _command_uses_run(d, worker_id)
+
+
+def _command_uses_run(d: Draft, worker_id: t.WorkerId) -> None:
+    """Record that the command is elastic, as its first worker that uses ``run`` shows: there are no rounds."""
+    if d.ledger.first_user is None:
+        d.update_ledger(first_user=worker_id)
     if d.ledger.kind == "":
         d.update_ledger(kind="elastic", round=None, no_progress=0, no_progress_cause=None, failed_at=())
 

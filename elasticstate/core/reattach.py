@@ -81,11 +81,9 @@ def _hosts(d: Draft, remains: Remains) -> None:
     rest = sorted(remains.lost.union(found).difference(named))
     for order, name in enumerate((*named, *rest)):
         slots = named.get(name, 0)
-        host = d.hosts[name] = Host(
-            name, order, slots, slots_ever=slots, report="agent connected to the previous driver", reported_at=d.now
-        )
-        if name in remains.lost:
-            d.put_host(host, agent="joined")
+        host = Host(name, order, slots, slots_ever=slots, reported_at=d.now)
+        agent = "joined" if name in remains.lost else "none"
+        d.put_host(host, agent=agent, report="agent connected to the previous driver")
 
 
 def _slots(d: Draft, remains: Remains) -> None:

@@ -218,6 +218,7 @@ class Draft:
         self.living = dict(m.living)
         self._slot_ids: dict[str, set[int]] = {}
         self._members: tuple[World | None, list[Worker]] | None = None  # of this world, until a worker changes
+        self._by_discovery: list[Host] | None = None  # until a host changes
 
     def freeze(self, deadlines: Mapping[str, float]) -> Membership:
         """Return the state after this step."""
@@ -269,8 +270,7 @@ class Draft:
         self._members = None
         changed = replace(worker, **changes)
         if not _COUNTED.isdisjoint(changes):
-            self._count(self.workers[worker.id], -1)
-            self._count(changed, 1)
+            self._recount(self.workers[worker.id], changed)
         self.workers[worker.id] = changed
         return changed
 
@@ -280,7 +280,22 @@ class Draft:
         self.draining += by * (worker.draining != "" and not worker.gone)
         self.suspects += by * (worker.suspect_at is not None)
 
+    def _recount(self, before: Worker, after: Worker) -> None:
+        """Count a worker that changes. A thousand of them may change in one step."""
+        self.booting += after.booting - before.booting
+        if before.gone != after.gone or before.draining != after.draining:
+            self.draining += bool(after.draining and not after.gone) - bool(before.draining and not before.gone)
+        self.ready += (after.ready is not None and not after.gone) - (before.ready is not None and not before.gone)
+        self.suspects += (after.suspect_at is not None) - (before.suspect_at is not None)
+
+    def by_discovery(self) -> list[Host]:
+        """Return all hosts that are or were known, in discovery's order. Hosts without slots come last."""
+        if self._by_discovery is None:
+            self._by_discovery = by_discovery(self)
+        return self._by_discovery
+
     def put_host(self, host: Host, **changes: Any) -> Host:
+        self._by_discovery = None
         changed = replace(host, **changes)
         self.hosts[host.name] = changed
         return changed
@@ -331,5 +346,5 @@ def living_members(m: Draft | Membership) -> list[Worker]:
 
 
 def by_discovery(d: Draft | Membership) -> list[Host]:
-    """Return all hosts that are or were known, in discovery's order. Hosts without slots come last."""
+    """Return all hosts, in the order of ``Draft.by_discovery``. A rule uses that method, which remembers them."""
     return sorted(d.hosts.values(), key=lambda host: (not host.slots, host.order, host.name))

@@ -18,8 +18,12 @@ def record_retained(d: Draft, slot_id: t.SlotId, commit: t.CommitId | None, seal
     slot = d.slots.get(slot_id)
     if slot is None:
         return
-    newest = max(slot.sealed, commit or slot.sealed, sealed or slot.sealed)
-    if slot.retained != commit or slot.sealed != newest:
+    newest = slot.sealed
+    if commit is not None and commit > newest:
+        newest = commit
+    if sealed is not None and sealed > newest:
+        newest = sealed
+    if newest is not slot.sealed or slot.retained != commit:
         d.put_slot(slot_id, retained=commit, sealed=newest)
 
 

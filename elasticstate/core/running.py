@@ -118,7 +118,7 @@ def _with_notices(d: Draft, phase: Running, members: list[Worker]) -> Running:
 
 def _behind(members: list[Worker]) -> list[Worker]:
     """Return the members that are more than one tick behind the member with the most ticks."""
-    ticks = [member.ticks for member in members]
+    ticks = {member.ticks for member in members}
     if not ticks or max(ticks) - min(ticks) <= 1:
         return []
     ahead = max(ticks) - 1

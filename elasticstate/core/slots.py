@@ -20,7 +20,6 @@ from elasticstate.core.records import (
     Slot,
     Waiting,
     Worker,
-    by_discovery,
 )
 from elasticstate.core.retained import awaited
 from elasticstate.core.together import begin_round, chosen, may_start, places, window_end
@@ -62,7 +61,7 @@ def start_and_stop(d: Draft) -> None:
     _stop_unneeded(d, {slot_id for slot_id, _ in holders}.union(worker.id.slot_id for worker in may_hold))
     if isinstance(d.phase, Finishing):
         return
-    hosts = by_discovery(d)
+    hosts = d.by_discovery()
     plan = _Plan(d, holders, hosts)
     for host in hosts:
         if host.name in plan.usable:
@@ -89,7 +88,7 @@ def slot_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
     if may_start(d):
         yield "start of a round", window_end(d)
     is_sought = not isinstance(d.phase, Running)
-    plan = _Plan(d, awaited(d) if is_sought else [], by_discovery(d))
+    plan = _Plan(d, awaited(d) if is_sought else [], d.by_discovery())
     yield from plan.deadlines()
 
 
@@ -125,8 +124,8 @@ class _Plan:
         """
         d, held = self._d, {slot_id for slot_id, _ in self.holders}
         hosts = [d.hosts[host.name] for host in self.hosts if host.name in self.usable]
-        joined = [host for host in hosts if host.agent == "joined"]
-        return [found for host in joined for found in _free_slots(d, host) if not host.draining or found[0] in held]
+        found_in = [h for h in hosts if h.agent == "joined" and d.living.get(h.name) != h.slots_ever]
+        return [found for host in found_in for found in _free_slots(d, host) if not host.draining or found[0] in held]
 
     def start_at(self, slot_id: t.SlotId, slot: Slot, is_short: bool) -> float:
         """Return the time from which a worker may be started in a free slot."""
@@ -223,8 +222,6 @@ def _living_workers(d: Draft, host: Host) -> Iterator[t.WorkerId]:
 
 def _free_slots(d: Draft, host: Host) -> Iterator[tuple[t.SlotId, Slot]]:
     """Yield the free slots of a host. A worker may be started there when the backoff is over."""
-    if d.living.get(host.name) == host.slots_ever:
-        return
     for index in range(host.slots):
         slot_id = t.SlotId(host.name, index)
         slot = d.slots.get(slot_id, NEW_SLOT)
@@ -365,7 +362,7 @@ def _start_round(d: Draft, plan: _Plan) -> None:
 def newcomers(d: Draft) -> list[t.SlotId]:
     """Return the free slots that fit into the next world of plain workers. Slots that failed repeatedly do not count:
     each start there may end the whole world."""
-    plan = _Plan(d, [], by_discovery(d))
+    plan = _Plan(d, [], d.by_discovery())
     free = [slot_id for slot_id in plan.startable() if d.slots.get(slot_id, NEW_SLOT).failures < FAILURES_IN_A_ROW]
     vacancies = _vacancies(d)
     return free if vacancies == inf else free[: max(0, int(vacancies))]

@@ -52,8 +52,6 @@ class AgentMessages:
 
     def _handle(self, host: str, message: messages.FromAgent) -> None:
         match message:
-            case messages.HostReport():
-                self._host_joined(host, message)
             case messages.FromWorker(worker, body):
                 self._from_worker(worker, body)
             case messages.Stamps(stamps, number):
@@ -62,6 +60,8 @@ class AgentMessages:
                 if self._reattachment is None or self._reattachment.is_over:  # else: more of them will arrive
                     heartbeats = [heartbeat(worker, stamp) for worker, stamp in stamps]
                     self._queue.post_later(heartbeats, len(self._state.membership.workers))
+            case messages.HostReport():
+                self._host_joined(host, message)
             case messages.Started(worker, pid):
                 self._journal.worker_lives(worker, pid)
             case messages.Exited():

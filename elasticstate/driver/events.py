@@ -16,12 +16,12 @@ def heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
 def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | None:
     """Return the event for a message; None if the core does not need the message."""
     match body:
-        case messages.RunUsed():
-            return t.WorkerUsesRun(worker)
         case messages.Ready(generation, commit, previous, store, ticks, paused_s, behind, sealed, names):
             return t.WorkerReady(worker, generation, commit, previous, store, ticks, paused_s, behind, sealed, names)
         case messages.HoldAnswer(generation, ticks, in_gate, number):
             return t.HoldAnswered(worker, generation, ticks, in_gate, number)
+        case messages.RunUsed():
+            return t.WorkerUsesRun(worker)
         case messages.GenerationFailure(generation, certain, error):
             return t.FailureReported(worker, generation, certain, error)
         case messages.Gate(generation):

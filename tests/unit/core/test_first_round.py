@@ -117,3 +117,8 @@ def test_a_worker_that_could_not_be_started_has_no_exit_code() -> None:
     cause = m.slots[t.SlotId("a", 0)].failure
     assert cause is not None
     assert (cause.reason, cause.exit_code) == ("a:0#1 could not be started", None)
+
+
+def test_a_worker_that_is_ready_uses_run() -> None:
+    m, _ = drive(TWO_START + "1.0 ready a:0#1", **SIZE)
+    assert m.workers[t.WorkerId("a", 0, 1)].uses_run
