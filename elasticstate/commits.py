@@ -144,6 +144,10 @@ class CommitDirectory:
         """Remove the directory with all commits of this host, at the end of the job."""
         if not self.is_lost:
             shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        """Unlock the directory, and leave the commits to the next agent of this host."""
         os.close(self.fd)
 
 

@@ -5,7 +5,10 @@ The phases of an agent::
     attach ──JobSpec──► serve ──Shutdown──► stop the workers, exit
                           │ ▲ driver lost; driver reconnected
                           ▼ │
-                        orphan ──driver_timeout──► stop the workers, exit
+                        orphan ──driver_timeout, or refused──► stop the workers, exit
+
+At its end, an agent removes the commits of its host. An agent that was refused leaves them: the host has another agent,
+or gets one, and nobody else may have the newest commit.
 
 This module has the phase *attach*, which sets up all parts, and the end. service.py has the other phases.
 """
@@ -211,7 +214,7 @@ class Agent:
         attachment.preemption.begin(options, self._launch, place.mark)
         cleaning = asyncio.ensure_future(clean_regularly(commits, options.driver_timeout_s))
         watching = asyncio.ensure_future(watch_files(parts.supply, place, parts.socket, attachment.warn))
-        status = await parts.service.run()
+        end = await parts.service.run()
         cleaning.cancel()
         watching.cancel()
         await attachment.preemption.close()
@@ -220,6 +223,6 @@ class Agent:
         parts.allocator.close()
         parts.backend.close()
         parts.storage.close()
-        await in_thread(commits.remove)
+        await in_thread(commits.close if end.keeps_commits else commits.remove)
         await attachment.driver.close()
-        return status
+        return end.status

@@ -8,7 +8,7 @@ from collections import deque
 
 from elasticstate.machine import version
 from elasticstate.net import messages
-from elasticstate.net.control import DriverStream
+from elasticstate.net.control import DriverStream, Refused
 from elasticstate.net.launch import Launch
 from elasticstate.net.trust import Trust
 
@@ -36,7 +36,7 @@ class DriverConnection:
         """Dial until a driver accepts this agent. Return the first message of that driver.
 
         Raises:
-            ConnectionRefusedError: a driver of this job refused this agent.
+            Refused: a driver of this job refused this agent.
             ConnectionError: no driver accepted this agent within ``limit_s``, or the driver broke the protocol.
         """
         deadline = self._loop.time() + limit_s
@@ -44,7 +44,7 @@ class DriverConnection:
         while True:
             try:
                 return await self._greet(max(0.1, deadline - self._loop.time()))
-            except ConnectionRefusedError:
+            except Refused:
                 raise
             except ConnectionError:
                 if self._loop.time() + pause_s >= deadline or not self.is_sought:

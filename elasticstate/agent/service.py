@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
 from elasticstate.agent.driver_connection import DriverConnection
 from elasticstate.agent.driver_messages import DriverMessages
@@ -12,10 +13,16 @@ from elasticstate.agent.output import Outputs
 from elasticstate.agent.preemption import PreemptionWatch
 from elasticstate.agent.supervisor import Supervisor
 from elasticstate.agent.workers import Workers
+from elasticstate.net.control import Refused
 from elasticstate.net.messages import Shutdown
 from elasticstate.threads import in_thread
 
-_NO_DRIVER = "the driver is lost"
+
+class ServiceEnd(NamedTuple):
+    """End of an agent's service. ``keeps_commits``: the commits stay for the next agent of this host."""
+
+    status: int
+    keeps_commits: bool = False
 
 
 class Service:
@@ -43,22 +50,19 @@ class Service:
         self._outputs = outputs
         self._place = place
 
-    async def run(self) -> int:
-        """Serve until the driver sends Shutdown, or is unreachable for too long. Return the exit status."""
-        reason = ""
-        while not reason:
+    async def run(self) -> ServiceEnd:
+        """Serve until the driver sends Shutdown, refuses this agent, or is unreachable for too long."""
+        end = None
+        while end is None:
             try:
                 await self._serve()
             except ConnectionError as error:  # noqa: PERF203
                 self._outputs.complain(f"lost the driver: {error}")
                 self._messages.release_hold()
-                reason = await self._reconnect()
+                end = await self._reconnect()
             else:
-                return 0
-        await self._workers.stop_all()
-        if reason == _NO_DRIVER:
-            await in_thread(self._place.remove_job)
-        return 1
+                return ServiceEnd(0)
+        return end
 
     async def _serve(self) -> None:
         """Carry out the driver's messages until Shutdown; then stop the workers.
@@ -69,27 +73,30 @@ class Service:
             self._messages.carry_out(message)
         await self._workers.stop_all()
 
-    async def _reconnect(self) -> str:
-        """Let training continue while the agent reconnects to a driver. Return "" when connected, or a reason to stop.
+    async def _reconnect(self) -> ServiceEnd | None:
+        """Let training continue while the agent reconnects to a driver. Return None when connected.
 
         An agent without workers waits as well: the next driver may need its retained commits and exit reports.
         """
         try:
             await self._driver.establish(self._driver_timeout_s)
-        except ConnectionRefusedError as refusal:
+        except Refused as refusal:
             self._outputs.complain(f"stopping the workers: {refusal}")
-            return str(refusal)
+            await self._workers.stop_all()
+            return ServiceEnd(1, keeps_commits=not refusal.is_stopped)
         except ConnectionError as error:
             self._outputs.complain(
                 f"stopping the workers: no driver within --driver-timeout of {self._driver_timeout_s:g} s ({error})"
             )
-            return _NO_DRIVER
+            await self._workers.stop_all()
+            await in_thread(self._place.remove_job)
+            return ServiceEnd(1)
         await self._workers.all_started()
         self.send_host_report()
         self._preemption.report()
         self._outputs.report_again()
         self._supervisor.send_stamps()  # the lease is renewed before the driver publishes a new world
-        return ""
+        return None
 
     def send_host_report(self) -> None:
         """Send the first message to a driver that has accepted this agent."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import accounting, partition, retained, types as t
+from elasticstate.core import accounting, partition, plain, retained, types as t
 from elasticstate.core.backoff import host_is_lost, slot_failed, start_preemption_cooldown
 from elasticstate.core.ending import earlier
 from elasticstate.core.limits import within_limits
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
-from elasticstate.core.together import publish
 from elasticstate.exit_status import how_it_ended
 
 EXIT_0 = "exited with 0 without returning from train"
@@ -36,9 +35,9 @@ def apply(d: Draft, event: t.Event) -> None:
         case t.WorkerDraining():
             _worker_draining(d, event)
         case t.WorkerUsesRun():
-            _run_used(d, event.worker)
+            plain.run_used(d, event.worker)
         case t.PlainStoreJoined():
-            _store_joined(d, event)
+            plain.store_joined(d, event)
         case t.HoldAnswered():
             _hold_answered(d, event)
         case t.FailureReported():
@@ -287,7 +286,7 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
     if worker is None or worker.gone or event.generation != worker.joined or isinstance(d.phase, Finishing):
         return
     if not worker.uses_run:
-        _command_uses_run(d, worker.id)
+        plain.command_uses_run(d, worker.id)
     _record_commit(d, event.commit)
     _record_commit(d, event.previous)
     retained.record_retained(d, worker.id.slot_id, event.commit, event.sealed)
@@ -319,35 +318,6 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
                 d.broken.append(Failure(cause, "reported"))
             case Forming(clock=None):
                 d.phase = replace(d.phase, clock=d.now)
-
-
-def _run_used(d: Draft, worker_id: t.WorkerId) -> None:
-    """Record that a worker uses ``run``."""
-    worker = d.workers.get(worker_id)
-    if worker is None or worker.gone or worker.uses_run:
-        return
-    d.put(worker, uses_run=True)
-    _command_uses_run(d, worker_id)
-
-
-def _command_uses_run(d: Draft, worker_id: t.WorkerId) -> None:
-    """Record that the command is elastic, as its first worker that uses ``run`` shows: there are no rounds."""
-    if d.ledger.first_user is None:
-        d.update_ledger(first_user=worker_id)
-    if d.ledger.kind == "":
-        d.update_ledger(kind="elastic", round=None, no_progress=0, no_progress_cause=None, failed_at=())
-
-
-def _store_joined(d: Draft, event: t.PlainStoreJoined) -> None:
-    """Record that a worker has joined a process group without ``run``. The first one shows that the command is
-    plain."""
-    if event.generation != d.generation + 1 or d.ledger.kind == "plain":
-        return
-    d.update_ledger(store_joined=True)
-    if d.ledger.kind == "":
-        d.update_ledger(kind="plain")
-        if d.ledger.round is not None and not d.ledger.round.end:
-            publish(d)
 
 
 def _member(d: Draft, worker: t.WorkerId, generation: int) -> Worker | None:

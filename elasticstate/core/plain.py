@@ -24,6 +24,7 @@ from elasticstate.core.planned import drain_time
 from elasticstate.core.records import Draft, Worker
 from elasticstate.core.slots import newcomers, stop
 from elasticstate.core.texts import listed, number_of
+from elasticstate.core.together import publish
 
 _REMEDY = (
     "All workers of a job must use run, or none of them. Decorate the training function with elasticstate.run in every "
@@ -53,6 +54,38 @@ def _is_plain(d: Draft) -> bool:
 def is_running(d: Draft) -> bool:
     """Return True if all workers of a round run or have finished, and none has used ``run``: there is no time limit."""
     return d.ledger.round is not None and not d.ledger.round.end
+
+
+# ---------------------------------------------------------------------------------------------------------- the facts
+
+
+def run_used(d: Draft, worker_id: t.WorkerId) -> None:
+    """Record that a worker uses ``run``."""
+    worker = d.workers.get(worker_id)
+    if worker is None or worker.gone or worker.uses_run:
+        return
+    d.put(worker, uses_run=True)
+    command_uses_run(d, worker_id)
+
+
+def command_uses_run(d: Draft, worker_id: t.WorkerId) -> None:
+    """Record that the command is elastic, as its first worker that uses ``run`` shows: there are no rounds."""
+    if d.ledger.first_user is None:
+        d.update_ledger(first_user=worker_id)
+    if d.ledger.kind == "":
+        d.update_ledger(kind="elastic", round=None, no_progress=0, no_progress_cause=None, failed_at=())
+
+
+def store_joined(d: Draft, event: t.PlainStoreJoined) -> None:
+    """Record that a worker has joined a process group without ``run``. The first one shows that the command is
+    plain."""
+    if event.generation != d.generation + 1 or d.ledger.kind == "plain":
+        return
+    d.update_ledger(store_joined=True)
+    if d.ledger.kind == "":
+        d.update_ledger(kind="plain")
+        if d.ledger.round is not None and not d.ledger.round.end:
+            publish(d)
 
 
 # ---------------------------------------------------------------------------------------------------------- the rules

@@ -21,6 +21,7 @@ class AgentHandle:
     pid: int | None = None
     slots: int = 0  # offered by an agent that has dialled in
     watcher: asyncio.Task[None] | None = None
+    has_reported: bool = False  # its host is locked: no earlier agent of the job lives there
     is_stopping: bool = False  # Shutdown was sent
     is_lost: bool = False
     has_ended: bool = False  # its process on this machine

@@ -50,6 +50,7 @@ class Agents:
         self._starter = AgentStarter(spec, token, directory, self._server, self._tasks, self._lose)
         self._agents: dict[str, AgentHandle] = {}  # current agent of each host
         self._away: dict[str, AgentHandle] = {}  # by id: unreachable, but perhaps alive
+        self._stopped: set[str] = set()  # ids of agents that were lost while they stopped
         self._has_news = False  # the agents that have dialled in have changed
         self._silence: asyncio.Task[None] | None = None
 
@@ -161,6 +162,8 @@ class Agents:
         agent.is_lost, agent.since = True, asyncio.get_running_loop().time()
         if self._agents.get(agent.host) is agent:
             del self._agents[agent.host]
+        if agent.is_stopping:
+            self._stopped.add(agent.id)
         may_live = not agent.process.is_local and stream is not None and not agent.is_stopping
         if may_live:
             self._away[agent.id] = agent
@@ -232,12 +235,14 @@ class Agents:
         away = self._away.pop(hello.agent, None)
         if away is not None:
             agent = self._readmit(away, agent)
-        elif 0 < hello.epoch < self._spec.epoch and (agent is None or agent.stream is None):
+        elif 0 < hello.epoch < self._spec.epoch and (agent is None or not agent.has_reported):
             agent = self._adopt(agent, hello)
         elif self._spec.options.listen is not None and agent is None:
             agent = self._accept(hello)
         elif agent is None or agent.id != hello.agent or agent.stream is not None:
-            stream.refuse(f"host {hello.host} does not belong to this job, or has another agent")
+            stream.refuse(
+                f"host {hello.host} does not belong to this job, or has another agent", hello.agent in self._stopped
+            )
             return
         agent.stream, agent.pid = stream, hello.pid
         stream.send(codec.encode(self._spec))
@@ -246,6 +251,7 @@ class Agents:
     def agent_sent(self, stream: AgentStream, message: messages.FromAgent) -> None:
         agent = self._agents.get(stream.hello.host)
         if agent is not None and agent.stream is stream:
+            agent.has_reported = agent.has_reported or isinstance(message, messages.HostReport)
             self._received(agent.host, message)
 
     def agent_lost(self, stream: AgentStream, reason: str) -> None:

@@ -78,9 +78,9 @@ class AgentStream:
         """Send a heartbeat of the driver."""
         self.stream.send(b"")
 
-    def refuse(self, reason: str) -> None:
-        """Send the reason of a refusal, and close the connection."""
-        self.send(codec.encode(messages.Refusal(reason)))
+    def refuse(self, reason: str, is_stopped: bool = False) -> None:
+        """Send a refusal (see messages.Refusal), and close the connection."""
+        self.send(codec.encode(messages.Refusal(reason, is_stopped)))
         self.stream.close()
 
     def abort(self, reason: str) -> None:
@@ -237,6 +237,14 @@ class ControlServer:
             self._refused.pop(connection, None)
 
 
+class Refused(ConnectionRefusedError):
+    """The driver has refused this agent; the text is the reason. ``is_stopped``: see messages.Refusal."""
+
+    def __init__(self, refusal: messages.Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.is_stopped = refusal.is_stopped
+
+
 class DriverStream:
     """The agent's end of its connection."""
 
@@ -295,7 +303,7 @@ class DriverStream:
     async def receive(self) -> messages.ToAgent:
         """Return the next message. Raises ConnectionError, with the reason, when the connection has ended.
 
-        Raises ConnectionRefusedError when the driver has refused this agent.
+        Raises Refused when the driver has refused this agent.
         """
         data = await self._queue.get()
         try:
@@ -303,7 +311,7 @@ class DriverStream:
         except msgspec.DecodeError as error:
             raise ConnectionError(f"received a malformed message ({error})") from None
         if isinstance(message, messages.Refusal):
-            raise ConnectionRefusedError(message.reason)
+            raise Refused(message)
         return message
 
     async def close(self) -> None:

@@ -259,9 +259,14 @@ class Acknowledgement(Message, frozen=True):
 
 
 class Refusal(Message, frozen=True):
-    """The driver refuses this agent, and closes the connection."""
+    """The driver refuses this agent, and closes the connection.
+
+    ``is_stopped``: the driver has stopped the agent before, so its commits are not needed. Otherwise they stay for the
+    next agent of the host.
+    """
 
     reason: str
+    is_stopped: bool = False
 
 
 ToAgent = (

@@ -8,6 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from elasticstate.core.types import CommitId
 from elasticstate.net import codec, messages
 from tests.unit.agent.scene import SEAL, SPEAK, Scene, W, play
@@ -107,6 +109,29 @@ def test_an_agent_that_is_not_wanted_any_more_stops_its_workers(tmp_path: Path) 
         status, said = await scene.end()
         assert status == 1
         assert "stopping the workers: h is no host of this job" in said
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["another agent takes over", "the driver had stopped it"])
+def test_a_refused_agent_leaves_its_commits_to_the_next_one(tmp_path: Path, is_stopped: bool) -> None:
+    """Nobody else may have the newest commit. Only an agent that the driver has stopped removes its commits."""
+
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        await scene.serve(sys.executable, "-c", SEAL)
+        await scene.hear(messages.Exited)
+        await scene.cut()
+        scene._streams[0].refuse("host h has another agent", is_stopped)
+        assert (await scene.end())[0] == 1
+        scene.heard.clear()
+        await scene.start()
+        await scene.until(lambda: bool(scene._streams), "another agent")
+        scene.send(scene.spec("sleep", "100"))
+        found = (await scene.hear(messages.HostReport)).commits
+        assert found == (() if is_stopped else ((0, CommitId(4, 1)),))
+        scene.send(messages.Shutdown("done"))
+        assert (await scene.end())[0] == 0
 
     play(tmp_path, scenario)
 

@@ -12,7 +12,7 @@ from elasticstate.config import read_options
 from elasticstate.core import types as t
 from elasticstate.driver.agents import Agents
 from elasticstate.net import messages
-from elasticstate.net.control import DriverStream
+from elasticstate.net.control import DriverStream, Refused
 from elasticstate.net.trust import Trust
 from tests.unit.agent.scene import SPEC as FIRST_SPEC, TOKEN
 
@@ -48,6 +48,47 @@ def test_where_an_agent_has_dialled_in_again_no_other_one_is_started(tmp_path: P
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
     assert [type(event) for event in events] == [t.AgentLost]
+
+
+def test_an_agent_of_the_previous_driver_is_preferred_to_a_new_one_that_waits_for_its_end(tmp_path: Path) -> None:
+    """The earlier agent has workers that train, and commits. The new one has not locked the host yet."""
+    received: list[tuple[str, messages.FromAgent]] = []
+
+    async def scenario() -> None:
+        options = read_options({"np": "1", "listen": "127.0.0.1", "token_file": str(tmp_path / "token")}, ["true"], {})
+        spec = structs.replace(SPEC, options=options)
+        agents = Agents(
+            spec, TOKEN, tmp_path, lambda _: None, lambda *each: received.append(each), str, print, lambda _: None
+        )
+        agents.listen()
+
+        async def dial(name: str, epoch: int, pid: int) -> DriverStream:
+            driver = await DriverStream.dial((f"127.0.0.1:{agents.ports[0]}",), Trust(TOKEN), 60)
+            driver.send(messages.AgentHello("far", name, 1, epoch, pid, messages.PROTOCOL_VERSION, "1"))
+            return driver
+
+        new = await dial("new", 0, 78)
+        assert await new.receive() == spec
+        earlier = await dial("earlier", 1, 77)
+        assert await earlier.receive() == spec
+        with pytest.raises(Refused, match="the previous agent of host far has connected again") as refused:
+            await new.receive()
+        assert not refused.value.is_stopped
+        earlier.send(messages.HostReport((), ()))
+        while not received:
+            await asyncio.sleep(0.001)
+        late = await dial("another", 1, 79)
+        with pytest.raises(Refused, match="host far does not belong to this job, or has another agent") as refused:
+            await late.receive()
+        assert not refused.value.is_stopped, "its commits must stay for the agent of the host"
+        assert agents.pid_of("far") == 77
+        for each in (new, earlier, late):
+            await each.close()
+        hurry = asyncio.Event()
+        hurry.set()
+        await agents.stop("the end", hurry)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 @pytest.mark.parametrize("name", ["\x1b[31mred", "../../etc", "", "a\nelasticrun: b"])
