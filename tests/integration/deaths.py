@@ -103,11 +103,11 @@ STRIKES: dict[str, Callable[[Series], None]] = {
 }
 
 
-def struck_by_all(folder: Path, *options: str) -> tuple[Job, Errors]:
-    """Let all deaths strike at one job. The check of the whole job is a part of the last one. Return the ended job."""
-    sizes = ("-np", "4", "--min-np", "1", *FAST, "--cooldown-range", "0", "0")
+def struck_by_all(folder: Path) -> Errors:
+    """Let all deaths strike at one job. The check of the whole job is a part of the last one."""
+    options = ("-np", "4", "--min-np", "1", *FAST, "--cooldown-range", "0", "0")
     script = {"steps": 10, "step_seconds": 0.05, "until": folder / "stop", "faults_file": faults_file(folder)}
-    with Job(folder, *sizes, *options, **script, callback=True) as job:
+    with Job(folder, *options, **script, callback=True) as job:
         series = Series(job, 4)
 
         def one(fault: str) -> None:
@@ -115,4 +115,4 @@ def struck_by_all(folder: Path, *options: str) -> tuple[Job, Errors]:
             if fault == list(STRIKES)[-1]:
                 job.check_survival(series.fired)
 
-        return job, one_after_the_other(STRIKES, one)
+        return one_after_the_other(STRIKES, one)

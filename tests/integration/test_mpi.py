@@ -16,15 +16,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from deaths import FAST, STRIKES, struck_by_all
 from job import Hosts, Job
-from series import Errors
 
 from elasticstate.mpi.messages import Applicant
 from elasticstate.mpi.mpirun import Mpirun
 from elasticstate.net.trust import make_token
 
-MPI = ("--backend", "mpi", *FAST)
+MPI = ("--backend", "mpi", "--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
 
 
 def survived(job: Job, deaths: int, generations: int = 2) -> None:
@@ -94,21 +92,41 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="module")
-def struck(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Errors]:
-    return struck_by_all(tmp_path_factory.mktemp("series"), "--backend", "mpi")
+@pytest.mark.parametrize("rank", [1, 0], ids=["middle", "rank0"])
+def test_one_worker_is_killed_and_comes_back(tmp_path: Path, rank: int) -> None:
+    stop = tmp_path / "stop"
+    with Job(tmp_path, "-np", "3", "--min-np", "2", *MPI, steps=30, until=stop) as job:
+        job.wait_for_step(10)
+        os.kill(job.pid_of(rank), signal.SIGKILL)
+        job.wait_for_event("world_formed", size=2, generation=2)
+        job.wait_for_event("world_formed", size=3, generation=3)
+        job.stop_file.touch()
+        survived(job, deaths=1, generations=3)
+        assert job.events("training_resumed")[0]["ticks_lost"] <= 1
 
 
-@pytest.mark.parametrize("death", STRIKES)
-def test_the_others_continue(struck: tuple[Job, Errors], death: str) -> None:
-    _, errors = struck
-    errors.check(death)
+def test_three_of_four_are_killed_at_once(tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "4", "--min-np", "1", *MPI, steps=60) as job:
+        job.wait_for_step(10)
+        for pid in [job.pid_of(rank) for rank in (0, 1, 2)]:
+            os.kill(pid, signal.SIGKILL)
+        job.wait_for_event("worker_exited", 3, signal=9)
+        survived(job, deaths=3)
 
 
-def test_a_job_with_many_deaths_has_used_mpi_throughout_and_leaves_nothing(struck: tuple[Job, Errors]) -> None:
-    job, _ = struck
-    assert {line["backend"] for line in job.log("enter")} == {"mpi"}
-    nothing_is_left(job)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "kill@store:rank=0:generation=2",
+        "kill@init:rank=1:generation=2",
+        "kill@new_group:rank=1:generation=2",
+        "kill@leave:rank=0:generation=1",
+    ],
+)
+def test_a_second_worker_dies_while_the_world_regroups(tmp_path: Path, fault: str) -> None:
+    with Job(tmp_path, "-np", "4", "--min-np", "1", *MPI, steps=60, fault=["kill@10:rank=2", fault]) as job:
+        survived(job, deaths=2)
+        assert job.fired() == 2
 
 
 def test_a_worker_that_stands_still_is_killed_and_the_others_go_on(tmp_path: Path) -> None:

@@ -33,8 +33,7 @@ def survived(job: Job, faults: int | None = None, generations: int = 2) -> None:
 
 @pytest.fixture(scope="module")
 def struck(_start_of_workers: None, tmp_path_factory: pytest.TempPathFactory) -> Errors:
-    _, errors = struck_by_all(tmp_path_factory.mktemp("series"))
-    return errors
+    return struck_by_all(tmp_path_factory.mktemp("series"))
 
 
 @pytest.mark.parametrize("death", STRIKES)
