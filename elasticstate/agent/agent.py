@@ -7,8 +7,8 @@ The phases of an agent::
                           ▼ │
                         orphan ──driver_timeout, or refused──► stop the workers, exit
 
-At its end, an agent removes the commits of its host. An agent that was refused leaves them: the host has another agent,
-or gets one, and nobody else may have the newest commit.
+At its end, an agent removes the commits of its host. A refused agent leaves them to the next agent of the host, because
+no other host may have a commit as new. But if the driver had stopped the agent before, the agent removes them.
 
 This module has the phase *attach*, which sets up all parts, and the end. service.py has the other phases.
 """

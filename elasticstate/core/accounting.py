@@ -145,7 +145,7 @@ def _sealed(d: Draft) -> Iterator[tuple[t.SlotId, t.CommitId]]:
 
 
 def _made(d: Draft, start: t.CommitId) -> Iterator[tuple[t.SlotId, t.CommitId]]:
-    """Yield, for each member of the ended world, its newest commit made there, or ``start``, from which that began."""
+    """Yield, for each member of the ended world, the newest commit that it made there; ``start`` if none."""
     for slot_id, commit in _sealed(d):
         yield slot_id, commit if commit.generation == d.generation and commit.tick else start
 

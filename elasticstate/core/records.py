@@ -281,7 +281,7 @@ class Draft:
         self.suspects += by * (worker.suspect_at is not None)
 
     def _recount(self, before: Worker, after: Worker) -> None:
-        """Count a worker that changes. A thousand of them may change in one step."""
+        """Update the counts for a worker that changes. This is quick: a thousand workers may change in one step."""
         self.booting += after.booting - before.booting
         if before.gone != after.gone or before.draining != after.draining:
             self.draining += bool(after.draining and not after.gone) - bool(before.draining and not before.gone)

@@ -251,7 +251,8 @@ class Agents:
     def agent_sent(self, stream: AgentStream, message: messages.FromAgent) -> None:
         agent = self._agents.get(stream.hello.host)
         if agent is not None and agent.stream is stream:
-            agent.has_reported = agent.has_reported or isinstance(message, messages.HostReport)
+            if isinstance(message, messages.HostReport):
+                agent.has_reported = True
             self._received(agent.host, message)
 
     def agent_lost(self, stream: AgentStream, reason: str) -> None:

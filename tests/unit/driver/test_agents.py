@@ -91,6 +91,37 @@ def test_an_agent_of_the_previous_driver_is_preferred_to_a_new_one_that_waits_fo
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+def test_an_agent_that_was_lost_while_it_stopped_learns_that_its_commits_are_not_needed(tmp_path: Path) -> None:
+    events: list[t.Event] = []
+
+    async def scenario() -> None:
+        agents = Agents(SPEC, TOKEN, tmp_path, events.append, lambda *_: None, str, print, lambda _: None)
+        agents.listen()
+
+        async def dial(epoch: int) -> DriverStream:
+            driver = await DriverStream.dial((f"127.0.0.1:{agents.ports[0]}",), Trust(TOKEN), 60)
+            driver.send(messages.AgentHello("far", "id", 0, epoch, 77, messages.PROTOCOL_VERSION, "1"))
+            return driver
+
+        first = await dial(1)
+        assert await first.receive() == SPEC
+        agents.stop_host("far", "discovery removed host far")
+        await first.close()
+        while not events:
+            await asyncio.sleep(0.001)
+        second = await dial(2)
+        with pytest.raises(Refused) as refused:
+            await second.receive()
+        assert refused.value.is_stopped
+        await second.close()
+        hurry = asyncio.Event()
+        hurry.set()
+        await agents.stop("the end", hurry)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert [type(event) for event in events] == [t.AgentLost]
+
+
 @pytest.mark.parametrize("name", ["\x1b[31mred", "../../etc", "", "a\nelasticrun: b"])
 def test_an_agent_whose_name_is_no_host_name_is_refused(tmp_path: Path, name: str) -> None:
     """The name would appear in paths and on the terminal."""
