@@ -10,6 +10,7 @@ threading.Thread.start).
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -58,6 +59,7 @@ def watch_loops(path: str) -> Iterator[None]:
         starting_s = 0.0
         # The wait for a core is read first and last: else a wait between two of the readings would count as blocked.
         waited, computed, began = without_core_s(), time.thread_time(), time.monotonic()
+        page_faults = _major_page_faults()
         run(handle)
         lasted = time.monotonic() - began - starting_s
         if lasted > SLOW_S and continued_at < began:  # time under SIGSTOP is not time in a blocking call
@@ -65,6 +67,7 @@ def watch_loops(path: str) -> Iterator[None]:
             blocked = lasted - computed - (without_core_s() - waited)
             if max(computed, blocked) > SLOW_S:
                 times = f"{lasted:.3f} s: computed {computed:.3f} s, blocked {blocked:.3f} s"
+                times += f", {_major_page_faults() - page_faults} major page faults"
                 os.write(
                     report,
                     f"{os.getpid()} {' '.join(sys.argv)[:200]}: executing {_named(handle)} took {times}\n".encode(),
@@ -85,6 +88,11 @@ def watch_loops(path: str) -> Iterator[None]:
         signal.signal(signal.SIGCONT, previous)
         os.close(schedule)
         os.close(report)
+
+
+def _major_page_faults() -> int:
+    """Return the number of pages of this thread that the kernel had to read from a disk."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 def _named(handle: Handle) -> str:

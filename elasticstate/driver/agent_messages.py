@@ -108,6 +108,10 @@ class AgentMessages:
         self._queue.post(t.WorkerExited(exited.worker, *end))
 
     def _from_worker(self, worker: t.WorkerId, body: messages.FromWorkerBody) -> None:
+        event = event_of(worker, body)
+        if event is not None:
+            self._queue.post(event)
+            return
         match body:
             case messages.CommitSize(size):
                 self._state.commit_bytes = max(self._state.commit_bytes, size)
@@ -115,6 +119,3 @@ class AgentMessages:
                 self._journal.event("sync", worker=str(worker), generation=generation, bytes=size, seconds=seconds)
             case messages.BackendRequest(data):
                 self._backend.request(data)
-        event = event_of(worker, body)
-        if event is not None:
-            self._queue.post(event)
