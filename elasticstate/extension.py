@@ -17,7 +17,7 @@ from elasticstate.config import refusal_of_other_launchers
 from elasticstate.errors import UsageError
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.channel import Channel
-from elasticstate.state.order import Order, world_generation, world_rank, world_size
+from elasticstate.state.order import Order, world_generation, world_is_new, world_rank, world_size
 from elasticstate.worker.run import join, leave
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "leave",
     "ticks",
     "world_generation",
+    "world_is_new",
     "world_rank",
     "world_size",
 ]

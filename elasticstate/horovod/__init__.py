@@ -9,13 +9,32 @@ from __future__ import annotations
 
 from elasticstate.errors import CollectiveError as HorovodInternalError, HostsUpdatedInterrupt
 from elasticstate.horovod import elastic
-from elasticstate.horovod.absent import ProcessSet, add_process_set, start_timeline, stop_timeline
+from elasticstate.horovod.absent import start_timeline, stop_timeline
+from elasticstate.horovod.allgather import (
+    allgather,
+    allgather_async,
+    allgather_object,
+    grouped_allgather,
+    grouped_allgather_async,
+)
 from elasticstate.horovod.allreduce import (
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
     grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from elasticstate.horovod.alltoall import alltoall, alltoall_async, barrier
+from elasticstate.horovod.batch_norm import SyncBatchNorm
+from elasticstate.horovod.broadcast import (
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    broadcast_object,
 )
 from elasticstate.horovod.builds import (
     ccl_built,
@@ -30,27 +49,28 @@ from elasticstate.horovod.builds import (
     rocm_built,
 )
 from elasticstate.horovod.compression import Compression
-from elasticstate.horovod.exchange import (
-    allgather,
-    allgather_async,
-    allgather_object,
-    alltoall,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    broadcast_object,
-)
 from elasticstate.horovod.handles import poll, synchronize
 from elasticstate.horovod.joining import join
 from elasticstate.horovod.optimizer import DistributedOptimizer
+from elasticstate.horovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    init,
+    remove_process_set,
+)
+from elasticstate.horovod.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
 from elasticstate.horovod.reduction import Op
+from elasticstate.horovod.sparse import sparse_allreduce_async
 from elasticstate.horovod.start import broadcast_optimizer_state, broadcast_parameters
 from elasticstate.horovod.world import (
     cross_rank,
     cross_size,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,
@@ -74,6 +94,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -83,6 +104,7 @@ __all__ = [
     "allreduce_async",
     "allreduce_async_",
     "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -97,9 +119,17 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "elastic",
+    "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -112,9 +142,13 @@ __all__ = [
     "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "synchronize",

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.errors import UsageError
-from elasticstate.horovod import calls, headers, world
+from elasticstate.horovod import calls, headers
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.compression import Compression, Compressor
-from elasticstate.horovod.handles import Handle
-from elasticstate.horovod.reduction import DTYPES, OPS, Op, operation, scale, torch_operation
+from elasticstate.horovod.handles import Handle, together
+from elasticstate.horovod.process_sets import ProcessSet, members_of
+from elasticstate.horovod.reduction import DTYPES, OPS, Op, operation, reducible, refusal, scale, torch_operation
 
 
 def allreduce(
@@ -27,7 +28,7 @@ def allreduce(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: object = None,
+    process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
     """Return a new tensor: the average (or ``op``) of ``tensor`` over all ranks.
 
@@ -40,12 +41,11 @@ def allreduce(
         compression: compressor for the tensor that is sent.
         op: Average (default), Sum, Min, Max or Product.
         prescale_factor, postscale_factor: factors before and after the reduction.
-        process_set: must be None.
+        process_set: ranks that take part; None: all.
 
     Raises UsageError, on all ranks, if their tensors or arguments differ or are invalid, and torch's error if a peer
     dies.
     """
-    world.refuse_process_set(process_set)
     op = operation(average, op)
     if torch.is_grad_enabled() and tensor.requires_grad:
         if op not in (Op.AVERAGE, Op.SUM):
@@ -54,10 +54,10 @@ def allreduce(
                 "or Sum."
             )
         reduced: torch.Tensor = cast(Any, _Differentiable).apply(
-            tensor, name, op, prescale_factor, postscale_factor, compression
+            tensor, name, op, prescale_factor, postscale_factor, compression, process_set
         )
         return reduced
-    return _start(tensor, name, False, op, prescale_factor, postscale_factor, compression).wait()
+    return _start(tensor, name, False, op, prescale_factor, postscale_factor, compression, process_set).wait()
 
 
 def allreduce_async(
@@ -67,15 +67,15 @@ def allreduce_async(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: object = None,
-) -> Handle:
+    process_set: ProcessSet | None = None,
+) -> Handle[torch.Tensor]:
     """Start ``allreduce``. ``synchronize()`` returns the new tensor. No gradient flows through it.
 
     Like all asynchronous calls, it first compares the calls of all ranks, so it returns after all ranks have made the
     call.
     """
-    world.refuse_process_set(process_set)
-    return _start(tensor, name, False, operation(average, op), prescale_factor, postscale_factor)
+    factors = prescale_factor, postscale_factor
+    return _start(tensor, name, False, operation(average, op), *factors, process_set=process_set)
 
 
 def allreduce_(
@@ -85,7 +85,7 @@ def allreduce_(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: object = None,
+    process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
     """Run ``allreduce`` in place, and return ``tensor``."""
     return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
@@ -98,11 +98,11 @@ def allreduce_async_(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: object = None,
-) -> Handle:
+    process_set: ProcessSet | None = None,
+) -> Handle[torch.Tensor]:
     """Start ``allreduce_``. Do not use ``tensor`` until ``synchronize()`` returns it."""
-    world.refuse_process_set(process_set)
-    return _start(tensor, name, True, operation(average, op), prescale_factor, postscale_factor)
+    factors = prescale_factor, postscale_factor
+    return _start(tensor, name, True, operation(average, op), *factors, process_set=process_set)
 
 
 def grouped_allreduce(
@@ -113,16 +113,72 @@ def grouped_allreduce(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: object = None,
+    process_set: ProcessSet | None = None,
 ) -> list[torch.Tensor]:
     """Run ``allreduce`` on several tensors at once. Return new tensors in the same order."""
-    world.refuse_process_set(process_set)
     op = operation(average, op)
+    factors = prescale_factor, postscale_factor
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        factors = prescale_factor, postscale_factor
-        return [allreduce(tensor, None, name, compression, op, *factors) for tensor in tensors]
-    handles = [_start(tensor, name, False, op, prescale_factor, postscale_factor, compression) for tensor in tensors]
+        return [allreduce(tensor, None, name, compression, op, *factors, process_set) for tensor in tensors]
+    handles = [_start(tensor, name, False, op, *factors, compression, process_set) for tensor in tensors]
     return [handle.wait() for handle in handles]
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Handle[list[torch.Tensor]]:
+    """Start ``grouped_allreduce``. ``synchronize()`` returns the new tensors. No gradient flows through them."""
+    factors = prescale_factor, postscale_factor
+    return _start_group(tensors, name, False, operation(average, op), *factors, process_set)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> list[torch.Tensor]:
+    """Run ``grouped_allreduce`` in place, and return ``tensors``."""
+    factors = prescale_factor, postscale_factor
+    return grouped_allreduce_async_(tensors, average, name, op, *factors, process_set).wait()
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Handle[list[torch.Tensor]]:
+    """Start ``grouped_allreduce_``. Do not use ``tensors`` until ``synchronize()`` returns them."""
+    factors = prescale_factor, postscale_factor
+    return _start_group(tensors, name, True, operation(average, op), *factors, process_set)
+
+
+def _start_group(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    in_place: bool,
+    op: Op,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet | None,
+) -> Handle[list[torch.Tensor]]:
+    generation = members_of(process_set).generation
+    factors = prescale, postscale
+    handles = [_start(tensor, name, in_place, op, *factors, process_set=process_set) for tensor in tensors]
+    return together(handles, generation)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -134,7 +190,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Reduce the gradient like the tensor, because each rank's tensor is in each rank's output."""
-        return _start(gradients[0], None, False, *ctx.arguments).wait(), None, None, None, None, None
+        return _start(gradients[0], None, False, *ctx.arguments).wait(), None, None, None, None, None, None
 
 
 def _start(
@@ -145,38 +201,38 @@ def _start(
     prescale: float,
     postscale: float,
     compression: type[Compressor] = Compression.none,
-) -> Handle:
+    process_set: ProcessSet | None = None,
+) -> Handle[torch.Tensor]:
     reduce_op = torch_operation(op)
-    generation = world.ready()
-    ranks = dist.get_world_size()
+    members = members_of(process_set)
     with torch.no_grad():
         sent, context = compression.compress(tensor.detach())
-        headers.agree(_call(sent, name, op, prescale, postscale))
-        sent = sent.contiguous()
+        headers.agree(_call(sent, name, op, prescale, postscale), members)
+        dtype = sent.dtype
+        sent = reducible(sent.contiguous())
         if not in_place and sent.data_ptr() == tensor.data_ptr():
             sent = sent.clone()
         scale(sent, prescale)
-    work = dist.all_reduce(sent, reduce_op, async_op=True)
+    work = dist.all_reduce(sent, reduce_op, members.group, async_op=True)
 
     def finish() -> torch.Tensor:
         output = compression.decompress(sent, context)
-        scale(output, postscale, ranks if op is Op.AVERAGE else 1)
+        scale(output, postscale, members.size if op is Op.AVERAGE else 1)
+        output = output.to(dtype) if output.dtype is torch.int32 else output
         if not in_place:
             return output
         if output.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(output)
         return tensor
 
-    return Handle([work], finish, generation)
+    return Handle([work], finish, members.generation)
 
 
 def _call(sent: torch.Tensor, name: str | None, op: Op, prescale: float, postscale: float) -> Call:
     factors = {"prescale_factor": prescale, "postscale_factor": postscale}
     unusual = {key: factor for key, factor in factors.items() if factor != 1.0}
     lines = (f"{calls.signature('allreduce', name, op=op.value, **unusual)} of {calls.form(sent)}",)
-    wrong = calls.refusal(sent)
-    if sent.dtype not in DTYPES:
-        wrong = f"the dtype must be one of {', '.join(map(calls.name, DTYPES))}"
+    wrong = calls.refusal(sent) or refusal(sent.dtype, op)
     if wrong:
         return Call(CallKind.ALLREDUCE, lines, wrong=wrong)
     return Call(CallKind.ALLREDUCE, lines, (OPS.index(op), sent.numel(), DTYPES.index(sent.dtype)))

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.extension import copy_all
-from elasticstate.horovod import world
 from elasticstate.horovod.compression import Compressor
+from elasticstate.horovod.members import Members
 from elasticstate.horovod.reduction import scale
 
 FIRST_BYTES, BYTES = 1 << 20, 25 << 20
@@ -57,7 +57,7 @@ class Bucket:
         self.reset()
         self._flat = None
 
-    def launch(self, factor: float, compression: type[Compressor]) -> None:
+    def launch(self, factor: float, compression: type[Compressor], members: Members) -> None:
         """Start the sum. Parameters without a gradient count as zeros."""
         flat = self._buffer()
         given = [(view, p.grad) for view, p in zip(self._views, self.parameters, strict=True) if p.grad is not None]
@@ -68,16 +68,16 @@ class Bucket:
                 copy_all([view for view, _ in given], [gradient for _, gradient in given])
             scale(flat, factor)
             self._sent, self._context = compression.compress(flat)
-        self._start()
+        self._start(members)
 
-    def launch_nothing(self, compression: type[Compressor]) -> None:
+    def launch_nothing(self, compression: type[Compressor], members: Members) -> None:
         """Start the sum with zeros, on a rank that has joined."""
         self._sent, self._context = compression.compress(self._buffer().zero_())
-        self._start()
+        self._start(members)
 
-    def _start(self) -> None:
+    def _start(self, members: Members) -> None:
         assert self._sent is not None
-        self._work = dist.all_reduce(self._sent, group=world.lane(), async_op=True)
+        self._work = dist.all_reduce(self._sent, group=members.lane, async_op=True)
 
     def wait(self) -> None:
         """Wait for the sum. Raises the collective's error."""

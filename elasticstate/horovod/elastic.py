@@ -13,6 +13,8 @@ import elasticstate
 from elasticstate.errors import UsageError
 from elasticstate.extension import Order, world_generation, world_rank, world_size
 from elasticstate.horovod import headers, world
+from elasticstate.horovod.calls import Call, CallKind
+from elasticstate.horovod.process_sets import members_of
 from elasticstate.horovod.reducer import drop_all
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
@@ -44,7 +46,8 @@ class State(elasticstate.State):
     """Base class for a state of your own. See ``elasticstate.State``."""
 
     def check_host_updates(self) -> None:
-        headers.agree_on_tick()
+        if headers.some_have_joined():
+            headers.agree(Call(CallKind.TICK, ("the end of a tick",)), members_of(None))
         super().check_host_updates()
 
 

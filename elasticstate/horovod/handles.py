@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from elasticstate.errors import CollectiveError
 from elasticstate.extension import world_generation
 
+T = TypeVar("T")
 
-class Handle:
+
+class Handle(Generic[T]):
     """A started collective, for ``synchronize()`` and ``poll()``.
 
     Args:
@@ -20,25 +22,25 @@ class Handle:
         generation: generation of the world in which it runs.
     """
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], torch.Tensor], generation: int) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[Any], finish: Callable[[], T], generation: int) -> None:
+        self.works = works
         self._finish = finish
         self._generation = generation
-        self._output: torch.Tensor | None = None
+        self._output: T | None = None
 
     def is_done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> T:
         """Return the output. Raises the collective's error; CollectiveError if its world is over."""
         if self._output is None:
             if world_generation() != self._generation:
-                self._works = ()
+                self.works = ()
                 raise CollectiveError(
                     f"this collective was started in generation {self._generation}, which has ended. Start it again in "
                     f"the present world."
                 )
-            works, self._works = self._works, ()
+            works, self.works = self.works, ()
             for work in works:
                 work.wait()
             with torch.no_grad():
@@ -46,14 +48,20 @@ class Handle:
         return self._output
 
 
-def synchronize(handle: Handle) -> torch.Tensor:
-    """Wait for a collective, and return its output. Later calls return the same tensor.
+def together(handles: Sequence[Handle[T]], generation: int) -> Handle[list[T]]:
+    """Return one handle for several collectives. Its output is the list of their outputs."""
+    works = [work for handle in handles for work in handle.works]
+    return Handle(works, lambda: [handle.wait() for handle in handles], generation)
+
+
+def synchronize(handle: Handle[T]) -> T:
+    """Wait for a collective, and return its output. Later calls return the same object.
 
     Raises torch's error if a peer died; CollectiveError for a handle of a world that is over.
     """
     return handle.wait()
 
 
-def poll(handle: Handle) -> bool:
+def poll(handle: Handle[Any]) -> bool:
     """Return True if ``synchronize(handle)`` would return immediately."""
     return handle.is_done()

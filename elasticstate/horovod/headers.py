@@ -22,6 +22,7 @@ import elasticstate
 from elasticstate.errors import UsageError
 from elasticstate.extension import Channel, ticks as ticks_of, world_generation
 from elasticstate.horovod.calls import Call, CallKind
+from elasticstate.horovod.members import Members
 
 NEEDS_ALL = (
     "a rank made a call that needs all ranks, while some ranks are in join(). Make only calls of allreduce and "
@@ -70,22 +71,24 @@ def ticks() -> int:
     return ticks_of(present) if present is not None else 0
 
 
-def agree(call: Call) -> None:
-    """Wait until all ranks that are not in ``join()`` make the same call.
+def agree(call: Call, members: Members) -> None:
+    """Wait until all ``members`` that are not in ``join()`` make the same call.
 
     Raises:
-        UsageError: on all ranks, with the same message: their calls or tensors differ, some have wrong arguments, or
+        UsageError: on all members, with the same message: their calls or tensors differ, some have wrong arguments, or
             some are in ``join()`` and the call needs all ranks.
         The errors of a collective.
     """
     global _joined_in
-    if dist.get_world_size() == 1:
+    if members.size == 1:
         if call.wrong:
             raise UsageError(f"{call.lines[0]}: {call.wrong}")
         return
-    header = _exchange(call)
+    header = _exchange(call, members.group)
     if header.fails:
-        raise UsageError(_explain(call))
+        raise UsageError(_explain(call, members))
+    if members.calls is not None:
+        return  # a process set: join() is refused
     _joined_in = world_generation() if header.joined else 0
     if header.joined and call.kind is CallKind.OTHER:
         raise UsageError(NEEDS_ALL)
@@ -96,35 +99,32 @@ def some_have_joined() -> bool:
     return _joined_in != 0 and _joined_in == world_generation()
 
 
-def agree_on_tick() -> None:
-    """Agree on the end of a tick, before the state ends it."""
-    if some_have_joined():
-        agree(Call(CallKind.TICK, ("the end of a tick",)))
-
-
-def receive() -> CallHeader | None:
+def receive(members: Members) -> CallHeader | None:
     """Return, in ``join()``, the next call of the ranks that still train; None if no rank trains any more.
+
+    Args:
+        members: all ranks of the world.
 
     Raises UsageError together with those ranks, if their calls fail.
     """
     global _joined_in
     _joined_in = 0
-    header = _exchange(None)
+    header = _exchange(None, None)
     if not header.trains:
         return None
     if header.fails:
-        raise UsageError(_explain(None))
+        raise UsageError(_explain(None, members))
     return header
 
 
-def _exchange(call: Call | None) -> CallHeader:
-    """Send the header of ``call`` (None: this rank is in ``join()``), and return the header of all ranks."""
+def _exchange(call: Call | None, group: dist.ProcessGroup | None) -> CallHeader:
+    """Send the header of ``call`` (None: this rank is in ``join()``), and return the header of all members."""
     numbers = [0, 1, *[_NOTHING] * (_LENGTH - 2)]
     if call is not None:
         padded = [*call.numbers, 0, 0, 0][:3]
         numbers = [1, 0, int(bool(call.wrong)), ticks(), call.kind, *padded, call.digest, -call.digest]
     header = torch.tensor(numbers, dtype=torch.int64)
-    dist.all_reduce(header, dist.ReduceOp.MAX)
+    dist.all_reduce(header, dist.ReduceOp.MAX, group)
     trains, joined, wrong, of_ticks, kind, first, second, third, highest, lowest = header.tolist()
     return CallHeader(trains, joined, wrong, of_ticks, kind, (first, second, third), highest, highest != -lowest)
 
@@ -132,9 +132,9 @@ def _exchange(call: Call | None) -> CallHeader:
 # ---------------------------------------------------------------------------------------------------------- differences
 
 
-def _explain(call: Call | None) -> str:
-    """Return the first line that differs between the ranks, with its text on each rank. All ranks call it."""
-    channel = Channel(None, 0)
+def _explain(call: Call | None, members: Members) -> str:
+    """Return the first line that differs between the members, with its text on each rank. All members call it."""
+    channel = Channel(members.group, 0)
     lines = list(call.lines) if call is not None else []
     if call is not None and call.wrong:
         lines[0] += f": {call.wrong}"
@@ -143,7 +143,7 @@ def _explain(call: Call | None) -> str:
     shown = [*lines[:1], *(lines[at : at + 1] or ["nothing more"])] if at > 0 else lines[:1]
     texts = channel.messages_of_all(" with ".join(shown or ["join()"]).encode())
     given: dict[str, list[int]] = {}
-    for rank, (mark, text) in enumerate(zip(marks, texts, strict=True)):
+    for rank, mark, text in zip(members.ranks, marks, texts, strict=True):
         if mark:
             given.setdefault(text.decode(), []).append(rank)
     if len(given) == 1:

@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.errors import UsageError
-from elasticstate.horovod import headers, world
+from elasticstate.horovod import groups, headers
 from elasticstate.horovod.calls import CallKind
 from elasticstate.horovod.headers import NEEDS_ALL, CallHeader
+from elasticstate.horovod.process_sets import members_of
 from elasticstate.horovod.reducer import reducer_of
-from elasticstate.horovod.reduction import DTYPES, OPS, Op, torch_operation
+from elasticstate.horovod.reduction import DTYPES, OPS, Op, reducible, torch_operation
 
 
 def join(device: int = -1) -> int:
@@ -25,18 +26,20 @@ def join(device: int = -1) -> int:
     The errors of a collective, and the exceptions that end a tick, pass through. ``elastic.run`` handles both.
 
     Raises:
-        UsageError: this rank has ended more ticks than the others; or the others make a call that needs all ranks
-            (broadcast, allgather, alltoall), or different calls. The others raise it too.
+        UsageError: there are process sets; this rank has ended more ticks than the others; or the others make a call
+            that needs all ranks (broadcast, allgather, alltoall), or different calls. The others raise it too.
     """
-    world.ready()
-    if world.size() == 1:
+    if groups.has_sets():
+        raise UsageError("join() does not work with process sets. Remove them first: hvd.remove_process_set().")
+    members = members_of(None)
+    if members.size == 1:
         return 0
     is_last = True
-    while (header := headers.receive()) is not None:
+    while (header := headers.receive(members)) is not None:
         is_last = False
         _end_ticks_up_to(header.ticks)
         _take_part(header)
-    most = torch.tensor([world.rank() if is_last else -1, headers.ticks()])
+    most = torch.tensor([members.index if is_last else -1, headers.ticks()])
     dist.all_reduce(most, dist.ReduceOp.MAX)
     last, ticks = most.tolist()
     _end_ticks_up_to(ticks)
@@ -71,7 +74,7 @@ def _take_part(header: CallHeader) -> None:
         _end_tick()
     elif header.kind == CallKind.ALLREDUCE:
         op, elements, dtype = header.numbers
-        nothing = _nothing(OPS[op], elements, DTYPES[dtype])
+        nothing = reducible(_nothing(OPS[op], elements, DTYPES[dtype]))
         dist.all_reduce(nothing, torch_operation(OPS[op]))
     elif header.kind == CallKind.OTHER:
         raise UsageError(NEEDS_ALL)

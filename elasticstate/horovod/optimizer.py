@@ -10,8 +10,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from elasticstate.errors import UsageError
-from elasticstate.horovod import world
 from elasticstate.horovod.compression import Compression, Compressor
+from elasticstate.horovod.process_sets import ProcessSet, need_process_set
 from elasticstate.horovod.reducer import Reducer
 from elasticstate.horovod.reduction import Op, torch_operation
 
@@ -29,7 +29,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: object = None,
     sparse_as_dense: bool = False,
-    process_set: object = None,
+    process_set: ProcessSet | None = None,
 ) -> O:
     """Return an optimizer of the same class that reduces gradients over all ranks.
 
@@ -47,13 +47,13 @@ def DistributedOptimizer(
         gradient_predivide_factor: f: divide by f before the sum, and by size() / f after it. Only with Average.
         num_groups, groups: ignored, because gradients are always grouped in buckets.
         sparse_as_dense: convert sparse gradients to dense ones; otherwise they raise UsageError.
-        process_set: must be None.
+        process_set: ranks that take part; None: all. Any other rank steps with its own gradients.
 
     Raises:
         ValueError: names are missing or repeated.
         UsageError: any other invalid argument.
     """
-    world.refuse_process_set(process_set)
+    need_process_set(process_set)
     torch_operation(op)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"DistributedOptimizer({type(optimizer).__name__}): must be a torch.optim.Optimizer")
@@ -69,7 +69,8 @@ def DistributedOptimizer(
     if backward_passes_per_step < 1:
         raise UsageError(f"backward_passes_per_step={backward_passes_per_step}: must be at least 1")
     names = _names(optimizer, named_parameters)
-    reducer = Reducer(op, gradient_predivide_factor, compression, backward_passes_per_step, sparse_as_dense, names)
+    factor, passes = gradient_predivide_factor, backward_passes_per_step
+    reducer = Reducer(op, factor, compression, passes, sparse_as_dense, names, process_set)
     kind = type(optimizer)
     distributed: Any = object.__new__(type(f"Distributed{kind.__name__}", (_Distributed, kind), {}))
     distributed._plain = optimizer

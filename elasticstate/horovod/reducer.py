@@ -24,10 +24,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from elasticstate.errors import UsageError
 from elasticstate.extension import world_generation
-from elasticstate.horovod import calls, headers, world
+from elasticstate.horovod import calls, headers
 from elasticstate.horovod.buckets import Bucket, plan
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.compression import Compressor
+from elasticstate.horovod.members import Members
+from elasticstate.horovod.process_sets import ProcessSet, is_member, members_of
 from elasticstate.horovod.reduction import Op
 
 _all: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()  # by number: the newest comes last
@@ -45,6 +47,7 @@ class Reducer:
         passes: number of backward passes that make one gradient.
         sparse_as_dense: convert sparse gradients to dense ones; otherwise they raise UsageError.
         names: names of parameters by id, for messages.
+        process_set: ranks that reduce; None: all. On another rank, gradients stay as they are.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Reducer:
         passes: int,
         sparse_as_dense: bool,
         names: dict[int, str],
+        process_set: ProcessSet | None = None,
     ) -> None:
         self.passes = passes
         self._op = op
@@ -62,10 +66,11 @@ class Reducer:
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
         self._names = names
+        self._process_set = process_set
+        self._members: Members | None = None  # of the pending gradients
         self._buckets: list[Bucket] = []
         self._left: dict[int, int] = {}  # id of a parameter -> passes until its gradient is complete
         self._launched = 0  # number of buckets
-        self._generation = 0  # generation of the pending gradients
         self._pending = False
         self._is_reduced = False
         self._may_launch = False  # before ``synchronize``
@@ -111,12 +116,21 @@ class Reducer:
     @property
     def pending(self) -> bool:
         """True if there are gradients in this world that are not reduced yet."""
-        return self._pending and self._generation == world_generation()
+        return self._pending and self._is_present
 
     @property
     def is_reduced(self) -> bool:
         """True if no gradient was added since the last reduction."""
-        return self._is_reduced and self._generation == world_generation()
+        return self._is_reduced and self._is_present
+
+    @property
+    def reduces(self) -> bool:
+        """True if this worker's rank takes part."""
+        return is_member(self._process_set)
+
+    @property
+    def _is_present(self) -> bool:
+        return self._members is not None and self._members.generation == world_generation()
 
     def stepped(self) -> None:
         """Mark the reduced gradients as used."""
@@ -128,14 +142,18 @@ class Reducer:
         Raises UsageError, on all ranks, if they do not reduce the same parameters, and the errors of a collective. No
         gradients are pending afterwards.
         """
+        if not self.reduces:
+            self._is_reduced = True
+            return
         try:
-            if not self.pending:
-                self._begin()
-            headers.agree(self.call())
-            self._agreed = self._generation, self.call().digest
+            members = self._members if self.pending else None
+            if members is None:
+                members = self._begin()
+            headers.agree(self.call(), members)
+            self._agreed = members.generation, self.call().digest
             for bucket in self._buckets[self._launched :]:
-                self._launch(bucket)
-            factor = 1.0 if self._op is Op.SUM else self._predivide / world.size()
+                self._launch(bucket, members)
+            factor = 1.0 if self._op is Op.SUM else self._predivide / members.size
             for bucket in self._buckets:
                 bucket.finish(factor, self._compression)
         except BaseException:
@@ -149,9 +167,10 @@ class Reducer:
     def take_part(self) -> None:
         """Take part in the others' reduction with zeros. Raises the errors of a collective."""
         self.drop()
+        members = members_of(self._process_set)
         try:
             for bucket in self._buckets:
-                bucket.launch_nothing(self._compression)
+                bucket.launch_nothing(self._compression, members)
             for bucket in self._buckets:
                 bucket.wait()
         finally:
@@ -168,26 +187,30 @@ class Reducer:
         self._launched = 0
         self._pending = self._is_reduced = False
 
-    def _begin(self) -> None:
-        """Begin a reduction: at the first gradient in this world since the last one."""
+    def _begin(self) -> Members:
+        """Begin a reduction: at the first gradient in this world since the last one. Return those who take part."""
         if self._pending:
             self.drop()  # left over from an ended world
-        self._generation = world.ready()
+        self._members = members = members_of(self._process_set)
         self._pending, self._is_reduced = True, False
-        self._may_launch = world.size() == 1 or self._agreed == (self._generation, self.call().digest)
+        self._may_launch = members.size == 1 or self._agreed == (members.generation, self.call().digest)
+        return members
 
     @property
     def _next(self) -> Bucket:
         return self._buckets[self._launched]
 
-    def _launch(self, bucket: Bucket) -> None:
-        bucket.launch(1.0 / self._predivide, self._compression)
+    def _launch(self, bucket: Bucket, members: Members) -> None:
+        bucket.launch(1.0 / self._predivide, self._compression, members)
         self._launched += 1
 
     def count_pass(self, parameter: torch.Tensor, bucket: Bucket) -> None:
         """Record that a backward pass has added to the gradient of ``parameter``."""
-        if not self.pending:
-            self._begin()
+        if not self.reduces:
+            return
+        members = self._members if self.pending else None
+        if members is None:
+            members = self._begin()
         gradient, key = parameter.grad, id(parameter)
         if gradient is not None and gradient.is_sparse:
             if not self._sparse_as_dense:
@@ -199,7 +222,7 @@ class Reducer:
         if self._left[key] == 0:
             bucket.incomplete -= 1
             while self._may_launch and self._launched < len(self._buckets) and not self._next.incomplete:
-                self._launch(self._next)
+                self._launch(self._next, members)
         elif self._left[key] < 0:
             raise UsageError(
                 f"{self._name(key)} received gradients from more than backward_passes_per_step={self.passes} passes "

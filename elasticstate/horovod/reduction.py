@@ -47,6 +47,27 @@ DTYPES = (
 )
 
 
+def reducible(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` in a dtype that the backends reduce: int16 as int32, with the same result modulo 2**16."""
+    return tensor.to(torch.int32) if tensor.dtype is torch.int16 else tensor
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view for sending: of int16, which Gloo does not know, the bytes as ``uint8[..., 2]``."""
+    return tensor.unsqueeze(-1).view(torch.uint8) if tensor.dtype is torch.int16 else tensor
+
+
+def refusal(dtype: torch.dtype, op: Op) -> str:
+    """Return the reason why tensors of this dtype cannot be reduced by ``op``; "" if they can."""
+    if dtype not in DTYPES:
+        return f"the dtype must be one of {', '.join(str(known).removeprefix('torch.') for known in DTYPES)}"
+    if dtype is torch.bool and op is Op.AVERAGE:
+        return "there is no average of bool: pass op=Sum (or), op=Min (and), or another dtype"
+    if dtype.is_complex and op in (Op.MIN, Op.MAX, Op.PRODUCT):
+        return f"{op.value} of complex numbers is not available: pass op=Sum or op=Average"
+    return ""
+
+
 def torch_operation(op: Op) -> dist.ReduceOp.RedOpType:
     """Return torch's operation for ``op``. Raises UsageError if there is none."""
     if op is Op.ADASUM:

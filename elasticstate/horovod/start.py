@@ -11,28 +11,28 @@ import torch
 import elasticstate
 from elasticstate.errors import UsageError
 from elasticstate.extension import Channel
-from elasticstate.horovod import calls, headers, world
+from elasticstate.horovod import calls, headers
+from elasticstate.horovod.broadcast import refusal_of_root, start_broadcast
 from elasticstate.horovod.calls import Call, CallKind
-from elasticstate.horovod.exchange import start_broadcast
+from elasticstate.horovod.process_sets import ProcessSet, members_of
 
 Parameters: TypeAlias = "Mapping[str, Any] | Iterable[tuple[str, Any]]"
 
 
-def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: object = None) -> None:
+def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: ProcessSet | None = None) -> None:
     """Copy the root's tensors into those of all ranks: a ``state_dict()``, or ``named_parameters()``.
 
     Args:
         params: the same names, shapes and dtypes on all ranks. Values that are None are skipped.
         root_rank: rank whose tensors are sent, 0 to size() - 1.
-        process_set: must be None.
+        process_set: ranks that take part; None: all.
 
     Raises UsageError, on all ranks, if names, shapes or dtypes differ, a value is not a tensor, or there is no such
     root.
     """
-    world.refuse_process_set(process_set)
-    world.ready()
+    members = members_of(process_set)
     lines = [calls.signature("broadcast_parameters", None, root_rank=root_rank)]
-    wrong = world.refusal_of_root(root_rank)
+    wrong = refusal_of_root(root_rank, members)
     tensors: list[torch.Tensor] = []
     for pair in params.items() if isinstance(params, Mapping) else params:
         if not (isinstance(pair, tuple) and len(pair) == 2):
@@ -47,8 +47,8 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: ob
         elif value is not None:
             lines.append(f"{name}: {type(value).__name__}")
             wrong = wrong or f"{name} is not a tensor but a {type(value).__name__}: use broadcast_object for it"
-    headers.agree(Call(CallKind.OTHER, tuple(lines), wrong=wrong))
-    for handle in [start_broadcast(tensor, root_rank) for tensor in tensors]:
+    headers.agree(Call(CallKind.OTHER, tuple(lines), wrong=wrong), members)
+    for handle in [start_broadcast(tensor, root_rank, members) for tensor in tensors]:
         handle.wait()
 
 
@@ -62,13 +62,13 @@ def broadcast_optimizer_state(
 
     Raises UsageError, on all ranks, if their parameters differ in dtype or shape, or there is no such root.
     """
-    world.ready()
+    members = members_of(None)
     lines = [calls.signature("broadcast_optimizer_state", None, root_rank=root_rank)]
     lines += [calls.form(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    headers.agree(Call(CallKind.OTHER, tuple(lines), wrong=world.refusal_of_root(root_rank)))
+    headers.agree(Call(CallKind.OTHER, tuple(lines), wrong=refusal_of_root(root_rank, members)), members)
     state = elasticstate.TorchState(optimizer=optimizer)
     channel = Channel(None, root_rank)
-    if world.rank() == root_rank:
+    if members.index == root_rank:
         captured = state.capture()
         tensors = {name: value for name, value in captured.items() if isinstance(value, torch.Tensor)}
         others = {name: value for name, value in captured.items() if name not in tensors}

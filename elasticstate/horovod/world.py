@@ -6,38 +6,29 @@ import atexit
 import logging
 import os
 import sys
-import weakref
 
 import torch.distributed as dist
 
 import elasticstate
 from elasticstate import extension
 from elasticstate.errors import CollectiveError, NotInWorldError, UsageError
+from elasticstate.horovod import groups
 
 logger = logging.getLogger("elasticstate.horovod")
 
 _initialized = False
 _initialized_in: int | None = None  # the process: a forked child must not leave the world
-_lane: tuple[int, weakref.ref[dist.ProcessGroup]] | None = None  # with its generation; torch owns the group and ends it
 
 
-def init(comm: object = None, process_sets: object = None) -> None:
-    """Enable the functions of this package. The first function that needs a world joins it later.
-
-    So a new worker can load its data before the others wait for it. The arguments exist for old scripts only.
-
-    Raises UsageError for a part of the world (``comm`` or ``process_sets``), and in a process that mpirun or another
-    launcher than elasticrun has started.
-    """
+def init(comm: object = None) -> None:
+    """See ``process_sets.init``."""
     global _initialized, _initialized_in
     extension.check_launcher()
     if comm:
         raise UsageError(
             "init(comm=...): elasticstate.horovod has one world, of all workers of elasticrun. For a part of it, use "
-            "torch.distributed.new_group(ranks)."
+            "a process set: hvd.add_process_set(ranks)."
         )
-    if process_sets:
-        refuse_process_set(process_sets)
     _initialized = True
     if _initialized_in is None:
         atexit.register(_leave_at_exit)
@@ -85,25 +76,14 @@ def ready() -> int:
             "the world has ended. Call collectives before shutdown() or, in a script with elastic.run, inside the "
             "decorated function."
         )
-    if (_lane is None or _lane[0] != elasticstate.generation()) and elasticstate.size() > 1:
-        _open_lane()
+    if groups.are_missing():
+        groups.make()
     return elasticstate.generation()
 
 
-def lane() -> dist.ProcessGroup | None:
-    """Return the process group for gradients; None in a world of one.
-
-    It is not the default group: if the parameters with gradients differ by rank, some ranks start a bucket in
-    ``backward`` and others in ``step``. In the default group, a collective of the script could be matched with such a
-    bucket.
-    """
-    return None if _lane is None or elasticstate.size() == 1 else _lane[1]()
-
-
-def _open_lane() -> None:
-    global _lane
-    group = dist.new_group()
-    _lane = elasticstate.generation(), weakref.ref(group)
+def is_in_use() -> bool:
+    """Return True if this worker is in a world in which the process groups are made."""
+    return _initialized and dist.is_initialized() and groups.are_made()
 
 
 def rank() -> int:
@@ -163,20 +143,6 @@ def is_homogeneous() -> bool:
     return local_size() * cross_size() == size()
 
 
-def refusal_of_root(root_rank: int) -> str:
-    """Return the reason why ``root_rank`` cannot be a root; "" if it can."""
-    return "" if 0 <= root_rank < size() else f"root_rank must be a rank of the world, 0 to {size() - 1}"
-
-
-def refuse_process_set(process_set: object) -> None:
-    """Raise UsageError unless ``process_set`` is None."""
-    if process_set is not None:
-        raise UsageError(
-            "elasticstate.horovod has no process sets. Create torch.distributed.new_group(ranks) inside the function "
-            "decorated with elastic.run, and pass the group to torch's collectives."
-        )
-
-
 def _need_init() -> None:
     if not _initialized:
         raise NotInWorldError("elasticstate.horovod is not initialized. Call hvd.init() first.")
@@ -185,3 +151,5 @@ def _need_init() -> None:
 def _join() -> None:
     _need_init()
     extension.join()
+    if groups.has_sets() and extension.world_is_new() and dist.is_initialized() and groups.are_missing():
+        groups.make()  # before the ranks differ in their calls; all of them begin the script here

@@ -58,6 +58,14 @@ def world_size() -> int:
         return 1
 
 
+def world_is_new() -> bool:
+    """Return True in a world in which all members are new processes."""
+    try:
+        return present_world.world().fresh
+    except NotInWorldError:
+        return False
+
+
 def world_generation() -> int:
     """Return the generation number of the present world; 0 outside a world."""
     try:

@@ -7,7 +7,7 @@ import pytest
 
 import elasticstate.horovod as hvd
 from elasticstate import present_world
-from elasticstate.horovod import world as ours
+from elasticstate.horovod import groups, process_sets, world as ours
 from elasticstate.worker import run
 
 
@@ -21,7 +21,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(run, "_joined", None)
     monkeypatch.setattr(present_world, "_present", None)
     monkeypatch.setattr(ours, "_initialized", False)
-    monkeypatch.setattr(ours, "_lane", None)
+    monkeypatch.setattr(groups, "_made", None)
+    monkeypatch.setattr(groups, "_sets", {})
+    monkeypatch.setattr(groups, "_members", {})
+    monkeypatch.setattr(process_sets, "_added", [])
     yield
     hvd.shutdown()
 

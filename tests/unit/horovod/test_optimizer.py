@@ -183,7 +183,7 @@ def test_names_are_checked() -> None:
         ({"op": hvd.Max}, "Average or Sum"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "op=Average"),
         ({"backward_passes_per_step": 0}, "at least 1"),
-        ({"process_set": 1}, "new_group"),
+        ({"process_set": 1}, "must be a ProcessSet"),
     ],
 )
 def test_arguments_are_checked(options: dict[str, Any], match: str) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import elasticstate
 import elasticstate.horovod as hvd
 from elasticstate import CollectiveError, NotInWorldError, UsageError
+from elasticstate.horovod.process_sets import process_sets
 
 NEEDING_A_WORLD: list[Callable[[], Any]] = [
     hvd.rank,
@@ -58,24 +59,45 @@ def test_what_needs_a_world_joins_one(fresh: None, function: Callable[[], Any]) 
     assert not hvd.is_initialized()
 
 
-def test_a_part_of_the_world_is_refused(fresh: None) -> None:
-    with pytest.raises(UsageError, match="new_group"):
+def test_a_communicator_is_refused(fresh: None) -> None:
+    with pytest.raises(UsageError, match="add_process_set"):
         hvd.init(comm=[0, 1])
-    with pytest.raises(UsageError, match="new_group"):
-        hvd.init(process_sets=[hvd])
     hvd.init(comm=None, process_sets=None)
+    assert process_sets() == [hvd.global_process_set]
+
+
+def test_process_sets_of_init(fresh: None) -> None:
+    first = hvd.ProcessSet([0])
+    assert first.included() is first.rank() is first.size() is first.process_set_id is None
+    hvd.init(process_sets=[first, [1, 0]])
+    hvd.init(process_sets=[first])
+    second = process_sets()[2]
+    assert process_sets() == [hvd.global_process_set, first, second]
+    assert second.ranks == [0, 1]
+    assert not dist.is_initialized(), "a process set does not join the world"
+    assert (first.included(), first.rank(), first.size()) == (True, 0, 1)
+    assert hvd.allreduce(torch.ones(1), process_set=first).tolist() == [1]
+    with pytest.raises(UsageError, match="needs rank 1, but the world has 1 ranks"):
+        hvd.allreduce(torch.ones(1), process_set=second)
+    assert "ranks=[0, 1]" in repr(second)
+    assert hvd.global_process_set.ranks == [0]
+    assert (hvd.global_process_set.included(), hvd.global_process_set.rank(), hvd.global_process_set.size()) == (
+        True,
+        0,
+        1,
+    )
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [-1], ["0"], [True], 3, [0.0]])
+def test_ranks_of_a_process_set_are_checked(ranks: Any) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        hvd.ProcessSet(ranks)
 
 
 ABSENT: list[tuple[Callable[[], Any], str]] = [
-    (lambda: hvd.ProcessSet([0]), "new_group"),
-    (lambda: hvd.add_process_set([0]), "new_group"),
-    (lambda: hvd.add_process_set(None), "new_group"),
-    (lambda: hvd.allreduce(torch.ones(1), process_set=1), "new_group"),
-    (lambda: hvd.allgather(torch.ones(1), process_set=1), "new_group"),
-    (lambda: hvd.allgather(torch.ones(1, requires_grad=True), process_set=1), "new_group"),
-    (lambda: hvd.broadcast(torch.ones(1, requires_grad=True), 0, process_set=1), "new_group"),
-    (lambda: hvd.alltoall(torch.ones(1, requires_grad=True), process_set=1), "new_group"),
-    (lambda: hvd.broadcast_parameters({}, process_set=1), "new_group"),
+    (lambda: hvd.allreduce(torch.ones(1), process_set=1), "must be a ProcessSet"),  # type: ignore[arg-type]
+    (lambda: hvd.broadcast_parameters({}, process_set=1), "must be a ProcessSet"),  # type: ignore[arg-type]
+    (lambda: hvd.allgather(torch.ones(1), process_set=hvd.ProcessSet([0])), "add_process_set"),
     (lambda: hvd.start_timeline("file"), "profiler"),
     (lambda: hvd.stop_timeline(), "profiler"),
     (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), "Average or Sum"),

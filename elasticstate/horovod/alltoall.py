@@ -1,0 +1,90 @@
+"""Alltoall: each rank sends a share of its tensor to each rank. Barrier: all wait for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from elasticstate.extension import Channel
+from elasticstate.horovod import calls, headers
+from elasticstate.horovod.calls import Call, CallKind
+from elasticstate.horovod.handles import Handle
+from elasticstate.horovod.members import Members
+from elasticstate.horovod.process_sets import ProcessSet, members_of
+from elasticstate.horovod.reduction import raw
+
+Received = tuple[torch.Tensor, torch.Tensor]
+Splits = torch.Tensor | Sequence[int] | None
+
+
+def alltoall(
+    tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet | None = None
+) -> torch.Tensor | Received:
+    """Send each rank a share of the first dimension, and receive one share from each, in the order of ranks.
+
+    Args:
+        splits: length of each rank's share: size() numbers that add up to the first dimension. None: equal shares.
+        process_set: ranks that take part; None: all.
+
+    Returns the received tensor; with ``splits`` also the length received from each rank, with the dtype of ``splits``
+    (``int32[size]`` for a list). Gradients flow back to the ranks that sent the shares.
+
+    Raises UsageError, on all ranks, if the splits do not fit, or tensors differ in more than their first dimension.
+    """
+    output, received = cast(Received, cast(Any, _Alltoall).apply(tensor, splits, name, process_set))
+    return output if splits is None else (output, received)
+
+
+def alltoall_async(
+    tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle[Received]:
+    """Start ``alltoall``. ``synchronize()`` returns the received tensor and the length received from each rank.
+
+    One small collective exchanges the splits before it returns. No gradient flows through it.
+    """
+    return _start(tensor, splits, name, members_of(process_set))[0]
+
+
+def _start(
+    tensor: torch.Tensor, splits: Splits, name: str | None, members: Members
+) -> tuple[Handle[Received], list[int]]:
+    """Start the exchange. Also return the length that is received from each member."""
+    rows = len(tensor) if tensor.dim() else 0
+    given = [rows // members.size] * members.size if splits is None else [int(n) for n in splits]
+    wrong = calls.refusal(tensor, needs_dimension=True)
+    if not wrong and (len(given) != members.size or min(given) < 0 or sum(given) != rows):
+        wrong = f"splits={given} must be {members.size} numbers that add up to the first dimension, {rows}"
+    lines = (f"{calls.signature('alltoall', name)} of {calls.form(tensor, any_length=True)}",)
+    headers.agree(Call(CallKind.OTHER, lines, wrong=wrong), members)
+    own = tensor.detach().contiguous()
+    lengths = [row[members.index] for row in Channel(members.group, 0).numbers_of_all(given)]
+    output = own.new_empty(sum(lengths), *own.shape[1:])
+    work = dist.all_to_all_single(raw(output), raw(own), lengths, given, members.group, async_op=True)
+    template = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+    return Handle([work], lambda: (output, template.new_tensor(lengths)), members.generation), lengths
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet | None
+    ) -> Received:
+        handle, ctx.lengths = _start(tensor, splits, name, members_of(process_set))
+        ctx.process_set = process_set
+        output, received = handle.wait()
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        output, _ = alltoall(gradients[0], ctx.lengths, process_set=ctx.process_set)
+        return output, None, None, None
+
+
+def barrier(process_set: ProcessSet | None = None) -> None:
+    """Wait until all ranks have called this."""
+    # The header waits for all.
+    headers.agree(Call(CallKind.BARRIER, ("barrier()",)), members_of(process_set))

@@ -1,0 +1,97 @@
+"""SyncBatchNorm: batch normalization with the statistics of all ranks' batches.
+
+The mean and variance of all samples follow from each rank's count, sum and sum of squared distances, which are added up
+(parallel variance: Chan, Golub and LeVeque 1979). The gradient of the input needs two more sums over all ranks (Ioffe
+and Szegedy 2015, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from elasticstate.horovod import world
+from elasticstate.horovod.allgather import allgather
+from elasticstate.horovod.allreduce import allreduce
+from elasticstate.horovod.reduction import Op
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm over the batches of all ranks, for inputs ``[N, C, ...]``. The arguments are those of BatchNorm.
+
+    N may differ between ranks. Unlike in Horovod, the input may be on the CPU, too. In evaluation, and in a world of
+    one, it is plain BatchNorm. All ranks must call it equally often.
+    """
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"SyncBatchNorm: the input has {input.dim()} dimensions, and must have at least 2: [N, C, ...]"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        uses_batch = self.training or self.running_mean is None
+        if not uses_batch or not world.is_initialized() or world.size() == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        output, mean, variance, count = cast(Any, _Normalize).apply(input, self.weight, self.bias, self.eps)
+        if self.training and self.running_mean is not None:
+            self._track(mean, variance, count)
+        return cast(torch.Tensor, output)
+
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        dims = [0, *range(2, input.dim())]
+        values = input.detach().to(torch.promote_types(input.dtype, torch.float32))
+        samples = values.numel() // values.shape[1]
+        own_mean = values.mean(dims) if samples else values.new_zeros(values.shape[1])
+        own_squares = (values - _column(own_mean, values)).square().sum(dims)
+        count = own_mean.new_full((1,), samples)
+        rows = allgather(torch.cat([count, own_mean, own_squares])[None])
+        counts, means, squares = rows[:, :1], rows[:, 1 : 1 + len(own_mean)], rows[:, 1 + len(own_mean) :]
+        total = counts.sum()
+        mean = (counts * means).sum(0) / total
+        variance = (squares.sum(0) + (counts * (means - mean).square()).sum(0)) / total
+        scale = (variance + eps).rsqrt()
+        normalized = (values - _column(mean, values)) * _column(scale, values)
+        ctx.save_for_backward(normalized, weight, scale, total)
+        ctx.dims, ctx.dtype, ctx.has_bias = dims, input.dtype, bias is not None
+        output = normalized if weight is None else normalized * _column(weight, values)
+        output = output if bias is None else output + _column(bias, values)
+        ctx.mark_non_differentiable(mean, variance, total)
+        return output.to(input.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        normalized, weight, scale, total = ctx.saved_tensors
+        gradient = gradients[0].to(normalized.dtype)
+        of_bias, of_weight = gradient.sum(ctx.dims), (gradient * normalized).sum(ctx.dims)
+        sums = allreduce(torch.stack([of_bias, of_weight]), op=Op.SUM) / total
+        inner = gradient - _column(sums[0], gradient) - normalized * _column(sums[1], gradient)
+        factor = scale if weight is None else scale * weight
+        of_input = (inner * _column(factor, gradient)).to(ctx.dtype)
+        if weight is None:
+            return of_input, None, None, None
+        return of_input, of_weight.to(weight.dtype), of_bias.to(weight.dtype) if ctx.has_bias else None, None
+
+
+def _column(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return ``[C]`` as ``[1, C, 1, ...]``."""
+    return channels.view(1, -1, *[1] * (like.dim() - 2))

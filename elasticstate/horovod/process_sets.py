@@ -1,0 +1,190 @@
+"""Process sets: subsets of the ranks that run collectives among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from elasticstate.errors import UsageError
+from elasticstate.horovod import groups, world
+from elasticstate.horovod.members import Members
+
+
+class ProcessSet:
+    """A subset of the ranks. Pass it to ``init`` or ``add_process_set``, then to collectives as ``process_set=``.
+
+    The ranks stay the same in each world, and the workers that have them may change.
+
+    Args:
+        ranks: ranks of the world, in any order.
+
+    Raises ValueError if they are not numbers from 0 on, or repeated, or none.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        given: list[Any] = list(ranks) if isinstance(ranks, Iterable) else [None]
+        if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in given):
+            raise ValueError(f"ProcessSet({ranks!r}): must be ranks, numbers from 0 on. Pass a list, such as [0, 2].")
+        if len(set(given)) < len(given) or not given:
+            raise ValueError(f"ProcessSet({ranks!r}): must be at least one rank, and each only once.")
+        self._ranks: tuple[int, ...] = tuple(sorted(given))
+        self._id: int | None = None
+
+    @property
+    def process_set_id(self) -> int | None:
+        """Number of the process set: 0 for ``global_process_set``. None before ``add_process_set``."""
+        return self._id
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """Ranks of the world, ascending; None after ``remove_process_set``."""
+        return list(self._ranks) or None
+
+    def included(self) -> bool | None:
+        """Return True if this worker's rank is in the set; None before ``add_process_set``. Joins the world."""
+        return None if self._id is None else world.rank() in self._ranks
+
+    def size(self) -> int | None:
+        """Return the number of ranks; None before ``add_process_set``. Joins the world."""
+        if self._id is None:
+            return None
+        world.size()
+        return len(self._ranks)
+
+    def rank(self) -> int | None:
+        """Return the index of this worker's rank in the set; None before ``add_process_set``. Joins the world.
+
+        Raises ValueError if this worker's rank is not in the set.
+        """
+        if self._id is None:
+            return None
+        own = world.rank()
+        if own not in self._ranks:
+            raise ValueError(f"{self}: rank {own} is not in the set. Call included() first.")
+        return self._ranks.index(own)
+
+    def _registered(self, number: int) -> None:
+        self._id = number
+
+    def _removed(self) -> None:
+        self._id, self._ranks = None, ()
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self._id}, ranks={list(self._ranks)})"
+
+
+class _GlobalProcessSet(ProcessSet):
+    """The process set of all ranks."""
+
+    def __init__(self) -> None:
+        self._id = groups.GLOBAL
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks of the world. Joins the world."""
+        return list(range(world.size()))
+
+    def included(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        return world.size()
+
+    def rank(self) -> int:
+        return world.rank()
+
+    def __repr__(self) -> str:
+        return "ProcessSet(process_set_id=0)"
+
+
+global_process_set = _GlobalProcessSet()
+_added: list[ProcessSet] = []
+
+
+def init(comm: object = None, process_sets: object = None) -> None:
+    """Enable the functions of this package. The first function that needs a world joins it later.
+
+    So a new worker can load its data before the others wait for it.
+
+    Args:
+        comm: for old scripts only: must be None.
+        process_sets: process sets to add, the same on all ranks; None, or "dynamic": none.
+
+    Raises UsageError for a ``comm``, and in a process that mpirun or another launcher than elasticrun has started.
+    """
+    world.init(comm)
+    if process_sets is None or isinstance(process_sets, str):
+        return
+    given_sets: list[Any] = list(process_sets) if isinstance(process_sets, Iterable) else [process_sets]
+    for given in given_sets:
+        wanted = given if isinstance(given, ProcessSet) else ProcessSet(given)
+        if wanted.process_set_id is None:  # else: init() is called again
+            add_process_set(wanted)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Add a process set, and return it. All ranks must add the same process sets in the same order.
+
+    Its process groups are made when all ranks are in a world, and again in each new world.
+
+    Raises:
+        ValueError: the ranks are wrong, or there is a process set of these ranks already.
+        UsageError: on all ranks: they add different process sets.
+        The errors of a collective.
+    """
+    wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    ranks = tuple(wanted.ranks or ())
+    if wanted.process_set_id is not None or not ranks or groups.find(ranks) is not None:
+        raise ValueError(f"add_process_set({wanted}): there is a process set of these ranks, or it was removed.")
+    wanted._registered(groups.add(ranks))
+    _added.append(wanted)
+    if world.is_in_use():
+        world.ready()
+    return wanted
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set, on all ranks. Return False for ``global_process_set``, and for one that was not added."""
+    if process_set.process_set_id in (None, groups.GLOBAL):
+        return False
+    groups.remove(process_set.process_set_id or 0)
+    _added.remove(process_set)
+    process_set._removed()
+    return True
+
+
+def process_sets() -> list[ProcessSet]:
+    """Return all process sets, by their ids."""
+    return [global_process_set, *_added]
+
+
+def need_process_set(process_set: object) -> None:
+    """Raise UsageError unless the argument is a ProcessSet or None."""
+    if process_set is not None and not isinstance(process_set, ProcessSet):
+        raise UsageError(f"process_set={process_set!r}: must be a ProcessSet")
+
+
+def is_member(process_set: ProcessSet | None) -> bool:
+    """Return True if this worker's rank is in the process set (None: all ranks). Joins the world."""
+    return process_set is None or bool(process_set.included())
+
+
+def members_of(process_set: ProcessSet | None) -> Members:
+    """Return the members of a process set (None: all ranks) for a call of this worker. Joins a world.
+
+    Raises UsageError for anything that is not an added process set, and if this worker's rank is not in it.
+    """
+    number = groups.GLOBAL
+    if process_set is not None:
+        need_process_set(process_set)
+        if process_set.process_set_id is None:
+            raise UsageError(f"process_set={process_set}: is not added. Call hvd.add_process_set() on all ranks first.")
+        number = process_set.process_set_id
+    world.ready()
+    members = groups.members_of(number)
+    if members.index < 0:
+        raise UsageError(
+            f"process_set={process_set}: rank {world.rank()} is not in it. Call the collective on its ranks only: "
+            "if process_set.included()."
+        )
+    return members

@@ -1,0 +1,50 @@
+"""Elastic script with a process set of ranks 0 and 1. Rank 1 of the first world kills itself; see
+test_horovod_operations.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+import elasticstate
+import elasticstate.horovod as hvd
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--log", type=Path, required=True)
+parser.add_argument("--stop", type=Path, required=True)
+args = parser.parse_args()
+pair = hvd.ProcessSet([0, 1])
+hvd.init(process_sets=[pair])
+state = hvd.elastic.ObjectState(step=0)
+
+
+@hvd.elastic.run
+def train(state: hvd.elastic.ObjectState) -> None:
+    generation, stops = elasticstate.generation(), False
+    with open(args.log / f"{os.getpid()}.jsonl", "a", buffering=1) as log:
+        while not stops:
+            if generation == 1 and state.step == 5 and hvd.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            of_set = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item() if pair.included() else None
+            of_all = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+            line = {
+                "what": "step",
+                "time": time.time(),
+                "generation": generation,
+                "rank": hvd.rank(),
+                "size": hvd.size(),
+            }
+            log.write(json.dumps({**line, "of_set": of_set, "of_all": of_all}) + "\n")
+            state.step += 1
+            stops = bool(hvd.broadcast_object(args.stop.exists()))
+            state.commit()
+
+
+train(state)
