@@ -39,8 +39,11 @@ class ElasticError(Exception):
     """Base class of the errors of elasticstate."""
 
 
-class CollectiveError(ElasticError):
-    """The current generation has ended: a member died, hung or left. ``run`` restores and regroups."""
+class CollectiveError(ElasticError, RuntimeError):
+    """The current generation has ended: a member died, hung or left. ``run`` restores and regroups.
+
+    It is a RuntimeError, as the errors of torch's collectives are.
+    """
 
 
 class NotInWorldError(ElasticError):

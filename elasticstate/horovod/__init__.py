@@ -7,7 +7,7 @@ if the calls differ. MIGRATION.md has the tables.
 
 from __future__ import annotations
 
-from elasticstate.errors import CollectiveError as HorovodInternalError, HostsUpdatedInterrupt
+from elasticstate.errors import CollectiveError as HorovodInternalError
 from elasticstate.horovod import elastic
 from elasticstate.horovod.absent import start_timeline, stop_timeline
 from elasticstate.horovod.allgather import (
@@ -49,6 +49,7 @@ from elasticstate.horovod.builds import (
     rocm_built,
 )
 from elasticstate.horovod.compression import Compression
+from elasticstate.horovod.elastic.state import HostsUpdatedInterrupt
 from elasticstate.horovod.handles import poll, synchronize
 from elasticstate.horovod.joining import join
 from elasticstate.horovod.optimizer import DistributedOptimizer

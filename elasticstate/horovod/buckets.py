@@ -52,13 +52,21 @@ class Bucket:
         self.incomplete = len(self.parameters)
         self._sent = self._context = self._work = None
 
+    def remove(self, parameter: torch.Tensor) -> None:
+        """Remove a parameter whose gradient was incomplete, before ``launch``."""
+        self.parameters = [p for p in self.parameters if p is not parameter]
+        self.incomplete -= 1
+        self._flat = None
+
     def drop(self) -> None:
         """Reset, and also replace the tensor, because a running collective may still write into it."""
         self.reset()
         self._flat = None
 
     def launch(self, factor: float, compression: type[Compressor], members: Members) -> None:
-        """Start the sum. Parameters without a gradient count as zeros."""
+        """Start the sum. Parameters without a gradient count as zeros. A bucket without parameters does nothing."""
+        if not self.parameters:
+            return
         flat = self._buffer()
         given = [(view, p.grad) for view, p in zip(self._views, self.parameters, strict=True) if p.grad is not None]
         with torch.no_grad():
@@ -72,6 +80,8 @@ class Bucket:
 
     def launch_nothing(self, compression: type[Compressor], members: Members) -> None:
         """Start the sum with zeros, on a rank that has joined."""
+        if not self.parameters:
+            return
         self._sent, self._context = compression.compress(self._buffer().zero_())
         self._start(members)
 
@@ -81,10 +91,13 @@ class Bucket:
 
     def wait(self) -> None:
         """Wait for the sum. Raises the collective's error."""
-        self._work.wait()
+        if self.parameters:
+            self._work.wait()
 
     def finish(self, factor: float, compression: type[Compressor]) -> None:
         """Wait for the sum, and copy it to the gradients. Raises the collective's error."""
+        if not self.parameters:
+            return
         self.wait()
         assert self._sent is not None, "it was started"
         with torch.no_grad():

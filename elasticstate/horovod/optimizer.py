@@ -46,7 +46,7 @@ def DistributedOptimizer(
         op: Average or Sum.
         gradient_predivide_factor: f: divide by f before the sum, and by size() / f after it. Only with Average.
         num_groups, groups: ignored, because gradients are always grouped in buckets.
-        sparse_as_dense: convert sparse gradients to dense ones; otherwise they raise UsageError.
+        sparse_as_dense: convert sparse gradients to dense ones; otherwise their entries are gathered in ``step``.
         process_set: ranks that take part; None: all. Any other rank steps with its own gradients.
 
     Raises:

@@ -31,6 +31,7 @@ from elasticstate.horovod.compression import Compressor
 from elasticstate.horovod.members import Members
 from elasticstate.horovod.process_sets import ProcessSet, is_member, members_of
 from elasticstate.horovod.reduction import Op
+from elasticstate.horovod.sparse import SparseGradients
 
 _all: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()  # by number: the newest comes last
 _numbers = itertools.count()
@@ -45,7 +46,7 @@ class Reducer:
         predivide: with Average, divide by this number before the sum, and by size() / predivide after it.
         compression: compressor for the gradients that are sent.
         passes: number of backward passes that make one gradient.
-        sparse_as_dense: convert sparse gradients to dense ones; otherwise they raise UsageError.
+        sparse_as_dense: convert sparse gradients to dense ones; otherwise their entries are gathered.
         names: names of parameters by id, for messages.
         process_set: ranks that reduce; None: all. On another rank, gradients stay as they are.
     """
@@ -68,6 +69,7 @@ class Reducer:
         self._names = names
         self._process_set = process_set
         self._members: Members | None = None  # of the pending gradients
+        self._sparse = SparseGradients(op, process_set)
         self._buckets: list[Bucket] = []
         self._left: dict[int, int] = {}  # id of a parameter -> passes until its gradient is complete
         self._launched = 0  # number of buckets
@@ -92,7 +94,8 @@ class Reducer:
 
     def call(self) -> Call:
         """Return the reduction of one step. If it differs between ranks, they do not train the same model."""
-        key = self.passes, [(b.parameters[0].dtype, b.parameters[0].device.type) for b in self._buckets]
+        likes = [bucket.parameters[0] for bucket in self._buckets if bucket.parameters]
+        key = self.passes, len(self._sparse), [(like.dtype, like.device.type) for like in likes]
         if self._described is None or self._described[0] != key:
             self._described = key, self._describe()
         return self._described[1]
@@ -109,6 +112,7 @@ class Reducer:
         parameters = [p for bucket in self._buckets for p in bucket.parameters]
         names = [self._names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
         lines = [f"{name}: {calls.form(p)}" for name, p in zip(names, parameters, strict=True)]
+        lines += [f"sparse gradients of {self._name(id(p))}: {calls.form(p)}" for p in self._sparse]
         return Call(CallKind.STEP, (f"a step of {how}", *lines))
 
     # -------------------------------------------------------------------------------------------------------- reduction
@@ -156,6 +160,7 @@ class Reducer:
             factor = 1.0 if self._op is Op.SUM else self._predivide / members.size
             for bucket in self._buckets:
                 bucket.finish(factor, self._compression)
+            self._sparse.reduce()
         except BaseException:
             self.drop()
             raise
@@ -213,14 +218,15 @@ class Reducer:
             members = self._begin()
         gradient, key = parameter.grad, id(parameter)
         if gradient is not None and gradient.is_sparse:
-            if not self._sparse_as_dense:
-                raise UsageError(
-                    f"the gradient of {self._name(key)} is sparse. Pass sparse_as_dense=True to DistributedOptimizer."
-                )
-            parameter.grad = gradient.to_dense()
+            if self._sparse_as_dense:
+                parameter.grad = gradient.to_dense()
+            elif parameter not in self._sparse:
+                self._sparse.add(parameter)
+                bucket.remove(parameter)
         self._left[key] -= 1
         if self._left[key] == 0:
-            bucket.incomplete -= 1
+            if parameter not in self._sparse:
+                bucket.incomplete -= 1
             while self._may_launch and self._launched < len(self._buckets) and not self._next.incomplete:
                 self._launch(self._next, members)
         elif self._left[key] < 0:

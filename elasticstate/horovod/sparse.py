@@ -1,6 +1,8 @@
-"""Allreduce of sparse tensors: the entries of all ranks are gathered."""
+"""Allreduce of sparse tensors and sparse gradients: the entries of all ranks are gathered."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -52,3 +54,52 @@ def sparse_allreduce_async(
         return torch.sparse_coo_tensor(indices.wait().t(), found, tensor.shape, check_invariants=True)
 
     return SparseHandle([*indices.works, *values.works], finish, members.generation)
+
+
+class SparseGradients:
+    """The parameters of one optimizer whose gradients are sparse, such as those of ``nn.Embedding(sparse=True)``.
+
+    They have no buckets, and are reduced in ``synchronize``.
+    """
+
+    def __init__(self, op: Op, process_set: ProcessSet | None) -> None:
+        self._op = op
+        self._process_set = process_set
+        self._parameters: dict[int, tuple[torch.Tensor, int]] = {}  # id -> parameter, number of sparse dimensions
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (parameter for parameter, _ in self._parameters.values())
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._parameters
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Add a parameter that has its first sparse gradient now."""
+        assert parameter.grad is not None
+        self._parameters[id(parameter)] = parameter, parameter.grad.sparse_dim()
+
+    def reduce(self) -> None:
+        """Replace the gradients by those of all ranks. A missing gradient counts as zeros.
+
+        Raises UsageError, on all ranks, if some of them are in ``join()``, and the errors of a collective.
+        """
+        started = [
+            (
+                parameter,
+                sparse_allreduce_async(_gradient(parameter, dimensions), "gradient", self._op, self._process_set),
+            )
+            for parameter, dimensions in self._parameters.values()
+        ]
+        for parameter, handle in started:
+            parameter.grad = handle.wait().coalesce()
+
+
+def _gradient(parameter: torch.Tensor, dimensions: int) -> torch.Tensor:
+    if parameter.grad is None:
+        indices = torch.empty(dimensions, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.detach().new_empty(0, *parameter.shape[dimensions:])
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
+    return parameter.grad.to_sparse(dimensions) if parameter.grad.layout is torch.strided else parameter.grad

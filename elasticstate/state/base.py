@@ -42,7 +42,7 @@ class State(Joinable):
 
     def __init__(self, **values: Any) -> None:
         for name in values:
-            if name.startswith("_") or not name.isidentifier() or hasattr(type(self), name):
+            if name.startswith("_") or not name.isidentifier() or self._is_taken(name):
                 raise UsageError(
                     f"{name!r} cannot be the name of a value of {type(self).__name__}. Choose a name that is an "
                     f"identifier, does not begin with '_', and is no attribute of the class."
@@ -166,7 +166,7 @@ class State(Joinable):
             StateDivergedError: see ``check``.
         """
         if self._committer.sync():
-            self.check()
+            State.check(self)
 
     def check(self) -> None:
         """Compare the newest commits of all ranks with one small collective. All ranks must call it.
@@ -232,6 +232,11 @@ class State(Joinable):
         return dist.group.WORLD
 
     # ---------------------------------------------------------------------------------------------------------- helpers
+
+    @classmethod
+    def _is_taken(cls, name: str) -> bool:
+        """Return True if no value may have this name, because it is an attribute of the class."""
+        return hasattr(cls, name)
 
     def _live_state(self) -> LiveState:
         return LiveState(

@@ -163,8 +163,8 @@ def note_parts(system: str, folder: Path, killed_ns: int, before: list[tuple[str
     """Record the parts of a recovery on rank 0. ``before``: parts that ended before the parts that rank 0 marked."""
     steps = next(steps for steps in read_steps(folder).values() if steps[0].rank == 0 and steps[0].generation == 1)
     marks = [line.rsplit(" ", 1) for line in (folder / f"{steps[0].pid}.marks").read_text().splitlines()]
-    parts = [*before, *((part, int(at)) for part, at in marks if int(at) > killed_ns)]
-    parts.append(("first step", next(step.end_ns for step in steps if step.generation == 2)))
+    end_ns = next(step.end_ns for step in steps if step.generation == 2)  # later marks are those of the next join
+    parts = [*before, *((part, int(at)) for part, at in marks if killed_ns < int(at) < end_ns), ("first step", end_ns)]
     last_ns = killed_ns
     for part, at_ns in parts:
         figures[system, part].append((at_ns - last_ns) / 1e6)

@@ -40,6 +40,7 @@ def test_process_sets_continue_in_each_new_world(tmp_path: Path) -> None:
         for line in job.log("step"):
             assert line["of_set"] == (2 if line["rank"] < 2 else None), "the sum of ones over ranks 0 and 1"
             assert line["of_all"] == line["size"]
+        assert "HostsUpdatedInterrupt" in {line["error"] for line in job.log("caught")}, "except Exception catches it"
 
 
 def steps(job: Job, generation: int) -> list[dict[str, int]]:

@@ -44,7 +44,11 @@ def train(state: hvd.elastic.ObjectState) -> None:
             log.write(json.dumps({**line, "of_set": of_set, "of_all": of_all}) + "\n")
             state.step += 1
             stops = bool(hvd.broadcast_object(args.stop.exists()))
-            state.commit()
+            try:
+                state.commit()
+            except Exception as error:
+                log.write(json.dumps({"what": "caught", "time": time.time(), "error": type(error).__name__}) + "\n")
+                raise
 
 
 train(state)

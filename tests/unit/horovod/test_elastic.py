@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elasticstate
 import elasticstate.horovod as hvd
 from elasticstate import UsageError
-from elasticstate.horovod import elastic
+from elasticstate.horovod.elastic import sampler as sampler_module
 
 
 class Rank:
@@ -23,8 +23,8 @@ class Rank:
         self.sampler = hvd.elastic.ElasticSampler(range(n), seed=3)
 
     def take(self, patch: pytest.MonkeyPatch) -> Rank:
-        patch.setattr(elastic, "_rank", lambda: self.rank)
-        patch.setattr(elastic, "_size", lambda: self.size)
+        patch.setattr(sampler_module, "_rank", lambda: self.rank)
+        patch.setattr(sampler_module, "_size", lambda: self.size)
         return self
 
 
@@ -69,8 +69,6 @@ def test_indices_are_recorded_in_their_order() -> None:
     sampler.reset()
     assert list(sampler) == []
     assert len(sampler) == 0
-    with pytest.raises(UsageError, match="consumed"):
-        sampler.processed_indices  # noqa: B018
     sampler.set_epoch(1)
     assert sorted(sampler) == list(range(10))
     assert sampler.epoch == 1
@@ -100,6 +98,52 @@ def test_the_length_is_fixed_until_a_reset(alone: None, next_world: Callable[[],
     assert len(list(sampler)) == len(sampler) == 30, "the rest is shared out over the new world"
     sampler.load_state_dict(saved)
     assert len(list(sampler)) == len(sampler) == 0, "an epoch that was consumed before the commit is not trained again"
+
+
+def test_the_attributes_of_horovods_sampler(alone: None) -> None:
+    sampler = hvd.elastic.ElasticSampler(range(10), seed=3)
+    order = list(sampler)
+    assert (sampler.num_replicas, sampler.rank, sampler.num_samples, sampler.total_size) == (1, 0, 10, 10)
+    assert sampler.indices == sampler.remaining_indices == order
+    assert sampler.get_indices(1, 4) == order[4:8]
+    assert sampler.get_indices(2, 4) == order[8:]
+    sampler.record_batch(0, 4)
+    assert sampler.processed_num == 4
+    assert sampler.processed_indices == set(order[:4])
+    assert sampler.remaining_indices == order, "until a reset"
+    sampler.reset()
+    assert sampler.remaining_indices == sampler.indices == order[4:]
+    sampler.load_state_dict({"epoch": 0, "processed_num": 7})
+    assert sampler.remaining_indices == order[7:]
+    assert sampler.state_dict()["consumed"] == 7
+
+
+def test_values_of_a_state_may_have_names_that_horovod_does_not_use(alone: None) -> None:
+    names = {"check": 1, "commits": 2, "commit_bytes": 3, "progress": 4, "exclude_from_check": 5, "batch": 6}
+    for kind in (hvd.elastic.ObjectState, hvd.elastic.TorchState):
+        state = kind(**names)
+        assert {name: getattr(state, name) for name in names} == names
+        state.save()
+        state.commits, state.check, state.progress = 20, 10, 40
+        state.restore()
+        assert {name: getattr(state, name) for name in names} == names
+        state.sync()
+    assert hvd.elastic.ObjectState(x=1).commits == (None, None)
+    for taken in ("commit", "restore", "sync", "check_host_updates"):
+        with pytest.raises(UsageError, match="cannot be the name"):
+            hvd.elastic.ObjectState(**{taken: 1})
+    with pytest.raises(UsageError, match="cannot be the name"):
+        elasticstate.ObjectState(commits=1)
+
+
+def test_horovods_modules() -> None:
+    from elasticstate.horovod import functions, mpi_ops
+    from elasticstate.horovod.elastic import sampler, state
+
+    assert mpi_ops.allreduce is hvd.allreduce
+    assert functions.broadcast_object is hvd.broadcast_object
+    assert sampler.ElasticSampler is hvd.elastic.ElasticSampler
+    assert state.TorchState is hvd.elastic.TorchState
 
 
 def test_a_sampler_made_before_the_world_is_not_reset_by_joining_it(fresh: None) -> None:

@@ -139,4 +139,6 @@ def test_builds() -> None:
 
 def test_its_exceptions_are_ours() -> None:
     assert hvd.HorovodInternalError is elasticstate.CollectiveError
-    assert hvd.HostsUpdatedInterrupt is elasticstate.HostsUpdatedInterrupt
+    assert issubclass(hvd.HostsUpdatedInterrupt, elasticstate.HostsUpdatedInterrupt)
+    assert issubclass(hvd.HostsUpdatedInterrupt, RuntimeError), "as in Horovod"
+    assert issubclass(hvd.HorovodInternalError, RuntimeError)

@@ -1,74 +1,18 @@
-"""``hvd.elastic``: elasticstate under Horovod's names and signatures."""
+"""ElasticSampler: Horovod's sampler."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sized
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator, Sized
+from typing import Any
 
-import torch
 from torch.utils.data import Sampler
 
 import elasticstate
 from elasticstate.errors import UsageError
 from elasticstate.extension import Order, world_generation, world_rank, world_size
-from elasticstate.horovod import headers, world
-from elasticstate.horovod.calls import Call, CallKind
-from elasticstate.horovod.process_sets import members_of
-from elasticstate.horovod.reducer import drop_all
+from elasticstate.horovod import world
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def run(function: Callable[P, R]) -> Callable[P, R]:
-    """Make ``function(state, ...)`` elastic. See ``elasticstate.run``."""
-
-    @functools.wraps(function)
-    def in_one_world(*args: P.args, **kwargs: P.kwargs) -> R:
-        state = args[0]
-        assert isinstance(state, elasticstate.State), "elasticstate.run verifies this"
-        headers.use(state)
-        try:
-            if world.is_initialized():
-                world.ready()
-            return function(*args, **kwargs)
-        finally:
-            drop_all()
-            headers.use(None)
-
-    return elasticstate.run(in_one_world)
-
-
-class State(elasticstate.State):
-    """Base class for a state of your own. See ``elasticstate.State``."""
-
-    def check_host_updates(self) -> None:
-        if headers.some_have_joined():
-            headers.agree(Call(CallKind.TICK, ("the end of a tick",)), members_of(None))
-        super().check_host_updates()
-
-
-class ObjectState(State, elasticstate.ObjectState):
-    """State of plain values. See ``elasticstate.ObjectState``. The first two arguments exist for old scripts only."""
-
-    def __init__(self, bcast_object: object = None, get_rank: object = None, **values: Any) -> None:
-        super().__init__(**values)
-
-
-class TorchState(State, elasticstate.TorchState):
-    """State of model, optimizer and other values. See ``elasticstate.TorchState``."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        **values: Any,
-    ) -> None:
-        given = {"model": model, "optimizer": optimizer}
-        super().__init__(**{name: value for name, value in given.items() if value is not None}, **values)
+__all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(Sampler[int]):
@@ -133,17 +77,55 @@ class ElasticSampler(Sampler[int]):
         return self._plain.epoch
 
     @property
+    def processed_num(self) -> int:
+        """Number of samples that all ranks together have recorded in this epoch."""
+        return self._plain.consumed
+
+    @property
     def processed_indices(self) -> set[int]:
-        """Raise UsageError: the sampler does not store individual indices."""
-        raise UsageError(
-            "ElasticSampler has no processed_indices: it stores only the number of samples that the world has "
-            "consumed. Use state_dict()['consumed']."
-        )
+        """Samples that all ranks together have recorded in this epoch."""
+        return set(self._order().indices(self.epoch, 0, self.processed_num).tolist())
+
+    @property
+    def remaining_indices(self) -> list[int]:
+        """Samples that all ranks together had left in this epoch at the last reset, in their order."""
+        share = self._share()
+        return self._order().indices(share.epoch, share.consumed, len(share.dataset) - share.consumed).tolist()
+
+    @property
+    def indices(self) -> list[int]:
+        """Samples of this rank, as ``iter()`` yields them."""
+        return list(self)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self)
+
+    @property
+    def total_size(self) -> int:
+        """Number of samples that all ranks together yield: ``num_samples`` of each."""
+        return len(self) * _size()
+
+    @property
+    def num_replicas(self) -> int:
+        return _size()
+
+    @property
+    def rank(self) -> int:
+        return _rank()
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """Return the samples of this rank's batch ``batch_idx``, which may be shorter than ``batch_size``."""
+        return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
         return self._plain.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` has returned, here or in Horovod, whose ``processed_num`` is ``consumed`` here."""
+        if state_dict.keys() == {"epoch", "processed_num"}:
+            own = self._plain.state_dict()
+            state_dict = {**own, "epoch": state_dict["epoch"], "consumed": state_dict["processed_num"]}
         self._plain.load_state_dict(state_dict)
         self.reset()
 
@@ -168,9 +150,11 @@ class ElasticSampler(Sampler[int]):
     def _sample(self, i: int) -> int:
         """Return the i-th sample of this rank's share. After the end of all shares, the samples start again."""
         share = self._share()
-        order = Order(len(share.dataset), share.shuffle, share.seed)
         position = share.consumed + (_rank() + i * _size()) % (len(share.dataset) - share.consumed)
-        return int(order.indices(share.epoch, position, 1))
+        return int(self._order().indices(share.epoch, position, 1))
+
+    def _order(self) -> Order:
+        return Order(len(self._plain.dataset), self._plain.shuffle, self._plain.seed)
 
 
 def _rank() -> int:

@@ -1,0 +1,76 @@
+"""States under Horovod's names and signatures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import elasticstate
+from elasticstate.horovod import headers
+from elasticstate.horovod.calls import Call, CallKind
+from elasticstate.horovod.process_sets import members_of
+
+__all__ = ["ObjectState", "State", "TorchState"]
+
+_FREE = {"check", "commit_bytes", "commits", "exclude_from_check", "progress"}  # unknown to Horovod: names of values
+
+
+class HostsUpdatedInterrupt(elasticstate.HostsUpdatedInterrupt, RuntimeError):
+    """Raised by ``commit()``, ``save()`` and ``check_host_updates()`` at a planned change of the world.
+
+    ``elastic.run`` catches it. As in Horovod, it is a RuntimeError, so ``except Exception`` catches it, too: raise it
+    again there.
+    """
+
+
+class _Free:
+    """Attribute of ``elasticstate.State`` whose name may be that of a value: it is hidden by the value."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, state: Any, owner: type | None = None) -> Any:
+        return self if state is None else getattr(super(State, state), self._name)
+
+
+class State(elasticstate.State):
+    """Base class for a state of your own. See ``elasticstate.State``.
+
+    A value may have any name that is no attribute of Horovod's states.
+    """
+
+    commits: Any = _Free("commits")
+    commit_bytes: Any = _Free("commit_bytes")
+
+    @classmethod
+    def _is_taken(cls, name: str) -> bool:
+        return name not in _FREE and super()._is_taken(name)
+
+    def check_host_updates(self) -> None:
+        if headers.some_have_joined():
+            headers.agree(Call(CallKind.TICK, ("the end of a tick",)), members_of(None))
+        try:
+            super().check_host_updates()
+        except elasticstate.HostsUpdatedInterrupt as interrupt:
+            raise HostsUpdatedInterrupt(*interrupt.args) from None
+
+
+class ObjectState(State, elasticstate.ObjectState):
+    """State of plain values. See ``elasticstate.ObjectState``. The first two arguments exist for old scripts only."""
+
+    def __init__(self, bcast_object: object = None, get_rank: object = None, **values: Any) -> None:
+        super().__init__(**values)
+
+
+class TorchState(State, elasticstate.TorchState):
+    """State of model, optimizer and other values. See ``elasticstate.TorchState``."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **values: Any,
+    ) -> None:
+        given = {"model": model, "optimizer": optimizer}
+        super().__init__(**{name: value for name, value in given.items() if value is not None}, **values)
