@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from elasticstate.compat.tensors import copy_all
-from elasticstate.config import refusal_of_other_launchers
+from elasticstate.config import refusal_of_other_launchers, worker_environment
 from elasticstate.errors import UsageError
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.channel import Channel
@@ -25,6 +25,7 @@ __all__ = [
     "Order",
     "check_launcher",
     "copy_all",
+    "host",
     "join",
     "leave",
     "ticks",
@@ -39,6 +40,12 @@ def check_launcher() -> None:
     """Raise UsageError if another launcher, such as mpirun, has started this process together with others."""
     if refusal := refusal_of_other_launchers():
         raise UsageError(refusal)
+
+
+def host() -> str:
+    """Return the name that host discovery gives this worker's host; "localhost" without ``elasticrun``."""
+    environment = worker_environment()
+    return environment.worker.host if environment is not None else "localhost"
 
 
 def ticks(state: State) -> int:

@@ -17,6 +17,7 @@ from elasticstate.horovod import groups
 logger = logging.getLogger("elasticstate.horovod")
 
 _initialized = False
+_exported_in = 0  # generation of the world whose HOROVOD_RANK and other variables are set
 _initialized_in: int | None = None  # the process: a forked child must not leave the world
 
 
@@ -30,6 +31,7 @@ def init(comm: object = None) -> None:
             "a process set: hvd.add_process_set(ranks)."
         )
     _initialized = True
+    os.environ.update(HOROVOD_HOSTNAME=extension.host(), HOROVOD_LOCAL_RANK=str(elasticstate.local_rank()))
     if _initialized_in is None:
         atexit.register(_leave_at_exit)
     _initialized_in = os.getpid()
@@ -71,6 +73,7 @@ def ready() -> int:
     """
     _need_init()
     extension.join(collectives=True)
+    _export()
     if not dist.is_initialized():
         raise NotInWorldError(
             "the world has ended. Call collectives before shutdown() or, in a script with elastic.run, inside the "
@@ -151,5 +154,23 @@ def _need_init() -> None:
 def _join() -> None:
     _need_init()
     extension.join()
+    _export()
     if groups.has_sets() and extension.world_is_new() and dist.is_initialized() and groups.are_missing():
         groups.make()  # before the ranks differ in their calls; all of them begin the script here
+
+
+def _export() -> None:
+    """Set the environment variables that horovodrun sets, once in each world."""
+    global _exported_in
+    if _exported_in == extension.world_generation():
+        return
+    _exported_in = extension.world_generation()
+    values = {
+        "RANK": elasticstate.rank(),
+        "SIZE": elasticstate.size(),
+        "LOCAL_RANK": elasticstate.local_rank(),
+        "LOCAL_SIZE": elasticstate.local_size(),
+        "CROSS_RANK": elasticstate.cross_rank(),
+        "CROSS_SIZE": elasticstate.cross_size(),
+    }
+    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in values.items()})

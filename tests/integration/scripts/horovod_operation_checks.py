@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,12 @@ def average(total: torch.Tensor, ranks: int) -> torch.Tensor:
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected)
+
+
+def check_environment_variables() -> None:
+    expected = {"RANK": hvd.rank(), "SIZE": hvd.size(), "LOCAL_RANK": hvd.local_rank(), "LOCAL_SIZE": hvd.local_size()}
+    expected |= {"CROSS_RANK": hvd.cross_rank(), "CROSS_SIZE": hvd.cross_size(), "HOSTNAME": "localhost"}
+    assert {name: os.environ[f"HOROVOD_{name}"] for name in expected} == {n: str(v) for n, v in expected.items()}
 
 
 # --------------------------------------------------------------------------------------------------------- operations

@@ -14,13 +14,23 @@ from elasticstate.worker import run
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give the test the state of a process that has just started. The changes are undone afterwards."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    places = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+    for name in (
+        *(f"HOROVOD_{place}" for place in places),
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         monkeypatch.setenv(name, "1")  # so that monkeypatch restores the variable
         monkeypatch.delenv(name)
     monkeypatch.setattr(run, "_used", False)
     monkeypatch.setattr(run, "_joined", None)
     monkeypatch.setattr(present_world, "_present", None)
     monkeypatch.setattr(ours, "_initialized", False)
+    monkeypatch.setattr(ours, "_exported_in", 0)
     monkeypatch.setattr(groups, "_made", None)
     monkeypatch.setattr(groups, "_sets", {})
     monkeypatch.setattr(groups, "_members", {})
