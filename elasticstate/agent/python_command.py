@@ -27,7 +27,9 @@ def is_python(command: Sequence[str]) -> bool:
 
 def reason_against_template(command: Sequence[str], directory: str, environment: Mapping[str, str]) -> str:
     """Return why workers with this command cannot fork from the template process, or ""."""
-    program = shutil.which(command[0], path=environment.get("PATH"))
+    # A path counts from the directory of the job, in which the worker starts, not from that of the agent.
+    is_path = os.path.dirname(command[0]) != ""
+    program = command[0] if is_path else shutil.which(command[0], path=environment.get("PATH"))
     if program is None or not _is_this_python(os.path.join(directory, program)):
         return f"{command[0]} is another Python than {sys.executable}, which runs the agent"
     words = list(command[1:])
