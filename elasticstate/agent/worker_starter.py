@@ -86,7 +86,7 @@ class WorkerStarter:
         command, directory = self._spec.options.command, self._launch.directory
         if self._template is not None:
             try:
-                request = ForkRequest(tuple(command[1:]), directory, environment)
+                request = ForkRequest(tuple(command), directory, environment)
                 return await self._template.fork(request, stdout, stderr)
             except TemplateError as error:
                 self._warn(f"a worker starts as a new process, which imports torch anew: the template process {error}")
@@ -114,11 +114,11 @@ class WorkerStarter:
         """Start the process that serves a store for plain workers (worker/plain_store.py). Raises OSError."""
         environment = environment_of_workers(self._launch.environment, self._spec.environment)
         environment.update([agent_variable(self._place.mark)])
-        arguments = (STORE_PROGRAM, self._local_address, str(listener.port))
+        command = (sys.executable, STORE_PROGRAM, self._local_address, str(listener.port))
         if self._template is not None:
             try:
-                request = ForkRequest(arguments, "/", environment)
+                request = ForkRequest(command, "/", environment)
                 return await self._template.fork(request, listener.fileno(), stderr)
             except TemplateError:
                 pass  # the workers' own starts have reported this
-        return start_command((sys.executable, *arguments), environment, "/", listener.fileno(), stderr)
+        return start_command(command, environment, "/", listener.fileno(), stderr)

@@ -28,7 +28,7 @@ _DESCRIPTORS = 4
 class ForkRequest(msgspec.Struct, frozen=True):
     """Everything that a worker needs to run a Python command."""
 
-    arguments: tuple[str, ...]  # of the interpreter, for example ("train.py", "--lr", "0.1")
+    command: tuple[str, ...]  # the interpreter as the user has named it, and its arguments: ("python", "train.py")
     directory: str
     environment: dict[str, str]
 

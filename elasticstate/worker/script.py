@@ -32,11 +32,11 @@ _exit_code: int | None = None  # as soon as the script has ended in this process
 _harmless_libraries: frozenset[str] = frozenset()
 
 
-def run(arguments: Sequence[str]) -> NoReturn:
-    """Run the command, then end the process as the interpreter does. ``arguments``: those of the interpreter."""
-    _show_as([sys.executable, *arguments])
-    sys.orig_argv = [sys.executable, *arguments]
-    words = list(itertools.dropwhile(UNBUFFERED.__eq__, arguments))
+def run(command: Sequence[str]) -> NoReturn:
+    """Run the command, then end the process as the interpreter does. ``command``: the interpreter comes first."""
+    _show_as(command)
+    sys.orig_argv = list(command)
+    words = list(itertools.dropwhile(UNBUFFERED.__eq__, command[1:]))
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main

@@ -148,7 +148,7 @@ def _become_worker(asked: ReceivedRequest) -> None:
     script.show_variables({k: v for k, v in request.environment.items() if before.get(k) != v})
     os.chdir(request.directory)
     _seed_anew()
-    script.run(request.arguments)
+    script.run(request.command)
 
 
 def _seed_anew() -> None:

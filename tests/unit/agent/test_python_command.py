@@ -18,11 +18,11 @@ NAME = os.path.basename(sys.executable)
 def project(tmp_path: Path) -> Path:
     """Return a directory with a script; its virtual environment is this one."""
     (tmp_path / "train.py").write_text("print('training')\n")
-    (tmp_path / "venv").symlink_to(Path(sys.executable).parent)
+    (tmp_path / "venv").symlink_to(sys.prefix)
     return tmp_path
 
 
-@pytest.mark.parametrize("python", [sys.executable, NAME, f"venv/{NAME}", f"./venv/{NAME}"])
+@pytest.mark.parametrize("python", [sys.executable, NAME, f"venv/bin/{NAME}", f"./venv/bin/{NAME}"])
 def test_this_python_however_it_is_written(project: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path counts from the directory of the job, which is not that of the agent."""
     monkeypatch.chdir("/")

@@ -152,6 +152,16 @@ def test_a_script_sees_no_difference(tmp_path: Path, form: str) -> None:
     both(tmp_path, command, ["look"])
 
 
+def test_python_found_on_the_path_keeps_the_name_that_the_command_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``pkill -f '^python train.py'`` finds the workers of ``elasticrun python train.py``."""
+    shutil.copy(CASES, tmp_path / "cases.py")
+    folder, name = os.path.split(sys.executable)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    both(tmp_path, [name, "cases.py"], ["look"])
+
+
 def test_all_ends_are_those_of_a_new_process(tmp_path: Path) -> None:
     shutil.copy(CASES, tmp_path / "cases.py")
     (tmp_path / "exit.c").write_text(LIBRARY)
