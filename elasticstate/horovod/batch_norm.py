@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
+from torch.nn import functional
 
 from elasticstate.horovod import world
 from elasticstate.horovod.allgather import allgather
@@ -18,39 +19,39 @@ from elasticstate.horovod.allreduce import allreduce
 from elasticstate.horovod.reduction import Op
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.SyncBatchNorm):
     """BatchNorm over the batches of all ranks, for inputs ``[N, C, ...]``. The arguments are those of BatchNorm.
 
-    N may differ between ranks. Unlike in Horovod, the input may be on the CPU, too. In evaluation, and in a world of
-    one, it is plain BatchNorm. All ranks must call it equally often.
+    N may differ between ranks. Unlike in Horovod and torch, the input may be on the CPU, too. In evaluation, and in a
+    world of one, it is plain BatchNorm. All ranks must call it equally often.
     """
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(
-                f"SyncBatchNorm: the input has {input.dim()} dimensions, and must have at least 2: [N, C, ...]"
-            )
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        uses_batch = self.training or self.running_mean is None
-        if not uses_batch or not world.is_initialized() or world.size() == 1:
-            return super().forward(input)
         self._check_input_dim(input)
-        output, mean, variance, count = cast(Any, _Normalize).apply(input, self.weight, self.bias, self.eps)
-        if self.training and self.running_mean is not None:
-            self._track(mean, variance, count)
+        uses_batch = self.training or self.running_mean is None
+        mean, variance = self.running_mean, self.running_var
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if not uses_batch or not world.is_initialized() or world.size() == 1:
+            if self.training and not self.track_running_stats:
+                mean = variance = None
+            return functional.batch_norm(
+                input, mean, variance, self.weight, self.bias, uses_batch, self._share(), self.eps
+            )
+        output, *statistics = cast(Any, _Normalize).apply(input, self.weight, self.bias, self.eps)
+        if self.training and mean is not None and variance is not None:
+            of_all, variance_of_all, count = statistics
+            with torch.no_grad():
+                mean.lerp_(of_all.to(mean.dtype), self._share())
+                unbiased = variance_of_all * (count / (count - 1).clamp(min=1))
+                variance.lerp_(unbiased.to(variance.dtype), self._share())
         return cast(torch.Tensor, output)
 
-    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        assert self.num_batches_tracked is not None
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        with torch.no_grad():
-            self.num_batches_tracked.add_(1)
-            momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            unbiased = variance * (count / (count - 1).clamp(min=1))
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+    def _share(self) -> float:
+        """Return the share of this batch in the running statistics."""
+        if self.momentum is not None:
+            return self.momentum
+        return 1.0 / max(1.0, float(self.num_batches_tracked)) if self.num_batches_tracked is not None else 0.0
 
 
 class _Normalize(torch.autograd.Function):
