@@ -166,7 +166,7 @@ class State(Joinable):
             StateDivergedError: see ``check``.
         """
         if self._committer.sync():
-            State.check(self)
+            type(self).check(self)  # of the class: a subclass may allow a value of this name
 
     def check(self) -> None:
         """Compare the newest commits of all ranks with one small collective. All ranks must call it.

@@ -14,7 +14,7 @@ PACKAGE = Path(extension.__file__).parent
 
 
 def test_each_extension_point_is_used_by_the_drop_in() -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in (PACKAGE / "horovod").glob("*.py"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (PACKAGE / "horovod").rglob("*.py"))
     imported = {
         alias.name
         for node in ast.walk(ast.parse(text.replace("from __future__ import annotations\n", "")))
