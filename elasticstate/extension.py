@@ -5,9 +5,10 @@
 - calls ``check_launcher`` first, and ``join`` before it needs rank, size or a collective, if the script has no ``run``
   function yet at that time; ``leave`` at the end of a script without one;
 - stores ``world_generation()`` with everything that belongs to one world, and makes it anew in another generation;
-- may derive its states from ``elasticstate.State`` and its subclasses, and override ``check_host_updates``, which ends
-  each tick. ``ticks`` returns the number of completed ticks. A state is a ``torch.distributed`` Joinable: the hooks of
-  ``state.join_hook()`` end a tick without training, and copy the state of the last ranks to all.
+- may derive its states from ``elasticstate.State`` and its subclasses. It may override ``check_host_updates``, which
+  ends each tick, and ``_is_taken``, which refuses names of values. ``ticks`` returns the number of completed ticks. A
+  state is a ``torch.distributed`` Joinable: the hooks of ``state.join_hook()`` end a tick without training, and copy
+  the state of the last ranks to all.
 """
 
 from __future__ import annotations

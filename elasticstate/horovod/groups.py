@@ -31,9 +31,9 @@ def add(ranks: tuple[int, ...]) -> int:
 
 def remove(number: int) -> None:
     """Remove a process set, and destroy its groups, if they belong to the present world."""
-    ranks = _sets.pop(number, None)
+    _sets.pop(number, None)
     members = _members.pop(number, None)
-    if ranks is None or members is None or members.generation != world_generation():
+    if members is None or members.generation != world_generation():
         return
     for group in (members.group, members.lane):
         if group is not None:

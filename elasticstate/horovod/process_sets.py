@@ -128,14 +128,18 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Its process groups are made when all ranks are in a world, and again in each new world.
 
     Raises:
-        ValueError: the ranks are wrong, or there is a process set of these ranks already.
+        ValueError: the ranks are wrong, there is a process set of these ranks already, or this one was removed.
         UsageError: on all ranks: they add different process sets.
         The errors of a collective.
     """
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if wanted.process_set_id is not None:
+        raise ValueError(f"add_process_set({wanted}): it is added already.")
     ranks = tuple(wanted.ranks or ())
-    if wanted.process_set_id is not None or not ranks or groups.find(ranks) is not None:
-        raise ValueError(f"add_process_set({wanted}): there is a process set of these ranks, or it was removed.")
+    if not ranks:
+        raise ValueError(f"add_process_set({wanted}): it was removed. Make a new ProcessSet.")
+    if groups.find(ranks) is not None:
+        raise ValueError(f"add_process_set({wanted}): there is a process set of these ranks already. Use that one.")
     wanted._registered(groups.add(ranks))
     _added.append(wanted)
     if world.is_in_use():
@@ -178,7 +182,9 @@ def members_of(process_set: ProcessSet | None) -> Members:
     if process_set is not None:
         need_process_set(process_set)
         if process_set.process_set_id is None:
-            raise UsageError(f"process_set={process_set}: is not added. Call hvd.add_process_set() on all ranks first.")
+            raise UsageError(
+                f"process_set={process_set}: it was not added. Call hvd.add_process_set() on all ranks first."
+            )
         number = process_set.process_set_id
     world.ready()
     members = groups.members_of(number)

@@ -65,8 +65,8 @@ def is_initialized() -> bool:
     return _initialized
 
 
-def ready() -> int:
-    """Join a world with a process group, and return its generation.
+def ready() -> None:
+    """Join a world, and make the process groups for collectives.
 
     Raises NotInWorldError before ``init()``, and after the end of the world. Raises UsageError in a new worker outside
     ``elastic.run`` while the others are inside.
@@ -81,7 +81,6 @@ def ready() -> int:
         )
     if groups.are_missing():
         groups.make()
-    return elasticstate.generation()
 
 
 def is_in_use() -> bool:

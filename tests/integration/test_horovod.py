@@ -14,7 +14,12 @@ from job import SCRIPTS, Job
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod_style.py"
 SOURCES = [
     (SCRIPTS / name).read_text()
-    for name in ("horovod_checks.py", "horovod_join_checks.py", "horovod_mismatch_checks.py")
+    for name in (
+        "horovod_checks.py",
+        "horovod_join_checks.py",
+        "horovod_mismatch_checks.py",
+        "horovod_sparse_checks.py",
+    )
 ]
 CHECKS = re.findall(r"^def (check_\w+)", "\n".join(SOURCES), re.MULTILINE)
 OPTIONS = (

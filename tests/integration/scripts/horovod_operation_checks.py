@@ -229,7 +229,9 @@ def check_process_sets() -> None:
     assert not hvd.remove_process_set(sets[0])
     assert not hvd.remove_process_set(hvd.global_process_set)
     assert sets[0].ranks is None
-    with pytest.raises(UsageError, match="is not added"):
+    with pytest.raises(ValueError, match="was removed"):
+        hvd.add_process_set(sets[0])
+    with pytest.raises(UsageError, match="was not added"):
         hvd.allreduce(torch.ones(1), process_set=sets[0])
     assert process_sets() == [hvd.global_process_set]
     again = hvd.add_process_set([0])
