@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from elasticstate.extension import copy_all
 from elasticstate.horovod.compression import Compressor
+from elasticstate.horovod.failures import failures_named
 from elasticstate.horovod.members import Members
 from elasticstate.horovod.reduction import scale
 
@@ -92,7 +93,8 @@ class Bucket:
     def wait(self) -> None:
         """Wait for the sum. Raises the collective's error."""
         if self.parameters:
-            self._work.wait()
+            with failures_named():
+                self._work.wait()
 
     def finish(self, factor: float, compression: type[Compressor]) -> None:
         """Wait for the sum, and copy it to the gradients. Raises the collective's error."""

@@ -9,6 +9,7 @@ import torch
 
 from elasticstate.errors import CollectiveError
 from elasticstate.extension import world_generation
+from elasticstate.horovod.failures import failures_named
 
 T = TypeVar("T")
 
@@ -41,8 +42,9 @@ class Handle(Generic[T]):
                     f"the present world."
                 )
             works, self.works = self.works, ()
-            for work in works:
-                work.wait()
+            with failures_named():
+                for work in works:
+                    work.wait()
             with torch.no_grad():
                 self._output = self._finish()
         return self._output
@@ -57,7 +59,7 @@ def together(handles: Sequence[Handle[T]], generation: int) -> Handle[list[T]]:
 def synchronize(handle: Handle[T]) -> T:
     """Wait for a collective, and return its output. Later calls return the same object.
 
-    Raises torch's error if a peer died; CollectiveError for a handle of a world that is over.
+    Raises CollectiveError if a peer has failed, and for a handle of a world that is over.
     """
     return handle.wait()
 

@@ -22,6 +22,7 @@ import elasticstate
 from elasticstate.errors import UsageError
 from elasticstate.extension import Channel, ticks as ticks_of, world_generation
 from elasticstate.horovod.calls import Call, CallKind
+from elasticstate.horovod.failures import failures_named
 from elasticstate.horovod.members import Members
 
 NEEDS_ALL = (
@@ -124,7 +125,8 @@ def _exchange(call: Call | None, group: dist.ProcessGroup | None) -> CallHeader:
         padded = [*call.numbers, 0, 0, 0][:3]
         numbers = [1, 0, int(bool(call.wrong)), ticks(), call.kind, *padded, call.digest, -call.digest]
     header = torch.tensor(numbers, dtype=torch.int64)
-    dist.all_reduce(header, dist.ReduceOp.MAX, group)
+    with failures_named():
+        dist.all_reduce(header, dist.ReduceOp.MAX, group)
     trains, joined, wrong, of_ticks, kind, first, second, third, highest, lowest = header.tolist()
     return CallHeader(trains, joined, wrong, of_ticks, kind, (first, second, third), highest, highest != -lowest)
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from elasticstate.errors import UsageError
 from elasticstate.horovod import groups, headers
 from elasticstate.horovod.calls import CallKind
+from elasticstate.horovod.failures import failures_named
 from elasticstate.horovod.headers import NEEDS_ALL, CallHeader
 from elasticstate.horovod.process_sets import members_of
 from elasticstate.horovod.reducer import reducer_of
@@ -40,7 +41,8 @@ def join(device: int = -1) -> int:
         _end_ticks_up_to(header.ticks)
         _take_part(header)
     most = torch.tensor([members.index if is_last else -1, headers.ticks()])
-    dist.all_reduce(most, dist.ReduceOp.MAX)
+    with failures_named():
+        dist.all_reduce(most, dist.ReduceOp.MAX)
     last, ticks = most.tolist()
     _end_ticks_up_to(ticks)
     state = headers.state()
@@ -75,7 +77,8 @@ def _take_part(header: CallHeader) -> None:
     elif header.kind == CallKind.ALLREDUCE:
         op, elements, dtype = header.numbers
         nothing = reducible(_nothing(OPS[op], elements, DTYPES[dtype]))
-        dist.all_reduce(nothing, torch_operation(OPS[op]))
+        with failures_named():
+            dist.all_reduce(nothing, torch_operation(OPS[op]))
     elif header.kind == CallKind.OTHER:
         raise UsageError(NEEDS_ALL)
 

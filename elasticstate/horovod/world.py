@@ -13,6 +13,7 @@ import elasticstate
 from elasticstate import extension
 from elasticstate.errors import CollectiveError, NotInWorldError, UsageError
 from elasticstate.horovod import groups
+from elasticstate.horovod.failures import failures_named
 
 logger = logging.getLogger("elasticstate.horovod")
 
@@ -31,6 +32,7 @@ def init(comm: object = None) -> None:
             "a process set: hvd.add_process_set(ranks)."
         )
     _initialized = True
+    extension.keep_last_world()
     os.environ.update(HOROVOD_HOSTNAME=extension.host(), HOROVOD_LOCAL_RANK=str(elasticstate.local_rank()))
     if _initialized_in is None:
         atexit.register(_leave_at_exit)
@@ -38,7 +40,9 @@ def init(comm: object = None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world together with all others, if this process has joined one and does not use ``elastic.run``.
+    """In a script without ``elastic.run``: wait for all other members of the world, if this process has joined one.
+
+    After that, a failure restarts no worker. The world exists until the process ends, for a second ``init()``.
 
     Raises CollectiveError if the world fails before all members arrive.
     """
@@ -54,6 +58,7 @@ def _leave_at_exit() -> None:
         return
     try:
         shutdown()
+        extension.end_last_world()
     except CollectiveError as error:
         logger.warning("the world failed before all workers reached its end, so this slot is restarted: %s", error)
     except SystemExit:
@@ -68,7 +73,7 @@ def is_initialized() -> bool:
 def ready() -> None:
     """Join a world, and make the process groups for collectives.
 
-    Raises NotInWorldError before ``init()``, and after the end of the world. Raises UsageError in a new worker outside
+    Raises NotInWorldError before ``init()``, and while the process ends. Raises UsageError in a new worker outside
     ``elastic.run`` while the others are inside.
     """
     _need_init()
@@ -76,11 +81,11 @@ def ready() -> None:
     _export()
     if not dist.is_initialized():
         raise NotInWorldError(
-            "the world has ended. Call collectives before shutdown() or, in a script with elastic.run, inside the "
-            "decorated function."
+            "the world has ended, because this process ends. Call collectives before the last line of the script."
         )
     if groups.are_missing():
-        groups.make()
+        with failures_named():
+            groups.make()
 
 
 def is_in_use() -> bool:

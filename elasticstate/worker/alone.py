@@ -39,11 +39,21 @@ class SoloLoop:
         if not self._has_joined:
             self.join()
         try:
-            with OwnProcessGroups():
-                state.sync()
-                return call()
-        finally:
-            self.leave()
+            return self.run_in_last_world(state, call)
+        except BaseException:
+            self.end()
+            raise
 
-    def leave(self) -> None:
+    def run_in_last_world(self, state: State, call: Callable[[], Any], _: object = None) -> Any:
+        with OwnProcessGroups():
+            state.sync()
+            return call()
+
+    def finish(self) -> None:
+        """Do nothing: there are no members to wait for."""
+
+    def end(self) -> None:
         dist.destroy_process_group()
+
+    def proves_failure(self, error: BaseException) -> bool:
+        return False

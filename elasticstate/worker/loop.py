@@ -7,7 +7,7 @@
     READY → WORLD → process group → callbacks → sync → train(state) ── interrupt: save ──► leave
                                                          │   └──────── failure: leave ──► restore
                                                          ▼
-                                                     exit gate → the code after train(state)
+                                           exit gate → the code after train(state) → end
 
 After a failure, the last tick becomes a commit before the restore, if the live state is proven to be that of the tick.
 
@@ -25,7 +25,8 @@ import functools
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, NoReturn
 
@@ -49,7 +50,7 @@ from elasticstate.worker.record import ErrorHandler, handle
 from elasticstate.worker.regroup import Regrouper, release_exception
 from elasticstate.worker.replacement import exit_for_replacement
 from elasticstate.worker.sentinel import Sentinel
-from elasticstate.worker.session import WorkerSession
+from elasticstate.worker.session import LastWorldSession, WorkerSession
 from elasticstate.worker.storage import AgentStorage, HostPeers
 
 _sentinel: Sentinel | None = None  # until the process ends: a worker whose run is over still sends heartbeats
@@ -93,6 +94,7 @@ class WorkerLoop:
         self._joined_with: tuple[CommitId | None, CommitId | None] | None = None  # commits that ``join`` reported
         self._is_behind = False  # this worker ended the ticks of the last generation without training
         self._result: Any = None
+        self._later_functions = 0  # functions called in the last world, after the exit gate
         self._raised_ns = 0  # time when the last exception left the user's function
         self._is_recorded = False
 
@@ -107,25 +109,59 @@ class WorkerLoop:
         self._sentinel.record_commits(*self._joined_with)
         self._enter()
 
-    def leave(self) -> None:
-        """Leave a world that ``join`` entered, after waiting in the exit gate."""
+    def finish(self) -> None:
+        """Wait in the exit gate for all members of a world that ``join`` entered. ``end`` must follow."""
         self._sentinel.wait_in_gate()
-        self._finish()
+        self._sentinel.finish()
 
     def run(
         self, state: State, train: Callable[[], Any], warmup: Callable[[], object] | None, handler: ErrorHandler
     ) -> Any:
-        """Return the result of the user's function in the last world. Raises the worker's own exception, recorded."""
+        """Return the result of the user's function in the last world, which exists until ``end``.
+
+        Raises the worker's own exception, recorded.
+        """
         self._state = state
         self._committer = committer_of(state)
         self._train = train
         self._handler = handler
-        try:
+        with self._recording():
             self._prepare(warmup)
             while (outcome := self._run_generation()) is not _Outcome.FINISHED:
                 self._recover(outcome)
-            self._finish()
+            self._sentinel.finish()
             return self._result
+
+    def run_in_last_world(self, state: State, train: Callable[[], Any], handler: ErrorHandler) -> Any:
+        """Run another function between the exit gate and ``end``. It is not elastic: a failed world raises its error.
+
+        Commits of a state that was not in use before stay in the memory of this process.
+        """
+        self._later_functions += 1
+        self._handler = handler
+        with self._recording():
+            committer_of(state).use_session(LastWorldSession(self._session, self._later_functions))
+            state.sync()
+            with OwnProcessGroups():
+                return train()
+
+    def end(self) -> None:
+        """Destroy the process groups of the last world, after the exit gate."""
+        self._regrouper.leave()
+
+    def proves_failure(self, error: BaseException) -> bool:
+        """Return True if ``error``, or the world itself, proves that a member has failed."""
+        return (
+            self._sentinel.has_ended(self._sentinel.generation)
+            or self._regrouper.context.broken()
+            or any(self._is_of_world(cause) for cause in error_chain(error))
+        )
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Record the exception that ends this worker, unless it is recorded already."""
+        try:
+            yield
         except Exception as error:
             if not self._is_recorded:
                 self._raised_ns = time.time_ns()
@@ -159,10 +195,6 @@ class WorkerLoop:
         if not self._committer.resume() and not has_joined:  # no earlier worker has left a commit in this slot
             self._committer.adopt()
         self._sentinel.record_commits(*self._committer.commits)
-
-    def _finish(self) -> None:
-        self._regrouper.leave()
-        self._sentinel.finish()
 
     # --------------------------------------------------------------------------------------------------- one generation
 
@@ -226,16 +258,12 @@ class WorkerLoop:
         if any(isinstance(cause, HostsUpdatedInterrupt) for cause in causes):
             return _Outcome.INTERRUPTED  # user code has wrapped the interrupt
         text = text_of(error)
-        if (
-            self._sentinel.has_ended(self._sentinel.generation)
-            or self._regrouper.context.broken()
-            or any(self._proves_failure(cause) for cause in causes)
-        ):
+        if self.proves_failure(error):
             self._sentinel.report_failure(text)
             return _Outcome.FAILED
         return None if self._sentinel.is_own_error(text) else _Outcome.FAILED
 
-    def _proves_failure(self, cause: BaseException) -> bool:
+    def _is_of_world(self, cause: BaseException) -> bool:
         return isinstance(cause, CollectiveError) or self._regrouper.context.classify(cause) is not Fault.UNKNOWN
 
     def _is_device_lost(self, error: BaseException) -> bool:

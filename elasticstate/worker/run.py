@@ -22,7 +22,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _used = False  # this process has called a function decorated with ``run``
-_joined: SoloLoop | WorkerLoop | None = None  # the loop that ``join`` has brought into a world
+_loop: SoloLoop | WorkerLoop | None = None
+_has_joined = False  # ``join`` has brought the loop into a world
+_is_past_gate = False  # training is over, and the last world exists until ``end_last_world``
+_keeps_last_world = False
 
 _GROUP_EXISTS = (
     "a process group exists already, but elasticstate creates one for each world. Remove init_process_group() from the "
@@ -89,9 +92,14 @@ def _decorate(function: Callable[P, R], warmup: Callable[[], object] | None, han
                 f"{function.__name__}() is decorated with @elasticstate.run, so its first argument must be a State. "
                 f"Pass one, for example elasticstate.TorchState(model=model, optimizer=optimizer)."
             )
+        call = functools.partial(function, *args, **kwargs)
+        if _is_past_gate and _loop is not None:
+            return cast(R, _loop.run_in_last_world(args[0], call, handler))
         _use_once(function.__name__)
-        loop = _joined or _new_loop()
-        return cast(R, loop.run(args[0], functools.partial(function, *args, **kwargs), warmup, handler))
+        loop = _make_loop()
+        result = loop.run(args[0], call, warmup, handler)
+        _pass_gate(loop)
+        return cast(R, result)
 
     return elastic
 
@@ -104,8 +112,23 @@ def _use_once(name: str) -> None:
             f"function, call it once, and keep the phase of the training in the state."
         )
     _used = True
-    if _joined is None and dist.is_initialized():
+    if not _has_joined and dist.is_initialized():
         raise UsageError(f"{name}(): {_GROUP_EXISTS}")
+
+
+def _make_loop() -> SoloLoop | WorkerLoop:
+    global _loop
+    if _loop is None:
+        environment = worker_environment()
+        _loop = SoloLoop() if environment is None else WorkerLoop(environment)
+    return _loop
+
+
+def _pass_gate(loop: SoloLoop | WorkerLoop) -> None:
+    global _is_past_gate
+    _is_past_gate = _keeps_last_world
+    if not _keeps_last_world:
+        loop.end()
 
 
 def join(collectives: bool = False) -> None:
@@ -125,14 +148,13 @@ def join(collectives: bool = False) -> None:
         CollectiveError: the world failed. Also torch's errors. This process then ends, and the agent starts another
             one.
     """
-    global _joined
+    global _has_joined
     _report_use()
-    if _joined is None and not _used:
+    if not _has_joined and not _used:
         if dist.is_initialized():
             raise UsageError(_GROUP_EXISTS)
-        loop = _new_loop()
-        loop.join()
-        _joined = loop
+        _make_loop().join()
+        _has_joined = True
     if collectives and not _used and not present_world.world().fresh:
         raise UsageError(
             "A new worker called a collective before the function decorated with run, while the other workers train: "
@@ -147,11 +169,34 @@ def leave() -> None:
     Raises CollectiveError if the world fails before all members arrive.
     """
     global _used
-    if _joined is not None and not _used:
+    if _loop is not None and _has_joined and not _used:
         _used = True
-        _joined.leave()
+        _loop.finish()
+        _pass_gate(_loop)
 
 
-def _new_loop() -> SoloLoop | WorkerLoop:
-    environment = worker_environment()
-    return SoloLoop() if environment is None else WorkerLoop(environment)
+def keep_last_world() -> None:
+    """Keep the process groups of the last world after the end of ``run`` or ``leave``, until ``end_last_world``.
+
+    All members have passed the exit gate then, and no other world follows. A failure of one is an error for the others.
+    """
+    global _keeps_last_world
+    _keeps_last_world = True
+
+
+def end_last_world() -> None:
+    """Destroy the process groups of the last world, if ``keep_last_world`` has kept them."""
+    global _is_past_gate
+    if _is_past_gate and _loop is not None:
+        _is_past_gate = False
+        _loop.end()
+
+
+def is_in_last_world() -> bool:
+    """Return True if training is over, and ``keep_last_world`` has kept the last world."""
+    return _is_past_gate
+
+
+def proves_failure(error: BaseException) -> bool:
+    """Return True if ``error``, raised by a collective, or the world itself proves that a member has failed."""
+    return _loop is not None and _loop.proves_failure(error)

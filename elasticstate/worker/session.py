@@ -99,3 +99,51 @@ class WorkerSession:
             return None
         group: dist.ProcessGroup = self._context.subgroup(tuple(sorted(ranks)))
         return group
+
+
+class LastWorldSession:
+    """Session of a function that is called in the last world, after the exit gate. No other world follows.
+
+    Args:
+        of: the session of the last world.
+        number: 1 for the first such function, 2 for the second, ... Commit ids count it as a generation of its own.
+    """
+
+    root = 0
+    near: tuple[int, ...] = ()
+    root_slot = 0
+    verify_sync = False
+    records_ticks = False
+
+    def __init__(self, of: WorkerSession, number: int) -> None:
+        self._of = of
+        self.generation = of.generation + number
+        self.rank = of.rank
+        self.size = of.size
+        self.lacking = tuple(range(1, of.size))
+        self.worker_key = of.worker_key
+        self.ticks = 0
+
+    def check(self) -> None:
+        self._of.check()
+
+    def commit_id(self) -> CommitId:
+        return CommitId(self.generation, self.ticks + 1)
+
+    def has_ended(self, generation: int) -> bool:
+        return self._of.has_ended(self._of.generation)
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+    def progress(self) -> None:
+        """Do nothing: the agent does not monitor a worker that has passed the exit gate."""
+
+    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
+        """Do nothing: these are no commits of the job."""
+
+    def record_sync(self, size_bytes: int, seconds: float) -> None:
+        """Do nothing: the job's account ends with the exit gate."""
+
+    def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        return self._of.process_group_for(ranks)

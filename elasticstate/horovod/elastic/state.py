@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from elasticstate.horovod.process_sets import members_of
 
 __all__ = ["ObjectState", "State", "TorchState"]
 
+_MIXED = 3  # horovod.runner.elastic.worker.HostUpdateResult: hosts may be added and removed
+
 _FREE = {"check", "commit_bytes", "commits", "exclude_from_check", "progress"}  # unknown to Horovod: names of values
 
 
@@ -22,6 +25,8 @@ class HostsUpdatedInterrupt(elasticstate.HostsUpdatedInterrupt, RuntimeError):
     ``elastic.run`` catches it. As in Horovod, it is a RuntimeError, so ``except Exception`` catches it, too: raise it
     again there.
     """
+
+    skip_sync = False  # in Horovod, True after a mere removal; here ``sync`` itself sends nothing then
 
 
 class _Free:
@@ -53,7 +58,18 @@ class State(elasticstate.State):
         try:
             super().check_host_updates()
         except elasticstate.HostsUpdatedInterrupt as interrupt:
+            self.on_hosts_updated(time.time(), _MIXED)
             raise HostsUpdatedInterrupt(*interrupt.args) from None
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Do nothing. A subclass may extend this, to learn that all members leave the world for another one.
+
+        Called at the last tick of the world, on the thread that ends the tick.
+
+        Args:
+            timestamp: the present time, in seconds since 1970.
+            update_res: always 3, Horovod's number for "hosts may be added and removed".
+        """
 
 
 class ObjectState(State, elasticstate.ObjectState):

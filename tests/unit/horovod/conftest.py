@@ -27,7 +27,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, "1")  # so that monkeypatch restores the variable
         monkeypatch.delenv(name)
     monkeypatch.setattr(run, "_used", False)
-    monkeypatch.setattr(run, "_joined", None)
+    monkeypatch.setattr(run, "_loop", None)
+    monkeypatch.setattr(run, "_has_joined", False)
+    monkeypatch.setattr(run, "_is_past_gate", False)
+    monkeypatch.setattr(run, "_keeps_last_world", False)
     monkeypatch.setattr(present_world, "_present", None)
     monkeypatch.setattr(ours, "_initialized", False)
     monkeypatch.setattr(ours, "_exported_in", 0)
@@ -37,6 +40,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(process_sets, "_added", [])
     yield
     hvd.shutdown()
+    run.end_last_world()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import elasticstate
 import elasticstate.horovod as hvd
-from elasticstate import CollectiveError, NotInWorldError, UsageError
+from elasticstate import CollectiveError, NotInWorldError, UsageError, extension
 from elasticstate.horovod.process_sets import process_sets
 
 NEEDING_A_WORLD: list[Callable[[], Any]] = [
@@ -55,8 +55,12 @@ def test_what_needs_a_world_joins_one(fresh: None, function: Callable[[], Any]) 
     assert dist.is_initialized()
     hvd.shutdown()
     hvd.shutdown()
-    assert not dist.is_initialized()
     assert not hvd.is_initialized()
+    hvd.init()
+    function()
+    assert dist.is_initialized()
+    extension.end_last_world()
+    assert not dist.is_initialized()
 
 
 def test_a_communicator_is_refused(fresh: None) -> None:
