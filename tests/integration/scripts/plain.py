@@ -12,17 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-NAMES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
-    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
-    *("TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
-)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--variables", default="", help="names of the environment variables to log, with commas")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--step-time", type=float, default=0.02)
     parser.add_argument("--fail-rank", type=int, help="rank that raises at step --fail-step of the first world")
@@ -38,7 +31,7 @@ def main() -> None:
             file.write(json.dumps(line) + "\n")
 
     launched = dist.is_torchelastic_launched()
-    log("begin", launched=launched, environment={name: os.environ.get(name) for name in NAMES})
+    log("begin", launched=launched, environment={name: os.environ.get(name) for name in args.variables.split(",")})
     if rank == args.run_rank:
         import elasticstate
 
