@@ -16,6 +16,7 @@ import pytest
 import torch
 from horovod_join_checks import *  # noqa: F403 - the loop below finds the checks by name
 from horovod_mismatch_checks import *  # noqa: F403
+from horovod_optimizer_checks import *  # noqa: F403
 from horovod_sparse_checks import *  # noqa: F403
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -315,85 +316,6 @@ def check_like_ddp_with_predivision() -> None:
 
 def check_like_ddp_in_half_precision() -> None:
     compare(5e-3, compression=hvd.Compression.fp16)
-
-
-def check_sum() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
-    (weight * (hvd.rank() + 1)).sum().backward()
-    optimizer.step()
-    assert weight.tolist() == [-6, -6]
-
-
-def check_gradients_are_sent_during_backward_once_all_ranks_agree_on_them() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    for step in range(3):
-        optimizer.zero_grad()
-        weight.sum().backward()
-        assert optimizer._reducer._launched == (1 if step > 0 else 0)
-        optimizer.step()
-    assert weight.tolist() == [-3, -3]
-
-
-def check_a_rank_without_a_backward_pass() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    if hvd.rank() == 1:
-        (weight * 3).sum().backward()
-    optimizer.step()
-    assert weight.tolist() == [-1, -1]
-
-
-def check_clipping_before_the_step() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
-    for skipping in (True, False):
-        optimizer.zero_grad()
-        (weight * (hvd.rank() + 1)).sum().backward()
-        optimizer.synchronize()
-        nn.utils.clip_grad_value_([weight], 1.0)
-        if skipping:
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        else:
-            optimizer.step()
-    assert weight.tolist() == [-2, -2]
-
-
-def check_what_comes_later_is_reduced() -> None:
-    """Check a parameter that was frozen at first, and a parameter group that is added later."""
-    frozen, later = nn.Parameter(torch.zeros(2), requires_grad=False), nn.Parameter(torch.zeros(2))
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([frozen, weight], lr=1.0))
-    for _ in range(3):
-        optimizer.zero_grad()
-        ((weight + frozen + later) * hvd.rank()).sum().backward()
-        optimizer.step()
-        frozen.requires_grad = True
-        if len(optimizer.param_groups) == 1:
-            optimizer.add_param_group({"params": [later]})
-    assert weight.tolist() == [-3, -3]
-    assert frozen.tolist() == later.tolist() == [-2, -2]
-
-
-def check_closures() -> None:
-    weight = nn.Parameter(torch.tensor([float(1 + hvd.rank())]))
-    hvd.broadcast_parameters([("weight", weight)], root_rank=2)
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.LBFGS([weight], max_iter=5))
-    calls = 0
-
-    def closure() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        optimizer.zero_grad()
-        loss = (weight - hvd.rank()).square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert calls > 1
-    assert weight.item() == pytest.approx(1.0, abs=1e-4)
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> bytes:
