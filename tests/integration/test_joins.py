@@ -49,7 +49,7 @@ def test_a_newcomer_on_another_host_gets_the_state_from_the_root(tmp_path: Path)
 def test_newcomers_on_the_root_s_host_and_on_another_one_join_at_once(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("127.0.0.1:2")
     # After the first join, the next one waits until all other newcomers are ready.
-    wait = ("--join-window", "0.1", "--min-interrupt-distance", "20")
+    wait = ("--join-window", "0.1", "--min-interrupt-distance", "60")
     with Job(tmp_path, "-np", "2", *hosts.options, *wait, steps=10, until=tmp_path / "stop") as job:
         job.wait_for_step(10)
         grown(job, hosts, "127.0.0.1:3", size=3)
