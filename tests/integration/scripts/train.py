@@ -33,7 +33,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--commit-every", type=int, default=1)
-    parser.add_argument("--step-seconds", type=float, default=0.01)
+    parser.add_argument("--step-seconds", type=float, default=0.03)
     parser.add_argument("--fault", action="append", default=[], type=Fault.parse)
     parser.add_argument("--faults-file", type=Path, help="more faults, which may be written while the job runs")
     parser.add_argument("--wrap", action="store_true", help="wrap every exception in one of our own")
