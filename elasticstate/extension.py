@@ -5,6 +5,7 @@
 - calls ``check_launcher`` first, and ``join`` before it needs rank, size or a collective, if the script has no ``run``
   function yet at that time; ``leave`` at the end of a script without one;
 - calls ``keep_last_world`` if collectives must work after ``run`` and ``leave``, and then ``end_last_world`` at exit;
+- encloses the part of a collective call that waits for all ranks in ``begin_call`` and ``end_call``;
 - stores ``world_generation()`` with everything that belongs to one world, and makes it anew in another generation;
 - may derive its states from ``elasticstate.State`` and its subclasses. It may override ``check_host_updates``, which
   ends each tick, and ``_is_taken``, which refuses names of values. ``ticks`` returns the number of completed ticks. A
@@ -20,13 +21,16 @@ from elasticstate.errors import UsageError
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.channel import Channel
 from elasticstate.state.order import Order, world_generation, world_is_new, world_rank, world_size
+from elasticstate.worker.call_monitor import begin_call, end_call
 from elasticstate.worker.run import end_last_world, is_in_last_world, join, keep_last_world, leave, proves_failure
 
 __all__ = [
     "Channel",
     "Order",
+    "begin_call",
     "check_launcher",
     "copy_all",
+    "end_call",
     "end_last_world",
     "host",
     "is_in_last_world",

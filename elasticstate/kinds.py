@@ -199,6 +199,11 @@ NUMBER = Kind("N", "a whole number, at least 0", lambda text: _whole(text, 0))
 BYTES = Kind("BYTES", "a number of bytes, for example 4096, 512M or 2G", parse_bytes)
 SECONDS = at_least_s(0.0)
 SECONDS_OR_OFF = Kind("S|off", "a number of seconds, at least 1, or off", _or_off(lambda text: _seconds(text, 1.0)))
+SECONDS_OR_NEVER = Kind(
+    "S|off",
+    "a number of seconds, at least 1, or 0 or off",
+    _or_off(lambda text: _seconds(text, 1.0) if float(text) else None),
+)
 LEASE = Kind("S|off", "a number of seconds, at least 3, or off", _or_off(lambda text: _seconds(text, 3.0)))
 LIMIT_OR_OFF = Kind("N|off", "a whole number, at least 0, or off", _or_off(lambda text: _whole(text, 0)))
 HOSTS = Kind("H1:4,H2:4", "host or host:slots, separated by commas", _hosts)

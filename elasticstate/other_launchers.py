@@ -20,7 +20,7 @@ _OUTPUT = "elasticrun has no such option. Use --log-dir, and --tee for the strea
 _CHECK = "elasticrun has no such option. Use --check."
 
 _TAKEN = ("--nproc-per-node", "--nnodes", "--max-restarts", "--output-filename", "--log-level")
-_TAKEN_FLAGS = ("--standalone", "--gloo", "--mpi")
+_TAKEN_FLAGS = ("--standalone", "--gloo", "--mpi", "--stall-check", "--no-stall-check")
 _REFUSED = {
     "--rdzv-backend": _ONCE,
     "--rdzv-endpoint": _ONCE,
@@ -52,7 +52,6 @@ _REFUSED = {
     "--cycle-time-ms": _TUNING,
     "--cache-capacity": _TUNING,
     "--autotune": _TUNING,
-    "--no-stall-check": "elasticrun has no such option. Use --hang-timeout.",
 }
 
 
@@ -97,6 +96,7 @@ def translate(given: dict[str, Any], texts: dict[str, str | None]) -> None:
         ("--output-filename", "log_dir", given["--output-filename"]),
         ("--gloo", "backend", "gloo" if given["--gloo"] else None),
         ("--mpi", "backend", "mpi" if given["--mpi"] else None),
+        ("--no-stall-check", "stall_check_s", "off" if given["--no-stall-check"] else None),
     ):
         if value is not None:
             _put(texts, name, field, value)

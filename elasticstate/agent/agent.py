@@ -194,13 +194,24 @@ class Agent:
             launch, spec, place, storage, outputs, attachment.local_address, self._template, attachment.warn
         )
         stores = PlainStores(attachment.local_address, starter.start_store, driver.send, outputs.complain)
-        worker_messages = WorkerMessages(handles, driver, socket, allocator, tasks, stores)
+        worker_messages = WorkerMessages(handles, driver, socket, allocator, tasks, stores, supervisor.calls)
         reporter = HostReporter(storage, stores)
         workers = Workers(
             handles, starter, driver, socket, supervisor, reporter, outputs, storage, spec.options.stop_timeout_s
         )
         messages = DriverMessages(
-            driver, workers, socket, supervisor, reporter, supply, allocator, backend, stores, outputs, tasks
+            driver,
+            workers,
+            socket,
+            supervisor,
+            reporter,
+            supply,
+            allocator,
+            backend,
+            stores,
+            outputs,
+            tasks,
+            supervisor.calls,
         )
         timeout_s, preemption = spec.options.driver_timeout_s, attachment.preemption
         service = Service(driver, timeout_s, messages, workers, supervisor, reporter, preemption, outputs, place)

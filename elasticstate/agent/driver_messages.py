@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 
+from elasticstate.agent.calls import Calls
 from elasticstate.agent.driver_connection import DriverConnection
 from elasticstate.agent.host_report import HostReporter
 from elasticstate.agent.output import Outputs
@@ -36,6 +38,7 @@ class DriverMessages:
         stores: PlainStores,
         outputs: Outputs,
         tasks: RunningTasks,
+        calls: Calls,
     ) -> None:
         self._driver = driver
         self._workers = workers
@@ -48,6 +51,7 @@ class DriverMessages:
         self._stores = stores
         self._outputs = outputs
         self._tasks = tasks
+        self._calls = calls
 
     def carry_out(self, message: messages.ToAgent) -> None:
         match message:
@@ -66,6 +70,8 @@ class DriverMessages:
                 self._tasks.begin(self._backend.order(data))
             case messages.Acknowledgement(number):
                 self._supervisor.renew_lease(number)
+            case messages.WatchCalls():
+                self._calls.watch(message, asyncio.get_running_loop().time())
             case messages.Fetch(slot, offset):
                 self._tasks.begin(self._supply.send_result(slot, offset, self._driver))
             case _:

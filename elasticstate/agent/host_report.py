@@ -75,5 +75,6 @@ class HostReporter:
 
 def _report(worker: WorkerId, handle: WorkerHandle, now: float) -> messages.WorkerReport:
     handle.liveness.look(now)
-    lasting = tuple(handle.lasting) if handle.notice is None else (*handle.lasting, handle.notice)
+    report = handle.call_report(now) if handle.call_is_known else None
+    lasting = tuple(body for body in (*handle.lasting, handle.notice, report) if body is not None)
     return messages.WorkerReport(worker, handle.process.pid, handle.joined, handle.liveness.latest, lasting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from elasticstate.agent.calls import Calls
 from elasticstate.agent.driver_connection import DriverConnection
 from elasticstate.agent.lease import Lease
 from elasticstate.agent.liveness import stamps_interval_s
@@ -40,6 +41,7 @@ class Supervisor:
         self._kills: set[asyncio.Task[None]] = set()
         self.world_size = 0  # size of the newest world
         self.lease = Lease()
+        self.calls = Calls(handles, options.stall_check_s, driver.send)
 
     async def run(self) -> None:
         """Look at the workers' control pages regularly, until cancelled."""
@@ -56,6 +58,7 @@ class Supervisor:
                 self._driver.judge(now, SILENT_SHARE * self._options.heartbeat_timeout_s)
             looked_at = now
             self._judge(now)
+            self.calls.look(now)
             for trouble in self._outputs.changes():
                 self._driver.send(trouble)
             if now - stamped_at >= stamps_interval_s(timeout_s, self.world_size):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import msgspec
+
 from elasticstate.agent.liveness import Liveness
 from elasticstate.agent.output import Audience
 from elasticstate.agent.worker_process import WorkerProcess
+from elasticstate.core.types import CallReport
 from elasticstate.net import messages
 
 
@@ -25,5 +28,18 @@ class WorkerHandle:
     notice: messages.WorkerPreemptionNotice | None = None  # preemption notice, if any
     waits: int = 0  # number of requests that wait for this agent
     doubted_at: float | None = None  # since when the worker may hang
+    call: CallReport | None = None  # its newest collective call, as last reported
+    call_at: float = 0.0  # when that report arrived
+    call_is_known: bool = False  # the driver knows that the worker waits in this call
     watcher: asyncio.Task[None] | None = None
     stopping: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    def waited_s(self, now: float) -> float | None:
+        """Return the seconds for which the worker has waited in a collective call; None: it does not wait."""
+        if self.call is None or self.call.waiting_s is None:
+            return None
+        return self.call.waiting_s + now - self.call_at
+
+    def call_report(self, now: float) -> CallReport | None:
+        """Return the report of its newest collective call, with the present length of the wait."""
+        return None if self.call is None else msgspec.structs.replace(self.call, waiting_s=self.waited_s(now))

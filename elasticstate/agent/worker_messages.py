@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from elasticstate.agent.calls import Calls
 from elasticstate.agent.driver_connection import DriverConnection
 from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.running_tasks import RunningTasks
@@ -26,6 +27,7 @@ class WorkerMessages:
         allocator: StorageAllocator,
         tasks: RunningTasks,
         stores: PlainStores,
+        calls: Calls,
     ) -> None:
         self._handles = handles
         self._driver = driver
@@ -33,6 +35,7 @@ class WorkerMessages:
         self._allocator = allocator
         self._tasks = tasks
         self._stores = stores
+        self._calls = calls
 
     def received(self, worker: WorkerId, message: messages.FromWorkerBody) -> None:
         """Handle a message of a worker of this agent."""
@@ -46,6 +49,8 @@ class WorkerMessages:
                 self._driver.send(messages.FromWorker(worker, message))
             case messages.GrowBuffer(index, size):
                 self._tasks.begin(self._grow_buffer(handle, index, size))
+            case messages.CallReport():
+                self._calls.received(handle, message, asyncio.get_running_loop().time())
             case _:
                 if isinstance(message, messages.WorkerPreemptionNotice):
                     handle.notice = message

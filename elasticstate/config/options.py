@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass, fields
 
 from elasticstate import kinds
+from elasticstate.config.horovod_options import HorovodOptions
 from elasticstate.config.option import Names, option
 from elasticstate.core.policy import Policy
 
@@ -20,7 +21,7 @@ _OUTPUT = "output"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(HorovodOptions):
     """All options of a job. Times are in seconds. None means: off, or not given."""
 
     command: tuple[str, ...]
@@ -394,5 +395,6 @@ class Options:
 
 
 def option_names() -> dict[str, Names]:
-    """Field name -> names of all options."""
-    return {f.name: f.metadata["names"] for f in fields(Options) if "names" in f.metadata}
+    """Field name -> names of all options. Those for elasticstate.horovod come last."""
+    ordered = sorted(fields(Options), key=lambda f: f.name in HorovodOptions.__dataclass_fields__)
+    return {f.name: f.metadata["names"] for f in ordered if "names" in f.metadata}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elasticstate import kinds
+from elasticstate.config.horovod_options import STALL_CHECK_S, horovod_text
 from elasticstate.config.options import Options, option_names
 from elasticstate.errors import OptionError
 
@@ -53,6 +54,8 @@ def _parse(given: Mapping[str, str | None], environ: Mapping[str, str] | None) -
         if text is None:
             source = next((twin for twin in option.twins if environ.get(twin)), "")
             text = environ.get(source)
+        if text is None:
+            source, text = horovod_text(name, environ)
         if text is not None:
             try:
                 values[name] = option.kind.parse(text)
@@ -94,8 +97,20 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
         raise OptionError(
             f"--spares: {values['spares']}: requires --max-np, or all workers join the world. Add --max-np."
         )
+    _refuse_early_shutdown(values)
     _refuse_too_few_slots(values)
     return Options(command=tuple(command), **values)
+
+
+def _refuse_early_shutdown(values: Mapping[str, Any]) -> None:
+    """Raise OptionError if a stall would end the job before it is reported."""
+    check_s = values.get("stall_check_s", STALL_CHECK_S)
+    shutdown_s = values.get("stall_shutdown_s")
+    if check_s is not None and shutdown_s is not None and shutdown_s < check_s:
+        raise OptionError(
+            f"--stall-shutdown-time: {shutdown_s:g}: must be at least --stall-check-time, which is {check_s:g}. Raise "
+            "it, or lower --stall-check-time."
+        )
 
 
 def _refuse_too_few_slots(values: Mapping[str, Any]) -> None:

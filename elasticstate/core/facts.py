@@ -14,6 +14,7 @@ from elasticstate.core.backoff import host_is_lost, slot_failed, start_preemptio
 from elasticstate.core.ending import earlier
 from elasticstate.core.limits import within_limits
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
+from elasticstate.core.stall_check import call_reported
 from elasticstate.exit_status import how_it_ended
 
 EXIT_0 = "exited with 0 without returning from train"
@@ -46,6 +47,9 @@ def apply(d: Draft, event: t.Event) -> None:
             _gate_entered(d, event)
         case t.FirstTick():
             _first_tick(d, event)
+        case t.CallReported(name, report):
+            if (worker := _member(d, name, report.generation)) is not None:
+                call_reported(d, worker, report)
         case t.HostsDiscovered():
             _hosts_discovered(d, event)
         case t.AgentJoined():

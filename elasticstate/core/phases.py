@@ -60,6 +60,15 @@ class Forming:
 
 
 @dataclass(frozen=True, slots=True)
+class Stall:
+    """A call in which some ranks have waited for --stall-check-time for ranks that have not made the call."""
+
+    call: tuple[int, int]  # process set, number
+    text: str
+    since: float  # when the first rank began to wait
+
+
+@dataclass(frozen=True, slots=True)
 class Running:
     """Phase with a published world. Out: END at a tick or now, or all members are in the exit gate."""
 
@@ -69,6 +78,9 @@ class Running:
     hold_cause: str = ""
     gate_since: float | None = None  # when the first member entered
     noticed: tuple[str, ...] = ()
+    has_calls: bool = False  # some member has reported a collective call
+    watched_since: float | None = None  # when the reports of all calls were requested
+    stalls: tuple[Stall, ...] = ()  # that were reported
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,4 +37,6 @@ class Policy:
     reset_window_s: float | None
     max_no_progress: int
     cooldown_range_s: tuple[float, float]
+    stall_check_s: float | None
+    stall_shutdown_s: float | None
     waiting_notice_s: float = 30.0  # no option: seconds of a wait after which the event file gets a notice

@@ -25,7 +25,7 @@ from elasticstate.core.phases import (
     Waiting as Waiting,
 )
 from elasticstate.core.policy import Policy
-from elasticstate.core.types import CommitId, Effect, Note, RootCause, SlotId, WorkerId, WorkerReady, World
+from elasticstate.core.types import CallReport, CommitId, Effect, Note, RootCause, SlotId, WorkerId, WorkerReady, World
 
 
 class Host(Struct, frozen=True, gc=False):
@@ -100,6 +100,8 @@ class Worker(Struct, frozen=True, gc=False):
     suspect_at: float | None = None
     suspect_error: str = ""
     confirmed_at: float | None = None  # verdict OWN
+    call: CallReport | None = None  # its newest collective call
+    waits_since: float = inf  # when the worker began to wait in that call; inf: the worker does not wait there
     uses_run: bool = False
     in_round: bool = False  # started together with others, before the command was known to use ``run``
 

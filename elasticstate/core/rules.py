@@ -13,6 +13,7 @@ from elasticstate.core.forming import forming, forming_deadlines
 from elasticstate.core.plain import together, together_deadlines
 from elasticstate.core.records import Draft, Finishing, Forming, Over, Running, Together, Waiting
 from elasticstate.core.running import finishing, running, running_deadlines
+from elasticstate.core.stall_check import end_stalls
 from elasticstate.core.waiting import waiting, waiting_deadlines
 
 
@@ -27,6 +28,8 @@ def decide(d: Draft) -> None:
                 forming(d, before)
             case Running():
                 running(d, before)
+                if isinstance(d.phase, Forming | Finishing):
+                    end_stalls(d, before)
             case Finishing():
                 finishing(d, before)
             case Together():

@@ -21,6 +21,7 @@ from elasticstate.core.ending import (
 )
 from elasticstate.core.planned import planned_change, planned_deadlines
 from elasticstate.core.records import Draft, Failure, Finishing, Running, Worker
+from elasticstate.core.stall_check import check_stalls, overdue_stall, shut_down, stall_deadlines
 from elasticstate.core.texts import number_of
 from elasticstate.core.worlds import (
     enter,
@@ -42,8 +43,10 @@ def running(d: Draft, phase: Running) -> None:
         _fail_gate(d, members)
     elif suspects := suspects_of(d, members):
         judge(d, members, suspects)
+    elif stall := overdue_stall(d, phase):
+        shut_down(d, phase, stall, members)
     else:
-        phase = d.phase = _with_notices(d, phase, members)
+        phase = d.phase = check_stalls(d, _with_notices(d, phase, members), members)
         planned_change(d, phase, members)
 
 
@@ -58,6 +61,7 @@ def running_deadlines(d: Draft, phase: Running) -> Iterator[tuple[str, float]]:
         yield "notice", phase.gate_since + d.policy.waiting_notice_s
     elif phase.gate_since is None and "ticks" not in phase.noticed:
         yield "notice", min((w.ticks_at for w in _behind(members)), default=inf) + d.policy.waiting_notice_s
+    yield from stall_deadlines(d, phase, members)
     yield from planned_deadlines(d, phase, members)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 SHOWN = 16
 
@@ -18,3 +18,8 @@ def listed(items: Iterable[str], separator: str = ", ", shown: int = SHOWN, coun
     hidden = (len(items) if count is None else count) - shown
     more = [f"and {hidden} more"] if hidden > 0 else []
     return separator.join(items[:shown] + more)
+
+
+def ranks_text(ranks: Sequence[int | None]) -> str:
+    """Return ``rank 1`` or ``ranks 0, 2``."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {listed(map(str, ranks))}"

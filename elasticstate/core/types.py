@@ -10,14 +10,9 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
+from elasticstate.core.calls import CallReport as CallReport, CallReported as CallReported, WatchCalls as WatchCalls
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
-
-
-class Message(Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages of the control plane: an array ``[tag, field, ...]`` in MessagePack.
-
-    An effect of the core that is sent unchanged is a message itself.
-    """
+from elasticstate.core.message import Message as Message
 
 
 class Placement(Struct, frozen=True, gc=False):
@@ -256,6 +251,7 @@ Event = (
     | Heartbeat
     | CommitSealed
     | FirstTick
+    | CallReported
     | TimePassed
     | Several
 )
@@ -391,6 +387,7 @@ Effect = (
     | Leave
     | ConfirmOwnError
     | OpenGate
+    | WatchCalls
     | Note
     | EndJob
 )

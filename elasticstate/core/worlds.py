@@ -113,6 +113,8 @@ def enter(d: Draft, world: t.World) -> None:
             suspect_at=None,
             suspect_error="",
             confirmed_at=None,
+            call=None,
+            waits_since=inf,
         )
         age += newcomer
     d.update_ledger(next_age=age, own_errors=0, own_error=None, is_broken=False)

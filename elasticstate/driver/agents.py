@@ -134,7 +134,11 @@ class Agents:
 
     def broadcast(self, body: messages.ToWorkerBody) -> None:
         """Send a message to all workers of all hosts."""
-        data = codec.encode(messages.ToWorkers(None, body))
+        self.send_to_all(messages.ToWorkers(None, body))
+
+    def send_to_all(self, message: messages.ToAgent) -> None:
+        """Send a message to all connected agents."""
+        data = codec.encode(message)
         for agent in self._agents.values():
             if agent.stream is not None:
                 agent.stream.send(data)

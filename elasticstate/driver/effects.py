@@ -55,6 +55,8 @@ class Effects:
                 agents.send(worker.host, ToWorkers((worker,), effect))
             case t.Hold() | t.Release() | t.End() | t.OpenGate():
                 agents.broadcast(effect)
+            case t.WatchCalls():
+                agents.send_to_all(effect)
             case t.ConfirmOwnError(worker):
                 agents.send(worker.host, ToWorkers((worker,), effect))
             case t.Sever(worker, generation, cause):

@@ -28,6 +28,8 @@ def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | Non
             return t.GateEntered(worker, generation)
         case messages.First(generation):
             return t.FirstTick(worker, generation)
+        case messages.CallReport():
+            return t.CallReported(worker, body)
         case messages.CommitSealed():
             return body if body.worker == worker else None
         case messages.WorkerPreemptionNotice(number):

@@ -11,7 +11,7 @@ from typing import Any
 
 from elasticstate.config import Options
 from elasticstate.core.figures import JobFigures, losses_text
-from elasticstate.core.texts import listed, number_of
+from elasticstate.core.texts import listed, number_of, ranks_text
 from elasticstate.core.types import RootCause, WorkerId
 from elasticstate.errors import OptionError
 from elasticstate.exit_status import status_of
@@ -70,6 +70,8 @@ class Report:
             "worker_exited": self._worker_exited,
             "worker_unresponsive": lambda f: f"{_slot_name(f['worker'])} is unresponsive: {f['reason']}",
             "waiting": _waiting,
+            "stall": _stall,
+            "stall_ended": lambda f: f"stall ended after {f['seconds']:.1f} s: {f['reason']}: {f['call']}",
             "driver_restarted": _driver_restarted,
             "warning": lambda f: f"warning: {f['text']}",
             "world_formed": self._world_formed,
@@ -227,6 +229,11 @@ def _failure(f: Fields, how: str) -> WorkerFailure:
 def _waiting(f: Fields) -> str:
     remedy = f". {f['remedy']}" if "remedy" in f else ""
     return f"waiting for {f['for']}; missing: {f['who']}{remedy}"
+
+
+def _stall(f: Fields) -> str:
+    ranks = ranks_text(f["waiting"])
+    return f"stall: {ranks} have waited for up to {f['seconds']:.1f} s in {f['call']}; missing: {f['who']}"
 
 
 def _driver_restarted(f: Fields) -> str:

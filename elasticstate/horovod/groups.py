@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch.distributed as dist
 
 import elasticstate
 from elasticstate.errors import UsageError
-from elasticstate.extension import world_generation
+from elasticstate.extension import begin_call, end_call, world_generation
 from elasticstate.horovod import headers
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.members import Members
@@ -69,7 +70,7 @@ def make() -> None:
     everyone = tuple(range(size))
     if GLOBAL not in _members or _members[GLOBAL].generation != generation:
         _members.clear()
-        lane = weakref.ref(dist.new_group()) if size > 1 else None
+        lane = weakref.ref(_new_groups(GLOBAL, everyone, 1)[0]) if size > 1 else None
         _members[GLOBAL] = Members(generation, everyone, rank, None, lane)
     missing = {number: ranks for number, ranks in _sets.items() if number not in _members and ranks[-1] < size}
     if missing:
@@ -77,11 +78,19 @@ def make() -> None:
         headers.agree(Call(CallKind.OTHER, ("the process sets", *lines)), _members[GLOBAL])
     for number, ranks in missing.items():
         index = ranks.index(rank) if rank in ranks else -1
-        # All ranks of the world make the groups, as new_group demands.
-        groups = [dist.new_group(list(ranks)) for _ in range(2)] if size > 1 else []
+        groups = _new_groups(number, ranks, 2) if size > 1 else []
         calls, lane = (weakref.ref(group) for group in groups) if groups and index >= 0 else (None, None)
-        _members[number] = Members(generation, ranks, index, calls, lane)
+        _members[number] = Members(generation, ranks, index, calls, lane, number)
     _made = generation, _next_id
+
+
+def _new_groups(number: int, ranks: tuple[int, ...], count: int) -> list[Any]:
+    """Return new groups of a process set. All ranks of the world must call this, as new_group demands."""
+    begin_call(world_generation(), number, () if number == GLOBAL else ranks, 0, "the first call, which makes groups")
+    try:
+        return [dist.new_group(None if number == GLOBAL else list(ranks)) for _ in range(count)]
+    finally:
+        end_call()
 
 
 def members_of(number: int) -> Members:

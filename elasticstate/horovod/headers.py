@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import elasticstate
 from elasticstate.errors import UsageError
-from elasticstate.extension import Channel, ticks as ticks_of, world_generation
+from elasticstate.extension import Channel, begin_call, end_call, ticks as ticks_of, world_generation
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.failures import failures_named
 from elasticstate.horovod.members import Members
@@ -85,7 +85,7 @@ def agree(call: Call, members: Members) -> None:
         if call.wrong:
             raise UsageError(f"{call.lines[0]}: {call.wrong}")
         return
-    header = _exchange(call, members.group)
+    header = _exchange(call, members)
     if header.fails:
         raise UsageError(_explain(call, members))
     if members.calls is not None:
@@ -110,7 +110,7 @@ def receive(members: Members) -> CallHeader | None:
     """
     global _joined_in
     _joined_in = 0
-    header = _exchange(None, None)
+    header = _exchange(None, members)
     if not header.trains:
         return None
     if header.fails:
@@ -118,15 +118,21 @@ def receive(members: Members) -> CallHeader | None:
     return header
 
 
-def _exchange(call: Call | None, group: dist.ProcessGroup | None) -> CallHeader:
+def _exchange(call: Call | None, members: Members) -> CallHeader:
     """Send the header of ``call`` (None: this rank is in ``join()``), and return the header of all members."""
     numbers = [0, 1, *[_NOTHING] * (_LENGTH - 2)]
     if call is not None:
         padded = [*call.numbers, 0, 0, 0][:3]
         numbers = [1, 0, int(bool(call.wrong)), ticks(), call.kind, *padded, call.digest, -call.digest]
     header = torch.tensor(numbers, dtype=torch.int64)
-    with failures_named():
-        dist.all_reduce(header, dist.ReduceOp.MAX, group)
+    ranks = () if members.calls is None else members.ranks
+    text = "join()" if call is None else call.lines[0]
+    begin_call(members.generation, members.process_set, ranks, next(members.numbers), text)
+    try:
+        with failures_named():
+            dist.all_reduce(header, dist.ReduceOp.MAX, members.group)
+    finally:
+        end_call()
     trains, joined, wrong, of_ticks, kind, first, second, third, highest, lowest = header.tolist()
     return CallHeader(trains, joined, wrong, of_ticks, kind, (first, second, third), highest, highest != -lowest)
 

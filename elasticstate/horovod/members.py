@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -18,6 +20,8 @@ class Members:
         index: of this worker among them; -1: it is not one of them.
         calls: process group for the calls of the script; None: torch's default group.
         gradients: process group for gradients; None if there is only one member.
+        process_set: number of the process set; 0: all ranks of the world.
+        numbers: numbers for the calls of the script.
     """
 
     generation: int
@@ -25,6 +29,8 @@ class Members:
     index: int
     calls: weakref.ref[dist.ProcessGroup] | None = None  # torch owns the groups, and ends them with the world
     gradients: weakref.ref[dist.ProcessGroup] | None = None
+    process_set: int = 0
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def size(self) -> int:

@@ -24,11 +24,18 @@ from __future__ import annotations
 import signal
 
 from elasticstate.config import Options
-from elasticstate.core.types import CommitId, StartWorker as StartWorker, StopWorker as StopWorker, WorkerId
+from elasticstate.core.types import (
+    CommitId,
+    StartWorker as StartWorker,
+    StopWorker as StopWorker,
+    WatchCalls as WatchCalls,
+    WorkerId,
+)
 from elasticstate.net.worker_messages import (
     LASTING as LASTING,
     BackendRequest as BackendRequest,
     BufferGrown as BufferGrown,
+    CallReport as CallReport,
     CommitSealed as CommitSealed,
     CommitSize as CommitSize,
     ConfirmOwnError as ConfirmOwnError,
@@ -56,7 +63,7 @@ from elasticstate.net.worker_messages import (
     WorldMessage as WorldMessage,
 )
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 STORE_JOINED = "joined"
@@ -277,6 +284,7 @@ ToAgent = (
     | ToWorkers
     | WorldsOnHost
     | BackendOrder
+    | WatchCalls
     | Shutdown
     | Acknowledgement
     | Refusal

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from elasticstate.core.types import (
+    CallReport as CallReport,
     CommitId,
     CommitSealed as CommitSealed,
     ConfirmOwnError as ConfirmOwnError,
@@ -141,6 +142,7 @@ FromWorkerBody = (
     | CommitSize
     | GrowBuffer
     | CommitSealed
+    | CallReport
     | WorkerPreemptionNotice
     | BackendRequest
 )

@@ -43,7 +43,7 @@ from elasticstate.state.base import State, committer_of
 from elasticstate.state.committer import Committer
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.tracebacks import text_of
-from elasticstate.worker import contexts, heap
+from elasticstate.worker import call_monitor, contexts, heap
 from elasticstate.worker.contexts.context import Fault
 from elasticstate.worker.own_groups import OwnProcessGroups
 from elasticstate.worker.record import ErrorHandler, handle
@@ -112,7 +112,7 @@ class WorkerLoop:
     def finish(self) -> None:
         """Wait in the exit gate for all members of a world that ``join`` entered. ``end`` must follow."""
         self._sentinel.wait_in_gate()
-        self._sentinel.finish()
+        self._pass_gate()
 
     def run(
         self, state: State, train: Callable[[], Any], warmup: Callable[[], object] | None, handler: ErrorHandler
@@ -129,7 +129,7 @@ class WorkerLoop:
             self._prepare(warmup)
             while (outcome := self._run_generation()) is not _Outcome.FINISHED:
                 self._recover(outcome)
-            self._sentinel.finish()
+            self._pass_gate()
             return self._result
 
     def run_in_last_world(self, state: State, train: Callable[[], Any], handler: ErrorHandler) -> Any:
@@ -172,6 +172,7 @@ class WorkerLoop:
         # The agent sends this signal when the worker does not respond. faulthandler works without the GIL.
         faulthandler.register(messages.STACKS_SIGNAL, file=2, all_threads=True)
         self._sentinel.start(self._environment.preemption_signals)
+        call_monitor.start(self._sentinel.send)
         heap.keep_freed_memory()
         _import_early()
         self._backend.prepare(self._environment, self._sentinel.send)
@@ -195,6 +196,10 @@ class WorkerLoop:
         if not self._committer.resume() and not has_joined:  # no earlier worker has left a commit in this slot
             self._committer.adopt()
         self._sentinel.record_commits(*self._committer.commits)
+
+    def _pass_gate(self) -> None:
+        call_monitor.stop()
+        self._sentinel.finish()
 
     # --------------------------------------------------------------------------------------------------- one generation
 

@@ -104,6 +104,7 @@ class EventMaker:
             some.append((self._exit_of_the_confirmed, 8.0))
         if isinstance(m.phase, Running):
             some += [(self._failure, 0.7), (self._suspect, 0.6), (self._all_suspect, 0.3), (self._gate, 0.6)]
+            some.append((self._call, 1.0))
             some += [(self._tick, 3.0 if m.phase.first_tick else 12.0), (self._stray_ready, 0.05)]
             if any(w.suspect_at is not None for w in workers):
                 some.append((self._all_alive, 8.0))
@@ -253,6 +254,11 @@ class EventMaker:
     def _tick(self, m: Membership) -> t.Event:
         return t.FirstTick(self._any(m).id, m.generation)
 
+    def _call(self, m: Membership) -> t.Event:
+        waiting_s = self.rng.choice((None, 1.0, 59.0, 100.0))
+        report = t.CallReport(m.generation, 0, (), self.rng.randint(1, 2), "barrier()", waiting_s)
+        return t.CallReported(self._any(m).id, report)
+
     def _failure(self, m: Membership) -> t.Event:
         return t.FailureReported(self._any(m).id, m.generation, True, "Connection closed by peer")
 
@@ -298,6 +304,7 @@ def rubbish(worker: t.WorkerId, generation: int, commit: t.CommitId) -> list[t.E
         t.CommitSealed(worker, commit),
         t.WorkerUsesRun(worker),
         t.FirstTick(worker, generation),
+        t.CallReported(worker, t.CallReport(generation, 0, (), 1, "?", 100.0)),
         t.AgentJoined("z"),
         t.AgentLost("z", "?"),
         t.HostDraining("z", "?"),

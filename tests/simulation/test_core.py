@@ -24,6 +24,7 @@ MUST_BE_REACHED = (
     *("verdict", "postponed leave", "cooldown gave way", "forming", "below min-np", "job succeeded", "job failed"),
     *(f"end: {name}" for name in ENDS),
     *("note host_cooldown", "note agent_lost", "note waiting", "note warning", "note training_resumed"),
+    *("note stall", "note stall_ended"),
     *(
         "note worker_unresponsive",
         "note host_removed",
@@ -102,7 +103,9 @@ def _what_is_stale_has_no_effect(rng: random.Random, m: Membership, now: float) 
             assert not stale.effects, (event, stale.effects)
         assert replace(stale.next, deadlines=m.deadlines) == m, event
     for event in rubbish(worker, m.generation + 1, t.CommitId(1, 0)):
-        if isinstance(event, t.WorkerReady | t.HoldAnswered | t.FailureReported | t.GateEntered | t.FirstTick):
+        if isinstance(
+            event, t.WorkerReady | t.HoldAnswered | t.FailureReported | t.GateEntered | t.FirstTick | t.CallReported
+        ):
             assert replace(step(m, event, now).next, deadlines=m.deadlines) == m, event
 
 

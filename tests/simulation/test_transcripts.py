@@ -45,6 +45,8 @@ SCENARIOS = (
     "retained_commit_awaited",
     "retained_commit_lost",
     "slot_backoff",
+    "stall",
+    "stall_shutdown",
     "start",
     "state_lost",
 )

@@ -117,6 +117,12 @@ def parse_event(words: list[str]) -> t.Event:
             return t.CommitSealed(worker, commit)
         case "first":
             return t.FirstTick(worker, generation)
+        case "call":
+            ranks = tuple(map(int, given["ranks"].split(","))) if "ranks" in given else ()
+            waiting_s = float(given["waits"]) if "waits" in given else None
+            number, text = int(given["number"]), given.get("text", "barrier()")
+            report = t.CallReport(generation, int(given.get("set", "0")), ranks, number, text, waiting_s)
+            return t.CallReported(worker, report)
     raise ValueError(f"no such event: {kind}")
 
 
@@ -150,6 +156,8 @@ def describe(effect: t.Effect) -> str:
             return f"{type(effect).__name__} {worker}"
         case t.Hold(generation) | t.Release(generation) | t.OpenGate(generation):
             return f"{type(effect).__name__} {generation}"
+        case t.WatchCalls(generation, on):
+            return f"WatchCalls {generation}: {'on' if on else 'off'}"
 
 
 def main() -> int:

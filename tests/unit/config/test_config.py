@@ -64,7 +64,7 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples |= {"tick_records": "off", "min_np": "1", "max_np": "7", "job_name": "j"}
     samples |= {"preemption_signals": "USR1,SIGTERM"}
     samples |= {"tee": "1", "only_ranks": "0,4-7", "template": "0", "preload": "json,os.path"}
-    samples |= {"listen": "0.0.0.0:7000", "token_file": "f"}
+    samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90"}
     text = samples.get(name, "6")
     given = {} if name == "np" else {"np": "2"}
     given |= {"listen": {"token_file": "f"}, "token_file": {"listen": "[::1]"}, "tee": {"log_dir": "d"}}.get(name, {})
@@ -330,3 +330,30 @@ def test_what_is_to_be_checked_needs_no_job() -> None:
 def test_what_contradicts_itself_cannot_be_checked() -> None:
     with pytest.raises(OptionError, match="Give only one of them"):
         read_options_to_check({"hosts": "a:1", "hostfile": "f"}, {})
+
+
+@pytest.mark.parametrize("text", ["off", "0"])
+def test_the_stall_check_can_be_switched_off(text: str) -> None:
+    assert read().stall_check_s == 60
+    assert read(stall_check_s=text).stall_check_s is None
+    assert read(stall_shutdown_s=text).stall_shutdown_s is None
+
+
+def test_horovods_variables_set_the_stall_check() -> None:
+    times = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "30", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90"}
+    options = read(times)
+    assert (options.stall_check_s, options.stall_shutdown_s) == (30, 90)
+    assert read({**times, "HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_check_s is None
+    assert read({**times, "HOROVOD_STALL_CHECK_DISABLE": "0"}).stall_check_s == 30
+    assert read({**times, "ELASTICSTATE_STALL_CHECK_TIME": "20"}).stall_check_s == 20
+    assert read({**times, "HOROVOD_STALL_CHECK_DISABLE": "1"}, stall_check_s="10").stall_check_s == 10
+    with pytest.raises(OptionError, match=r"^HOROVOD_STALL_CHECK_TIME_SECONDS: 'x': must be a number of seconds"):
+        read({"HOROVOD_STALL_CHECK_TIME_SECONDS": "x"})
+
+
+def test_a_stall_cannot_end_the_job_before_it_is_reported() -> None:
+    with pytest.raises(
+        OptionError, match="--stall-shutdown-time: 30: must be at least --stall-check-time, which is 60"
+    ):
+        read(stall_shutdown_s="30")
+    assert read(stall_shutdown_s="30", stall_check_s="off").stall_shutdown_s == 30

@@ -1,0 +1,125 @@
+"""Monitor of this worker's collective calls: it reports long waits, and pauses between calls, to the agent.
+
+A call costs two assignments. A thread looks at them regularly, because the main thread is inside the collective.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elasticstate.net.messages import CallReport
+
+_LOOK_INTERVAL_S = 0.25
+_LASTING_S = 0.5  # a state that has lasted for so long is reported
+_LONGEST_TEXT = 300  # characters
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of this worker. Times are of the monotonic clock."""
+
+    generation: int
+    process_set: int
+    ranks: tuple[int, ...]
+    number: int
+    text: str
+    begun_at: float
+    left_at: float | None = None  # None: the worker waits in it
+
+    def report(self) -> CallReport:
+        waiting_s = time.monotonic() - self.begun_at if self.left_at is None else None
+        text = self.text[:_LONGEST_TEXT]
+        return CallReport(self.generation, self.process_set, self.ranks, self.number, text, waiting_s)
+
+
+class CallMonitor:
+    """The newest call of this worker. ``send``: sends a report to the agent, from any thread."""
+
+    def __init__(self, send: Callable[[CallReport], None]) -> None:
+        self._send = send
+        self._newest: _Call | None = None
+        self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()
+
+    def begin(self, generation: int, process_set: int, ranks: tuple[int, ...], number: int, call: str) -> None:
+        """Record that this worker waits in a call from now on."""
+        self._newest = _Call(generation, process_set, ranks, number, call, time.monotonic())
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="call monitor", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Record that this worker has left the call."""
+        if self._newest is not None:
+            self._newest.left_at = time.monotonic()
+
+    def stop(self) -> None:
+        """Stop reporting."""
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        seen: tuple[_Call | None, float | None] = None, None
+        is_reported = False
+        while not self._is_over.wait(_LOOK_INTERVAL_S):
+            call = self._newest
+            if call is None:
+                continue
+            state = call, call.left_at
+            lasts = state[0] is seen[0] and state[1] == seen[1]
+            seen = state
+            since = call.begun_at if call.left_at is None else call.left_at
+            if lasts != is_reported and (is_reported or time.monotonic() - since >= _LASTING_S):
+                is_reported = lasts
+                self._send(call.report())
+
+
+_monitor: CallMonitor | None = None  # None: this process is no worker of elasticrun
+
+
+def start(send: Callable[[CallReport], None]) -> None:
+    """Report the calls of this process with ``send`` from now on."""
+    global _monitor
+    _monitor = CallMonitor(send)
+
+
+def stop() -> None:
+    """Stop reporting the calls of this process."""
+    global _monitor
+    monitor, _monitor = _monitor, None
+    if monitor is not None:
+        monitor.stop()
+
+
+def begin_call(generation: int, process_set: int, ranks: tuple[int, ...], number: int, call: str) -> None:
+    """Report that this worker waits in a collective call from now on, for the stall check.
+
+    Process set and number must identify the call among those of ``generation``, equally on all ranks that make it.
+
+    Args:
+        process_set: number of the process set; 0: all ranks of the world.
+        ranks: its ranks; (): all ranks of the world.
+        number: number of the call in its process set.
+        call: text for messages.
+    """
+    if _monitor is not None:
+        _monitor.begin(generation, process_set, ranks, number, call)
+
+
+def end_call() -> None:
+    """Report that this worker has left the call that ``begin_call`` reported."""
+    if _monitor is not None:
+        _monitor.end()
+
+
+def _in_child() -> None:
+    global _monitor
+    _monitor = None
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,130 @@
+"""Stalls: some ranks wait in a call of elasticstate.horovod, and another rank has not made it. In real jobs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from job import SCRIPTS, Job, Line
+
+OPTIONS = ("-np", "3", "--min-np", "2", "--failure-grace", "0.5", "--join-window", "60")
+CHECK = ("--stall-check-time", "1")
+OF_ALL = "allreduce(name='of all 3', op=Average) of float32[1]"
+STEP = "a step of DistributedOptimizer(op=Average, compression=Unchanged, backward_passes_per_step=1)"
+
+
+def start(directory: Path, where: str, *options: str) -> Job:
+    script = [sys.executable, str(SCRIPTS / "horovod_stall.py")]
+    return Job(directory, *OPTIONS, *options, command=[*script, "--log", str(directory / "logs"), "--where", where])
+
+
+def release(job: Job) -> None:
+    """Let the late rank make its call."""
+    (job.logs / "go").touch()
+
+
+def order(job: Job) -> list[str]:
+    """Return the events that tell the course of a stall."""
+    told = {"stall", "stall_ended", "end", "world_formed"}
+    return [e["event"] for e in job.events() if e["event"] in told or (e["event"] == "worker_exited" and e["signal"])]
+
+
+def status(job: Job) -> str:
+    name = job.wait_for_event("job_started")["job"]
+    command = [sys.executable, "-m", "elasticstate", "status", name]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def check_stall(stall: Line, call: str, waiting: list[int], missing: list[int]) -> None:
+    assert (stall["call"], stall["waiting"], stall["missing"]) == (call, waiting, missing)
+    assert stall["generation"] == 1
+    assert 1.0 <= stall["seconds"] < 60.0
+
+
+@pytest.mark.parametrize(
+    ("where", "backend", "call"),
+    [
+        ("all", "gloo", OF_ALL),
+        ("all", "mpi", OF_ALL),
+        ("step", "gloo", STEP),
+        ("first", "gloo", "the first call, which makes groups"),
+    ],
+)
+def test_a_stall_is_reported_once_and_so_is_its_end(tmp_path: Path, where: str, backend: str, call: str) -> None:
+    with start(tmp_path, where, *CHECK, "--backend", backend) as job:
+        stall = job.wait_for_event("stall")
+        check_stall(stall, call, [0, 1], [2])
+        assert stall["who"].startswith("localhost:2#1 (rank 2): ")
+        last = "no call in this world reported" if where == "first" else "last call allreduce(name='of all 2'"
+        assert last in stall["who"]
+        assert f"ranks 0, 1 in {call}; missing: localhost:2#1 (rank 2): " in status(job)
+        release(job)
+        ended = job.wait_for_event("stall_ended")
+        assert (ended["call"], ended["reason"]) == (call, "the call has ended")
+        assert ended["seconds"] > stall["seconds"]
+        job.finish(0)
+        assert order(job) == ["world_formed", "stall", "stall_ended"]
+        assert re.search(r"stall: ranks 0, 1 have waited for up to [\d.]+ s in .*; missing: localhost:2#1", job.output)
+        assert "stall ended after" in job.output
+
+
+def test_only_members_of_a_process_set_are_missing_in_its_calls(tmp_path: Path) -> None:
+    """Rank 1 is late. Rank 0 waits for it in a call of both; rank 2, which is not in the set, in a call of all."""
+    with start(tmp_path, "set", *CHECK) as job:
+        job.wait_for_event("stall", 2)
+        stalls = {stall["call"]: stall for stall in job.events("stall")}
+        of_pair = "allreduce(name='of pair 3', op=Average) of float32[1]"
+        check_stall(stalls[of_pair], of_pair, [0], [1])
+        check_stall(stalls[OF_ALL], OF_ALL, [2], [0, 1])
+        assert f"localhost:0#1 (rank 0): waits in {of_pair}" in stalls[OF_ALL]["who"]
+        release(job)
+        job.wait_for_event("stall_ended", 2)
+        job.finish(0)
+        assert len(job.events("stall")) == 2
+
+
+def test_the_death_of_the_missing_rank_ends_the_stall_and_the_others_continue(tmp_path: Path) -> None:
+    with start(tmp_path, "all", *CHECK) as job:
+        check_stall(job.wait_for_event("stall"), OF_ALL, [0, 1], [2])
+        job.kill(2)
+        ended = job.wait_for_event("stall_ended")
+        assert (ended["reason"], ended["generation"]) == ("generation 1 has ended", 1)
+        job.finish(0)
+        course = order(job)
+        death = course.index("worker_exited")  # or the others report the broken generation first
+        assert course[:2] == ["world_formed", "stall"]
+        assert 2 <= death < course.index("world_formed", 1)
+        course.remove("worker_exited")
+        assert course[2:5] == ["end", "stall_ended", "world_formed"]
+        assert len(job.events("stall")) == 1
+        assert {line["step"] for line in job.log("final")} == {6}
+
+
+def test_horovods_variables_report_a_stall_and_end_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "1")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "4")
+    with start(tmp_path, "all") as job:
+        job.finish(1)
+        check_stall(*job.events("stall"), OF_ALL, [0, 1], [2])
+        (ended,) = job.events("stall_ended")
+        assert ended["reason"] == "--stall-shutdown-time"
+        assert ended["seconds"] >= 4.0
+        (cause,) = job.events("root_cause")
+        assert cause["rank"] == 2
+        assert f"{OF_ALL} was not made on all ranks within --stall-shutdown-time of 4 s" in cause["reason"]
+        assert "missing: localhost:2#1 (rank 2)" in cause["reason"]
+
+
+def test_nothing_is_reported_without_the_check(tmp_path: Path) -> None:
+    with start(tmp_path, "all", "--no-stall-check") as job:
+        job.wait_for("the late rank", lambda: list(job.logs.glob("late-*")))
+        reported_at = time.monotonic() + 3.0  # with a check of 1 s, the report comes after 2 s
+        job.wait_for("time for a report", lambda: time.monotonic() > reported_at)
+        assert "stall" not in status(job)
+        release(job)
+        job.finish(0)
+        assert order(job) == ["world_formed"]
