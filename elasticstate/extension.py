@@ -15,8 +15,11 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 from elasticstate.compat.tensors import copy_all
-from elasticstate.config import refusal_of_other_launchers, worker_environment
+from elasticstate.config import environment_variable, refusal_of_other_launchers, worker_environment
 from elasticstate.errors import UsageError
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.channel import Channel
@@ -32,8 +35,10 @@ __all__ = [
     "copy_all",
     "end_call",
     "end_last_world",
+    "environment_variable",
     "host",
     "is_in_last_world",
+    "job_id",
     "join",
     "keep_last_world",
     "leave",
@@ -44,6 +49,8 @@ __all__ = [
     "world_rank",
     "world_size",
 ]
+
+_ALONE = f"process {os.getpid()} of {time.time_ns()}"
 
 
 def check_launcher() -> None:
@@ -56,6 +63,12 @@ def host() -> str:
     """Return the name that host discovery gives this worker's host; "localhost" without ``elasticrun``."""
     environment = worker_environment()
     return environment.worker.host if environment is not None else "localhost"
+
+
+def job_id() -> str:
+    """Return the id of this worker's job, unique among all jobs; without ``elasticrun`` that of this process."""
+    environment = worker_environment()
+    return environment.job_id if environment is not None else _ALONE
 
 
 def ticks(state: State) -> int:

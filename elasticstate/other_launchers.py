@@ -47,7 +47,6 @@ _REFUSED = {
     "--mpi-args": "elasticrun calls mpirun itself. Leave this option out.",
     "--tcp": "elasticrun has no such option. Use --backend.",
     "--prefix-output-with-timestamp": "elasticrun has no such option. Use --events-file for times.",
-    "--timeline-filename": "elasticrun has no such option. Use torch.profiler in COMMAND.",
     "--fusion-threshold-mb": _TUNING,
     "--cycle-time-ms": _TUNING,
     "--cache-capacity": _TUNING,

@@ -177,6 +177,11 @@ def tunes_malloc() -> bool:
     return any(name in os.environ for name in names) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
 
 
+def environment_variable(name: str) -> str:
+    """Return the value of an environment variable of this process; "" if it is not set."""
+    return os.environ.get(name, "")
+
+
 def slow_callbacks_file() -> str:
     """Return the path of the file for callbacks that block this process's event loop; "" outside of tests."""
     return os.environ.get(PREFIX + "SLOW_CALLBACKS", "")

@@ -45,6 +45,7 @@ def environment_of_workers(options: Options) -> Iterator[tuple[str, str]]:
     if one_thread_each(options):
         yield "OMP_NUM_THREADS", "1"
     yield COMMIT_DEVICE_MEMORY, str(options.commit_device_memory)
+    yield from options.timeline_variables().items()
     yield from backends.driver_part(options.backend).worker_variables().items()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from elasticstate.errors import CollectiveError as HorovodInternalError
 from elasticstate.horovod import elastic
-from elasticstate.horovod.absent import start_timeline, stop_timeline
 from elasticstate.horovod.allgather import (
     allgather,
     allgather_async,
@@ -60,6 +59,7 @@ from elasticstate.horovod.process_sets import (
     init,
     remove_process_set,
 )
+from elasticstate.horovod.recording import start_timeline, stop_timeline
 from elasticstate.horovod.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.extension import Channel
-from elasticstate.horovod import calls, headers
+from elasticstate.horovod import calls, headers, timeline
 from elasticstate.horovod.allreduce import allreduce
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.handles import Handle, together
@@ -59,16 +59,18 @@ def grouped_allgather_async(
 def _start(tensor: torch.Tensor, name: str | None, members: Members) -> tuple[Handle[torch.Tensor], list[int]]:
     """Start the gather. Also return the first dimension of each member's tensor."""
     lines = (f"{calls.signature('allgather', name)} of {calls.form(tensor, any_length=True)}",)
-    headers.agree(Call(CallKind.OTHER, lines, wrong=calls.refusal(tensor, needs_dimension=True)), members)
+    call = Call(CallKind.OTHER, lines, wrong=calls.refusal(tensor, needs_dimension=True), name=name)
+    headers.agree(call, members)
+    span = timeline.exchange(call, tensor)
     own = tensor.detach().contiguous()
     sizes = [count for (count,) in Channel(members.group, 0).numbers_of_all([len(own)])]
     output = own.new_empty(sum(sizes), *own.shape[1:])
     parts, most = torch.split(output, sizes), max(sizes)
     if most == 0:
-        return Handle([], lambda: output, members.generation), sizes
+        return Handle([], lambda: output, members.generation, span), sizes
     if min(sizes) == most:
         work = dist.all_gather([raw(part) for part in parts], raw(own), members.group, async_op=True)
-        return Handle([work], lambda: output, members.generation), sizes
+        return Handle([work], lambda: output, members.generation, span), sizes
     padded = own.new_zeros(most, *own.shape[1:])
     padded[: len(own)] = own
     rows = [torch.empty_like(padded) for _ in sizes]
@@ -79,14 +81,19 @@ def _start(tensor: torch.Tensor, name: str | None, members: Members) -> tuple[Ha
         return output
 
     work = dist.all_gather([raw(row) for row in rows], raw(padded), members.group, async_op=True)
-    return Handle([work], finish, members.generation), sizes
+    return Handle([work], finish, members.generation, span), sizes
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
     """Return the objects of all ranks, by rank. They are pickled, so all ranks must trust each other."""
     members = members_of(process_set)
-    headers.agree(Call(CallKind.OTHER, (calls.signature("allgather_object", name),)), members)
-    return [cloudpickle.loads(m) for m in Channel(members.group, 0).messages_of_all(cloudpickle.dumps(obj))]
+    call = Call(CallKind.OTHER, (calls.signature("allgather_object", name),), name=name)
+    headers.agree(call, members)
+    sent = cloudpickle.dumps(obj)
+    span = timeline.exchange(call, sent_bytes=len(sent))
+    received = Channel(members.group, 0).messages_of_all(sent)
+    timeline.end(span)
+    return [cloudpickle.loads(message) for message in received]
 
 
 class _Gather(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.errors import UsageError
-from elasticstate.horovod import calls, headers
+from elasticstate.horovod import calls, headers, timeline
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.handles import Handle, together
@@ -207,7 +207,9 @@ def _start(
     members = members_of(process_set)
     with torch.no_grad():
         sent, context = compression.compress(tensor.detach())
-        headers.agree(_call(sent, name, op, prescale, postscale), members)
+        call = _call(sent, name, op, prescale, postscale)
+        headers.agree(call, members)
+        span = timeline.exchange(call, sent)
         dtype = sent.dtype
         sent = reducible(sent.contiguous())
         if not in_place and sent.data_ptr() == tensor.data_ptr():
@@ -225,7 +227,7 @@ def _start(
             tensor.detach().copy_(output)
         return tensor
 
-    return Handle([work], finish, members.generation)
+    return Handle([work], finish, members.generation, span)
 
 
 def _call(sent: torch.Tensor, name: str | None, op: Op, prescale: float, postscale: float) -> Call:
@@ -234,5 +236,5 @@ def _call(sent: torch.Tensor, name: str | None, op: Op, prescale: float, postsca
     lines = (f"{calls.signature('allreduce', name, op=op.value, **unusual)} of {calls.form(sent)}",)
     wrong = calls.refusal(sent) or refusal(sent.dtype, op)
     if wrong:
-        return Call(CallKind.ALLREDUCE, lines, wrong=wrong)
-    return Call(CallKind.ALLREDUCE, lines, (OPS.index(op), sent.numel(), DTYPES.index(sent.dtype)))
+        return Call(CallKind.ALLREDUCE, lines, wrong=wrong, name=name)
+    return Call(CallKind.ALLREDUCE, lines, (OPS.index(op), sent.numel(), DTYPES.index(sent.dtype)), name=name)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.extension import Channel
-from elasticstate.horovod import calls, headers
+from elasticstate.horovod import calls, headers, timeline
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.handles import Handle
 from elasticstate.horovod.members import Members
@@ -58,13 +58,15 @@ def _start(
     if not wrong and (len(given) != members.size or min(given) < 0 or sum(given) != rows):
         wrong = f"splits={given} must be {members.size} numbers that add up to the first dimension, {rows}"
     lines = (f"{calls.signature('alltoall', name)} of {calls.form(tensor, any_length=True)}",)
-    headers.agree(Call(CallKind.OTHER, lines, wrong=wrong), members)
+    call = Call(CallKind.OTHER, lines, wrong=wrong, name=name)
+    headers.agree(call, members)
+    span = timeline.exchange(call, tensor)
     own = tensor.detach().contiguous()
     lengths = [row[members.index] for row in Channel(members.group, 0).numbers_of_all(given)]
     output = own.new_empty(sum(lengths), *own.shape[1:])
     work = dist.all_to_all_single(raw(output), raw(own), lengths, given, members.group, async_op=True)
     template = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
-    return Handle([work], lambda: (output, template.new_tensor(lengths)), members.generation), lengths
+    return Handle([work], lambda: (output, template.new_tensor(lengths)), members.generation, span), lengths
 
 
 class _Alltoall(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.extension import Channel
-from elasticstate.horovod import calls, headers
+from elasticstate.horovod import calls, headers, timeline
 from elasticstate.horovod.allreduce import allreduce
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.handles import Handle
@@ -37,8 +37,9 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[torch.Tensor]:
     """Start ``broadcast``. ``synchronize()`` returns the new tensor."""
-    members = _agree("broadcast", root_rank, name, process_set, tensor)
-    return start_broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), root_rank, members)
+    call, members = _agree("broadcast", root_rank, name, process_set, tensor)
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return start_broadcast(copy, root_rank, members, timeline.exchange(call, copy))
 
 
 def broadcast_(
@@ -52,11 +53,13 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[torch.Tensor]:
     """Start ``broadcast_``. Do not use ``tensor`` until ``synchronize()`` returns it."""
-    members = _agree("broadcast", root_rank, name, process_set, tensor)
-    return start_broadcast(tensor, root_rank, members)
+    call, members = _agree("broadcast", root_rank, name, process_set, tensor)
+    return start_broadcast(tensor, root_rank, members, timeline.exchange(call, tensor))
 
 
-def start_broadcast(target: torch.Tensor, root_rank: int, members: Members) -> Handle[torch.Tensor]:
+def start_broadcast(
+    target: torch.Tensor, root_rank: int, members: Members, span: timeline.Span | None
+) -> Handle[torch.Tensor]:
     """Start a broadcast into ``target``, whose form all ranks have agreed on."""
     sent = target.detach().contiguous()
     work = dist.broadcast(raw(sent), root_rank, members.group, async_op=True)
@@ -66,7 +69,7 @@ def start_broadcast(target: torch.Tensor, root_rank: int, members: Members) -> H
             target.detach().copy_(sent)
         return target
 
-    return Handle([work], finish, members.generation)
+    return Handle([work], finish, members.generation, span)
 
 
 def broadcast_object(
@@ -78,12 +81,16 @@ def broadcast_object(
 
     Raises UsageError, on all ranks, if there is no such rank, or roots differ.
     """
-    members = _agree("broadcast_object", root_rank, name, process_set)
+    call, members = _agree("broadcast_object", root_rank, name, process_set)
     channel = Channel(members.group, members.ranks.index(root_rank))
-    if members.ranks[members.index] == root_rank:
-        channel.send(cloudpickle.dumps(obj))
-        return obj
-    return cloudpickle.loads(channel.receive())
+    sends = members.ranks[members.index] == root_rank
+    sent = cloudpickle.dumps(obj) if sends else b""
+    span = timeline.exchange(call, sent_bytes=len(sent))
+    if sends:
+        channel.send(sent)
+    received = obj if sends else cloudpickle.loads(channel.receive())
+    timeline.end(span)
+    return received
 
 
 def refusal_of_root(root_rank: int, members: Members) -> str:
@@ -101,15 +108,16 @@ def _agree(
     name: str | None,
     process_set: ProcessSet | None,
     tensor: torch.Tensor | None = None,
-) -> Members:
+) -> tuple[Call, Members]:
     members = members_of(process_set)
     line = calls.signature(function, name, root_rank=root_rank)
     wrong = refusal_of_root(root_rank, members)
     if tensor is not None:
         line += f" of {calls.form(tensor)}"
         wrong = wrong or calls.refusal(tensor)
-    headers.agree(Call(CallKind.OTHER, (line,), wrong=wrong), members)
-    return members
+    call = Call(CallKind.OTHER, (line,), wrong=wrong, name=name)
+    headers.agree(call, members)
+    return call, members
 
 
 class _Broadcast(torch.autograd.Function):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.extension import copy_all
+from elasticstate.horovod import timeline
 from elasticstate.horovod.compression import Compressor
 from elasticstate.horovod.failures import failures_named
 from elasticstate.horovod.members import Members
@@ -37,9 +38,14 @@ def plan(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 class Bucket:
-    """Parameters whose gradients are copied into one tensor, which is summed over all ranks."""
+    """Parameters whose gradients are copied into one tensor, which is summed over all ranks.
 
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
+    ``name``: its row in the timeline.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], name: str) -> None:
+        self._name = name
+        self._span: timeline.Span | None = None
         self.parameters = parameters
         self.incomplete = len(parameters)  # gradients that are not complete yet
         self._flat: torch.Tensor | None = None
@@ -88,6 +94,7 @@ class Bucket:
 
     def _start(self, members: Members) -> None:
         assert self._sent is not None
+        self._span = timeline.exchange_bucket(self._name, self._sent)
         self._work = dist.all_reduce(self._sent, group=members.lane, async_op=True)
 
     def wait(self) -> None:
@@ -95,6 +102,7 @@ class Bucket:
         if self.parameters:
             with failures_named():
                 self._work.wait()
+            timeline.end(self._span)
 
     def finish(self, factor: float, compression: type[Compressor]) -> None:
         """Wait for the sum, and copy it to the gradients. Raises the collective's error."""

@@ -28,12 +28,19 @@ class Call:
         lines: the call with its arguments, then its parts, if it has many. All lines must be the same on all ranks.
         numbers: data for a rank in ``join()``; a function of ``lines``. At most three.
         wrong: the error in the arguments on this rank; "": none. All ranks raise it.
+        name: name of the tensor or object; None: none was given.
     """
 
     kind: CallKind
     lines: tuple[str, ...]
     numbers: tuple[int, ...] = ()
     wrong: str = ""
+    name: str | None = None
+
+    @property
+    def function(self) -> str:
+        """The name of the function, without its arguments."""
+        return self.lines[0].partition("(")[0]
 
     @cached_property
     def digest(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from elasticstate.errors import CollectiveError
 from elasticstate.extension import world_generation
 from elasticstate.horovod.failures import failures_named
+from elasticstate.horovod import timeline
 
 T = TypeVar("T")
 
@@ -21,12 +22,16 @@ class Handle(Generic[T]):
         works: torch's handles.
         finish: makes the output, after all works have ended.
         generation: generation of the world in which it runs.
+        span: its bar in the timeline.
     """
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], T], generation: int) -> None:
+    def __init__(
+        self, works: Sequence[Any], finish: Callable[[], T], generation: int, span: timeline.Span | None = None
+    ) -> None:
         self.works = works
         self._finish = finish
         self._generation = generation
+        self._span = span
         self._output: T | None = None
 
     def is_done(self) -> bool:
@@ -47,6 +52,7 @@ class Handle(Generic[T]):
                     work.wait()
             with torch.no_grad():
                 self._output = self._finish()
+            timeline.end(self._span)
         return self._output
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import elasticstate
 from elasticstate.errors import UsageError
 from elasticstate.extension import Channel, begin_call, end_call, ticks as ticks_of, world_generation
+from elasticstate.horovod import timeline
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.failures import failures_named
 from elasticstate.horovod.members import Members
@@ -127,12 +128,14 @@ def _exchange(call: Call | None, members: Members) -> CallHeader:
     header = torch.tensor(numbers, dtype=torch.int64)
     ranks = () if members.calls is None else members.ranks
     text = "join()" if call is None else call.lines[0]
+    span = timeline.negotiate(call, ticks()) if call is not None and timeline.is_on() else None
     begin_call(members.generation, members.process_set, ranks, next(members.numbers), text)
     try:
         with failures_named():
             dist.all_reduce(header, dist.ReduceOp.MAX, members.group)
     finally:
         end_call()
+        timeline.end(span)
     trains, joined, wrong, of_ticks, kind, first, second, third, highest, lowest = header.tolist()
     return CallHeader(trains, joined, wrong, of_ticks, kind, (first, second, third), highest, highest != -lowest)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from elasticstate.errors import UsageError
-from elasticstate.horovod import groups, world
+from elasticstate.horovod import groups, recording, world
 from elasticstate.horovod.members import Members
 
 
@@ -113,6 +113,7 @@ def init(comm: object = None, process_sets: object = None) -> None:
     Raises UsageError for a ``comm``, and in a process that mpirun or another launcher than elasticrun has started.
     """
     world.init(comm)
+    recording.start_by_environment()
     if process_sets is None or isinstance(process_sets, str):
         return
     given_sets: list[Any] = list(process_sets) if isinstance(process_sets, Iterable) else [process_sets]

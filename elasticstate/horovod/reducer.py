@@ -86,7 +86,7 @@ class Reducer:
         """Add the parameters that require gradients and are new. Their buckets come last."""
         new = {id(p): p for p in parameters if p.requires_grad and id(p) not in self._left}
         for group in plan(list(new.values())):
-            bucket = Bucket(group)
+            bucket = Bucket(group, f"gradients {len(self._buckets)}")
             self._buckets.append(bucket)
             for parameter in group:
                 self._left[id(parameter)] = self.passes

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from elasticstate.horovod import calls, headers
+from elasticstate.horovod import calls, headers, timeline
 from elasticstate.horovod.allgather import allgather
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.compression import Compression, Compressor
@@ -105,7 +105,9 @@ def _start(
     members = members_of(process_set)
     with torch.no_grad():
         sent, context = compression.compress(tensor.detach())
-        headers.agree(_call(sent, name, op, prescale, postscale), members)
+        call = _call(sent, name, op, prescale, postscale)
+        headers.agree(call, members)
+        span = timeline.exchange(call, sent)
         dtype, own = sent.dtype, reducible(sent.contiguous())
         if prescale != 1.0:
             own = own.clone() if own.data_ptr() == tensor.data_ptr() else own
@@ -123,7 +125,7 @@ def _start(
         scale(output, postscale, members.size if op is Op.AVERAGE else 1)
         return output.to(dtype) if output.dtype is torch.int32 else output
 
-    return Handle([work], finish, members.generation)
+    return Handle([work], finish, members.generation, span)
 
 
 def shares(rows: int, ranks: int) -> list[int]:
@@ -138,7 +140,7 @@ def _call(sent: torch.Tensor, name: str | None, op: Op, prescale: float, postsca
     wrong = calls.refusal(sent, needs_dimension=True) or refusal(sent.dtype, op)
     if op not in (Op.AVERAGE, Op.SUM):
         wrong = f"op={op.value}: must be Average or Sum"
-    return Call(CallKind.OTHER, (line,), wrong=wrong)
+    return Call(CallKind.OTHER, (line,), wrong=wrong, name=name)
 
 
 class _Differentiable(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 import elasticstate
 from elasticstate.errors import UsageError
 from elasticstate.extension import Channel
-from elasticstate.horovod import calls, headers
+from elasticstate.horovod import calls, headers, timeline
 from elasticstate.horovod.broadcast import refusal_of_root, start_broadcast
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.process_sets import ProcessSet, members_of
@@ -47,9 +47,12 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: Pr
         elif value is not None:
             lines.append(f"{name}: {type(value).__name__}")
             wrong = wrong or f"{name} is not a tensor but a {type(value).__name__}: use broadcast_object for it"
-    headers.agree(Call(CallKind.OTHER, tuple(lines), wrong=wrong), members)
-    for handle in [start_broadcast(tensor, root_rank, members) for tensor in tensors]:
+    call = Call(CallKind.OTHER, tuple(lines), wrong=wrong)
+    headers.agree(call, members)
+    span = timeline.exchange(call, *tensors)
+    for handle in [start_broadcast(tensor, root_rank, members, None) for tensor in tensors]:
         handle.wait()
+    timeline.end(span)
 
 
 def broadcast_optimizer_state(

@@ -76,7 +76,7 @@ def ready() -> None:
     Raises NotInWorldError before ``init()``, and while the process ends. Raises UsageError in a new worker outside
     ``elastic.run`` while the others are inside.
     """
-    _need_init()
+    need_init()
     extension.join(collectives=True)
     _export()
     if not dist.is_initialized():
@@ -113,7 +113,7 @@ def local_rank() -> int:
 
     Raises NotInWorldError before ``init()``.
     """
-    _need_init()
+    need_init()
     return elasticstate.local_rank()
 
 
@@ -150,13 +150,14 @@ def is_homogeneous() -> bool:
     return local_size() * cross_size() == size()
 
 
-def _need_init() -> None:
+def need_init() -> None:
+    """Raise NotInWorldError before ``init()``."""
     if not _initialized:
         raise NotInWorldError("elasticstate.horovod is not initialized. Call hvd.init() first.")
 
 
 def _join() -> None:
-    _need_init()
+    need_init()
     extension.join()
     _export()
     if groups.has_sets() and extension.world_is_new() and dist.is_initialized() and groups.are_missing():

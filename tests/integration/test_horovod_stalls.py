@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,30 @@ def test_nothing_is_reported_without_the_check(tmp_path: Path) -> None:
         release(job)
         job.finish(0)
         assert order(job) == ["world_formed"]
+
+
+def test_a_new_driver_reports_a_stall_that_began_before_it(tmp_path: Path) -> None:
+    name = f"stall-{uuid.uuid4().hex[:8]}"
+    with start(tmp_path, "all", *CHECK, "--job-name", name) as job:
+        job.wait_for_event("stall")
+        job.kill_driver()
+        job.start(*job.arguments)
+        job.wait_for_event("driver_restarted")
+        again = job.wait_for_event("stall", 2)
+        check_stall(again, OF_ALL, [0, 1], [2])
+        assert again["seconds"] > job.events("stall")[0]["seconds"], "the wait counts from its begin"
+        release(job)
+        job.wait_for_event("stall_ended")
+        job.finish(0)
+        assert order(job) == ["world_formed", "stall", "stall", "stall_ended"]
+
+
+def test_the_hang_time_out_replaces_the_missing_worker_after_the_report(tmp_path: Path) -> None:
+    with start(tmp_path, "all", *CHECK, "--hang-timeout", "8") as job:
+        job.wait_for_event("stall")
+        assert job.wait_for_event("worker_unresponsive")["worker"] == "localhost:2#1"
+        job.finish(0)
+        course = order(job)
+        course.remove("worker_exited")  # after the end of the generation
+        assert course[:5] == ["world_formed", "stall", "end", "stall_ended", "world_formed"]
+        assert {line["step"] for line in job.log("final")} == {6}

@@ -64,7 +64,7 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples |= {"tick_records": "off", "min_np": "1", "max_np": "7", "job_name": "j"}
     samples |= {"preemption_signals": "USR1,SIGTERM"}
     samples |= {"tee": "1", "only_ranks": "0,4-7", "template": "0", "preload": "json,os.path"}
-    samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90"}
+    samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90", "timeline_mark_cycles": "1"}
     text = samples.get(name, "6")
     given = {} if name == "np" else {"np": "2"}
     given |= {"listen": {"token_file": "f"}, "token_file": {"listen": "[::1]"}, "tee": {"log_dir": "d"}}.get(name, {})
@@ -349,6 +349,15 @@ def test_horovods_variables_set_the_stall_check() -> None:
     assert read({**times, "HOROVOD_STALL_CHECK_DISABLE": "1"}, stall_check_s="10").stall_check_s == 10
     with pytest.raises(OptionError, match=r"^HOROVOD_STALL_CHECK_TIME_SECONDS: 'x': must be a number of seconds"):
         read({"HOROVOD_STALL_CHECK_TIME_SECONDS": "x"})
+
+
+def test_workers_get_the_absolute_path_of_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/tmp")
+    assert read().timeline_variables() == {}
+    given = read({"HOROVOD_TIMELINE": "trace", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
+    assert given.timeline_variables() == {"HOROVOD_TIMELINE": "/tmp/trace", "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
+    dynamic = read({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline_variables()
+    assert dynamic == {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_TIMELINE_MARK_CYCLES": "0"}
 
 
 def test_a_stall_cannot_end_the_job_before_it_is_reported() -> None:

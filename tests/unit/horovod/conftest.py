@@ -7,7 +7,7 @@ import pytest
 
 import elasticstate.horovod as hvd
 from elasticstate import present_world
-from elasticstate.horovod import groups, process_sets, world as ours
+from elasticstate.horovod import groups, process_sets, timeline, world as ours
 from elasticstate.worker import run
 
 
@@ -38,7 +38,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(groups, "_sets", {})
     monkeypatch.setattr(groups, "_members", {})
     monkeypatch.setattr(process_sets, "_added", [])
+    monkeypatch.setattr(timeline, "_recorder", None)
     yield
+    if timeline.is_on():
+        hvd.stop_timeline()
     hvd.shutdown()
     run.end_last_world()
 

@@ -102,8 +102,9 @@ ABSENT: list[tuple[Callable[[], Any], str]] = [
     (lambda: hvd.allreduce(torch.ones(1), process_set=1), "must be a ProcessSet"),  # type: ignore[arg-type]
     (lambda: hvd.broadcast_parameters({}, process_set=1), "must be a ProcessSet"),  # type: ignore[arg-type]
     (lambda: hvd.allgather(torch.ones(1), process_set=hvd.ProcessSet([0])), "add_process_set"),
-    (lambda: hvd.start_timeline("file"), "profiler"),
-    (lambda: hvd.stop_timeline(), "profiler"),
+    (lambda: hvd.start_timeline("/no/such/directory/file"), "there is no directory /no/such/directory"),
+    (lambda: hvd.start_timeline("/"), "cannot be written"),
+    (lambda: hvd.stop_timeline(), "start_timeline"),
     (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), "Average or Sum"),
     (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "Pass op alone"),
     (lambda: hvd.allreduce(torch.ones(1, requires_grad=True), op=hvd.Max), "detach"),
