@@ -34,7 +34,7 @@ def check_stalls(d: Draft, phase: Running, members: list[Worker]) -> Running:
     """Report stalls that have begun or ended. Return the phase with the present stalls."""
     if not phase.has_calls:
         return phase
-    groups = stalls.waiting(d.generation, members)
+    groups = stalls.waiting(members)
     known = tuple(stall for stall in phase.stalls if stall.call in groups)
     for stall in phase.stalls:
         if stall not in known:
@@ -57,7 +57,7 @@ def stall_deadlines(d: Draft, phase: Running, members: list[Worker]) -> Iterator
     """Yield the times at which a stall must be reported, or ends the job."""
     if not phase.has_calls:
         return
-    groups = stalls.waiting(d.generation, members)
+    groups = stalls.waiting(members)
     due_at = min((_due_at(d, inside) for _, inside in _unreported(d, groups, phase.stalls, members)), default=inf)
     yield "stall check", due_at if phase.watched_since is None else max(due_at, phase.watched_since + ANSWER_S)
     yield "stall shutdown", min((_shutdown_at(d, stall) for stall in phase.stalls), default=inf)
@@ -70,12 +70,12 @@ def overdue_stall(d: Draft, phase: Running) -> Stall | None:
 
 def shut_down(d: Draft, phase: Running, stall: Stall, members: list[Worker]) -> None:
     """End the job as failed, because of a stall."""
-    inside = stalls.waiting(d.generation, members).get(stall.call, [])
+    inside = stalls.waiting(members).get(stall.call, [])
     missing = stalls.absent(inside, members) if inside else []
     limit_s = d.policy.stall_shutdown_s
     reason = (
         f"stall: {stall.text} was not made on all ranks within --stall-shutdown-time of {limit_s:g} s; missing: "
-        f"{stalls.absent_text(missing, d.generation)}"
+        f"{stalls.absent_text(missing)}"
     )
     for each in phase.stalls:
         _note_end(d, each, "--stall-shutdown-time")
@@ -122,7 +122,7 @@ def _begin(d: Draft, inside: list[Worker], members: list[Worker]) -> Stall:
         seconds=round(d.now - stall.since, 3),
         waiting=[worker.rank for worker in inside],
         missing=[worker.rank for worker in missing],
-        who=stalls.absent_text(missing, d.generation),
+        who=stalls.absent_text(missing),
     )
     return stall
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
-from elasticstate.core.phases import Running, Stall
+from elasticstate.core.phases import Running
 from elasticstate.core.records import Draft, Membership, Worker, living_members
 from elasticstate.core.texts import SHOWN, listed, ranks_text
 
 Call = tuple[int, int]  # process set, number
 
 
-def waiting(generation: int, members: list[Worker]) -> dict[Call, list[Worker]]:
-    """Return the members that wait in each call of ``generation``, by rank."""
+def waiting(members: list[Worker]) -> dict[Call, list[Worker]]:
+    """Return the members that wait in each call, by rank."""
     found: dict[Call, list[Worker]] = {}
     for worker in members:
-        if worker.call is not None and worker.call.generation == generation and worker.waits_since < inf:
+        if worker.call is not None and worker.waits_since < inf:
             found.setdefault((worker.call.process_set, worker.call.number), []).append(worker)
     return found
 
@@ -39,32 +39,29 @@ def text_of(inside: list[Worker]) -> str:
     return next((text for text in texts if text != "join()"), "join()")
 
 
-def absent_text(workers: list[Worker], generation: int) -> str:
+def absent_text(workers: list[Worker]) -> str:
     """Return ``a:1#1 (rank 1): last call barrier()``, with the rest of the first sixteen workers."""
-    return listed((f"{w.id} (rank {w.rank}): {_where(w, generation)}" for w in workers[:SHOWN]), count=len(workers))
+    return listed((f"{w.id} (rank {w.rank}): {_where(w)}" for w in workers[:SHOWN]), count=len(workers))
 
 
-def _where(worker: Worker, generation: int) -> str:
+def _where(worker: Worker) -> str:
     if worker.in_gate:
         return "in the exit gate"
-    if worker.call is None or worker.call.generation != generation:
+    if worker.call is None:
         return "no call in this world reported"
     return f"waits in {worker.call.call}" if worker.waits_since < inf else f"last call {worker.call.call}"
 
 
 def stall_lines(m: Draft | Membership, phase: Running, now: float) -> Iterator[str]:
     """Yield one line for each stall: the missing workers, the call, and the ranks that wait."""
-    if phase.stalls and m.world is not None:
-        members = living_members(m)
-        groups = waiting(m.world.generation, members)
-        for stall in phase.stalls:
-            yield from _lines_of(stall, groups.get(stall.call, []), members, m.world.generation, now)
-
-
-def _lines_of(stall: Stall, inside: list[Worker], members: list[Worker], generation: int, now: float) -> Iterator[str]:
-    missing = absent(inside, members) if inside else []
-    if missing:
-        ranks = ranks_text([worker.rank for worker in inside])
-        yield (
-            f"stall for {now - stall.since:.1f} s: {ranks} in {stall.text}; missing: {absent_text(missing, generation)}"
-        )
+    if not phase.stalls:
+        return
+    members = living_members(m)
+    groups = waiting(members)
+    for stall in phase.stalls:
+        inside = groups.get(stall.call, [])
+        missing = absent(inside, members) if inside else []
+        if missing:
+            ranks = ranks_text([worker.rank for worker in inside])
+            lasted = f"stall for {now - stall.since:.1f} s"
+            yield f"{lasted}: {ranks} in {stall.text}; missing: {absent_text(missing)}"

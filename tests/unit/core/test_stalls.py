@@ -82,5 +82,7 @@ def test_calls_of_the_last_world_do_not_count_in_the_next() -> None:
     m, _ = drive(LONG + "\n71.0 exit a:2#1 signal=9", running())
     m, effects = drive("72.0 ready a:0#1 in=1 + ready a:1#1 in=1", m)
     assert "world_formed" in kinds(effects)
-    _, effects = drive("72.1 call a:0#1 in=1 number=7 waits=62\n73.5 time", m)
-    assert "stall" not in kinds(effects)
+    m, effects = drive("72.1 call a:0#1 in=1 number=7 waits=62", m)
+    assert effects == [], "a late report"
+    m, effects = drive("72.2 call a:1#1 in=2 number=1 waits=0.5", m)
+    assert effects == [], "rank 0 does not wait any more"
