@@ -9,8 +9,8 @@ import torch
 
 from elasticstate.errors import CollectiveError
 from elasticstate.extension import world_generation
-from elasticstate.horovod.failures import failures_named
 from elasticstate.horovod import timeline
+from elasticstate.horovod.failures import failures_named
 
 T = TypeVar("T")
 
