@@ -2,8 +2,8 @@
 
 ``elasticstate.horovod`` uses only these names and those of ``elasticstate`` itself. Such a package
 
-- calls ``check_launcher`` first, and ``join`` before it needs rank, size or a collective, if the script has no ``run``
-  function yet at that time; ``leave`` at the end of a script without one;
+- calls ``join_fixed_world`` first, and ``join`` before it needs rank, size or a collective, if the script has no
+  ``run`` function yet at that time; ``leave`` at the end of a script without one;
 - calls ``keep_last_world`` if collectives must work after ``run`` and ``leave``, and then ``end_last_world`` at exit;
 - encloses the part of a collective call that waits for all ranks in ``begin_call`` and ``end_call``;
 - stores ``world_generation()`` with everything that belongs to one world, and makes it anew in another generation;
@@ -19,30 +19,28 @@ import os
 import time
 
 from elasticstate.compat.tensors import copy_all
-from elasticstate.config import environment_variable, refusal_of_other_launchers, worker_environment
-from elasticstate.errors import UsageError
+from elasticstate.config import environment_variable, launched_place, worker_environment
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.channel import Channel
 from elasticstate.state.order import Order, world_generation, world_is_new, world_rank, world_size
 from elasticstate.worker.call_monitor import begin_call, end_call
-from elasticstate.worker.run import end_last_world, is_in_last_world, join, keep_last_world, leave, proves_failure
+from elasticstate.worker.run import end_last_world, failure_text, join, join_fixed_world, keep_last_world, leave
 
 __all__ = [
     "Channel",
     "Order",
     "begin_call",
-    "check_launcher",
     "copy_all",
     "end_call",
     "end_last_world",
     "environment_variable",
+    "failure_text",
     "host",
-    "is_in_last_world",
     "job_id",
     "join",
+    "join_fixed_world",
     "keep_last_world",
     "leave",
-    "proves_failure",
     "ticks",
     "world_generation",
     "world_is_new",
@@ -53,16 +51,15 @@ __all__ = [
 _ALONE = f"process {os.getpid()} of {time.time_ns()}"
 
 
-def check_launcher() -> None:
-    """Raise UsageError if another launcher, such as mpirun, has started this process together with others."""
-    if refusal := refusal_of_other_launchers():
-        raise UsageError(refusal)
-
-
 def host() -> str:
-    """Return the name that host discovery gives this worker's host; "localhost" without ``elasticrun``."""
-    environment = worker_environment()
-    return environment.worker.host if environment is not None else "localhost"
+    """Return the name of this worker's host.
+
+    Under ``elasticrun``, host discovery gives the name. It is "localhost" for a process that runs alone.
+    """
+    environment, place = worker_environment(), launched_place()
+    if environment is not None:
+        return environment.worker.host
+    return place.host if place is not None else "localhost"
 
 
 def job_id() -> str:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elasticstate.config import worker_environment
+from elasticstate.config import launched_local_rank, worker_environment
 from elasticstate.core.types import Placement, WorkerId
 from elasticstate.errors import NotInWorldError
 
@@ -85,7 +85,7 @@ def local_rank() -> int:
     if _present is not None:
         return _present.placement.local_rank
     started = worker_environment()
-    return 0 if started is None else started.worker.slot
+    return launched_local_rank() if started is None else started.worker.slot
 
 
 def local_size() -> int:

@@ -13,7 +13,6 @@ from elasticstate.config.environment import (
     inherited_environment,
     passed_on,
     plain_variables,
-    refusal_of_other_launchers,
     replace_environment,
     runtime_directory,
     set_unless_given,
@@ -23,6 +22,7 @@ from elasticstate.config.environment import (
     usable_runtime_directory,
     worker_environment,
 )
+from elasticstate.config.launchers import LaunchedPlace, launched_local_rank, launched_place, refusal_of_other_launchers
 from elasticstate.config.option import PREFIX, Names
 from elasticstate.config.options import Options, option_names
 from elasticstate.config.reading import read_options, read_options_to_check
@@ -30,6 +30,7 @@ from elasticstate.config.reading import read_options, read_options_to_check
 __all__ = [
     "COMMIT_DEVICE_MEMORY",
     "PREFIX",
+    "LaunchedPlace",
     "Names",
     "Options",
     "WorkerEnvironment",
@@ -39,6 +40,8 @@ __all__ = [
     "error_file_path",
     "forget_plain_variables",
     "inherited_environment",
+    "launched_local_rank",
+    "launched_place",
     "option_names",
     "passed_on",
     "plain_variables",

@@ -211,34 +211,6 @@ def usable_runtime_directory() -> Path:
     )
 
 
-_WORLD_SIZES = (
-    "OMPI_COMM_WORLD_SIZE",  # Open MPI
-    "MV2_COMM_WORLD_SIZE",  # MVAPICH2
-    "PMI_SIZE",  # MPICH, Intel MPI
-    "JSM_NAMESPACE_SIZE",  # jsrun
-    "HOROVOD_SIZE",  # horovodrun
-    "SLURM_STEP_NUM_TASKS",  # srun; a batch script is one process and has SLURM_NTASKS only
-    "WORLD_SIZE",  # torchrun; and elasticrun, for each world
-)
-
-
-def refusal_of_other_launchers() -> str:
-    """Return the reason why this process must not train alone; "" if it may.
-
-    The reason is another launcher that has started several processes.
-    """
-    if worker_environment() is not None:
-        return ""
-    for name in _WORLD_SIZES:
-        text = os.environ.get(name, "")
-        if text.isdigit() and int(text) > 1:
-            return (
-                f"{name}={text}: another launcher has started {text} processes, and each of them would train alone. "
-                f"Start the script with 'elasticrun -np {text} python ...', or unset {name} to train alone."
-            )
-    return ""
-
-
 _FALSE = {"n", "no", "f", "false"}  # as torch reads a flag
 _TRUE = {"y", "yes", "t", "true"}
 

@@ -37,3 +37,19 @@ def assign(workers: Sequence[tuple[WorkerId, int]]) -> tuple[Placement, ...]:
                 )
             )
     return tuple(placements)
+
+
+def fixed_placement(places: Sequence[tuple[str, int]], rank: int) -> Placement:
+    """Return the placement of ``rank`` in a world of another launcher. ``places``: host and local rank of each rank."""
+    hosts = list(dict.fromkeys(host for host, _ in places))
+    host, local_rank = places[rank]
+    members = [other for other, (name, _) in enumerate(places) if name == host]
+    return Placement(
+        worker=WorkerId(host, local_rank, 1),
+        rank=rank,
+        local_rank=local_rank,
+        local_size=len(members),
+        local_leader=rank == members[0],
+        cross_rank=hosts.index(host),
+        cross_size=len(hosts),
+    )

@@ -20,10 +20,6 @@ def failures_named() -> Iterator[None]:
     except CollectiveError:
         raise
     except RuntimeError as error:
-        if not extension.proves_failure(error):
-            raise
-        if extension.is_in_last_world():
-            text = "a worker has failed after the training, where no other world is made"
-        else:
-            text = "a worker of the world has failed"
-        raise CollectiveError(f"{text}: {error}") from error
+        if text := extension.failure_text(error):
+            raise CollectiveError(text) from error
+        raise

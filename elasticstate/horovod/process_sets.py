@@ -104,13 +104,14 @@ _added: list[ProcessSet] = []
 def init(comm: object = None, process_sets: object = None) -> None:
     """Enable the functions of this package. The first function that needs a world joins it later.
 
-    So a new worker can load its data before the others wait for it.
+    So a new worker can load its data before the others wait for it. In a world that another launcher has started, such
+    as mpirun, this function joins the world at once.
 
     Args:
         comm: for old scripts only: must be None.
         process_sets: process sets to add, the same on all ranks; None, or "dynamic": none.
 
-    Raises UsageError for a ``comm``, and in a process that mpirun or another launcher than elasticrun has started.
+    Raises UsageError for a ``comm``, and if the processes of another launcher cannot form a world.
     """
     world.init(comm)
     recording.start_by_environment()

@@ -25,15 +25,17 @@ _initialized_in: int | None = None  # the process: a forked child must not leave
 def init(comm: object = None) -> None:
     """See ``process_sets.init``."""
     global _initialized, _initialized_in
-    extension.check_launcher()
     if comm:
         raise UsageError(
             "init(comm=...): elasticstate.horovod has one world, of all workers of elasticrun. For a part of it, use "
             "a process set: hvd.add_process_set(ranks)."
         )
+    is_in_fixed_world = extension.join_fixed_world()
     _initialized = True
     extension.keep_last_world()
     os.environ.update(HOROVOD_HOSTNAME=extension.host(), HOROVOD_LOCAL_RANK=str(elasticstate.local_rank()))
+    if is_in_fixed_world:
+        _export()
     if _initialized_in is None:
         atexit.register(_leave_at_exit)
     _initialized_in = os.getpid()
@@ -60,7 +62,7 @@ def _leave_at_exit() -> None:
         shutdown()
         extension.end_last_world()
     except CollectiveError as error:
-        logger.warning("the world failed before all workers reached its end, so this slot is restarted: %s", error)
+        logger.warning("the world failed before all workers reached its end: %s", error)
     except SystemExit:
         pass  # the driver has sent LEAVE
 

@@ -9,9 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from elasticstate import present_world
-from elasticstate.compat.stores import HashStore
-from elasticstate.config import refusal_of_other_launchers
-from elasticstate.errors import UsageError
+from elasticstate.compat.stores import HashStore, Store
 from elasticstate.state.base import State
 from elasticstate.worker import contexts
 from elasticstate.worker.own_groups import OwnProcessGroups
@@ -21,30 +19,29 @@ class SoloLoop:
     """A world of one, without a driver. Commits are in ordinary memory, and there are no other workers to wait for."""
 
     def __init__(self) -> None:
-        """Raise UsageError in a process of another launcher's world."""
         self._has_joined = False
-        if refusal := refusal_of_other_launchers():
-            raise UsageError(refusal)
 
     def join(self) -> None:
         self._has_joined = True
-        excepthook = sys.excepthook
-        dist.init_process_group(contexts.for_torch(), store=HashStore(), rank=0, world_size=1)
-        sys.excepthook = excepthook
+        create_default_group(HashStore(), 0, 1)
         present_world.enter(present_world.alone())
 
     def run(self, state: State, call: Callable[[], Any], warmup: Callable[[], object] | None, _: object) -> Any:
+        """Return the result of the user's function. The world exists until ``end``."""
         if warmup is not None:
             warmup()
         if not self._has_joined:
             self.join()
         try:
-            return self.run_in_last_world(state, call)
+            result = self.run_in_last_world(state, call)
+            self.finish()
         except BaseException:
             self.end()
             raise
+        return result
 
     def run_in_last_world(self, state: State, call: Callable[[], Any], _: object = None) -> Any:
+        """Call a function of the user. There is no other world."""
         with OwnProcessGroups():
             state.sync()
             return call()
@@ -53,7 +50,16 @@ class SoloLoop:
         """Do nothing: there are no members to wait for."""
 
     def end(self) -> None:
-        dist.destroy_process_group()
+        """Destroy the process groups."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
-    def proves_failure(self, error: BaseException) -> bool:
-        return False
+    def failure_text(self, error: BaseException) -> str:
+        return ""
+
+
+def create_default_group(store: Store, rank: int, size: int) -> None:
+    """Create the default process group of a world without a driver."""
+    excepthook = sys.excepthook
+    dist.init_process_group(contexts.for_torch(), store=store, rank=rank, world_size=size)
+    sys.excepthook = excepthook

@@ -94,6 +94,7 @@ class WorkerLoop:
         self._joined_with: tuple[CommitId | None, CommitId | None] | None = None  # commits that ``join`` reported
         self._is_behind = False  # this worker ended the ticks of the last generation without training
         self._result: Any = None
+        self._is_past_gate = False
         self._later_functions = 0  # functions called in the last world, after the exit gate
         self._raised_ns = 0  # time when the last exception left the user's function
         self._is_recorded = False
@@ -149,7 +150,15 @@ class WorkerLoop:
         """Destroy the process groups of the last world, after the exit gate."""
         self._regrouper.leave()
 
-    def proves_failure(self, error: BaseException) -> bool:
+    def failure_text(self, error: BaseException) -> str:
+        """Return a message if ``error``, raised by a collective, comes from the failure of a member; otherwise ""."""
+        if not self._is_failure(error):
+            return ""
+        if self._is_past_gate:
+            return f"a worker has failed after the training, where no other world is made: {error}"
+        return f"a worker of the world has failed: {error}"
+
+    def _is_failure(self, error: BaseException) -> bool:
         """Return True if ``error``, or the world itself, proves that a member has failed."""
         return (
             self._sentinel.has_ended(self._sentinel.generation)
@@ -198,6 +207,7 @@ class WorkerLoop:
         self._sentinel.record_commits(*self._committer.commits)
 
     def _pass_gate(self) -> None:
+        self._is_past_gate = True
         call_monitor.stop()
         self._sentinel.finish()
 
@@ -263,7 +273,7 @@ class WorkerLoop:
         if any(isinstance(cause, HostsUpdatedInterrupt) for cause in causes):
             return _Outcome.INTERRUPTED  # user code has wrapped the interrupt
         text = text_of(error)
-        if self.proves_failure(error):
+        if self._is_failure(error):
             self._sentinel.report_failure(text)
             return _Outcome.FAILED
         return None if self._sentinel.is_own_error(text) else _Outcome.FAILED

@@ -10,11 +10,12 @@ from typing import ParamSpec, TypeVar, cast, overload
 import torch.distributed as dist
 
 from elasticstate import present_world
-from elasticstate.config import forget_plain_variables, worker_environment
+from elasticstate.config import forget_plain_variables, launched_place, worker_environment
 from elasticstate.errors import UsageError
 from elasticstate.net.link import report_use_of_run
 from elasticstate.state.base import State
 from elasticstate.worker.alone import SoloLoop
+from elasticstate.worker.fixed import FixedLoop
 from elasticstate.worker.loop import WorkerLoop
 from elasticstate.worker.record import ErrorHandler
 
@@ -56,7 +57,8 @@ def run(
     After a planned change, the state stays as it is. In both cases ``run`` calls ``function`` again, which continues
     from the state. Create objects that belong to one world (the DDP wrapper, a sub-group) inside ``function``.
 
-    Under plain ``python train.py`` the function runs in a world of one.
+    Under plain ``python train.py`` the function runs in a world of one. Processes that another launcher has started,
+    such as mpirun, srun or torchrun, are one world that never changes: the loss of a process ends it.
 
     Args:
         warmup: called once, before the worker sends READY (compile, allocate, import), so that a new worker is warm
@@ -119,8 +121,11 @@ def _use_once(name: str) -> None:
 def _make_loop() -> SoloLoop | WorkerLoop:
     global _loop
     if _loop is None:
-        environment = worker_environment()
-        _loop = SoloLoop() if environment is None else WorkerLoop(environment)
+        environment, place = worker_environment(), launched_place()
+        if environment is not None:
+            _loop = WorkerLoop(environment)
+        else:
+            _loop = SoloLoop() if place is None else FixedLoop(place)
     return _loop
 
 
@@ -163,6 +168,17 @@ def join(collectives: bool = False) -> None:
         )
 
 
+def join_fixed_world() -> bool:
+    """Enter the world of another launcher, such as mpirun. Return False if none has started this process with others.
+
+    Raises UsageError if the processes cannot form a world, and what ``join`` raises.
+    """
+    if launched_place() is None:
+        return False
+    join()
+    return True
+
+
 def leave() -> None:
     """Leave a world that ``join`` entered, for a script without ``run``. Wait for all other members first.
 
@@ -192,11 +208,6 @@ def end_last_world() -> None:
         _loop.end()
 
 
-def is_in_last_world() -> bool:
-    """Return True if training is over, and ``keep_last_world`` has kept the last world."""
-    return _is_past_gate
-
-
-def proves_failure(error: BaseException) -> bool:
-    """Return True if ``error``, raised by a collective, or the world itself proves that a member has failed."""
-    return _loop is not None and _loop.proves_failure(error)
+def failure_text(error: BaseException) -> str:
+    """Return a message if ``error``, raised by a collective, comes from the failure of a member; otherwise ""."""
+    return "" if _loop is None else _loop.failure_text(error)

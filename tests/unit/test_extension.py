@@ -37,8 +37,8 @@ def test_ticks_are_counted() -> None:
     assert extension.ticks(state) == 2
 
 
-def test_a_world_of_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    extension.check_launcher()
+def test_processes_of_another_launcher_without_a_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not extension.join_fixed_world()
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="another launcher"):
-        extension.check_launcher()
+    with pytest.raises(UsageError, match="there is no OMPI_COMM_WORLD_RANK"):
+        extension.join_fixed_world()

@@ -18,7 +18,6 @@ from elasticstate.config import (
     option_names,
     read_options,
     read_options_to_check,
-    refusal_of_other_launchers,
     worker_environment,
 )
 from elasticstate.core.policy import Policy
@@ -268,37 +267,6 @@ def test_a_worker_reads_what_its_agent_wrote(monkeypatch: pytest.MonkeyPatch) ->
 WORKER = WorkerEnvironment(
     "socket", "mark", WorkerId("localhost", 0, 1), "job", "id", "127.0.0.1", "commits", (15,), "gloo"
 )
-LAUNCHERS = (
-    "OMPI_COMM_WORLD_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "JSM_NAMESPACE_SIZE",
-    "HOROVOD_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-    "WORLD_SIZE",
-)
-
-
-@pytest.mark.parametrize(
-    ("variables", "size"),
-    [
-        ({}, 0),
-        *(({name: "3"}, 3) for name in LAUNCHERS),
-        *(({name: "1"}, 0) for name in LAUNCHERS),
-        ({"SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_PROCID": "0"}, 0),  # a batch script: one process
-        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "OMPI_COMM_WORLD_SIZE": "1"}, 8),
-        ({"WORLD_SIZE": "2", **WORKER.variables()}, 0),  # set by elasticrun, in one of its worlds
-        ({"WORLD_SIZE": "many"}, 0),
-    ],
-)
-def test_processes_of_other_launchers_are_told_apart(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], size: int
-) -> None:
-    for name in (*LAUNCHERS, "ELASTICSTATE_SOCKET"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert (f"'elasticrun -np {size} python" in refusal_of_other_launchers()) == (size > 0)
 
 
 def test_the_record_of_a_job_is_kept_where_only_the_user_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
