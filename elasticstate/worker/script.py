@@ -82,7 +82,10 @@ def _call(script: Callable[[], object]) -> None:
         raise
     except BaseException as error:
         trace = _without_own_frames(error.__traceback__)
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
+        if sys.version_info >= (3, 12):
+            sys.last_exc = error
+        sys.excepthook(type(error), error, trace)
         _is_interrupted = isinstance(error, KeyboardInterrupt)
         _exit_code = 1
         sys.exit(1)

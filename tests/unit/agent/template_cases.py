@@ -127,10 +127,14 @@ def processes():
     print(json.dumps(found))
 
 
+LAST = ("type", "value", "exc")
+
+
 def leave(how):
     atexit.register(
         lambda: print("exit function", "__main__" in sys.modules and sys.modules["__main__"].__dict__ is globals())
     )
+    atexit.register(lambda: print("last error", [repr(getattr(sys, f"last_{name}", None)) for name in LAST]))
     thread = threading.Thread(target=lambda: (time.sleep(0.2), print("thread")))
     thread.start()
     if how == "text":
