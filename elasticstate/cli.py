@@ -254,6 +254,7 @@ examples:
 
 Write options before COMMAND: everything after it belongs to COMMAND. A COMMAND that ends in .py runs with this Python.
 torchrun's --nproc-per-node, --max-restarts and horovodrun's --gloo, --mpi, --output-filename are accepted, too.
+Write elasticrun --horovod instead of horovodrun to keep a whole command line with its meaning.
 The environment variable ELASTICSTATE_OPTION_NAME also sets --option-name; the command line has precedence.
 Exit status: 0 the workers finished; 1 failed, the root cause is printed last; 2 usage; 130 Ctrl-C; 143 SIGTERM.
 """
@@ -281,6 +282,8 @@ def _options(given: dict[str, Any]) -> Options:
     command = [given["program"], *given["arguments"]] if given["program"] else given["arguments"]
     options = read_options(_texts(given), command[1:] if command[:1] == ["--"] else command)
     other_launchers.check(given, options)
+    if note := other_launchers.note(given):
+        complain("elasticrun", note)
     return options
 
 
@@ -342,7 +345,7 @@ def _parser() -> argparse.ArgumentParser:
         "option requires (--backend, hosts, --commit-dir, --listen) is not available. COMMAND is not required.",
     )
     other_launchers.add_options(parser)
-    parser.add_argument("--version", action=_Version, nargs=0, help="Print the version and exit.")
+    parser.add_argument("-v", "--version", action=_Version, nargs=0, help="Print the version and exit.")
     parser.add_argument("program", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -1,4 +1,7 @@
-"""Options of torchrun, horovodrun and mpirun: accepted if they mean the same here; else the error names our option."""
+"""Options of torchrun, horovodrun and mpirun: accepted if they mean the same here; else the error names our option.
+
+With ``--horovod``, options of horovodrun have their meaning there. ``config`` computes the defaults that differ.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,21 @@ from elasticstate.machine import cores_of_this_machine, gpus_of_this_machine
 
 _HOSTS = "name the hosts with -H, --hostfile or --host-discovery-script, or use --listen."
 _ONCE = f"elasticrun runs once per job, not once per host. Leave this option out, and {_HOSTS}"
-_TUNING = "elasticstate does not have the part of Horovod that this option sets. Leave this option out."
+_TUNING = "elasticstate does not have the part of Horovod that this option sets"
+_INTERFACE = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and pass them to other hosts with --env."
 _LEFT_OUT = "elasticrun has no such option and does not need it. Leave this option out."
 _OUTPUT = "elasticrun has no such option. Use --log-dir, and --tee for the streams that the terminal gets."
 _CHECK = "elasticrun has no such option. Use --check."
 
-_TAKEN = ("--nproc-per-node", "--nnodes", "--max-restarts", "--output-filename", "--log-level")
+_TAKEN = (
+    "--nproc-per-node",
+    "--nnodes",
+    "--max-restarts",
+    "--output-filename",
+    "--log-level",
+    "-hostfile",
+    "--gloo-timeout-seconds",
+)
 _TAKEN_FLAGS = ("--standalone", "--gloo", "--mpi", "--stall-check", "--no-stall-check")
 _REFUSED = {
     "--rdzv-backend": _ONCE,
@@ -44,14 +56,45 @@ _REFUSED = {
     "--check-build": _CHECK,
     "-cb": _CHECK,
     "--config-file": "elasticrun reads no such file. Set ELASTICSTATE_<OPTION> in the environment.",
+    "--network-interface": _INTERFACE,
+    "--network-interfaces": _INTERFACE,
     "--mpi-args": "elasticrun calls mpirun itself. Leave this option out.",
-    "--tcp": "elasticrun has no such option. Use --backend.",
+    "--binding-args": "elasticrun binds no workers to cores. Bind them in COMMAND, for example with taskset.",
+    "--jsrun": "elasticrun starts the workers itself. Leave this option out, or start a fixed world with jsrun.",
+    "--tcp": "Gloo uses only TCP. Leave this option out, and set NCCL_IB_DISABLE=1 for NCCL.",
     "--prefix-output-with-timestamp": "elasticrun has no such option. Use --events-file for times.",
-    "--fusion-threshold-mb": _TUNING,
-    "--cycle-time-ms": _TUNING,
-    "--cache-capacity": _TUNING,
-    "--autotune": _TUNING,
+    "-prefix-timestamp": "elasticrun has no such option. Use --events-file for times.",
 }
+
+# Options of horovodrun that set nothing here: without effect after --horovod, else refused.
+_TUNES = (
+    "--fusion-threshold-mb",
+    "--cycle-time-ms",
+    "--cache-capacity",
+    "--autotune-log-file",
+    "--autotune-warmup-samples",
+    "--autotune-steps-per-sample",
+    "--autotune-bayes-opt-max-samples",
+    "--autotune-gaussian-process-noise",
+    "--num-nccl-streams",
+    "--thread-affinity",
+)
+_TUNES_FLAGS = (
+    "--disable-cache",
+    "--hierarchical-allreduce",
+    "--no-hierarchical-allreduce",
+    "--hierarchical-allgather",
+    "--no-hierarchical-allgather",
+    "--autotune",
+    "--no-autotune",
+    "--mpi-threads-disable",
+    "--no-mpi-threads-disable",
+    "--log-with-timestamp",
+    "--log-without-timestamp",
+    "--log-hide-timestamp",
+    "--no-log-hide-timestamp",
+)
+_QUIET_LEVELS = ("warning", "error", "fatal")
 
 
 class _Refuse(argparse.Action):
@@ -64,9 +107,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of other launchers, which the help does not list. Underscores work as well, as in torchrun."""
     add = parser.add_argument
     add("-n", dest="-n", default=None, help=argparse.SUPPRESS)
-    for name in _TAKEN:
+    for name in (*_TAKEN, *_TUNES):
         add(*_spellings(name), dest=name, default=None, help=argparse.SUPPRESS)
-    for name in _TAKEN_FLAGS:
+    for name in (*_TAKEN_FLAGS, *_TUNES_FLAGS):
         add(*_spellings(name), dest=name, action="store_true", default=None, help=argparse.SUPPRESS)
     for name in _REFUSED:
         add(*_spellings(name), dest=argparse.SUPPRESS, nargs="?", action=_Refuse, help=argparse.SUPPRESS)
@@ -93,24 +136,25 @@ def translate(given: dict[str, Any], texts: dict[str, str | None]) -> None:
     for name, field, value in (
         ("--max-restarts", "reset_limit", given["--max-restarts"]),
         ("--output-filename", "log_dir", given["--output-filename"]),
+        ("-hostfile", "hostfile", given["-hostfile"]),
+        ("--gloo-timeout-seconds", "collective_timeout_s", given["--gloo-timeout-seconds"]),
         ("--gloo", "backend", "gloo" if given["--gloo"] else None),
         ("--mpi", "backend", "mpi" if given["--mpi"] else None),
         ("--no-stall-check", "stall_check_s", "off" if given["--no-stall-check"] else None),
     ):
         if value is not None:
             _put(texts, name, field, value)
-    level = given["--log-level"]
-    if level is not None and level.lower() in ("debug", "trace"):
+    level = (given["--log-level"] or "").lower()
+    if level in ("debug", "trace"):
         texts["verbose"] = "1"
-    elif level is not None and level.lower() != "info":
-        raise OptionError(
-            f"--log-level: {level!r}: elasticrun prints one line for each event (info), and with --verbose also its "
-            "reasons (debug). Leave this option out, or use --verbose."
-        )
+    elif level not in ("", "info", *_QUIET_LEVELS):
+        raise OptionError(f"--log-level: {given['--log-level']!r}: must be trace, debug or info")
 
 
 def check(given: dict[str, Any], options: Options) -> None:
-    """Raise OptionError for options that mean the same as ours only if the job runs on this machine alone."""
+    """Raise OptionError for options that set nothing here, or that mean something else with these options."""
+    if not options.horovod:
+        _refuse_tuning(given)
     if not (options.hosts or options.hostfile or options.host_discovery_script or options.listen):
         return
     for name in ("--nproc-per-node", "--nnodes", "--standalone"):
@@ -121,6 +165,27 @@ def check(given: dict[str, Any], options: Options) -> None:
     if given["--max-restarts"] is not None:
         raise OptionError(
             "--max-restarts counts the failures of each host. Use --reset-limit, which counts the failures of the job."
+        )
+
+
+def note(given: dict[str, Any]) -> str:
+    """Return a note about the ``given`` options of horovodrun that have no effect; "" if there are none."""
+    tuning = [name for name in (*_TUNES, *_TUNES_FLAGS) if given[name] is not None]
+    level = given["--log-level"]
+    if level is not None and level.lower() in _QUIET_LEVELS:
+        tuning.append("--log-level")
+    return f"without effect: {', '.join(tuning)}" if tuning else ""
+
+
+def _refuse_tuning(given: dict[str, Any]) -> None:
+    for name in (*_TUNES, *_TUNES_FLAGS):
+        if given[name] is not None:
+            raise OptionError(f"{name}: {_TUNING}. Leave this option out, or add --horovod to ignore it.")
+    level = given["--log-level"]
+    if level is not None and level.lower() in _QUIET_LEVELS:
+        raise OptionError(
+            f"--log-level: {level!r}: elasticrun prints one line for each event (info), and with --verbose also its "
+            "reasons (debug). Leave this option out, or use --verbose."
         )
 
 

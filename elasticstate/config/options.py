@@ -46,6 +46,9 @@ class Options(HorovodOptions):
         "Largest number of workers (default: -np; with --host-discovery-script or --listen: no limit). Further slots "
         "stay empty.",
     )
+    horovod: bool = option(
+        False, _SIZE, kinds.FLAG, "--horovod", "Give the options their meanings in horovodrun (see the guide)."
+    )
     spares: int = option(
         0, _SIZE, kinds.NUMBER, "--spares", "Number of booted workers that wait outside the world to replace lost ones."
     )
@@ -75,11 +78,7 @@ class Options(HorovodOptions):
         "Transport of tensors between workers. auto: nccl (with gloo for CPU tensors) if torch sees GPUs, else gloo.",
     )
     template: bool = option(
-        True,
-        _SIZE,
-        kinds.FLAG,
-        "--template",
-        "Fork workers from one process on each host that has imported torch already.",
+        True, _SIZE, kinds.FLAG, "--template", "Fork workers from one process on each host that has imported torch."
     )
     preload: tuple[str, ...] = option(
         (), _SIZE, kinds.MODULES, "--preload", "Further modules that the template process imports for all workers."

@@ -12,6 +12,8 @@ from elasticstate.config.horovod_options import STALL_CHECK_S, horovod_text
 from elasticstate.config.options import Options, option_names
 from elasticstate.errors import OptionError
 
+_HOROVOD_TWINS = {"start_timeout_s": ("HOROVOD_START_TIMEOUT",), "elastic_timeout_s": ("HOROVOD_ELASTIC_TIMEOUT",)}
+
 
 def read_options(
     given: Mapping[str, str | None], command: Sequence[str], environ: Mapping[str, str] | None = None
@@ -52,7 +54,8 @@ def _parse(given: Mapping[str, str | None], environ: Mapping[str, str] | None) -
     for name, option in option_names().items():
         source, text = "/".join(option.names), given.get(name)
         if text is None:
-            source = next((twin for twin in option.twins if environ.get(twin)), "")
+            twins = [*option.twins, *(_HOROVOD_TWINS.get(name, ()) if values.get("horovod") else ())]
+            source = next((twin for twin in twins if environ.get(twin)), "")
             text = environ.get(source)
         if text is None:
             source, text = horovod_text(name, environ)
@@ -83,8 +86,14 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
             f"--tee: {values['tee']}: must be 3 without --log-dir, or output would be lost. Add --log-dir."
         )
     np = values["np"]
+    hosts_may_change = bool({"host_discovery_script", "listen"} & set(values))
+    is_horovod = values.get("horovod", False)
+    # horovodrun's rule: only these options make a job elastic. Such a job has no limit above.
+    is_elastic = hosts_may_change or (is_horovod and "min_np" in values)
+    if is_horovod and not is_elastic:
+        values.setdefault("reset_limit", 0)
     values.setdefault("min_np", np)
-    values.setdefault("max_np", None if {"host_discovery_script", "listen"} & set(values) else np)
+    values.setdefault("max_np", None if is_elastic else np)
     if values["min_np"] > np:
         raise OptionError(
             f"--min-np: {values['min_np']}: must be at most -np, which is {np}. Lower --min-np, or raise -np."
@@ -119,9 +128,10 @@ def _refuse_too_few_slots(values: Mapping[str, Any]) -> None:
     if "hosts" not in values or default_slots is None:
         return  # the hosts may change, or only the driver can count the devices
     slots = sum(kinds.parse_host(host, default_slots).slots for host in values["hosts"])
-    if slots < values["min_np"]:
-        least = "-np" if values["min_np"] == values["np"] else "--min-np"
+    fewest = values["np"] if values.get("horovod") else values["min_np"]
+    if slots < fewest:
+        least = "-np" if fewest == values["np"] else "--min-np"
         raise OptionError(
-            f"-H/--hosts: the hosts have {slots} slots, fewer than {least}, which is {values['min_np']}. Add hosts or "
+            f"-H/--hosts: the hosts have {slots} slots, fewer than {least}, which is {fewest}. Add hosts or "
             f"slots (host:slots, --slots-per-host), or lower {least}."
         )

@@ -54,8 +54,8 @@ def waiting_for(m: Draft | Membership, now: float) -> tuple[str, ...]:
 def missing(m: Draft | Membership, now: float) -> Iterator[str]:
     """Yield, host by host, the hosts and slots that are not READY, with their last report."""
     slots = sum(host.slots for host in m.hosts.values())
-    if m.hosts and slots < m.policy.min_np:
-        yield f"too few slots: the hosts have {number_of(slots, 'slot')}, --min-np is {m.policy.min_np}"
+    if m.hosts and slots < m.policy.fewest(m.generation):
+        yield f"too few slots: the hosts have {number_of(slots, 'slot')}, {m.policy.fewest_text(m.generation)}"
     for host in hosts_of(m):
         if not host.slots:
             yield f"host {host.name}: {'has 0 slots in discovery' if host.is_named else 'removed by discovery'}"

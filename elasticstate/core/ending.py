@@ -9,6 +9,7 @@ from elasticstate.core import accounting, types as t
 from elasticstate.core.diagnostics import names
 from elasticstate.core.records import Draft, Failure, Forming, Over, Running, Worker
 from elasticstate.core.slots import stop
+from elasticstate.core.texts import number_of
 
 QUIET_S = 1.0  # seconds after a failure in which no worker starts; the new world's first tick ends this time early
 
@@ -89,7 +90,7 @@ def refine(d: Draft, phase: Forming, found: list[Failure]) -> None:
 
 
 def settle(d: Draft, phase: Forming) -> None:
-    """Count the ended generation, which all members have left. End the job if a limit on failures is exceeded."""
+    """Count the ended generation, which all members have left. End the job if a limit is exceeded."""
     ledger, policy, failure = d.ledger, d.policy, phase.failure
     if d.world is not None and ledger.own_errors == d.world.size and ledger.own_error is not None:
         become_over(d, False, ledger.own_error)
@@ -98,19 +99,33 @@ def settle(d: Draft, phase: Forming) -> None:
         d.update_ledger(no_progress=0, no_progress_cause=None)
     elif failure is not None and failure.kind in ("own", "reported"):
         d.update_ledger(no_progress=ledger.no_progress + 1, no_progress_cause=ledger.no_progress_cause or failure.cause)
-    if failure is None:
+    if failure is None and not policy.counts_changes:
         return
-    failed_at = (*ledger.failed_at, phase.since)
-    if policy.reset_window_s is not None:
-        failed_at = tuple(at for at in failed_at if at > d.now - policy.reset_window_s)
-    d.update_ledger(failed_at=failed_at[-1 - (policy.reset_limit or 0) :])
+    exceeded = count_reset(d, phase.since, "generation")
     if d.ledger.no_progress >= policy.max_no_progress:
         row = d.ledger.no_progress
         fail_job(d, f"no progress: {row} generations in a row failed without a commit", d.ledger.no_progress_cause)
-    elif policy.reset_limit is not None and len(failed_at) > policy.reset_limit:
-        within = f" within --reset-window of {policy.reset_window_s:g} s" if policy.reset_window_s is not None else ""
-        reason = f"reset limit: {len(failed_at)} generations have failed{within}, --reset-limit is {policy.reset_limit}"
-        fail_job(d, reason, d.ledger.outage)
+    elif exceeded and failure is None:
+        fail_job(d, f"{exceeded}; last: {phase.cause}")
+    elif exceeded:
+        fail_job(d, exceeded, d.ledger.outage)
+
+
+def count_reset(d: Draft, at: float, what: str) -> str:
+    """Count an end of a world towards --reset-limit. Return the reason for which the job must end, or "".
+
+    ``what``: "generation", or "world" for workers without ``run``.
+    """
+    policy, ended_at = d.policy, (*d.ledger.failed_at, at)
+    if policy.reset_window_s is not None:
+        ended_at = tuple(time for time in ended_at if time > d.now - policy.reset_window_s)
+    d.update_ledger(failed_at=ended_at[-1 - (policy.reset_limit or 0) :])
+    if policy.reset_limit is None or len(ended_at) <= policy.reset_limit:
+        return ""
+    within = f" within --reset-window of {policy.reset_window_s:g} s" if policy.reset_window_s is not None else ""
+    have = "has" if len(ended_at) == 1 else "have"
+    how = "ended" if policy.counts_changes else "failed"
+    return f"reset limit: {number_of(len(ended_at), what)} {have} {how}{within}, --reset-limit is {policy.reset_limit}"
 
 
 # ------------------------------------------------------------------------------------------ decisions by time-out

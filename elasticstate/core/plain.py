@@ -17,7 +17,7 @@ from elasticstate.core import accounting, types as t
 from elasticstate.core.backoff import long_s
 from elasticstate.core.cooldown import patience_limit_s
 from elasticstate.core.diagnostics import missing, names
-from elasticstate.core.ending import become_over, earlier, fail_job, first_cause
+from elasticstate.core.ending import become_over, count_reset, earlier, fail_job, first_cause
 from elasticstate.core.partition import may_train_on, unreachable_hosts, unreachable_until
 from elasticstate.core.phases import Failure, Round, Together, Waiting
 from elasticstate.core.planned import drain_time
@@ -121,7 +121,7 @@ def waiting_plain(d: Draft, phase: Waiting) -> None:
     if (present is not None and _await_exits(d, present)) or isinstance(d.phase, Together):
         return
     limit_s = d.policy.elastic_timeout_s
-    d.reason = f"too few free slots for a world: --min-np is {d.policy.min_np}"
+    d.reason = f"too few free slots for a world: {d.policy.fewest_text(d.generation)}"
     if may_train_on(d):
         d.reason = f"waiting until the workers on unreachable hosts have stopped: {listed(unreachable_hosts(d))}"
     elif d.now >= phase.since + limit_s:
@@ -129,7 +129,7 @@ def waiting_plain(d: Draft, phase: Waiting) -> None:
         fail_job(d, f"--elastic-timeout of {limit_s:g} s expired: {d.reason}; missing: {who}", d.ledger.outage)
         return
     if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
-        what = f"at least {number_of(d.policy.min_np, 'free slot')}"
+        what = f"at least {number_of(d.policy.fewest(d.generation), 'free slot')}"
         d.note("waiting", **{"for": what, "who": listed(list(missing(d, d.now)), "; ")})
         d.phase = replaced(phase, noticed=True)
 
@@ -194,10 +194,10 @@ def _end_if_due(d: Draft, present: Round) -> bool:
     if present.failure is not None and d.now >= present.ends_at:
         _fail(d, present, present.failure)
     elif draining and d.now >= drain_time(d, draining):
-        _end(d, present, listed(f"{worker.id} drains: {worker.draining}" for worker in draining))
+        _change(d, present, listed(f"{worker.id} drains: {worker.draining}" for worker in draining))
     elif d.now >= _join_time(d, present) and not _is_finishing(d, present) and (slots := newcomers(d)):
         d.update_ledger(planned_at=d.now)
-        _end(d, present, listed(f"{slot_id} joins" for slot_id in slots))
+        _change(d, present, listed(f"{slot_id} joins" for slot_id in slots))
     else:
         return False
     return True
@@ -250,34 +250,36 @@ def _end(d: Draft, present: Round, cause: str) -> None:
     d.reason = cause
 
 
+def _change(d: Draft, present: Round, cause: str) -> None:
+    """End the round by plan. End the job if planned changes count and exceed --reset-limit."""
+    _end(d, present, cause)
+    if d.policy.counts_changes and (reason := count_reset(d, d.now, "world")):
+        fail_job(d, f"{reason}; last: {cause}")
+
+
 def _fail(d: Draft, present: Round, failure: Failure) -> None:
     """End the round by a failure. End the job if a limit is exceeded."""
     policy, ledger = d.policy, d.ledger
     if isinstance(d.phase, Together):
         accounting.generation_failed(d)
-    _end(d, present, failure.cause.reason)
     if failure.kind == "drain":
+        _change(d, present, failure.cause.reason)
         return
+    _end(d, present, failure.cause.reason)
     lived_long = d.now - present.since >= long_s(d)
     row = 0 if lived_long else ledger.no_progress
     first = None if lived_long else ledger.no_progress_cause
     if failure.own_error and _is_plain(d):
         row, first = row + 1, first or failure.cause
-    failed_at = (*ledger.failed_at, d.now)
-    if policy.reset_window_s is not None:
-        failed_at = tuple(at for at in failed_at if at > d.now - policy.reset_window_s)
+    exceeded = count_reset(d, d.now, "world")
     d.update_ledger(
         restarts=ledger.restarts + 1,
         no_progress=row,
         no_progress_cause=first,
-        failed_at=failed_at[-1 - (policy.reset_limit or 0) :],
         outage=failure.cause if _is_plain(d) else ledger.outage or failure.cause,
     )
     if row >= policy.max_no_progress:
         soon = f"less than {long_s(d):g} s after its start"
         fail_job(d, f"no progress: {row} times in a row a worker failed {soon}", first)
-    elif policy.reset_limit is not None and len(failed_at) > policy.reset_limit:
-        within = f" within --reset-window of {policy.reset_window_s:g} s" if policy.reset_window_s is not None else ""
-        times = number_of(len(failed_at), "world")
-        have = "has" if len(failed_at) == 1 else "have"
-        fail_job(d, f"reset limit: {times} {have} failed{within}, --reset-limit is {policy.reset_limit}", failure.cause)
+    elif exceeded:
+        fail_job(d, exceeded, failure.cause)

@@ -16,6 +16,7 @@ class Policy:
     np: int
     min_np: int
     max_np: int | None
+    horovod: bool  # the options have their meanings in horovodrun
     spares: int
     listen: str | None  # not None: the agents that dial in are the hosts
     start_timeout_s: float
@@ -40,3 +41,17 @@ class Policy:
     stall_check_s: float | None
     stall_shutdown_s: float | None
     waiting_notice_s: float = 30.0  # no option: seconds of a wait after which the event file gets a notice
+
+    def fewest(self, generation: int) -> int:
+        """Return the smallest number of workers of the next world. ``generation``: the present one, or 0."""
+        return self.np if self.horovod and generation == 0 else self.min_np
+
+    def fewest_text(self, generation: int) -> str:
+        """Return ``fewest`` with its option, for messages."""
+        option = "-np" if self.horovod and generation == 0 else "--min-np"
+        return f"{option} is {self.fewest(generation)}"
+
+    @property
+    def counts_changes(self) -> bool:
+        """True if planned changes of the world count towards --reset-limit, as failures do."""
+        return self.horovod

@@ -114,7 +114,7 @@ class _Plan:
         if not self._cooling:
             return []
         warm = [host for host in self.hosts if host.name in self._warm and not host.draining]
-        is_short = _slots_counted_on(d) + sum(_good_slots(d, host) for host in warm) < d.policy.min_np
+        is_short = _slots_counted_on(d) + sum(_good_slots(d, host) for host in warm) < d.policy.fewest(d.generation)
         return [h for h in self._cooling if is_short or (self.awaits_retained and h.name in self.holding_hosts)]
 
     def free_slots(self) -> list[tuple[t.SlotId, Slot]]:
@@ -158,7 +158,7 @@ class _Plan:
             return False
         in_time = (slot_id for slot_id, slot in ready if slot.failures < FAILURES_IN_A_ROW) if _is_in_time(d) else ()
         good = sum(not d.hosts[slot_id.host].draining for slot_id in in_time)
-        return _slots_counted_on(d) + good < d.policy.min_np
+        return _slots_counted_on(d) + good < d.policy.fewest(d.generation)
 
     def deadlines(self) -> Iterator[tuple[str, float]]:
         """Yield the ends of cooldowns and backoffs, and the times from which they give way."""
@@ -347,7 +347,7 @@ def _start_round(d: Draft, plan: _Plan) -> None:
     if not may_start(d):
         return
     free = plan.startable()
-    enough = len(free) >= d.policy.min_np and not may_train_on(d)
+    enough = len(free) >= d.policy.fewest(d.generation) and not may_train_on(d)
     if enough != (d.ledger.enough_since < inf):
         d.update_ledger(enough_since=d.now if enough else inf)
     slot_ids = chosen(d, free, plan.expects_more(free)) if enough else []

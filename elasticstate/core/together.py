@@ -28,7 +28,7 @@ def window_end(d: Draft) -> float:
 def chosen(d: Draft, free: Sequence[t.SlotId], are_more_expected: bool) -> list[t.SlotId]:
     """Return the free slots in which a round starts now; [] to wait for more slots."""
     policy = d.policy
-    if len(free) < policy.min_np:
+    if len(free) < policy.fewest(d.generation):
         return []
     if len(free) < policy.np and are_more_expected and d.now < window_end(d):
         return []

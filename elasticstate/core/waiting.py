@@ -66,10 +66,10 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
     policy = d.policy
     stay = staying(d)
     _release_draining(d, stay)
-    enough = len(stay) >= policy.min_np
+    enough = len(stay) >= policy.fewest(d.generation)
     if not enough:
         _await_retained(d, None)
-    d.reason = f"{number_of(len(stay), 'worker')} ready, --min-np is {policy.min_np}"
+    d.reason = f"{number_of(len(stay), 'worker')} ready, {policy.fewest_text(d.generation)}"
     if enough and d.now >= _window_end(d, stay) and form(d):
         return
     if d.now >= _give_up_time(d, phase) and not is_running(d):
@@ -84,7 +84,7 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
         d.note(
             "waiting",
             **{
-                "for": f"at least {number_of(policy.min_np, 'ready worker')}",
+                "for": f"at least {number_of(policy.fewest(d.generation), 'ready worker')}",
                 "who": listed(list(missing(d, d.now)), "; "),
             },
         )
@@ -100,7 +100,7 @@ def waiting_deadlines(d: Draft, phase: Waiting) -> Iterator[tuple[str, float]]:
     if not phase.noticed:
         yield "notice", phase.since + d.policy.waiting_notice_s
     stay = staying(d)
-    if len(stay) < d.policy.min_np:
+    if len(stay) < d.policy.fewest(d.generation):
         return
     window_end = _window_end(d, stay)
     yield "join window", window_end
@@ -189,7 +189,7 @@ def _window_end(d: Draft, stay: list[Worker]) -> float:
     if len(stay) >= d.policy.np or (d.generation and not d.booting):
         return -inf
     ready_at = sorted(worker.ready_at for worker in stay)
-    return ready_at[d.policy.min_np - 1 if d.generation else -1] + d.policy.join_window_s
+    return ready_at[d.policy.fewest(d.generation) - 1 if d.generation else -1] + d.policy.join_window_s
 
 
 def _release_draining(d: Draft, stay: list[Worker]) -> None:
@@ -222,4 +222,4 @@ def failed_slots(d: Draft) -> int:
     slot_ids = [t.SlotId(host.name, index) for host in d.hosts.values() for index in range(host.slots)]
     slots = [d.slots[slot_id] for slot_id in slot_ids if slot_id in d.slots]
     bad = sum(slot.failures >= d.policy.max_no_progress for slot in slots)
-    return bad if len(slot_ids) - bad < d.policy.min_np else 0
+    return bad if len(slot_ids) - bad < d.policy.fewest(d.generation) else 0

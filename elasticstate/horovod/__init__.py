@@ -51,6 +51,7 @@ from elasticstate.horovod.compression import Compression
 from elasticstate.horovod.elastic.state import HostsUpdatedInterrupt
 from elasticstate.horovod.handles import poll, synchronize
 from elasticstate.horovod.joining import join
+from elasticstate.horovod.launch import run
 from elasticstate.horovod.optimizer import DistributedOptimizer
 from elasticstate.horovod.process_sets import (
     ProcessSet,
@@ -147,6 +148,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",

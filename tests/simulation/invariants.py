@@ -314,7 +314,7 @@ class Checker:
         assert self._stands_still or now >= lease_until, "I16: the last world is unreachable and may be training"
         self.reached["lease over"] += bool(self._leases) and not self._stands_still
         self._leases, self._stands_still = {}, False
-        assert policy.min_np <= world.size, "I4"
+        assert policy.fewest(world.generation - 1) <= world.size, "I4"
         assert policy.max_np is None or world.size <= policy.max_np, "I4"
         order = [host.name for host in sorted(after.hosts.values(), key=lambda host: (host.order, host.name))]
         survivors = {worker: self._ages[worker] for worker in members if worker in self._ages}
@@ -399,7 +399,7 @@ class Checker:
                 else:
                     elsewhere += bool(usable) and index < other.slots and not hopeless
         holds = any(slot.retained is not None for slot_id, slot in after.slots.items() if slot_id.host == host.name)
-        assert elsewhere < after.policy.min_np or (holds and self._awaits_retained(after)), "I5"
+        assert elsewhere < after.policy.fewest(after.generation) or (holds and self._awaits_retained(after)), "I5"
         self.reached["cooldown gave way"] += 1
 
     def _too_late(self, after: Membership, asked_at: float, now: float) -> bool:

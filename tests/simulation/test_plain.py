@@ -65,6 +65,7 @@ class PlainJob:
             reset_limit=rng.choice((None, None, 3)),
             max_no_progress=rng.choice((3, 1000)),
             elastic_timeout_s=100.0,
+            horovod=rng.random() < 0.2,
         )
         self.m = new_membership(self.policy)
         self.now = 0.0
@@ -111,7 +112,7 @@ class PlainJob:
         assert [place.rank for place in places] == list(range(len(places))), "I18: the world is complete"
         assert {place.size for place in places} == {len(places)}
         assert len({(p.generation, p.store_host, p.restarts) for p in places}) == 1
-        assert self.policy.min_np <= len(places)
+        assert self.policy.fewest(places[0].generation - 1) <= len(places)
         assert self.policy.max_np is None or len(places) <= self.policy.max_np
         assert places[0].store_host == started[0].worker.host
         for host in {effect.worker.host for effect in started}:

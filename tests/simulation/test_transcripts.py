@@ -23,6 +23,8 @@ SCENARIOS = (
     "host_of_only_commit_lost",
     "host_removed",
     "host_unreachable_and_back",
+    "horovod_reset_limit",
+    "horovod_start",
     "hosts_in_cooldown",
     "lease",
     "newcomer_dies_before_it_is_ready",
