@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from elasticstate.compat.stores import PrefixStore, Store, TCPStore, rendezvous
-from elasticstate.config import LaunchedPlace, runtime_directory
+from elasticstate.config import LaunchedPlace, usable_runtime_directory
 from elasticstate.errors import UsageError
 from elasticstate.net.store_listener import StoreListener
 from elasticstate.private import open_directory, read_file, write_file
@@ -39,7 +39,7 @@ class Meeting(NamedTuple):
 def meet(place: LaunchedPlace) -> Iterator[Meeting]:
     """Give the store of this world. All processes must have joined at the end of the context.
 
-    Raises UsageError if the processes cannot meet, and torch's error if one of them does not come.
+    Raises UsageError or OptionError if the processes cannot meet, and torch's error if one of them does not come.
     """
     if place.master is not None:
         store, _, _ = next(iter(rendezvous("env://", place.rank, place.size, timeout=TIMEOUT)))
@@ -57,7 +57,7 @@ def meet(place: LaunchedPlace) -> Iterator[Meeting]:
 @contextmanager
 def _on_one_host(place: LaunchedPlace) -> Iterator[TCPStore]:
     """Give a store at the loopback interface. A file in a private directory names its port."""
-    path = runtime_directory() / f"elasticstate-{os.getuid()}-world-{place.key}"
+    path = usable_runtime_directory() / f"elasticstate-{os.getuid()}-world-{place.key}"
     if place.rank != 0:
         yield _find_store(str(path))
         return

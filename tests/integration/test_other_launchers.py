@@ -211,6 +211,8 @@ def test_the_loss_of_a_rank_without_run_raises_in_the_others(tmp_path: Path) -> 
     program = (
         "import os, signal, torch, elasticstate.horovod as hvd\n"
         "hvd.init()\n"
+        "own = [os.environ[f'HOROVOD_{name}'] for name in ('RANK', 'SIZE', 'LOCAL_RANK', 'HOSTNAME')]\n"
+        "assert own == [str(hvd.rank()), '2', str(hvd.rank()), '127.0.0.1'], own\n"
         "assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2\n"
         "if hvd.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "try: hvd.allreduce(torch.ones(1))\n"
@@ -229,6 +231,13 @@ def test_processes_without_a_place_are_refused(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert f"UsageError: {name}=2: " in done.stderr
         assert "Start the script with 'elasticrun -np 2 python ...'" in done.stderr
+
+
+def test_a_directory_that_is_missing_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    with tasks_of_srun(tmp_path / "missing", 2, "-c", OWN) as tasks:
+        errors = [task.communicate(timeout=LONGEST_S)[1] for task in tasks]
+        assert [task.returncode for task in tasks] == [1, 1]
+    assert all("OptionError: XDG_RUNTIME_DIR" in error for error in errors), errors
 
 
 @NEEDS_MPIRUN
