@@ -7,7 +7,11 @@ events are wrong: an older incarnation, another generation, an unknown worker, a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hypothesis import Phase, given, seed, settings
 
 from elasticstate.core import types as t
 from elasticstate.core.policy import Policy
@@ -15,6 +19,22 @@ from elasticstate.core.records import Finishing, Forming, Membership, Running, W
 from tests.policy import policy_of
 
 HOSTS = ("a", "b", "c", "d")
+
+
+def explore_all(
+    play: Callable[..., None], schedules: int, reached: Counter[str], wanted: Iterable[str], **drawn: Any
+) -> None:
+    """Run so many schedules, and more until all ``wanted`` situations are reached, as some of them are rare.
+
+    ``play`` runs one schedule with arguments that hypothesis draws from ``drawn``. It counts in ``reached``.
+    """
+    for part in range(20):
+        count = schedules if part == 0 else schedules // 4
+        seed(part)(settings(max_examples=count, phases=[Phase.generate])(given(**drawn)(play)))()
+        if all(reached[what] for what in wanted):
+            break
+    assert reached["schedules"] >= schedules
+    assert [what for what in wanted if not reached[what]] == []
 
 
 def random_policy(rng: random.Random) -> Policy:

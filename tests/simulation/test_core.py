@@ -10,14 +10,14 @@ from collections import Counter
 from dataclasses import replace
 from math import inf
 
-from hypothesis import Phase, given, settings, strategies as st
+from hypothesis import strategies as st
 
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, new_membership, next_deadline, step
 from elasticstate.core.records import Over
 from tests.simulation.invariants import ENDS, Checker
 from tests.simulation.recovery import world_or_end_is_reached
-from tests.simulation.schedules import EventMaker, random_policy, rubbish
+from tests.simulation.schedules import EventMaker, explore_all, random_policy, rubbish
 
 MUST_BE_REACHED = (
     *("world", "start", "stop", "hold", "release", "interrupt", "escalation", "failure", "drain", "leave", "gate"),
@@ -109,7 +109,6 @@ def _what_is_stale_has_no_effect(rng: random.Random, m: Membership, now: float) 
             assert replace(step(m, event, now).next, deadlines=m.deadlines) == m, event
 
 
-@given(seed=st.integers(0, 2**64 - 1), length=st.integers(45, 130))
 def explore(seed: int, length: int) -> None:
     reached["schedules"] += 1
     counted = Counter[str]()
@@ -121,7 +120,12 @@ def explore(seed: int, length: int) -> None:
 
 
 def test_invariants_hold_in_random_schedules_that_come_by_everything(number_of_schedules: int) -> None:
-    settings(max_examples=number_of_schedules, phases=[Phase.generate])(explore)()
-    assert reached["schedules"] >= number_of_schedules
+    explore_all(
+        explore,
+        number_of_schedules,
+        reached,
+        MUST_BE_REACHED,
+        seed=st.integers(0, 2**64 - 1),
+        length=st.integers(45, 130),
+    )
     assert reached["events"] >= 40 * reached["schedules"]
-    assert [what for what in MUST_BE_REACHED if not reached[what]] == []

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import Phase, given, settings, strategies as st
+from hypothesis import strategies as st
 
 from tests.simulation.job import FAULTS, play
+from tests.simulation.schedules import explore_all
 
 MUST_BE_REACHED = (
     *(
@@ -39,14 +40,18 @@ MUST_BE_REACHED = (
 reached: Counter[str] = Counter()
 
 
-@given(seed=st.integers(0, 2**64 - 1), actions=st.integers(30, 220))
 def explore(seed: int, actions: int) -> None:
     reached.update(play(seed, actions))
     reached["schedules"] += 1
 
 
 def test_replicas_never_diverge_and_every_job_ends(number_of_schedules: int) -> None:
-    settings(max_examples=number_of_schedules, phases=[Phase.generate])(explore)()
-    assert reached["schedules"] >= number_of_schedules
+    explore_all(
+        explore,
+        number_of_schedules,
+        reached,
+        MUST_BE_REACHED,
+        seed=st.integers(0, 2**64 - 1),
+        actions=st.integers(30, 220),
+    )
     assert reached["events"] >= 40 * reached["schedules"]
-    assert [what for what in MUST_BE_REACHED if not reached[what]] == []

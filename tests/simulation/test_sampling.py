@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import repeat
 
-from hypothesis import Phase, given, settings, strategies as st
+from hypothesis import strategies as st
 
 from elasticstate.state import ElasticDataLoader, TorchState
+from tests.simulation.schedules import explore_all
 
 MUST_BE_REACHED = ("death", "interrupt", "join", "rollback", "tail", "stand-in", "micro-batch", "epoch", "dropped")
 reached: Counter[str] = Counter()
@@ -135,13 +136,10 @@ def run_schedule(seed: int) -> None:
         assert not left_out, "no sample is missing"
 
 
-@given(seed=st.integers(0, 2**64 - 1))
 def explore(seed: int) -> None:
     reached["schedules"] += 1
     run_schedule(seed)
 
 
 def test_every_sample_counts_once_in_an_epoch_over_all_changes_of_the_world(number_of_schedules: int) -> None:
-    settings(max_examples=number_of_schedules, phases=[Phase.generate])(explore)()
-    assert reached["schedules"] >= number_of_schedules
-    assert [what for what in MUST_BE_REACHED if not reached[what]] == []
+    explore_all(explore, number_of_schedules, reached, MUST_BE_REACHED, seed=st.integers(0, 2**64 - 1))

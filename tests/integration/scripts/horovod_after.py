@@ -28,7 +28,7 @@ log = open(args.log / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 
 
 
 def note(what: str, **fields: object) -> None:
-    log.write(json.dumps({"what": what, "time": time.time(), "rank": hvd.rank(), **fields}) + "\n")
+    log.write(json.dumps({"what": what, "time": time.time(), "pid": os.getpid(), "rank": hvd.rank(), **fields}) + "\n")
 
 
 class Noted(hvd.elastic.TorchState):
