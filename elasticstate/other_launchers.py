@@ -32,7 +32,7 @@ _TAKEN = (
     "-hostfile",
     "--gloo-timeout-seconds",
 )
-_TAKEN_FLAGS = ("--standalone", "--gloo", "--mpi", "--stall-check", "--no-stall-check")
+_TAKEN_FLAGS = ("--standalone", "--gloo", "--mpi", "--stall-check", "--no-stall-check", "--no-timeline-mark-cycles")
 _REFUSED = {
     "--rdzv-backend": _ONCE,
     "--rdzv-endpoint": _ONCE,

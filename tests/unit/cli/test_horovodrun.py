@@ -1,7 +1,4 @@
-"""``elasticrun --horovod``: every option of horovodrun 0.28.1 (horovod/runner/launch.py), and its meaning here.
-
-The options of the timeline and of the stall check are not listed here.
-"""
+"""``elasticrun --horovod``: every option of horovodrun 0.28.1 (horovod/runner/launch.py), and its meaning here."""
 
 from __future__ import annotations
 
@@ -34,6 +31,14 @@ MEANT = [
     ("-np 2 --gloo", "-np 2 --backend gloo"),
     ("-np 2 --mpi", "-np 2 --backend mpi"),
     ("-np 2 --gloo-timeout-seconds 60", "-np 2 --collective-timeout 60"),
+    (
+        "-np 2 --timeline-filename t.json --timeline-mark-cycles",
+        "-np 2 --timeline-filename t.json --timeline-mark-cycles",
+    ),
+    ("-np 2 --no-timeline-mark-cycles --stall-check", "-np 2"),
+    ("-np 2 --no-stall-check", "-np 2 --stall-check-time off"),
+    ("-np 2 --stall-check-warning-time-seconds 9", "-np 2 --stall-check-time 9"),
+    ("-np 2 --stall-check-shutdown-time-seconds 99", "-np 2 --stall-shutdown-time 99"),
 ]
 IGNORED = [
     "--disable-cache",
