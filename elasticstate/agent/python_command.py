@@ -37,8 +37,6 @@ def reason_against_template(command: Sequence[str], directory: str, environment:
         words.pop(0)
     if words[:1] == ["-m"] and len(words) > 1:
         return ""
-    if words[:1] == ["-c"] and len(words) > 1 and sys.version_info < (3, 13):  # later ones show its lines in tracebacks
-        return _reason_in_program("the program", words[1])
     if not words or words[0].startswith("-"):
         return f"the interpreter has the argument {words[0]!r}" if words else "the interpreter has no script"
     path = Path(directory, words[0])
@@ -55,27 +53,18 @@ def _is_this_python(program: str) -> bool:
 
 def _reason_in_script(path: Path) -> str:
     try:
-        return _reason_in_program(path.name, path.read_bytes())
-    except OSError:
-        return ""  # the worker shows the error
-
-
-def _reason_in_program(name: str, program: str | bytes) -> str:
-    try:
-        tree = ast.parse(program)
-    except (SyntaxError, ValueError):
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
         return ""  # the worker shows the error
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            variable = node.value
-            if _READ_AT_IMPORT.fullmatch(variable) and not _READ_LATER.fullmatch(variable):
-                return f"{name} mentions {variable}, which takes effect only if it is set before imports"
+            name = node.value
+            if _READ_AT_IMPORT.fullmatch(name) and not _READ_LATER.fullmatch(name):
+                return f"{path.name} mentions {name}, which takes effect only if it is set before imports"
     return ""
 
 
 def script_directory(command: Sequence[str], directory: str) -> str:
     """Return the directory that the interpreter puts first in ``sys.path`` for the command."""
     words = [word for word in command[1:] if word != UNBUFFERED]
-    return (
-        directory if words[0] in ("-m", "-c") else os.path.dirname(os.path.realpath(os.path.join(directory, words[0])))
-    )
+    return directory if words[0] == "-m" else os.path.dirname(os.path.realpath(os.path.join(directory, words[0])))

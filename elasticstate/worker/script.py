@@ -1,6 +1,4 @@
-"""Run a Python command in a process that was forked, as the interpreter runs it.
-
-The command is ``x.py ARGS``, ``-m x ARGS`` or ``-c PROGRAM ARGS``.
+"""Run a Python command in a process that was forked, as the interpreter runs it: ``x.py ARGS`` or ``-m x ARGS``.
 
 The script must not notice the difference. Its tracebacks have no frame of this package. Import this module before all
 modules that register exit functions.
@@ -47,11 +45,6 @@ def run(command: Sequence[str]) -> NoReturn:
         run_module = main_module_runner()
         _put_first(os.getcwd())
         _call(lambda: run_module(words[1]))
-    elif words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        main.__loader__ = importlib.machinery.BuiltinImporter
-        _put_first("")
-        _call(lambda: exec(compile(words[1], "<string>", "exec", dont_inherit=True), main.__dict__))
     else:
         sys.argv = words
         _put_first(os.path.dirname(os.path.realpath(words[0])))

@@ -55,7 +55,7 @@ def test_a_script_without_run_shuts_down_and_begins_again(tmp_path: Path) -> Non
 
 def test_a_state_learns_of_a_planned_change(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("localhost:2")
-    program = (
+    (tmp_path / "train.py").write_text(
         "import time, torch, elasticstate.horovod as hvd\n"
         "hvd.init()\n"
         "class Told(hvd.elastic.ObjectState):\n"
@@ -70,7 +70,7 @@ def test_a_state_learns_of_a_planned_change(tmp_path: Path) -> None:
         "train(Told(step=0))\n"
     )
     options = ("-np", "2", "--min-np", "2", "--max-np", "3", "--join-window", "60", *hosts.options)
-    with Job(tmp_path, *options, command=[sys.executable, "-c", program]) as job:
+    with Job(tmp_path, *options, command=[sys.executable, str(tmp_path / "train.py")]) as job:
         job.wait_for_event("world_formed")
         hosts.set("localhost:3")
         job.finish(0)
