@@ -17,7 +17,7 @@ import elasticstate
 
 PACKAGE = Path(elasticstate.__file__).parent
 NATIVE = PACKAGE.parent / "native"
-OPTIONS = {"config.options"}
+OPTIONS = {"config.options", "config.horovod_options"}
 
 ALLOWED = {
     # intervals between two looks; nothing ends by them
@@ -57,6 +57,11 @@ ALLOWED = {
     "mpi.worker.operation: _LONGEST_PAUSE_S": "the same",
     "worker.sentinel: _SWEEP_INTERVAL_S": "between two cuts",
     "worker.plain_store: _LOOK_INTERVAL_S": "between two looks for the first worker in the store",
+    "worker.call_monitor: _LOOK_INTERVAL_S": "between two looks at the newest call",
+    "worker.call_monitor: _LASTING_S": "a state that lasts longer is reported to the agent; --stall-check-time decides",
+    "worker.fixed: _LOOK_INTERVAL_S": "between two looks at the connections",
+    "worker.meeting: _LOOK_INTERVAL_S": "between two looks for the file of rank 0",
+    "worker.meeting: _SLICE": "of the wait for the store",
     "worker.regroup: _SLICE": "of the wait for the store; --regroup-timeout decides",
     # a moment for something that has ended already to clean up
     "agent.supervisor: _STACKS_TIMEOUT_S": "for the stacks of a worker whose kill is decided",
@@ -77,6 +82,12 @@ ALLOWED = {
     "mpi.worker.context: _STUCK_AFTER_S": "for MPI to come back from a generation that has ended; then the "
     "worker is replaced, and a longer wait would not help",
     "worker.contexts.gloo_groups: _QUIET_TIMEOUT_S": "for operations that were cut; then it goes on all the same",
+    "core.stall_check: ANSWER_S": "for the agents' answers, before a stall is reported",
+    "worker.fixed: _EVIDENCE_S": "for the connections of a dead process to close, after a failed collective",
+    # worlds of other launchers, such as mpirun: elasticrun and its options are not there
+    "worker.fixed: _COLLECTIVE_TIMEOUT": "the default of --collective-timeout",
+    "worker.fixed: _NO_TIMEOUT": "the wait at the end of a script has no limit",
+    "worker.meeting: TIMEOUT": "for all processes to come; then the error says who did not, and how to set the address",
     # limits that decide by themselves
     "driver.record: _LOCK_TIMEOUT_S": "a driver keeps this lock until it ends, other processes for microseconds",
     # the contract: DESIGN.md, sections 3 and 4; these delay a start, and give way
