@@ -20,6 +20,7 @@ from elasticstate.horovod.members import Members
 from elasticstate.horovod.reduction import scale
 
 FIRST_BYTES, BYTES = 1 << 20, 25 << 20
+_LARGE = 4096  # elements: a pass over more memory costs more than a call
 
 
 def plan(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -114,15 +115,13 @@ class Bucket:
             flat, sent = self._buffer(), compression.decompress(self._sent, self._context)
             if sent.data_ptr() != flat.data_ptr():
                 flat.copy_(sent)
-            scale(flat, factor)
             given = []
             for view, parameter in zip(self._views, self.parameters, strict=True):
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
                 if parameter.grad is not None:
                     given.append((parameter.grad, view))
-                elif parameter.requires_grad:
-                    parameter.grad = torch.empty_like(parameter).copy_(view)
-            if given:
-                copy_all([gradient for gradient, _ in given], [view for _, view in given])
+            _copy_scaled(given, flat, factor)
 
     def _buffer(self) -> torch.Tensor:
         """Return one tensor for all gradients, with a view for each. Made again after a model was moved or cast."""
@@ -134,3 +133,18 @@ class Bucket:
             parts = torch.split(flat, [p.numel() for p in self.parameters])
             self._views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
         return flat
+
+
+def _copy_scaled(given: list[tuple[torch.Tensor, torch.Tensor]], flat: torch.Tensor, factor: float) -> None:
+    """Copy to each gradient its view of ``flat``, multiplied by ``factor``."""
+    if flat.device.type != "cpu":  # few kernels count for more than passes over the memory
+        scale(flat, factor)
+    elif factor != 1.0:
+        large = [(gradient, view) for gradient, view in given if view.numel() >= _LARGE]
+        given = [(gradient, view) for gradient, view in given if view.numel() < _LARGE]
+        for gradient, view in large:
+            torch.mul(view, factor, out=gradient)
+        for _, view in given:
+            view.mul_(factor)
+    if given:
+        copy_all([gradient for gradient, _ in given], [view for _, view in given])
