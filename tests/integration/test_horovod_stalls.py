@@ -152,7 +152,6 @@ def test_the_hang_time_out_replaces_the_missing_worker_after_the_report(tmp_path
         job.wait_for_event("stall")
         assert job.wait_for_event("worker_unresponsive")["worker"] == "localhost:2#1"
         job.finish(0)
-        assert job.events("worker_exited")[0]["worker"] == "localhost:2#1"  # by a signal, or by itself when it is told
-        course = [event for event in order(job) if event != "worker_exited"]
+        course = [event for event in order(job) if event != "worker_exited"]  # the others may be done before it ends
         assert course[:5] == ["world_formed", "stall", "end", "stall_ended", "world_formed"]
         assert {line["step"] for line in job.log("final")} == {6}
