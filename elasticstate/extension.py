@@ -6,6 +6,7 @@
   ``run`` function yet at that time; ``leave`` at the end of a script without one;
 - calls ``keep_last_world`` if collectives must work after ``run`` and ``leave``, and then ``end_last_world`` at exit;
 - encloses the part of a collective call that waits for all ranks in ``begin_call`` and ``end_call``;
+- may ask ``failure_text`` whether an error of a collective comes from the failure of a member;
 - stores ``world_generation()`` with everything that belongs to one world, and makes it anew in another generation;
 - may derive its states from ``elasticstate.State`` and its subclasses. It may override ``check_host_updates``, which
   ends each tick, and ``_is_taken``, which refuses names of values. ``ticks`` returns the number of completed ticks. A

@@ -75,7 +75,7 @@ def is_initialized() -> bool:
 def ready() -> None:
     """Join a world, and make the process groups for collectives.
 
-    Raises NotInWorldError before ``init()``, and while the process ends. Raises UsageError in a new worker outside
+    Raises NotInWorldError before ``init()``, and after the end of the world. Raises UsageError in a new worker outside
     ``elastic.run`` while the others are inside.
     """
     need_init()
@@ -83,7 +83,8 @@ def ready() -> None:
     _export()
     if not dist.is_initialized():
         raise NotInWorldError(
-            "the world has ended, because this process ends. Call collectives before the last line of the script."
+            "the world has ended: the function decorated with elastic.run has raised an exception, or this process "
+            "ends. Call collectives before that."
         )
     if groups.are_missing():
         with failures_named():
