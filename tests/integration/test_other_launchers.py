@@ -56,7 +56,8 @@ def train(state):
     return state.step, newest.tolist(), str(state.commits[0])
 
 step, weight, commit = train(state)
-print(json.dumps({"place": seen, "step": step, "weight": weight, "commit": commit}), flush=True)
+# One write a line: torchrun's workers are unbuffered and write into one pipe, and print() writes the end separately.
+sys.stdout.write(json.dumps({"place": seen, "step": step, "weight": weight, "commit": commit}) + "\\n")
 """
 
 
