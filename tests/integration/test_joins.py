@@ -48,16 +48,22 @@ def test_a_newcomer_on_another_host_gets_the_state_from_the_root(tmp_path: Path)
 
 def test_newcomers_on_the_root_s_host_and_on_another_one_join_at_once(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("127.0.0.1:2")
-    # After the first join, the next one waits until all other newcomers are ready.
-    wait = ("--join-window", "0.1", "--min-interrupt-distance", "60")
-    with Job(tmp_path, "-np", "2", *hosts.options, *wait, steps=10, until=tmp_path / "stop") as job:
+    gate = tmp_path / "gate"
+    gate.touch()
+    wait = ("--join-window", "60", "--min-interrupt-distance", "0.2")  # the window ends when nobody boots any more
+    with Job(tmp_path, "-np", "2", *hosts.options, *wait, steps=10, until=tmp_path / "stop", boot_until=gate) as job:
         job.wait_for_step(10)
-        grown(job, hosts, "127.0.0.1:3", size=3)
-        grown(job, hosts, "127.0.0.1:4", "127.0.0.2:1", size=5)
+        gate.unlink()
+        hosts.set("127.0.0.1:3", "127.0.0.2:1")
+        for newcomer in ("127.0.0.1:2#1", "127.0.0.2:0#1"):
+            job.wait_for_event("worker_started", worker=newcomer)
+        gate.touch()
+        formed = job.wait_for_event("world_formed", size=4)
+        job.wait_for_event("training_resumed", generation=formed["generation"])
         job.stop_file.touch()
         job.finish()
         job.check_survival()
-        assert syncs(job, 3) == ["127.0.0.1:0#1", "127.0.0.1:3#1", "127.0.0.2:0#1"]
+        assert syncs(job, 2) == ["127.0.0.1:0#1", "127.0.0.1:2#1", "127.0.0.2:0#1"]
 
 
 def test_the_death_of_a_ready_newcomer_costs_the_members_nothing(tmp_path: Path) -> None:

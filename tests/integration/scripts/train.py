@@ -44,6 +44,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--slow-device", type=float, help="tensors are on one that copies one each so many seconds")
     parser.add_argument("--misfit", action="store_true", help="another model in each process of a slot")
     parser.add_argument("--more", action="append", default=[], help="beginning of the workers with one more value")
+    parser.add_argument("--boot-until", type=Path, help="become ready only when this file exists")
     parser.add_argument("--until", type=Path, help="train on until this file exists, then --steps steps more")
     return parser.parse_args()
 
@@ -71,6 +72,8 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 faults.at("import")
+while args.boot_until and not args.boot_until.exists():
+    time.sleep(0.02)
 torch.manual_seed(int(os.environ["ELASTICSTATE_WORKER"].split(":")[1]) + 1)  # newcomers start with other weights
 torch.set_num_threads(1)
 width = 16 + (int(slot_id.rpartition("-")[2]) if args.misfit else 0)
