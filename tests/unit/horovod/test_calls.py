@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
+
+import hypothesis
 import torch
+from hypothesis import strategies
 
 from elasticstate.horovod import calls, headers
 from elasticstate.horovod.calls import Call, CallKind
@@ -21,6 +27,31 @@ def test_equal_texts_have_equal_digests_that_fit_a_header() -> None:
     assert digests[0] == digests[3]
     assert len(set(digests)) == 3
     assert all(0 <= digest < 1 << 63 for digest in digests)
+
+
+def test_all_ranks_find_out_from_one_number_whether_their_calls_are_the_same() -> None:
+    calls_of_ranks: list[Call | None] = [None, *(Call(CallKind.OTHER, (name,)) for name in "abc")]
+    calls_of_ranks.append(Call(CallKind.OTHER, ("a",), wrong="not a tensor"))
+    for size in (2, 3):
+        for given in itertools.product(calls_of_ranks, repeat=size):
+            words = [headers.word(call) for call in given]
+            union = functools.reduce(operator.or_, words)
+            assert 0 <= union < 1 << 63
+            same = len(set(given)) == 1 and given[0] is not None and not given[0].wrong
+            assert [headers.are_equal(word, union) for word in words] == [same] * size
+
+
+@hypothesis.given(strategies.lists(strategies.integers(0, (1 << 63) - 1), min_size=2, max_size=5))
+def test_words_of_different_digests_are_different_for_each_rank(digests: list[int]) -> None:
+    words = [headers.word(_with_digest(digest)) for digest in digests]
+    union = functools.reduce(operator.or_, words)
+    assert [headers.are_equal(word, union) for word in words] == [len(set(words)) == 1] * len(digests)
+
+
+def _with_digest(digest: int) -> Call:
+    call = Call(CallKind.OTHER, ("any",))
+    call.__dict__["digest"] = digest
+    return call
 
 
 def test_the_first_line_that_differs_is_found() -> None:
