@@ -20,7 +20,7 @@ from elasticstate.horovod.members import Members
 from elasticstate.horovod.reduction import scale
 
 FIRST_BYTES, BYTES = 1 << 20, 25 << 20
-_LARGE = 4096  # elements: a pass over more memory costs more than a call
+_LARGE = 1 << 16  # mean number of elements of a gradient, from which on a pass over the memory costs more than calls
 
 
 def plan(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -137,14 +137,9 @@ class Bucket:
 
 def _copy_scaled(given: list[tuple[torch.Tensor, torch.Tensor]], flat: torch.Tensor, factor: float) -> None:
     """Copy to each gradient its view of ``flat``, multiplied by ``factor``."""
-    if flat.device.type != "cpu":  # few kernels count for more than passes over the memory
-        scale(flat, factor)
-    elif factor != 1.0:
-        large = [(gradient, view) for gradient, view in given if view.numel() >= _LARGE]
-        given = [(gradient, view) for gradient, view in given if view.numel() < _LARGE]
-        for gradient, view in large:
+    if factor != 1.0 and flat.device.type == "cpu" and flat.numel() >= _LARGE * len(given):
+        for gradient, view in given:
             torch.mul(view, factor, out=gradient)
-        for _, view in given:
-            view.mul_(factor)
-    if given:
-        copy_all([gradient for gradient, _ in given], [view for _, view in given])
+        return
+    scale(flat, factor)
+    copy_all([gradient for gradient, _ in given], [view for _, view in given])
