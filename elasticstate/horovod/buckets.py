@@ -20,7 +20,7 @@ from elasticstate.horovod.members import Members
 from elasticstate.horovod.reduction import scale
 
 FIRST_BYTES, BYTES = 1 << 20, 25 << 20
-_LARGE = 1 << 16  # mean number of elements of a gradient, from which on a pass over the memory costs more than calls
+_LARGE = 1 << 16  # elements: if gradients have more, one more pass over the memory costs more than a call for each
 
 
 def plan(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -34,18 +34,18 @@ def test_all_ranks_find_out_from_one_number_whether_their_calls_are_the_same() -
     calls_of_ranks.append(Call(CallKind.OTHER, ("a",), wrong="not a tensor"))
     for size in (2, 3):
         for given in itertools.product(calls_of_ranks, repeat=size):
-            words = [headers.word(call) for call in given]
-            union = functools.reduce(operator.or_, words)
+            fingerprints = [headers.fingerprint(call) for call in given]
+            union = functools.reduce(operator.or_, fingerprints)
             assert 0 <= union < 1 << 63
             same = len(set(given)) == 1 and given[0] is not None and not given[0].wrong
-            assert [headers.are_equal(word, union) for word in words] == [same] * size
+            assert [headers.are_equal(own, union) for own in fingerprints] == [same] * size
 
 
 @hypothesis.given(strategies.lists(strategies.integers(0, (1 << 63) - 1), min_size=2, max_size=5))
-def test_words_of_different_digests_are_different_for_each_rank(digests: list[int]) -> None:
-    words = [headers.word(_with_digest(digest)) for digest in digests]
-    union = functools.reduce(operator.or_, words)
-    assert [headers.are_equal(word, union) for word in words] == [len(set(words)) == 1] * len(digests)
+def test_ranks_with_any_digests_come_to_the_same_result(digests: list[int]) -> None:
+    fingerprints = [headers.fingerprint(_with_digest(digest)) for digest in digests]
+    union = functools.reduce(operator.or_, fingerprints)
+    assert [headers.are_equal(own, union) for own in fingerprints] == [len(set(fingerprints)) == 1] * len(digests)
 
 
 def _with_digest(digest: int) -> Call:
