@@ -2,9 +2,9 @@
 
 asyncio's own ``slow_callback_duration`` measures wall-clock time, which includes the load of the machine. Here a
 callback is slow if its thread computed, or slept in a blocking call, for longer than the limit. The kernel reports how
-long the thread was ready to run and had no core (/proc/PID/schedstat; Documentation/scheduler/sched-stats.rst). The
-start of a process or a thread does not count: the call waits until the new one has a core (vfork(2);
-threading.Thread.start).
+long the thread was ready to run and had no core (/proc/PID/schedstat; Documentation/scheduler/sched-stats.rst), and how
+long other virtual machines had the cores of this one ("steal" in proc_stat(5)). The start of a process or a thread does
+not count: the call waits until the new one has a core (vfork(2); threading.Thread.start).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from elasticstate.compat.standard_library import callback_of, callback_runner, s
 SLOW_S = 0.1
 """Limit in seconds: a longer callback is reported."""
 
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
 
 @contextmanager
 def watch_loops(path: str) -> Iterator[None]:
@@ -35,6 +37,7 @@ def watch_loops(path: str) -> Iterator[None]:
         yield
         return
     schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    cores = os.open("/proc/stat", os.O_RDONLY | os.O_CLOEXEC)
     report = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     continued_at = starting_s = 0.0
 
@@ -44,6 +47,9 @@ def watch_loops(path: str) -> Iterator[None]:
 
     def without_core_s() -> float:
         return int(os.pread(schedule, 100, 0).split()[1]) / 1e9
+
+    def stolen_s() -> float:
+        return int(os.pread(cores, 200, 0).split(maxsplit=9)[8]) / _TICKS_PER_S
 
     def timed(start: Callable[..., None]) -> Callable[..., None]:
         def timed_start(*arguments: Any, **named: Any) -> None:
@@ -59,19 +65,18 @@ def watch_loops(path: str) -> Iterator[None]:
         starting_s = 0.0
         # The wait for a core is read first and last: else a wait between two of the readings would count as blocked.
         waited, computed, began = without_core_s(), time.thread_time(), time.monotonic()
-        page_faults = _major_page_faults()
+        stolen, page_faults = stolen_s(), _major_page_faults()
         run(handle)
         lasted = time.monotonic() - began - starting_s
         if lasted > SLOW_S and continued_at < began:  # time under SIGSTOP is not time in a blocking call
             computed = time.thread_time() - computed
-            blocked = lasted - computed - (without_core_s() - waited)
+            stolen = stolen_s() - stolen
+            blocked = lasted - computed - (without_core_s() - waited) - stolen
             if max(computed, blocked) > SLOW_S:
-                times = f"{lasted:.3f} s: computed {computed:.3f} s, blocked {blocked:.3f} s"
-                times += f", {_major_page_faults() - page_faults} major page faults"
-                os.write(
-                    report,
-                    f"{os.getpid()} {' '.join(sys.argv)[:200]}: executing {_named(handle)} took {times}\n".encode(),
-                )
+                times = f"{lasted:.3f} s (computed {computed:.3f}, blocked {blocked:.3f}, stolen {stolen:.2f}"
+                times += f"; {_major_page_faults() - page_faults} major page faults)"
+                process = f"{os.getpid()} {' '.join(sys.argv)[-200:]}"
+                os.write(report, f"{times} in {process}: {_named(handle)}\n".encode())
 
     starters = ((subprocess.Popen, "__init__"), (threading.Thread, "start"))
     originals: list[tuple[Any, str, Any]] = [(kind, name, getattr(kind, name)) for kind, name in starters]
@@ -87,6 +92,7 @@ def watch_loops(path: str) -> Iterator[None]:
             setattr(kind, name, start)
         signal.signal(signal.SIGCONT, previous)
         os.close(schedule)
+        os.close(cores)
         os.close(report)
 
 

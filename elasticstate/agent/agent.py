@@ -98,7 +98,7 @@ class Agent:
     async def run(self) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: None)  # the driver's decision
         try:
-            place = JobPlace(self._launch)
+            place = await in_thread(JobPlace, self._launch)
         except (OSError, OptionError) as error:
             self.outputs.complain(f"could not start: {error}")
             return 1
