@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
+
+from elasticstate.plug_ins import load_part
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,12 +150,6 @@ def agent_part(backend: str) -> type[AgentBackend]:
 def searches() -> dict[str, SearchForBackend]:
     """Return the functions for ``--check``, by the name of the backend."""
     return {name: load_part(parts.check) for name, parts in BACKENDS.items() if parts.check}
-
-
-def load_part(name: str) -> Any:
-    """Import the object that is named as ``module:name``."""
-    module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)
 
 
 def _parts(backend: str) -> BackendParts:

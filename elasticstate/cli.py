@@ -10,7 +10,15 @@ from enum import Enum
 from typing import Any
 
 from elasticstate import other_launchers
-from elasticstate.config import Options, option_names, read_options, read_options_to_check, slow_callbacks_file
+from elasticstate.config import (
+    Options,
+    option_names,
+    read_options,
+    read_options_to_check,
+    slots_of_step,
+    slow_callbacks_file,
+    slurm_node,
+)
 from elasticstate.errors import OptionError
 from elasticstate.kinds import FLAG, SECONDS, SLOTS, Kind, is_host_name, split_address
 from elasticstate.machine import host_name, version
@@ -40,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options, must_reattach: bool = False) -> int:
-    from elasticstate.driver.early_agent import early_agent
+    from elasticstate.launchers.early_agent import early_agent
     from elasticstate.processes import keep_owner_access
 
     keep_owner_access()
@@ -182,13 +190,15 @@ def _agent(argv: Sequence[str]) -> int:
         "--slots",
         default="auto",
         metavar="N|auto",
-        help="Number of workers that may run here. auto: one for each GPU, or for each CPU core if there is no GPU.",
+        help="Number of workers that may run here. auto: one for each GPU, or for each CPU core if there is no GPU; in "
+        "a step of Slurm, of those that the step has.",
     )
     add(
         "--name",
-        default=host_name(),
+        default=slurm_node() or host_name(),
         metavar="NAME",
-        help="Name of this host in the job, unique among its hosts (default: the name of this machine).",
+        help="Name of this host in the job, unique among its hosts (default: the name of this machine; in a step of "
+        "Slurm, that of the node).",
     )
     add(
         "--wait",
@@ -204,7 +214,7 @@ def _agent(argv: Sequence[str]) -> int:
     )
     given = parser.parse_args(argv)
     host, port = _value("--join", given.join, _JOIN)
-    slots = _value("--slots", given.slots, SLOTS) or 0
+    slots = _value("--slots", given.slots, SLOTS) or slots_of_step()
     wait_s = _value("--wait", given.wait, SECONDS)
     connect_timeout_s = _value("--connect-timeout", given.connect_timeout, option_names()["connect_timeout_s"].kind)
     if not is_host_name(given.name):

@@ -1,11 +1,10 @@
-"""Report lines for the named hosts. The check connects to each host by the ssh command that would start its agent."""
+"""Report lines for the named hosts. The check connects to each host by the command that would start its agent."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,11 +12,12 @@ from elasticstate import processes
 from elasticstate.backends import driver_part
 from elasticstate.check.report import Line, last_line
 from elasticstate.config import Options
+from elasticstate.discovery import host_source
 from elasticstate.driver.discovery import Discovery
-from elasticstate.driver.launcher import how_ssh_ended, refuse, ssh_command
 from elasticstate.errors import DiscoveryError
+from elasticstate.launchers import HostLaunchers
+from elasticstate.launchers.command import CommandLauncher
 from elasticstate.machine import version
-from elasticstate.net.names import is_this_machine
 
 _MOST_CONNECTIONS = 64  # connections at the same time
 _ASK = """\
@@ -29,9 +29,13 @@ print(json.dumps(dict(version=version(), python="%d.%d.%d" % sys.version_info[:3
 
 
 async def host_lines(options: Options, directory: str) -> list[Line]:
-    """Return a line for each named host, in that order. ``directory``: for the log files of ssh."""
+    """Return a line for each named host, in that order. ``directory``: for the log files of launchers.
+
+    Raises OptionError.
+    """
+    launchers = HostLaunchers(options)
     try:
-        hosts = await Discovery(options, refuse=lambda _: "", warn=lambda _: None).first()
+        hosts = await Discovery(host_source(options), refuse=lambda _: "", warn=lambda _: None).first()
     except DiscoveryError as error:
         return [Line(False, str(error))]
     if not hosts:
@@ -40,7 +44,7 @@ async def host_lines(options: Options, directory: str) -> list[Line]:
 
     async def line(number: int, host: str) -> Line:
         async with limit:
-            return await _host_line(host, options, Path(directory, str(number)))
+            return await _host_line(host, launchers, options, Path(directory, str(number)))
 
     # Not asyncio.gather: after a cancellation it does not wait for the end of the other tasks.
     asking = [asyncio.ensure_future(line(number, host.name)) for number, host in enumerate(hosts)]
@@ -53,22 +57,24 @@ async def host_lines(options: Options, directory: str) -> list[Line]:
     return [one.result() for one in asking]
 
 
-async def _host_line(host: str, options: Options, log: Path) -> Line:
-    if is_this_machine(host):
-        return Line(True, f"{host}: this machine")
-    if reason := refuse(host):
+async def _host_line(host: str, launchers: HostLaunchers, options: Options, log: Path) -> Line:
+    launcher = launchers.of(host)
+    if reason := launcher.refuse(host):
         return Line(False, reason)
-    python = options.remote_python or sys.executable
+    if launcher.is_local:
+        return Line(True, f"{host}: this machine")
+    if not isinstance(launcher, CommandLauncher):
+        return Line(True, f"{host}: agents are started by {type(launcher).__name__}; not checked")
     needed = {"torch": "torch"} | driver_part(options.backend).packages
-    command = ssh_command(host, python, options, log, ("-c", _ASK, str(Path.cwd()), *needed))
+    command = launcher.command(host, ("-c", _ASK, str(Path.cwd()), *needed), log, "check")
     limit_s = 2 * options.connect_timeout_s  # ssh has a limit of its own for the connection; then Python has to answer
     try:
         answer = await processes.ask(shlex.join(command), limit_s, whole_session=True)
     except TimeoutError:
         return Line(False, f"{host}: no answer within {limit_s:g} s", "check the network, or raise --connect-timeout")
     except OSError as error:
-        return Line(False, f"{host}: ssh cannot be run: {error.strerror}")
-    return judge(host, python, answer, version(), needed, lambda code: how_ssh_ended(code, host, python, log))
+        return Line(False, f"{host}: {command[0]} cannot be run: {error.strerror}")
+    return judge(host, launcher.python, answer, version(), needed, lambda code: launcher.how_ended(host, code, log))
 
 
 def judge(
@@ -82,7 +88,7 @@ def judge(
     """Return the line for a host's answer.
 
     ``version_here``: the version of elasticstate here. ``needed``: required modules, and what to install for them.
-    ``how``: returns the description of an exit code of ssh.
+    ``how``: returns the description of an exit code of the command that connects.
     """
     if "No module named 'elasticstate'" in answer.stderr:
         return Line(

@@ -26,6 +26,7 @@ from elasticstate.config.launchers import LaunchedPlace, launched_local_rank, la
 from elasticstate.config.option import PREFIX, Names
 from elasticstate.config.options import Options, option_names
 from elasticstate.config.reading import read_options, read_options_to_check
+from elasticstate.config.slurm import slots_of_step, slurm_allocation, slurm_node, slurm_tasks
 
 __all__ = [
     "COMMIT_DEVICE_MEMORY",
@@ -51,7 +52,11 @@ __all__ = [
     "replace_environment",
     "runtime_directory",
     "set_unless_given",
+    "slots_of_step",
     "slow_callbacks_file",
+    "slurm_allocation",
+    "slurm_node",
+    "slurm_tasks",
     "ssh_client",
     "tunes_malloc",
     "usable_runtime_directory",

@@ -21,7 +21,7 @@ _DYNAMIC = "DYNAMIC"  # the script starts the timeline
 _NO_STALL_CHECK = "HOROVOD_STALL_CHECK_DISABLE"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HorovodOptions:
     """Options of jobs that use elasticstate.horovod. Times are in seconds. None means off."""
 

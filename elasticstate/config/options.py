@@ -7,21 +7,21 @@ from dataclasses import dataclass, fields
 
 from elasticstate import kinds
 from elasticstate.config.horovod_options import HorovodOptions
+from elasticstate.config.host_options import DISCOVERY, REMOTE, HostOptions
 from elasticstate.config.option import Names, option
 from elasticstate.core.policy import Policy
 
 _SIZE = "workers and hosts"
-_DISCOVERY = "host discovery"
-_REMOTE = "other hosts"
 _TIMES = "time limits, in seconds"
 _CHANGES = "changes of the world"
 _PREEMPTION = "preemption"
 _COMMITS = "commits"
 _OUTPUT = "output"
+_GROUPS = (_SIZE, DISCOVERY, REMOTE, _TIMES, _CHANGES, _PREEMPTION, _COMMITS, _OUTPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(HorovodOptions):
+class Options(HostOptions, HorovodOptions):
     """All options of a job. Times are in seconds. None means: off, or not given."""
 
     command: tuple[str, ...]
@@ -29,22 +29,28 @@ class Options(HorovodOptions):
     call_directory: str | None = None
     """For ``launch()``: the directory with the function to call, which also gets the results."""
 
-    np: int = option(0, _SIZE, kinds.COUNT, "-np --num-proc", "Number of workers to start with.")
+    np: int = option(
+        0,
+        _SIZE,
+        kinds.COUNT,
+        "-np --num-proc",
+        "Number of workers to start with (inside an allocation of Slurm: its slots).",
+    )
     min_np: int = option(
         0,
         _SIZE,
         kinds.COUNT,
         "--min-np --min-num-proc",
-        "Smallest number of workers to train with (default: -np). With fewer, the job waits for --elastic-timeout and "
-        "then fails.",
+        "Smallest number of workers to train with (default: -np; in an allocation of Slurm without -np: 1). With "
+        "fewer, the job waits for --elastic-timeout and then fails.",
     )
     max_np: int | None = option(
         None,
         _SIZE,
         kinds.COUNT,
         "--max-np --max-num-proc",
-        "Largest number of workers (default: -np; with --host-discovery-script or --listen: no limit). Further slots "
-        "stay empty.",
+        "Largest number of workers (default: -np; with --host-discovery-script, --listen or Slurm: no limit). Further "
+        "slots stay empty.",
     )
     horovod: bool = option(
         False, _SIZE, kinds.FLAG, "--horovod", "Give the options their meanings in horovodrun (see the guide)."
@@ -63,12 +69,12 @@ class Options(HorovodOptions):
         "File with one host or host:slots per line. The file may change while the job runs.",
     )
     slots_per_host: int | None = option(
-        1,
+        None,
         _SIZE,
         kinds.SLOTS,
         "--slots-per-host",
         "Number of slots of a host that is named without slots. auto: one for each GPU of this machine, "
-        "or for each CPU core if it has no GPU.",
+        "or for each CPU core if it has no GPU (default: 1; slurm: its GPUs, or else its tasks).",
     )
     backend: str = option(
         "auto",
@@ -82,70 +88,6 @@ class Options(HorovodOptions):
     )
     preload: tuple[str, ...] = option(
         (), _SIZE, kinds.MODULES, "--preload", "Further modules that the template process imports for all workers."
-    )
-    host_discovery_script: str | None = option(
-        None,
-        _DISCOVERY,
-        kinds.PATH,
-        "--host-discovery-script",
-        "Program or shell command that prints one host or host:slots per line. It runs every --discovery-interval.",
-    )
-    discovery_interval_s: float = option(
-        1.0,
-        _DISCOVERY,
-        kinds.at_least_s(0.05),
-        "--discovery-interval",
-        "Seconds between two runs of the discovery script, or two reads of the hostfile.",
-    )
-    discovery_timeout_s: float = option(
-        10.0,
-        _DISCOVERY,
-        kinds.at_least_s(0.1),
-        "--discovery-timeout",
-        "Seconds the discovery script may run. After that it is killed, and its run counts as failed.",
-    )
-    ssh_port: int | None = option(
-        None, _REMOTE, kinds.PORT, "--ssh-port -p", "Port of the ssh servers (default: from ssh's configuration)."
-    )
-    ssh_identity_file: str | None = option(
-        None,
-        _REMOTE,
-        kinds.PATH,
-        "--ssh-identity-file -i",
-        "File with the private key for ssh (default: from ssh's configuration).",
-    )
-    ssh_check_host_keys: bool = option(
-        True, _REMOTE, kinds.FLAG, "--ssh-check-host-keys", "Refuse hosts whose key ssh does not know."
-    )
-    remote_python: str | None = option(
-        None,
-        _REMOTE,
-        kinds.PATH,
-        "--remote-python",
-        "Path of the Python that runs agents on other hosts (default: the path of this Python).",
-    )
-    listen: str | None = option(
-        None,
-        _REMOTE,
-        kinds.ADDRESS,
-        "--listen",
-        "Address and port for agents that dial in (elasticrun agent --join ADDR:PORT). Their hosts are the hosts of "
-        "the job, without ssh and without discovery.",
-    )
-    token_file: str | None = option(
-        None,
-        _REMOTE,
-        kinds.PATH,
-        "--token-file",
-        "File with the token by which agents that dial in authenticate. elasticrun creates a missing file.",
-    )
-    env: tuple[str, ...] = option(
-        (),
-        _REMOTE,
-        kinds.NAMES,
-        "--env",
-        "Environment variables to pass to workers on other hosts, for example HF_TOKEN,NCCL_*. They never appear on a "
-        "command line.",
     )
     start_timeout_s: float = option(
         600.0,
@@ -394,6 +336,8 @@ class Options(HorovodOptions):
 
 
 def option_names() -> dict[str, Names]:
-    """Field name -> names of all options. Those for elasticstate.horovod come last."""
-    ordered = sorted(fields(Options), key=lambda f: f.name in HorovodOptions.__dataclass_fields__)
-    return {f.name: f.metadata["names"] for f in ordered if "names" in f.metadata}
+    """Field name -> names of all options, in the order of their groups in the help."""
+    names = {f.name: f.metadata["names"] for f in fields(Options) if "names" in f.metadata}
+    last = len(_GROUPS)  # the options for elasticstate.horovod
+    order = {name: _GROUPS.index(one.group) if one.group in _GROUPS else last for name, one in names.items()}
+    return {name: names[name] for name in sorted(names, key=lambda name: order[name])}

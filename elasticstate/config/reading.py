@@ -10,6 +10,7 @@ from typing import Any
 from elasticstate import kinds
 from elasticstate.config.horovod_options import STALL_CHECK_S, horovod_text
 from elasticstate.config.options import Options, option_names
+from elasticstate.config.slurm import slurm_allocation, slurm_tasks
 from elasticstate.errors import OptionError
 
 _HOROVOD_TWINS = {"start_timeout_s": ("HOROVOD_START_TIMEOUT",), "elastic_timeout_s": ("HOROVOD_ELASTIC_TIMEOUT",)}
@@ -23,6 +24,7 @@ def read_options(
     Raises OptionError (one line) if a value is invalid, missing, or in conflict with another one.
     """
     values = _parse(given, environ)
+    _use_allocation(values, environ)
     if not command:
         raise OptionError("COMMAND is missing. Add the command of the workers: elasticrun -np 2 python train.py")
     if "np" not in values:
@@ -43,6 +45,7 @@ def read_options_to_check(
     Raises OptionError.
     """
     values = _parse(given, environ)
+    _use_allocation(values, environ)
     options = _complete({"np": max(1, values.get("min_np", 1)), **values}, ["true"])
     return options, frozenset(values)
 
@@ -67,6 +70,33 @@ def _parse(given: Mapping[str, str | None], environ: Mapping[str, str] | None) -
     return values
 
 
+def _use_allocation(values: dict[str, Any], environ: Mapping[str, str] | None) -> None:
+    """Inside an allocation of Slurm, take hosts and default sizes from it, unless an option says where hosts are.
+
+    Raises OptionError.
+    """
+    if values.keys() & {"hosts", "hostfile", "host_discovery_script", "listen", "launcher"}:
+        return
+    allocation = slurm_allocation(environ)
+    if allocation is None or values.get("discovery", "slurm") != "slurm":
+        return
+    if (tasks := slurm_tasks(environ)) > 1:
+        raise OptionError(
+            f"srun has started {tasks} processes of elasticrun, and one is enough: it starts an agent on each node of "
+            "the allocation. Write elasticrun without srun in the batch script."
+        )
+    slots = sum(allocation.slots(values.get("slots_per_host")))
+    if values.get("np", 0) > slots:
+        raise OptionError(
+            f"-np: {values['np']}: the allocation of Slurm has {slots} slots. Ask Slurm for more (--nodes, --ntasks, "
+            "--gpus-per-node), give --slots-per-host, or name the hosts: -H localhost:N."
+        )
+    values["discovery"] = "slurm"
+    if "np" not in values:
+        values["np"] = max(slots, values.get("min_np", 1))
+        values.setdefault("min_np", 1)
+
+
 def _complete(values: dict[str, Any], command: list[str]) -> Options:
     """Fill in the defaults that depend on other options. Raises OptionError if two options contradict each other."""
     if command[0].endswith(".py"):
@@ -75,6 +105,7 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
     if len(places) > 1:
         both = " and ".join("--" + name.replace("_", "-") for name in places)
         raise OptionError(f"{both} exclude each other. Give only one of them.")
+    _refuse_unfit_source(values)
     if "listen" in values and places:
         raise OptionError(f"--listen and --{places[0].replace('_', '-')} exclude each other. Give only one of them.")
     if "listen" in values and "token_file" not in values:
@@ -86,7 +117,7 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
             f"--tee: {values['tee']}: must be 3 without --log-dir, or output would be lost. Add --log-dir."
         )
     np = values["np"]
-    hosts_may_change = bool({"host_discovery_script", "listen"} & set(values))
+    hosts_may_change = bool({"host_discovery_script", "listen"} & set(values)) or _is_other_source(values)
     is_horovod = values.get("horovod", False)
     # horovodrun's rule: only these options make a job elastic. Such a job has no limit above.
     is_elastic = hosts_may_change or (is_horovod and "min_np" in values)
@@ -111,6 +142,27 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
     return Options(command=tuple(command), **values)
 
 
+_SOURCES = {"list": "hosts", "hostfile": "hostfile", "script": "host_discovery_script", "dial-in": "listen"}
+
+
+def _is_other_source(values: Mapping[str, Any]) -> bool:
+    """Return True if ``--discovery`` names a host source that reads no option of its own."""
+    return values.get("discovery") not in (None, *_SOURCES)
+
+
+def _refuse_unfit_source(values: Mapping[str, Any]) -> None:
+    """Raise OptionError if ``--discovery`` and the options that name hosts contradict each other."""
+    discovery = values.get("discovery")
+    if discovery is None:
+        return
+    for source, name in _SOURCES.items():
+        option = "/".join(option_names()[name].names)
+        if name in values and discovery != source:
+            raise OptionError(f"--discovery: {discovery!r}: excludes {option}. Give only one of them.")
+        if name not in values and discovery == source and source != "list":
+            raise OptionError(f"--discovery: {discovery!r}: requires {option}. Add it.")
+
+
 def _refuse_early_shutdown(values: Mapping[str, Any]) -> None:
     """Raise OptionError if a stall would end the job before it is reported."""
     check_s = values.get("stall_check_s", STALL_CHECK_S)
@@ -125,7 +177,7 @@ def _refuse_early_shutdown(values: Mapping[str, Any]) -> None:
 def _refuse_too_few_slots(values: Mapping[str, Any]) -> None:
     """Raise OptionError if the hosts cannot change and have too few slots for any world."""
     default_slots = values.get("slots_per_host", 1)
-    if "hosts" not in values or default_slots is None:
+    if "hosts" not in values or not default_slots:
         return  # the hosts may change, or only the driver can count the devices
     slots = sum(kinds.parse_host(host, default_slots).slots for host in values["hosts"])
     fewest = values["np"] if values.get("horovod") else values["min_np"]

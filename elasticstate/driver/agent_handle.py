@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from elasticstate.driver.launcher import AgentProcess
+from elasticstate.launchers import AgentProcess
 from elasticstate.net.control import AgentStream
 
 

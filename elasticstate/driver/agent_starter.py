@@ -10,11 +10,12 @@ from pathlib import Path
 
 from elasticstate import commits as commit_directory
 from elasticstate.config import Options, agent_variable, passed_on
-from elasticstate.driver import launcher
 from elasticstate.driver.agent_handle import AgentHandle
 from elasticstate.driver.agent_server import AgentServer
 from elasticstate.driver.background_tasks import BackgroundTasks
-from elasticstate.driver.launcher import AdoptedAgent, DialledIn
+from elasticstate.launchers import HostLaunchers
+from elasticstate.launchers.dial_in import DialledIn
+from elasticstate.launchers.local import AdoptedAgent
 from elasticstate.net.launch import Launch
 from elasticstate.net.messages import JobSpec
 from elasticstate.net.names import address_of, is_this_machine
@@ -40,6 +41,7 @@ class AgentStarter:
         self._server = server
         self._tasks = tasks
         self._ended = ended
+        self._launchers = HostLaunchers(spec.options)
         self._started = 0
         self.running: set[AgentHandle] = set()  # agents whose process lives, or is not cleaned up yet
 
@@ -49,7 +51,7 @@ class AgentStarter:
 
     def refuse(self, host: str) -> str:
         """Return why no agent can be started on a host, or ""."""
-        if reason := launcher.refuse(host):
+        if reason := self._launchers.refuse(host):
             return reason
         if is_this_machine(host) or self._server.is_open or not self._started:
             return ""
@@ -61,13 +63,13 @@ class AgentStarter:
     def start(self, host: str) -> AgentHandle:
         """Start the agent of a host. Raises OSError if that fails."""
         self._started += 1
-        launch = self._launch(host)
-        log = self._directory / f"ssh-{self._spec.epoch}-{self._started}"
-        process = launcher.start(launch, self._options, log)
+        launcher = self._launchers.of(host)
+        launch = self._launch(host, launcher.is_local)
+        log = self._directory / f"launch-{self._spec.epoch}-{self._started}"
+        process = launcher.start(launch, log)
         return self.follow(AgentHandle(host, launch.agent, process, _now()))
 
-    def _launch(self, host: str) -> Launch:
-        here = is_this_machine(host)
+    def _launch(self, host: str, here: bool) -> Launch:
         return Launch(
             host=host,
             agent=secrets.token_hex(8),
@@ -108,7 +110,7 @@ class AgentStarter:
         return agent
 
     async def _watch(self, agent: AgentHandle) -> None:
-        """Wait until the agent's process has ended; on another host, the ssh connection that started it."""
+        """Wait until the agent's process has ended; on another host, the command that started it."""
         how = await agent.process.ended()
         agent.has_ended = agent.process.is_local
         if not agent.process.is_local and agent.stream is not None:

@@ -17,8 +17,8 @@ from elasticstate.driver.agent_server import AgentServer
 from elasticstate.driver.agent_silence import watch_silence
 from elasticstate.driver.agent_starter import AgentStarter
 from elasticstate.driver.background_tasks import BackgroundTasks
-from elasticstate.driver.launcher import DialledIn
 from elasticstate.kinds import is_host_name
+from elasticstate.launchers.dial_in import DialledIn
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream
 from elasticstate.net.names import is_this_machine

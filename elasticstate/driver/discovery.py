@@ -1,4 +1,4 @@
-"""Host discovery: a fixed list, a hostfile that is read again, or a script that is run again.
+"""Host discovery: the answers of a host source (elasticstate.discovery) over time.
 
 A bad answer changes nothing: if a script fails, takes too long or prints invalid lines, its last answer stays valid,
 with one warning for each kind of fault. Only the first answer must be good. An empty answer counts when it is given
@@ -9,79 +9,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from functools import partial
-from pathlib import Path
 
-from elasticstate.config import Options
 from elasticstate.core.types import HostSlots
+from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.errors import DiscoveryError
-from elasticstate.exit_status import how_it_ended
-from elasticstate.kinds import parse_host
-from elasticstate.machine import slots_of_this_machine
+from elasticstate.kinds import is_host_name
 from elasticstate.net.names import learn_full_name
-from elasticstate.processes import as_command, ask
 from elasticstate.threads import in_thread
-
-Hosts = tuple[HostSlots, ...]
-
-
-class DiscoveryFault(DiscoveryError):
-    """A call of discovery without a valid answer. There is one warning for each ``kind``."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
-
-
-def parse_hosts(text: str, default_slots: int) -> Hosts:
-    """Read one host per line; ``#`` begins a comment. The slots of repeated names are added. Raises DiscoveryFault."""
-    found: dict[str, int] = {}
-    for line in text.splitlines():
-        line = line.partition("#")[0].strip()
-        if line:
-            try:
-                name, slots = parse_host(line, default_slots)
-            except ValueError as error:
-                raise DiscoveryFault("malformed", f"{error}. Name one host on each line") from None
-            found[name] = found.get(name, 0) + slots
-    return tuple(HostSlots(name, slots) for name, slots in found.items())
-
-
-async def run_script(command: str, timeout_s: float) -> str:
-    """Return the output of a shell command. It runs in a session of its own, and is killed with its children.
-
-    Raises DiscoveryFault.
-    """
-    try:
-        answer = await ask(as_command(command), timeout_s)
-    except TimeoutError:
-        raise DiscoveryFault(
-            "timeout", f"{command} did not end within --discovery-timeout of {timeout_s:g} s"
-        ) from None
-    except PermissionError as error:
-        raise DiscoveryFault(
-            "failed", f"{command} could not be started: {error}. Make the file executable: chmod +x {command}"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise DiscoveryFault("failed", f"{command} could not be started: {error}") from None
-    if answer.exit_code != 0:
-        output = answer.stderr.strip() or "no output on stderr"
-        raise DiscoveryFault("failed", f"{command} {how_it_ended(answer.exit_code)}: {output}")
-    return answer.stdout
 
 
 class Discovery:
-    """Source of the hosts. Call ``first()`` once, then iterate over ``changes()``.
+    """The hosts of a job. Call ``first()`` once, then iterate over ``changes()``.
 
     ``refuse(host)`` is called in another thread, and returns why a host cannot be used, or "". ``warn`` gets one line
     for each kind of fault.
     """
 
-    def __init__(self, options: Options, refuse: Callable[[str], str], warn: Callable[[str], None]) -> None:
-        self._options = options
+    def __init__(self, source: HostSource, refuse: Callable[[str], str], warn: Callable[[str], None]) -> None:
+        self._source = source
         self._refuse = refuse
         self._warn = warn
-        self._default_slots = options.slots_per_host or slots_of_this_machine()
         self._last: Hosts = ()
         self._empty_in_a_row = 0
         self._warned: set[str] = set()
@@ -97,11 +44,10 @@ class Discovery:
 
     async def changes(self) -> AsyncIterator[Hosts]:
         """Yield each answer that differs from the last good one. Ends at once if the hosts are fixed."""
-        can_change = bool(self._options.host_discovery_script or self._options.hostfile)
         is_first = True
-        while can_change or is_first:
+        while self._source.can_change or is_first:
             is_first = False
-            await asyncio.sleep(self._options.discovery_interval_s)
+            await asyncio.sleep(self._source.interval_s)
             try:
                 answer = await self._ask()
             except DiscoveryFault as fault:
@@ -113,7 +59,14 @@ class Discovery:
                 yield answer
 
     async def _ask(self) -> Hosts:
-        hosts = parse_hosts(await self._text(), self._default_slots)
+        try:
+            hosts = _checked(await self._source.hosts())
+        except DiscoveryFault:
+            raise
+        except DiscoveryError as error:
+            raise DiscoveryFault("failed", str(error)) from error
+        except Exception as error:  # of a plug-in
+            raise DiscoveryFault("failed", f"{type(self._source).__name__} raised {error!r}") from error
         reason = await in_thread(self._check, hosts)
         if reason:
             raise DiscoveryFault("refused", reason)
@@ -124,22 +77,20 @@ class Discovery:
         learn_full_name(host.name for host in hosts)
         return next(filter(None, (self._refuse(host.name) for host in hosts)), "")
 
-    async def _text(self) -> str:
-        options = self._options
-        if options.listen:
-            return ""  # the agents that dial in are the hosts
-        if options.host_discovery_script:
-            return await run_script(options.host_discovery_script, options.discovery_timeout_s)
-        if options.hostfile:
-            try:
-                return await in_thread(partial(Path(options.hostfile).read_text, errors="replace"))
-            except OSError as error:
-                raise DiscoveryFault(
-                    "failed", f"hostfile {options.hostfile} could not be read: {error.strerror}"
-                ) from None
-        return "\n".join(options.hosts) or f"localhost:{options.np + options.spares}"
-
     def _warn_once(self, fault: DiscoveryFault) -> None:
         if fault.kind not in self._warned:
             self._warned.add(fault.kind)
             self._warn(f"host discovery failed: {fault}; using the last valid answer")
+
+
+def _checked(hosts: Hosts) -> Hosts:
+    """Return the answer if it is valid; a plug-in may give another one. Raises DiscoveryFault."""
+    for host in hosts:
+        if not (isinstance(host, HostSlots) and is_host_name(host.name) and isinstance(host.slots, int)):
+            raise DiscoveryFault("malformed", f"{host!r} is not a HostSlots with a host name and a number of slots")
+        if host.slots < 0:
+            raise DiscoveryFault("malformed", f"host {host.name} has {host.slots} slots")
+    names = [host.name for host in hosts]
+    if len(set(names)) < len(names):
+        raise DiscoveryFault("malformed", f"a host is named twice: {', '.join(names)}")
+    return tuple(hosts)

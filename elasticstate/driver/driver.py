@@ -14,6 +14,7 @@ from elasticstate.backends import DriverBackend, DriverServices, driver_part
 from elasticstate.config import Options
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.figures import JobFigures
+from elasticstate.discovery import host_source
 from elasticstate.driver import spec
 from elasticstate.driver.agent_messages import AgentMessages
 from elasticstate.driver.agents import Agents
@@ -108,7 +109,7 @@ class Driver:
 
     def _begin(self, directory: JobDirectory) -> _DriverParts:
         """Make the parts, and listen for agents, including those of the previous driver. Raises OptionError."""
-        options, last = self._options, directory.found
+        options, last, source = self._options, directory.found, host_source(self._options)
         if last is None and self._must_reattach:
             raise OptionError(
                 f"--reattach: {self._job!r}: no earlier driver has left a record of this job. Name a job whose driver "
@@ -148,7 +149,7 @@ class Driver:
         state, queue, journal, report = self._state, self._queue, self._journal, self._report
         agent_messages = AgentMessages(agents, backend, state, queue, journal, self._outputs, results, reattachment)
         effects = Effects(self._job, options, agents, backend, state, journal, report)
-        main_loop = MainLoop(options, agents, keeper, state, queue, effects, journal, report)
+        main_loop = MainLoop(options, source, agents, keeper, state, queue, effects, journal, report)
         return _DriverParts(directory, keeper, agents, backend, main_loop, reattachment, results)
 
     async def _clean_up(self, parts: _DriverParts) -> None:

@@ -12,6 +12,7 @@ from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.membership import next_deadline
 from elasticstate.core.texts import listed
+from elasticstate.discovery import HostSource
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.effects import Effects
@@ -30,6 +31,7 @@ class MainLoop:
     def __init__(
         self,
         options: Options,
+        source: HostSource,
         agents: Agents,
         keeper: Keeper,
         state: JobState,
@@ -39,6 +41,7 @@ class MainLoop:
         report: Report,
     ) -> None:
         self._options = options
+        self._source = source
         self._agents = agents
         self._keeper = keeper
         self._state = state
@@ -50,7 +53,7 @@ class MainLoop:
 
     async def run(self, reattachment: Reattachment | None) -> None:
         """Run until the job has an outcome. ``reattachment``: the job of an earlier driver is continued."""
-        discovery = Discovery(self._options, self._agents.refuse, self._journal.warn)
+        discovery = Discovery(self._source, self._agents.refuse, self._journal.warn)
         if reattachment is not None:
             discovery.start_from(reattachment.record.hosts)
             await self._reattach(reattachment)

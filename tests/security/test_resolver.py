@@ -16,8 +16,9 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare")
 PROGRAM = """
 import asyncio, sys, time
 from elasticstate.config import Options
-from elasticstate.driver import launcher
+from elasticstate.discovery import host_source
 from elasticstate.driver.discovery import Discovery
+from elasticstate.launchers import HostLaunchers
 
 async def main():
     loop = asyncio.get_running_loop()
@@ -34,7 +35,7 @@ async def main():
     await asyncio.sleep(0)
     options = Options(command=("true",), np=1, min_np=1, hosts=("localhost:1", "far:1", "farther:1"))
     began = loop.time()
-    hosts = await Discovery(options, launcher.refuse, print).first()
+    hosts = await Discovery(host_source(options), HostLaunchers(options).refuse, print).first()
     await asyncio.sleep(0.02)
     ticking.cancel()
     assert [host.name for host in hosts] == ["localhost", "far", "farther"], hosts

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from elasticstate import kinds
-from elasticstate.backends import BACKENDS, AgentBackend, DriverBackend, agent_part, driver_part, load_part, searches
+from elasticstate.backends import BACKENDS, AgentBackend, DriverBackend, agent_part, driver_part, searches
+from elasticstate.plug_ins import load_part
 from elasticstate.worker import contexts
 from elasticstate.worker.contexts.context import Backend, Context
 

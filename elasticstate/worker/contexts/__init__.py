@@ -7,7 +7,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from elasticstate.backends import BACKENDS, load_part
+from elasticstate.backends import BACKENDS
+from elasticstate.plug_ins import load_part
 from elasticstate.worker.contexts.context import Backend
 
 

@@ -12,7 +12,10 @@ import pytest
 
 from elasticstate.config import Options, read_options
 from elasticstate.core.types import HostSlots
-from elasticstate.driver.discovery import Discovery, DiscoveryFault, Hosts, parse_hosts, run_script
+from elasticstate.discovery import DiscoveryFault, Hosts, host_source
+from elasticstate.discovery.host_lines import parse_hosts
+from elasticstate.discovery.script import run_script
+from elasticstate.driver.discovery import Discovery
 from elasticstate.errors import DiscoveryError
 
 
@@ -40,7 +43,7 @@ class Watch:
         self.answers: list[Hosts] = []
         self.warnings: list[str] = []
         self._discovery = Discovery(
-            chosen, lambda host: f"{host} is refused" if host == refused else "", self.warnings.append
+            host_source(chosen), lambda host: f"{host} is refused" if host == refused else "", self.warnings.append
         )
 
     async def run(self, meanwhile: Callable[[Watch], Awaitable[None]]) -> None:

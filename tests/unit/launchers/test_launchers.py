@@ -8,20 +8,25 @@ from pathlib import Path
 import pytest
 
 from elasticstate.config import Options, read_options
-from elasticstate.driver.launcher import refuse, ssh_command
+from elasticstate.launchers import HostLaunchers
+from elasticstate.launchers.ssh import SshLauncher
 from elasticstate.net.names import address_of, is_loopback, is_this_machine, own_addresses
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2", "127.3.2.1", socket.gethostname()])
 def test_names_of_this_machine_need_no_ssh(host: str) -> None:
-    assert refuse(host) == ""
+    assert HostLaunchers(options()).refuse(host) == ""
 
 
 @pytest.mark.parametrize("host", ["far.example", "10.0.0.1", "127.0.0", "localhost2"])
 def test_other_names_need_ssh(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_this_machine(host)
     monkeypatch.setenv("PATH", "")
-    assert refuse(host).startswith(f"host {host!r} is another machine, and this machine has no ssh")
+    assert (
+        HostLaunchers(options())
+        .refuse(host)
+        .startswith(f"host {host!r} is another machine, and this machine has no ssh")
+    )
 
 
 def test_own_addresses_are_no_loopback() -> None:
@@ -38,19 +43,23 @@ def options(**given: str) -> Options:
     return read_options({"np": "1", **given}, ["c"], {})
 
 
+def ssh_command(chosen: Options) -> list[str]:
+    return SshLauncher(chosen).command("far", ("-m", "elasticstate.agent"), Path("log"), "start")
+
+
 def test_the_ssh_command_checks_host_keys_unless_told_not_to() -> None:
-    command = ssh_command("far", "/a python", options(), Path("log"))
+    command = ssh_command(options(remote_python="/a python"))
     assert command[0] == "ssh"
     assert command[-3:] == ["--", "far", "exec '/a python' -m elasticstate.agent"]
     assert "BatchMode=yes" in command
     assert "ConnectTimeout=10" in command
     assert not [word for word in command if "HostKey" in word or "KnownHosts" in word or word in ("-p", "-i")]
-    careless = ssh_command("far", "p", options(ssh_check_host_keys="off", connect_timeout_s="0.3"), Path("log"))
+    careless = ssh_command(options(ssh_check_host_keys="off", connect_timeout_s="0.3"))
     assert "StrictHostKeyChecking=no" in careless
     assert "ConnectTimeout=1" in careless
 
 
 def test_port_and_key_are_passed_on_to_ssh() -> None:
-    command = ssh_command("far", "p", options(ssh_port="2222", ssh_identity_file="/key"), Path("log"))
+    command = ssh_command(options(ssh_port="2222", ssh_identity_file="/key"))
     assert command[command.index("-p") + 1] == "2222"
     assert command[command.index("-i") + 1] == "/key"

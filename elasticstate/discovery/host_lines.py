@@ -1,0 +1,28 @@
+"""Lists of hosts as text: one ``host`` or ``host:slots`` on each line."""
+
+from __future__ import annotations
+
+from elasticstate.config import Options
+from elasticstate.core.types import HostSlots
+from elasticstate.discovery import DiscoveryFault, Hosts
+from elasticstate.kinds import parse_host
+from elasticstate.machine import slots_of_this_machine
+
+
+def default_slots(options: Options) -> int:
+    """Return the slots of a host that is named without slots (``--slots-per-host``)."""
+    return 1 if options.slots_per_host is None else options.slots_per_host or slots_of_this_machine()
+
+
+def parse_hosts(text: str, default_slots: int) -> Hosts:
+    """Read one host per line; ``#`` begins a comment. The slots of repeated names are added. Raises DiscoveryFault."""
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        line = line.partition("#")[0].strip()
+        if line:
+            try:
+                name, slots = parse_host(line, default_slots)
+            except ValueError as error:
+                raise DiscoveryFault("malformed", f"{error}. Name one host on each line") from None
+            found[name] = found.get(name, 0) + slots
+    return tuple(HostSlots(name, slots) for name, slots in found.items())

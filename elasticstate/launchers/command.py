@@ -1,0 +1,89 @@
+"""Start of agents by a command, such as ssh or srun, that runs another command on a host and passes its stdin on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from elasticstate import processes
+from elasticstate.exit_status import how_it_ended
+from elasticstate.launchers import Launcher
+from elasticstate.launchers.early_agent import AGENT
+from elasticstate.net.launch import Launch
+from elasticstate.writing import Writer
+
+
+class CommandLauncher(Launcher):
+    """Launcher with a command. A subclass has at least the method :meth:`command`."""
+
+    @property
+    def python(self) -> str:
+        """The path of the Python that runs agents (``--remote-python``)."""
+        return self.options.remote_python or sys.executable
+
+    def command(self, host: str, arguments: Sequence[str], log: Path, name: str) -> list[str]:
+        """Return the command that runs Python with these ``arguments`` on a host.
+
+        It passes stdin, stdout and stderr on, and ends when Python ends. It may write messages of its own to ``log``.
+        ``name``: unique for each call.
+        """
+        raise NotImplementedError
+
+    def how_ended(self, host: str, code: int, log: Path) -> str:
+        """Return how the command ended, and what the user can do about it."""
+        return how_it_ended(code)
+
+    def start(self, launch: Launch, log: Path) -> CommandAgent:
+        return CommandAgent(self, launch, log)
+
+    async def clear(self, host: str, name: str) -> None:
+        """End what may remain after the command of this ``name`` was killed. Nothing, unless a subclass knows how."""
+
+
+class CommandAgent:
+    """An agent on another host, and the command that started it and carries its output."""
+
+    is_local = False
+
+    def __init__(self, launcher: CommandLauncher, launch: Launch, log: Path) -> None:
+        """Start the command. Raises OSError if that fails."""
+        self._launcher = launcher
+        self._launch = launch
+        self._was_killed = False
+        self._log = log  # the command's own messages go here, apart from the workers' output
+        log.unlink(missing_ok=True)
+        self._process = subprocess.Popen(
+            launcher.command(launch.host, ("-m", AGENT), log, launch.agent),
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal is for the driver
+        )
+        send_parameters(self._process, launch)
+
+    async def ended(self) -> str:
+        await processes.ended_child(self._process.pid)
+        return self._launcher.how_ended(self._launch.host, self._process.wait(), self._log)
+
+    def kill(self) -> None:
+        """End the command. An agent that still lives has received Shutdown, or gives up without its driver."""
+        if self._process.returncode is None:
+            self._process.kill()
+            self._was_killed = True
+
+    async def clear(self) -> None:
+        if self._was_killed:
+            await self._launcher.clear(self._launch.host, self._launch.agent)
+
+
+def send_parameters(process: subprocess.Popen[bytes], launch: Launch) -> None:
+    """Send an agent its parameters, in a thread: the pipe takes 64 KiB; for more, the command must connect first."""
+    assert process.stdin is not None
+    line, fd = msgspec.json.encode(launch) + b"\n", os.dup(process.stdin.fileno())
+    process.stdin.close()
+    stdin = Writer(lambda: fd, len(line))
+    stdin.put(line)
+    stdin.close()

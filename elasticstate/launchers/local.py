@@ -1,0 +1,84 @@
+"""Agents on this machine: children of the driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from elasticstate import processes
+from elasticstate.config import agent_variable
+from elasticstate.exit_status import how_it_ended
+from elasticstate.launchers import Launcher
+from elasticstate.launchers.command import send_parameters
+from elasticstate.launchers.early_agent import agent_process
+from elasticstate.net.launch import Launch
+from elasticstate.net.names import is_this_machine
+from elasticstate.threads import in_thread
+
+
+class LocalLauncher(Launcher):
+    """Launcher on this machine: a process for each name that means it."""
+
+    is_local = True
+
+    def refuse(self, host: str) -> str:
+        return "" if is_this_machine(host) else f"host {host!r} is another machine, and --launcher is local"
+
+    def start(self, launch: Launch, log: Path) -> LocalAgent:
+        return LocalAgent(launch)
+
+
+class LocalAgent:
+    """An agent's process on this machine, with all processes that must end with it."""
+
+    is_local = True
+
+    def __init__(self, launch: Launch) -> None:
+        """Start the process. Raises OSError if that fails."""
+        self._process = agent_process()
+        self._mark = agent_variable(launch.socket)
+        processes.give_back_descriptors(self.pid)  # before it begins: it waits for its parameters
+        send_parameters(self._process, launch)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ended(self) -> str:
+        await processes.ended_child(self.pid)
+        return how_it_ended(self._process.wait())
+
+    def kill(self) -> None:
+        """Kill the agent. Its workers die with it (PR_SET_PDEATHSIG)."""
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def clear(self) -> None:
+        """Send SIGKILL to all processes that its workers have started, even in other sessions."""
+        await in_thread(processes.kill_marked, *self._mark)
+
+
+class AdoptedAgent:
+    """An agent on this machine that the previous driver has started."""
+
+    is_local = True
+
+    def __init__(self, pid: int, socket: str) -> None:
+        """Open the process. Raises ProcessLookupError if it has ended."""
+        self._pidfd = os.pidfd_open(pid)
+        self._mark = agent_variable(socket)
+
+    async def ended(self) -> str:
+        await processes.ended(self._pidfd)
+        return "exited"
+
+    def kill(self) -> None:
+        """Kill the agent. Its workers die with it (PR_SET_PDEATHSIG)."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def clear(self) -> None:
+        """Send SIGKILL to all processes that its workers have started, even in other sessions."""
+        await in_thread(processes.kill_marked, *self._mark)

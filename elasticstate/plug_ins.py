@@ -1,0 +1,41 @@
+"""Parts that a name chooses: the project's own from a table, others from entry points of installed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from elasticstate.errors import OptionError
+
+
+def load_part(name: str) -> Any:
+    """Import the object that is named as ``module:name``."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def plug_in(option: str, group: str, own: Mapping[str, str], name: str) -> Any:
+    """Return the object of this name: of the table ``own``, or of the entry points of ``group``.
+
+    Entry points are read only for a name that is not in the table. Raises OptionError for an unknown name, and for an
+    entry point that cannot be imported.
+    """
+    if name in own:
+        return load_part(own[name])
+    from importlib.metadata import entry_points
+
+    found = {entry.name: entry for entry in entry_points(group=group)}
+    if name not in found:
+        names = ", ".join(sorted({*own, *found}))
+        raise OptionError(
+            f"{option}: {name!r}: there is no such plug-in. Choose one of {names}, or install the package that has an "
+            f"entry point of this name in the group {group}."
+        )
+    try:
+        return found[name].load()
+    except Exception as error:
+        raise OptionError(
+            f"{option}: {name!r}: {found[name].value} cannot be imported: {type(error).__name__}: {error}. Mend or "
+            "reinstall its package."
+        ) from error
