@@ -19,8 +19,8 @@ class HostOptions:
         DISCOVERY,
         kinds.NAME,
         "--discovery",
-        "Host source: list, hostfile, script, dial-in, slurm, or one of an installed package (default: by the other "
-        "options; inside an allocation of Slurm: slurm).",
+        "Host source: list, hostfile, script, dial-in, slurm, ray, or one of an installed package (default: by the "
+        "other options; inside an allocation of Slurm: slurm).",
     )
     host_discovery_script: str | None = option(
         None,
@@ -48,8 +48,8 @@ class HostOptions:
         REMOTE,
         kinds.NAME,
         "--launcher",
-        "Program that starts an agent on each host: local, ssh, slurm, or one of an installed package (default: local "
-        "on this machine and ssh elsewhere; with --discovery slurm: slurm).",
+        "Program that starts an agent on each host: local, ssh, slurm, ray, or one of an installed package (default: "
+        "local on this machine and ssh elsewhere; with --discovery slurm or ray: the same).",
     )
     ssh_port: int | None = option(
         None, REMOTE, kinds.PORT, "--ssh-port -p", "Port of the ssh servers (default: from ssh's configuration)."

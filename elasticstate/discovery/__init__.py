@@ -26,6 +26,7 @@ SOURCES = {
     "script": "elasticstate.discovery.script:DiscoveryScript",
     "dial-in": "elasticstate.discovery.dial_in:DialIn",
     "slurm": "elasticstate.discovery.slurm:SlurmNodes",
+    "ray": "elasticstate.ray.nodes:RayNodes",
 }
 """The project's own host sources."""
 
@@ -47,6 +48,9 @@ class HostSource:
     async def hosts(self) -> Hosts:
         """Return the present hosts. Raises DiscoveryError; any other error counts as one, too."""
         raise NotImplementedError
+
+    async def close(self) -> None:
+        """End what this source has begun elsewhere. Called once, at the end of the job."""
 
 
 class DiscoveryFault(DiscoveryError):

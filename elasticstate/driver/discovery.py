@@ -58,6 +58,13 @@ class Discovery:
                 self._last = answer
                 yield answer
 
+    async def close(self) -> None:
+        """Close the source, at the end of the job. A fault there is a warning."""
+        try:
+            await self._source.close()
+        except Exception as error:
+            self._warn(f"{type(self._source).__name__} could not be closed: {error}")
+
     async def _ask(self) -> Hosts:
         try:
             hosts = _checked(await self._source.hosts())

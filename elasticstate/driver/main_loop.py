@@ -72,6 +72,7 @@ class MainLoop:
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+            await discovery.close()
 
     async def _follow(self, discovery: Discovery, is_new_job: bool) -> None:
         if is_new_job:

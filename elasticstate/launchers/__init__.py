@@ -25,6 +25,7 @@ LAUNCHERS = {
     "local": "elasticstate.launchers.local:LocalLauncher",
     "ssh": "elasticstate.launchers.ssh:SshLauncher",
     "slurm": "elasticstate.launchers.slurm:SrunLauncher",
+    "ray": "elasticstate.ray.agents:RayLauncher",
 }
 """The project's own launchers."""
 
@@ -73,7 +74,7 @@ class HostLaunchers:
 
     def __init__(self, options: Options) -> None:
         """Raise OptionError if a launcher cannot be used with these options."""
-        name = options.launcher or ("slurm" if options.discovery == "slurm" else "")
+        name = options.launcher or (options.discovery if options.discovery in ("slurm", "ray") else "")
         self._chosen = _launcher(name, options) if name else None
         self._local, self._ssh = _launcher("local", options), _launcher("ssh", options)
 

@@ -54,7 +54,7 @@ PARTS = {
     "writing",
 }
 
-PLUG_INS = {"mpi", "mpi.worker"}  # backends.py names them in its table; no other part may import them
+PLUG_INS = {"mpi", "mpi.worker", "ray"}  # tables name them; no other part may import them
 
 # The other parts that a part may import. The command line may import all parts except plug-ins.
 ALLOWED = {
@@ -74,6 +74,7 @@ ALLOWED = {
     "mpi.worker": {"_native", "compat", "config", "errors", "log", "mpi", "net", "private", "worker"},
     "private": set[str](),
     "processes": set[str](),
+    "ray": {"compat", "config", "core", "discovery", "errors", "exit_status", "launchers", "net", "threads"},
     "seals": set[str](),
     "terminal": set[str](),
     "threads": {"compat"},
