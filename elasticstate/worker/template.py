@@ -40,7 +40,7 @@ _MODULES = (
     "elasticstate.state.torch",
     "elasticstate.state.loader",
     "elasticstate.state.sampler",
-    "elasticstate.worker.call",
+    "cloudpickle",  # for worker/call.py, which must not be imported before it runs as a program
     "elasticstate.worker.loop",
     "elasticstate.worker.run",
 )

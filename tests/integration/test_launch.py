@@ -62,6 +62,7 @@ def test_results_come_by_rank_of_the_last_world() -> None:
     assert len(results) in (2, 3), "another one may have come in time"
     assert results == [[rank, len(results), [5]] for rank in range(len(results))]
     assert "lost: localhost:1 (SIGKILL)" in done.stderr
+    assert "Warning" not in done.stderr
 
 
 def test_results_of_any_size_come_from_each_host() -> None:
