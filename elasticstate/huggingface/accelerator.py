@@ -35,10 +35,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                         optimizer.zero_grad()
                         state.commit()
 
-    The first DataLoader that is prepared is the training's; later ones stay Accelerate's, for evaluation. The global
-    batch is constant: its size × accumulation steps × workers of the first world. Each rank's share comes in batches of
-    at most the DataLoader's size. Gradients are exchanged, and the optimizer makes a step, after the last batch of a
-    share. ``backward`` needs the mean loss of its batch, and weights it by the number of samples.
+    The first DataLoader that is prepared is the training's; later ones stay Accelerate's, for evaluation.
+
+    The global batch is constant: the DataLoader's batch size times the accumulation steps times the workers of the
+    first world. Each rank's share comes in batches of at most the DataLoader's size. After the last batch of a share,
+    the ranks exchange gradients, and the optimizer makes a step. ``backward`` needs the mean loss of its batch, and
+    weights it by the number of samples.
 
     Args:
         state: the state that ``run`` passes to the function.
@@ -53,7 +55,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.elastic = state
         self._begun = False
 
-    # ------------------------------------------------------------------------------------------------------------ objects
+    # ---------------------------------------------------------------------------------------------------------- objects
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -61,7 +63,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         forget_preparation(model)
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         if not evaluation_mode:
-            self.elastic.attach(model=self.unwrap_model(prepared))
+            self.elastic.attach(model=model)
             self.elastic.load("model")
             self._model = prepared
         return prepared
@@ -96,7 +98,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Raise UsageError: these objects would not continue in the next world."""
         refuse("register_for_checkpointing()", "Pass the objects to run: @run(ema=ema). Then use state.ema.")
 
-    # --------------------------------------------------------------------------------------------------------------- loop
+    # ------------------------------------------------------------------------------------------------------------- loop
 
     def epochs(self, number: int) -> Iterator[int]:
         """Yield the epochs from the present one to ``number - 1``. Prepare all objects before."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import elasticstate as elastic
 from elasticstate.errors import UsageError
+from elasticstate.extension import world_size
 
 _MODES = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
 def check_world(what: str, size: int) -> None:
     """Raise UsageError if Accelerate's world has another size: each rank would train alone, without an error."""
-    if size != elastic.size():
+    if size != world_size():
         raise UsageError(
-            f"{what} is in a world of {size}, and elasticstate in a world of {elastic.size()}. Create it inside the "
+            f"{what} is in a world of {size}, and elasticstate in a world of {world_size()}. Create it inside the "
             "function decorated with run. On a machine without GPUs, use TrainingArguments(use_cpu=True) or "
             "Accelerator(cpu=True)."
         )

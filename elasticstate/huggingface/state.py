@@ -12,7 +12,7 @@ import torch
 import elasticstate as elastic
 from elasticstate.compat.hugging_face import clear_singletons
 from elasticstate.errors import UsageError
-from elasticstate.extension import random_state, set_random_state
+from elasticstate.extension import random_state, set_random_state, world_size
 
 _OBJECTS = ("model", "optimizer", "scheduler", "scaler", "loader")  # the script creates them, perhaps in each world
 _OTHERS = ("begun", "workers", "trainer")
@@ -31,18 +31,22 @@ class TrainingState(elastic.TorchState):
     Raises UsageError if a value has the name of an object of the training, or ``workers`` is less than 1.
     """
 
+    begun: bool  # the initial values are committed
+    workers: int  # 0 before the first world
+    trainer: Any  # the position of a Trainer's loop
+
     def __init__(self, workers: int | None = None, **values: Any) -> None:
         if workers is not None and workers < 1:
             raise UsageError(f"workers={workers}: must be at least 1")
         if taken := sorted({*_OBJECTS, *_OTHERS} & set(values)):
             raise UsageError(f"{taken[0]}= cannot be given: TrainingState has a value of this name. Rename yours.")
-        super().__init__(**dict.fromkeys(_OBJECTS), begun=False, workers=workers, trainer=None, **values)
+        super().__init__(**dict.fromkeys(_OBJECTS), begun=False, workers=workers or 0, trainer=None, **values)
         self._held: dict[str, Any] = {}  # the values of objects that the present world has not loaded yet
         self._last: dict[str, Any] = {}  # the objects of the last world
         self._attached: dict[str, Any] = {}
         self._random = b""
 
-    # ------------------------------------------------------------------------------------------- objects of one world
+    # --------------------------------------------------------------------------------------------- objects of one world
 
     def sync(self) -> None:
         """Sync, and make the process ready for new objects: Accelerate must not remember the last world."""
@@ -53,8 +57,8 @@ class TrainingState(elastic.TorchState):
                 self._last[name] = getattr(self, name)
             setattr(self, name, None)
         self._attached = {}
-        if self.workers is None:
-            self.workers = elastic.size()
+        if not self.workers:
+            self.workers = world_size()
         self._random = random_state()
         clear_singletons()
 
@@ -96,7 +100,7 @@ class TrainingState(elastic.TorchState):
             self.begun = True
             super().commit()
 
-    # --------------------------------------------------------------------------------------------------- State's methods
+    # -------------------------------------------------------------------------------------------------- State's methods
 
     def commit(self, every: int = 1) -> None:
         """Commit as ``State.commit``. Between the batches of one optimizer step, a call does nothing."""

@@ -13,9 +13,10 @@ import torch.distributed as dist
 import transformers
 from transformers.trainer_callback import ExportableState
 
-import elasticstate as elastic
+from elasticstate import ElasticDataLoader
 from elasticstate.compat.hugging_face import forget_preparation, knows_world
 from elasticstate.errors import UsageError
+from elasticstate.extension import world_size
 from elasticstate.huggingface.checks import check_accelerator, check_world, refuse
 from elasticstate.huggingface.loader import TrainingLoader, check_dataset, elastic_loader
 from elasticstate.huggingface.state import TrainingState
@@ -39,15 +40,18 @@ class _Part(NamedTuple):
     weight: float
 
 
-class ElasticTrainer:
+_Trainer: Any = object  # for mypy: the class after ElasticTrainer is transformers.Trainer
+
+
+class ElasticTrainer(_Trainer):  # type: ignore[misc]
     """Mixin for ``transformers.Trainer`` and its subclasses: ``class Mine(ElasticTrainer, Seq2SeqTrainer)``.
 
     Build it, and its ``TrainingArguments``, inside the function decorated with ``run``: both belong to one world. The
     model may be built outside; then it stays in memory. ``train()`` continues at the last commit, also in the middle of
     an epoch. A tick ends after each optimizer step, and after what follows it: log, evaluation, checkpoint.
 
-    The global batch is constant: ``per_device_train_batch_size`` × ``gradient_accumulation_steps`` × workers of the
-    first world. Each rank's share comes in batches of at most ``per_device_train_batch_size``.
+    The global batch is constant: ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` times the
+    workers of the first world. Each rank's share comes in batches of at most ``per_device_train_batch_size``.
 
     Args:
         state: the state that ``run`` passes to the function.
@@ -56,6 +60,12 @@ class ElasticTrainer:
 
     Raises UsageError for a world of another size, and for arguments that are not supported.
     """
+
+    args: Any
+    optimizer: Any
+    loss_is_scaled_for_ga: bool | None
+    _loader: ElasticDataLoader
+    _batches: TrainingLoader | None = None
 
     def __init__(self, state: TrainingState, *args: Any, commit_every: int = 1, **kwargs: Any) -> None:
         if not isinstance(state, TrainingState):
@@ -75,17 +85,19 @@ class ElasticTrainer:
         self._check()
         self.args = copy.copy(self.args)
         share = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        self._global_batch = share * state.workers
+        self._global_batch: int = share * state.workers
         self.args.gradient_accumulation_steps = 1  # the loop counts optimizer steps: training_step has the parts
         self._ticked = -1  # the global step at which the last tick ended
         self._is_finished = self._has_begun = False
-        self.callback_handler.callbacks.insert(0, _Callback(self))  # type: ignore[attr-defined]  # before the user's
+        self.callback_handler.callbacks.insert(0, _Callback(self))  # before the user's
 
     def _check(self) -> None:
         """Raise UsageError for arguments with which a training cannot be elastic, or would go wrong."""
         args = self.args
         check_world("TrainingArguments", args.world_size)
-        check_accelerator(self.accelerator)  # type: ignore[has-type]
+        check_accelerator(self.accelerator)
+        if self.is_distributed_loading_by_transformers:
+            refuse("A model with a DistributedConfig", "Load it without: each rank must hold the whole model.")
         if args.train_sampling_strategy not in ("random", "sequential"):
             refuse(f"train_sampling_strategy={args.train_sampling_strategy!r}", "Use 'random' or 'sequential'.")
         if not args.average_tokens_across_devices:
@@ -96,15 +108,20 @@ class ElasticTrainer:
         if args.neftune_noise_alpha is not None:
             refuse("neftune_noise_alpha", "Remove it: its hook would be added again in each world.")
         if "layerwise" in args.optim or "lomo" in args.optim:
-            refuse(f"optim={str(args.optim)!r}", "Use an optimizer whose state_dict() has its state, such as 'adamw_torch'.")
+            refuse(
+                f"optim={str(args.optim)!r}",
+                "Use an optimizer whose state_dict() has its state, such as 'adamw_torch'.",
+            )
 
     # ----------------------------------------------------------------------------------------------------------- data
 
-    def get_train_dataloader(self) -> Any:
-        if self.train_dataset is None:  # type: ignore[attr-defined]
+    def get_train_dataloader(self) -> TrainingLoader:
+        if self._batches is not None:
+            return self._batches
+        if self.train_dataset is None:
             raise UsageError("Trainer: train_dataset is None. Pass a data set.")
-        check_dataset(self.train_dataset)  # type: ignore[attr-defined]
-        plain = super().get_train_dataloader()  # type: ignore[misc]  # with the collator and columns of the Trainer
+        check_dataset(self.train_dataset)
+        plain = super().get_train_dataloader()  # with the collator and columns of the Trainer
         self._loader = elastic_loader(
             plain,
             self._global_batch,
@@ -115,7 +132,8 @@ class ElasticTrainer:
         )
         self.elastic.attach(loader=self._loader)
         self.elastic.load("loader")
-        return TrainingLoader(self._loader, self._global_batch, lambda: iter(self._loader))
+        self._batches = TrainingLoader(self._loader, self._global_batch, lambda: iter(self._loader))
+        return self._batches
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return self._global_batch
@@ -124,11 +142,11 @@ class ElasticTrainer:
         """End the tick of the last step. Return the batches of the next one as one item, and their number of labels."""
         if not len(self._loader):
             return [], None
-        if self._ticked < self.state.global_step:  # type: ignore[has-type]
+        if self._ticked < self.state.global_step:
             self._end_tick()
         parts = list(self._next_step(epoch_iterator))
         counted = iter([part.batch if part.weight else _unlabelled(part.batch) for part in parts])
-        _, items = super().get_batch_samples(counted, sys.maxsize, device)  # type: ignore[misc]
+        _, items = super().get_batch_samples(counted, sys.maxsize, device)
         return [parts], items
 
     def _next_step(self, batches: Iterator[Any]) -> Iterator[_Part]:
@@ -137,7 +155,7 @@ class ElasticTrainer:
             if self._loader.step_ends:
                 return
 
-    def training_step(self, model: Any, inputs: list[_Part], num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: list[_Part], num_items_in_batch: Any = None) -> Any:
         """Add the gradients of all batches of one optimizer step. Return the sum of their losses."""
         scaled, total = self.loss_is_scaled_for_ga, None
         for number, (batch, weight) in enumerate(inputs):
@@ -145,20 +163,20 @@ class ElasticTrainer:
             self.current_gradient_accumulation_steps = 1 / weight if weight else float("inf")
             self.loss_is_scaled_for_ga = scaled if weight else False
             with nullcontext() if number == len(inputs) - 1 else self.accelerator.no_sync(model):
-                loss = super().training_step(model, batch, num_items_in_batch)  # type: ignore[misc]
+                loss = super().training_step(model, batch, num_items_in_batch)
             total = loss if total is None else total + loss
         self.loss_is_scaled_for_ga = scaled
         assert total is not None, "each step has a batch on each rank"
         return total
 
-    def floating_point_ops(self, inputs: list[_Part]) -> int:
-        return sum(super(ElasticTrainer, self).floating_point_ops(part.batch) for part in inputs)  # type: ignore[misc]
+    def floating_point_ops(self, inputs: list[_Part]) -> Any:
+        return sum(super(ElasticTrainer, self).floating_point_ops(part.batch) for part in inputs)
 
     # ------------------------------------------------------------------------------------------------ train and resume
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any) -> Any:
-        """Train, or continue at the last commit. ``resume_from_checkpoint`` counts only if the job has no commit yet."""
-        if self._has_begun or self.elastic.attached("loader") is not None:
+        """Train, or continue at the last commit. ``resume_from_checkpoint`` counts only before the first commit."""
+        if self._has_begun:
             raise UsageError("train() was called a second time in this world. Call it once in the decorated function.")
         if trial is not None:
             refuse("A hyperparameter search", "Run each trial as a job.")
@@ -166,18 +184,18 @@ class ElasticTrainer:
         forget_preparation(self.model)
         if self.elastic.begun:
             resume_from_checkpoint, self.args.eval_on_start = None, False
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, trial=trial, **kwargs)  # type: ignore[misc]
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, trial=trial, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        if self.optimizer is None and self.elastic.last("model") is self.model:  # type: ignore[has-type]
+        if self.optimizer is None and self.elastic.last("model") is self.model:
             self.optimizer = self.elastic.last("optimizer")  # with its tensors; None in the first world
-        return super().create_optimizer(model)  # type: ignore[misc]
+        return super().create_optimizer(model)
 
     def _init_training_state(
         self, max_steps: int, steps_in_epoch: int, epochs: int, checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
         """Return the epoch in which the loop begins, and 0: the loader itself continues within the epoch."""
-        epoch, steps = super()._init_training_state(max_steps, steps_in_epoch, epochs, checkpoint, trial)  # type: ignore[misc]
+        epoch, steps = super()._init_training_state(max_steps, steps_in_epoch, epochs, checkpoint, trial)
         saved = self.elastic.trainer
         if saved is None:
             self._loader.load_state_dict(
@@ -216,10 +234,10 @@ class ElasticTrainer:
 
     def _save_progress(self) -> None:
         """Put the position of the loop into the state, equal on all ranks: losses become the mean over the ranks."""
-        if elastic.size() > 1:
+        if world_size() > 1:
             dist.all_reduce(self._tr_loss)
-            self._tr_loss /= elastic.size()
-        self.store_flos()  # type: ignore[attr-defined]
+            self._tr_loss /= world_size()
+        self.store_flos()
         self.elastic.trainer = {
             "progress": {name: getattr(self.state, name) for name in _PROGRESS},
             "callbacks": [callback.state()["attributes"] for callback in self._stateful_callbacks()],
@@ -231,7 +249,7 @@ class ElasticTrainer:
         }
 
     def _stateful_callbacks(self) -> list[Any]:
-        return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]  # type: ignore[attr-defined]
+        return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
 
 
 def _unlabelled(batch: Any) -> Any:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
-import elasticstate as elastic
 from elasticstate.huggingface import Accelerator, TrainingState, run
 
 SAMPLES = 253
@@ -22,9 +21,9 @@ dataset = TensorDataset(images, torch.tensor(digits.target[:SAMPLES]), torch.ara
 def main(state: TrainingState) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))  # a new one in each world
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     loader = DataLoader(dataset, batch_size=2, shuffle=True)
-    scheduler = OneCycleLR(optimizer, max_lr=0.03, total_steps=600)
+    scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=600)
     accelerator = Accelerator(state, cpu=True, gradient_accumulation_steps=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     is_first = True
@@ -57,4 +56,3 @@ def main(state: TrainingState) -> None:
 
 
 main()
-assert elastic.size() >= 1

@@ -35,6 +35,8 @@ class Logger(TrainerCallback):
     def on_log(self, _: Any, state: Any, control: Any, logs: dict[str, Any], **objects: Any) -> None:
         if "loss" in logs:
             note("loss", step=state.global_step, loss=logs["loss"], lr=logs["learning_rate"], epoch=logs["epoch"])
+        if "eval_loss" in logs:
+            note("evaluated", step=state.global_step, loss=logs["eval_loss"])
 
     def on_save(self, _: Any, state: Any, control: Any, **objects: Any) -> None:
         note("saved", step=state.global_step)
@@ -58,6 +60,8 @@ def main(state: TrainingState) -> None:
         learning_rate=3e-3,
         lr_scheduler_type="cosine",
         logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=15,
         save_steps=40,
         save_total_limit=2,
         report_to="none",
@@ -65,12 +69,18 @@ def main(state: TrainingState) -> None:
         use_cpu=True,
     )
     trainer = LoggedTrainer(
-        state, model=model, args=training, train_dataset=dataset, callbacks=[Logger()], commit_every=args.commit_every
+        state,
+        model=model,
+        args=training,
+        train_dataset=dataset,
+        eval_dataset=dataset[:96],
+        callbacks=[Logger()],
+        commit_every=args.commit_every,
     )
     result = trainer.train()
-    assert [line["step"] for line in trainer.state.log_history[:-1]] == list(range(1, result.global_step + 1))
-    losses = [line["loss"] for line in trainer.state.log_history[:-1]]
-    assert abs(result.training_loss - sum(losses) / len(losses)) < 1e-3
+    losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    assert list(losses) == list(range(1, result.global_step + 1))
+    assert abs(result.training_loss - sum(losses.values()) / len(losses)) < 1e-3
     note_model("final", result.global_step, trainer.model, trainer.optimizer)
     if elastic.rank() == 0:
         trainer.save_model(str(args.log / "model"))
