@@ -19,6 +19,15 @@ from elasticstate.huggingface.checks import check_accelerator, refuse
 from elasticstate.huggingface.loader import TrainingLoader, check_dataset, elastic_loader, is_shuffled
 from elasticstate.huggingface.state import TrainingState
 
+_PLUGINS = (
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "parallelism_config",
+    "torch_tp_plugin",
+)
+
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Accelerator of one world, whose model, optimizer, scheduler and training data continue in the next one::
@@ -50,6 +59,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     def __init__(self, state: TrainingState, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(state, TrainingState):
+            raise UsageError(
+                f"The first argument of Accelerator is a {type(state).__name__}, and must be the state that run passes "
+                "to the function: Accelerator(state, cpu=True)."
+            )
+        for name in _PLUGINS:
+            if kwargs.get(name) is not None:
+                refuse(f"{name}=", "Remove it: each rank must hold the whole model.")
         super().__init__(*args, **kwargs)
         check_accelerator(self)
         self.elastic = state

@@ -96,6 +96,9 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
         args = self.args
         check_world("TrainingArguments", args.world_size)
         check_accelerator(self.accelerator)
+        for name in ("deepspeed", "fsdp", "parallelism_config"):
+            if getattr(args, name):
+                refuse(f"{name}=", "Remove it: each rank must hold the whole model.")
         if self.is_distributed_loading_by_transformers:
             refuse("A model with a DistributedConfig", "Load it without: each rank must hold the whole model.")
         if args.train_sampling_strategy not in ("random", "sequential"):
