@@ -3,10 +3,12 @@
     elasticrun -np 3 --min-np 1 python examples/trainer.py
 
 The text comes with Python (``pydoc_data.topics``). Workers may die, join and leave: the global batch, the order of the
-samples and the losses stay those of the first world. Compared with a script for torchrun, five lines are different.
+samples and the losses stay those of the first world. Five lines differ from a script for torchrun.
 """
 
 import argparse
+import os
+import tempfile
 from pydoc_data.topics import topics
 
 import torch
@@ -14,14 +16,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from elasticstate.huggingface import Trainer, run
 
-LENGTH, SAMPLES = 32, 960
+LENGTH, SAMPLES = 32, 640
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--folder", default="trainer-output", help="folder for the checkpoint")
+parser.add_argument("--folder", default=f"{tempfile.gettempdir()}/trainer-{os.getuid()}", help="for the checkpoint")
 options = parser.parse_args()
 
 torch.manual_seed(0)
+torch.set_num_threads(1)
 text = torch.tensor(list("\n".join(topics.values()).encode("ascii", "replace")))
 pieces = [{"input_ids": piece, "labels": piece} for piece in text[: SAMPLES * LENGTH].view(SAMPLES, LENGTH)]
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from transformers.trainer_callback import ExportableState
 
-from elasticstate import ElasticDataLoader
+import elasticstate as elastic
 from elasticstate.compat.hugging_face import forget_preparation, knows_world
 from elasticstate.errors import UsageError
 from elasticstate.extension import world_size
@@ -33,7 +33,7 @@ _PROGRESS = (  # the fields of Trainer.state that the training changes
 )
 
 
-class _Part(NamedTuple):
+class _MicroBatch(NamedTuple):
     """A batch that fits into the device, and the factor of its mean loss. 0: a sample of another rank."""
 
     batch: Any
@@ -64,7 +64,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
     args: Any
     optimizer: Any
     loss_is_scaled_for_ga: bool | None
-    _loader: ElasticDataLoader
+    _loader: elastic.ElasticDataLoader
     _batches: TrainingLoader | None = None
 
     def __init__(self, state: TrainingState, *args: Any, commit_every: int = 1, **kwargs: Any) -> None:
@@ -152,13 +152,13 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
         _, items = super().get_batch_samples(counted, sys.maxsize, device)
         return [parts], items
 
-    def _next_step(self, batches: Iterator[Any]) -> Iterator[_Part]:
+    def _next_step(self, batches: Iterator[Any]) -> Iterator[_MicroBatch]:
         for batch in batches:
-            yield _Part(batch, self._loader.weight)
+            yield _MicroBatch(batch, self._loader.weight)
             if self._loader.step_ends:
                 return
 
-    def training_step(self, model: Any, inputs: list[_Part], num_items_in_batch: Any = None) -> Any:
+    def training_step(self, model: Any, inputs: list[_MicroBatch], num_items_in_batch: Any = None) -> Any:
         """Add the gradients of all batches of one optimizer step. Return the sum of their losses."""
         scaled, total = self.loss_is_scaled_for_ga, None
         for number, (batch, weight) in enumerate(inputs):
@@ -172,7 +172,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
         assert total is not None, "each step has a batch on each rank"
         return total
 
-    def floating_point_ops(self, inputs: list[_Part]) -> Any:
+    def floating_point_ops(self, inputs: list[_MicroBatch]) -> Any:
         return sum(super(ElasticTrainer, self).floating_point_ops(part.batch) for part in inputs)
 
     # ------------------------------------------------------------------------------------------------ train and resume
