@@ -15,7 +15,7 @@ from elasticstate.errors import UsageError
 from elasticstate.extension import random_state, set_random_state, world_size
 
 _OBJECTS = ("model", "optimizer", "scheduler", "scaler", "loader")  # the script creates them, perhaps in each world
-_OTHERS = ("begun", "workers", "trainer")
+_OTHERS = ("begun", "workers", "trainer", "log_history")
 
 
 class TrainingState(elastic.TorchState):
@@ -34,13 +34,16 @@ class TrainingState(elastic.TorchState):
     begun: bool  # the initial values are committed
     workers: int  # 0 before the first world
     trainer: Any  # the position of a Trainer's loop
+    log_history: list[dict[str, float]]  # of a Trainer
 
     def __init__(self, workers: int | None = None, **values: Any) -> None:
         if workers is not None and workers < 1:
             raise UsageError(f"workers={workers}: must be at least 1")
         if taken := sorted({*_OBJECTS, *_OTHERS} & set(values)):
             raise UsageError(f"{taken[0]}= cannot be given: TrainingState has a value of this name. Rename yours.")
-        super().__init__(**dict.fromkeys(_OBJECTS), begun=False, workers=workers or 0, trainer=None, **values)
+        mine: dict[str, Any] = {"begun": False, "workers": workers or 0, "trainer": None, "log_history": []}
+        super().__init__(**dict.fromkeys(_OBJECTS), **mine, **values)
+        self.exclude_from_check("log_history")  # contains times
         self._held: dict[str, Any] = {}  # the values of objects that the present world has not loaded yet
         self._last: dict[str, Any] = {}  # the objects of the last world
         self._attached: dict[str, Any] = {}

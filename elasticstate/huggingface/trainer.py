@@ -26,7 +26,6 @@ _PROGRESS = (  # the fields of Trainer.state that the training changes
     "global_step",
     "num_input_tokens_seen",
     "total_flos",
-    "log_history",
     "best_metric",
     "best_global_step",
     "best_model_checkpoint",
@@ -207,6 +206,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
             return epoch, 0
         for name, value in saved["progress"].items():
             setattr(self.state, name, copy.deepcopy(value))
+        self.state.log_history = copy.deepcopy(self.elastic.log_history)
         for callback, attributes in zip(self._stateful_callbacks(), saved["callbacks"], strict=True):
             for name, value in attributes.items():
                 setattr(callback, name, copy.deepcopy(value))
@@ -241,6 +241,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
             dist.all_reduce(self._tr_loss)
             self._tr_loss /= world_size()
         self.store_flos()
+        self.elastic.log_history = self.state.log_history
         self.elastic.trainer = {
             "progress": {name: getattr(self.state, name) for name in _PROGRESS},
             "callbacks": [callback.state()["attributes"] for callback in self._stateful_callbacks()],

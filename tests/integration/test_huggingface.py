@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+import torch
 from job import PACKAGE, SCRIPTS, Hosts, Job, Line
 from safetensors.torch import load_file
 
@@ -22,6 +23,15 @@ PRELOADED = {
     "huggingface_trainer.py": "elasticstate.huggingface.trainer",
     "huggingface_loop.py": "elasticstate.huggingface.accelerator",
 }
+ALONE = """
+from elasticstate.huggingface import Accelerator, run
+
+@run
+def main(state):
+    Accelerator(state)
+
+main()
+"""
 SAMPLES, STEPS_PER_EPOCH = 253, 22  # the last step of an epoch has one sample
 
 
@@ -128,10 +138,11 @@ def test_a_training_survives_a_kill_a_leave_and_a_join_in_mid_epoch(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hosts = Hosts(tmp_path).set("localhost:3")
-    options = (*OPTIONS, *hosts.options, "--preload", PRELOADED[script])
+    options = (*OPTIONS, *hosts.options, "--verify-sync", "--preload", PRELOADED[script])
     train = command(script, tmp_path, "--pace", "0.03", "--commit-every", "3")
     with Job(tmp_path, "-np", "3", "--max-np", "4", *options, command=train) as job:
         generations = disturb(job, hosts, killed)
+    assert "new process" not in job.output, "workers fork from the template process"
     job.check_survival()
     check_samples(job, generations[1:])
     alone = undisturbed(script, tmp_path / "alone", job.log("final")[0]["step"])
@@ -142,3 +153,13 @@ def test_a_training_survives_a_kill_a_leave_and_a_join_in_mid_epoch(
     if "evaluated" in alone:
         assert check_losses(job, alone["evaluated"], "evaluated") <= TOLERANCE
         check_checkpoints(job)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, Accelerate finds the world without cpu=True")
+def test_ranks_that_would_train_alone_are_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    with Job(tmp_path, "-np", "2", command=[sys.executable, str(script)]) as job:
+        job.finish(1)
+    assert "UsageError: The Accelerator is in a world of 1, and elasticstate in a world of 2." in job.output
+    assert "use TrainingArguments(use_cpu=True) or Accelerator(cpu=True)" in job.output

@@ -25,7 +25,7 @@ def write_and_exit(status, exit=os._exit):
 atexit.register(write)
 os._exit = write_and_exit
 """
-PLUG_INS = ("mpi4py", "elasticstate.mpi", "elasticstate.horovod", "mpi_build")
+PLUG_INS = ("mpi4py", "elasticstate.mpi", "elasticstate.horovod", "elasticstate.huggingface", "accelerate", "mpi_build")
 
 
 def role(command: list[str]) -> str:

@@ -3,9 +3,9 @@
 Each line also has the generation, the rank, the size and the time::
 
     {"what": "enter" | "final", "step": s, "digest": d, "pid": p}      start of a world, with the commit; end
-    {"what": "commit", "step": s}                                     this many steps are committed
-    {"what": "trained", "step": s, "epoch": e, "ids": [...]}          samples of this rank in the step after ``s``
-    {"what": "loss", "step": s, "loss": x}                            mean loss of this step over all ranks
+    {"what": "commit", "step": s}                                      this many steps are committed
+    {"what": "trained", "step": s, "epoch": e, "ids": [...]}           samples of this rank, before the step trains them
+    {"what": "loss", "step": s, "loss": x}                             mean loss of this step over all ranks
 """
 
 from __future__ import annotations
@@ -48,6 +48,17 @@ def note_model(what: str, step: int, model: torch.nn.Module, optimizer: torch.op
     for tensor in [*model.state_dict().values(), *_tensors(optimizer.state_dict())]:
         digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
     note(what, step=step, digest=digest.hexdigest(), pid=os.getpid(), lr=optimizer.param_groups[0]["lr"])
+
+
+_newest: object = None
+
+
+def note_commit(state: elastic.State, step: int) -> None:
+    """Log that ``step`` is committed, if there is a new commit since the last call."""
+    global _newest
+    if state.commits[0] != _newest:
+        _newest = state.commits[0]
+        note("commit", step=step)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from huggingface_log import args, is_last, note, note_model
+from huggingface_log import args, is_last, note, note_commit, note_model
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
@@ -17,7 +17,7 @@ images = torch.tensor(digits.data[:SAMPLES], dtype=torch.float32) / 16
 dataset = TensorDataset(images, torch.tensor(digits.target[:SAMPLES]), torch.arange(SAMPLES))
 
 
-@run(workers=args.workers, step=0, losses=0.0)
+@run(workers=args.workers, step=0)
 def main(state: TrainingState) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))  # a new one in each world
@@ -31,28 +31,26 @@ def main(state: TrainingState) -> None:
         if is_first:
             note_model("enter", state.step, state.model, state.optimizer)
             is_first = False
-        ids, loss_sum = [], torch.zeros(())
+        loss_sum = torch.zeros(())
         for inputs, targets, numbers in loader:
+            note("trained", step=state.step, epoch=epoch, ids=numbers.tolist() if state.loader.weight else [])
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(inputs), targets)
                 accelerator.backward(loss)
                 loss_sum += loss.detach() * state.loader.weight
-                ids += numbers.tolist() if state.loader.weight else []
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                note("trained", step=state.step, epoch=epoch, ids=ids)
                 state.step += 1
                 mean = accelerator.reduce(loss_sum, "mean").item()
                 note("loss", step=state.step, loss=mean, lr=scheduler.get_last_lr()[0], epoch=epoch)
-                ids, loss_sum = [], torch.zeros(())
+                loss_sum = torch.zeros(())
                 if is_last(state.step):
                     note_model("final", state.step, state.model, state.optimizer)
                     return
             state.commit(every=args.commit_every)
-            if accelerator.sync_gradients:
-                note("commit", step=state.step)
+            note_commit(state, state.step)
 
 
 main()

@@ -6,7 +6,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from huggingface_log import args, is_last, note, note_model
+from huggingface_log import args, is_last, note, note_commit, note_model
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import elasticstate as elastic
@@ -23,11 +23,14 @@ model = LlamaForCausalLM(LlamaConfig(vocab_size=128, max_position_embeddings=LEN
 
 
 class Logger(TrainerCallback):
+    def __init__(self, state: TrainingState) -> None:
+        self.elastic = state
+
     def on_train_begin(self, _: Any, state: Any, control: Any, **objects: Any) -> None:
         note_model("enter", state.global_step, objects["model"], objects["optimizer"])
 
     def on_step_begin(self, _: Any, state: Any, control: Any, **objects: Any) -> None:
-        note("commit", step=state.global_step)
+        note_commit(self.elastic, state.global_step)
 
     def on_step_end(self, _: Any, state: Any, control: Any, **objects: Any) -> None:
         control.should_training_stop |= is_last(state.global_step)
@@ -74,7 +77,7 @@ def main(state: TrainingState) -> None:
         args=training,
         train_dataset=dataset,
         eval_dataset=dataset[:96],
-        callbacks=[Logger()],
+        callbacks=[Logger(state)],
         commit_every=args.commit_every,
     )
     result = trainer.train()
