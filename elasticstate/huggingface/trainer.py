@@ -89,6 +89,9 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
         self._ticked = -1  # the global step at which the last tick ended
         self._is_finished = self._has_begun = False
         self.callback_handler.callbacks.insert(0, _Callback(self))  # before the user's
+        if self.model_init is None:  # else train() makes another model
+            self.elastic.attach(model=self.model)
+            self.elastic.load("model")  # an evaluation may come before train()
 
     def _check(self) -> None:
         """Raise UsageError for arguments with which a training cannot be elastic, or would go wrong."""

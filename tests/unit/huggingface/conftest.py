@@ -1,16 +1,20 @@
-"""A world of one in this process, and its next worlds."""
+"""Each test begins without Accelerate's singletons, and computes with one thread."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from elasticstate.compat.hugging_face import clear_singletons
 
 
 @pytest.fixture(autouse=True)
-def no_singletons(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(threads)
     clear_singletons()

@@ -197,14 +197,18 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         Trainer(state, model=Classifier(), args=args, commit_every=0)
     with pytest.raises(UsageError, match="train_dataset is None"):
         Trainer(state, model=Classifier(), args=args).train()
+    state = first_world()
+    args = arguments(tmp_path, max_steps=3)
     with pytest.raises(UsageError, match="Stream has no length or no indices"):
-        Trainer(state, model=Classifier(), args=arguments(tmp_path, max_steps=3), train_dataset=Stream()).train()
+        Trainer(state, model=Classifier(), args=args, train_dataset=Stream()).train()
+    state = first_world()
+    args = arguments(tmp_path)
     trainer = Trainer(state, model=Classifier(), args=args, train_dataset=dataset())
     trainer.train()
     with pytest.raises(UsageError, match="train\\(\\) was called a second time"):
         trainer.train()
-    with pytest.raises(UsageError, match="There is a second loader in this world"):
-        Trainer(state, model=Classifier(), args=args, train_dataset=dataset()).train()
+    with pytest.raises(UsageError, match="There is a second model in this world"):
+        Trainer(state, model=Classifier(), args=args, train_dataset=dataset())
 
 
 def test_the_private_names_exist() -> None:
@@ -214,3 +218,44 @@ def test_the_private_names_exist() -> None:
         assert f"self.{name}(" in source
     for name in hugging_face.TRAINER_ATTRIBUTES:
         assert f"self.{name} = " in source
+
+
+def test_the_model_has_the_values_of_the_state_before_train(tmp_path: Path) -> None:
+    state = first_world()
+    Trainer(state, model=Classifier(), args=arguments(tmp_path), train_dataset=dataset()).train()
+    trained = {name: value.clone() for name, value in state.model.state_dict().items()}
+    state.restore()
+    state.sync()
+    trainer = Trainer(state, model=Classifier(), args=arguments(tmp_path), eval_dataset=dataset())
+    assert all(torch.equal(value, trained[name]) for name, value in trainer.model.state_dict().items())
+    assert trainer.evaluate()["eval_loss"] < 1
+
+
+def test_a_new_process_gets_the_values_of_a_commit(tmp_path: Path) -> None:
+    """The state of a new worker has no objects yet: it keeps copies of the commit until the Trainer makes them."""
+    state = first_world()
+    trainer = Trainer(
+        state, model=Classifier(), args=arguments(tmp_path), train_dataset=dataset(), callbacks=[Crash(9)]
+    )
+    with pytest.raises(ConnectionError):
+        trainer.train()
+    state.restore()
+    values = {name: copied(value) for name, value in state.capture().items()}
+    newcomer = TrainingState()
+    newcomer.apply(values)
+    newcomer.sync()
+    for value in values.values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()  # memory of the commit: nothing may point there
+    ends = []
+    for each in (newcomer, state):
+        each.sync()
+        again = Trainer(each, model=Classifier(), args=arguments(tmp_path), train_dataset=dataset())
+        again.train()
+        ends.append((losses(again), [parameter.tolist() for parameter in again.model.parameters()]))
+    assert ends[0] == ends[1]
+    assert len(ends[0][0]) == 18
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
