@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 from job import PACKAGE, SCRIPTS, Hosts, Job, Line
 from safetensors.torch import load_file
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TOLERANCE = 1e-4
 OPTIONS = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2", "--min-np", "1")
 PRELOADED = {
@@ -163,3 +165,17 @@ def test_ranks_that_would_train_alone_are_an_error(tmp_path: Path) -> None:
         job.finish(1)
     assert "UsageError: The Accelerator is in a world of 1, and elasticstate in a world of 2." in job.output
     assert "use TrainingArguments(use_cpu=True) or Accelerator(cpu=True)" in job.output
+
+
+def test_the_examples_run_in_two_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    runs = {"trainer.py": ["--epochs", "1", "--folder", str(tmp_path / "out")], "accelerate_loop.py": ["--epochs", "3"]}
+    for name, arguments in runs.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        preload = ("--preload", "elasticstate.huggingface.trainer") if name == "trainer.py" else ()
+        train = [sys.executable, str(EXAMPLES / name), *arguments]
+        with Job(folder, "-np", "2", *preload, command=train) as job:
+            job.finish(0)
+        assert re.search(r"20 steps: mean loss [34]\.|3 epochs: training accuracy 0\.[89]", job.output), job.output
+    assert (tmp_path / "out" / "checkpoint-20" / "model.safetensors").exists()
