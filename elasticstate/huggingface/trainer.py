@@ -162,7 +162,8 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: list[_MicroBatch], num_items_in_batch: Any = None) -> Any:
         """Add the gradients of all batches of one optimizer step. Return the sum of their losses."""
-        scaled, total = self.loss_is_scaled_for_ga, None
+        given, total = self.loss_is_scaled_for_ga, None
+        scaled = False if num_items_in_batch is None and given is None else given  # without a number: a mean
         for number, (batch, weight) in enumerate(inputs):
             # The Trainer divides a mean loss by this number. It does not divide losses that num_items_in_batch scales.
             self.current_gradient_accumulation_steps = 1 / weight if weight else float("inf")
@@ -170,12 +171,12 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
             with nullcontext() if number == len(inputs) - 1 else self.accelerator.no_sync(model):
                 loss = super().training_step(model, batch, num_items_in_batch)
             total = loss if total is None else total + loss
-        self.loss_is_scaled_for_ga = scaled
+        self.loss_is_scaled_for_ga = given
         assert total is not None, "each step has a batch on each rank"
         return total
 
     def floating_point_ops(self, inputs: list[_MicroBatch]) -> Any:
-        return sum(super(ElasticTrainer, self).floating_point_ops(part.batch) for part in inputs)
+        return sum(super(ElasticTrainer, self).floating_point_ops(part.batch) for part in inputs if part.weight)
 
     # ------------------------------------------------------------------------------------------------ train and resume
 

@@ -157,6 +157,35 @@ def test_a_constant_global_batch_comes_in_parts(tmp_path: Path) -> None:
     assert trainer.get_total_train_batch_size(trainer.args) == 24
 
 
+def test_a_loss_function_without_number_of_labels_is_weighted_by_samples(tmp_path: Path) -> None:
+    """The labels have another name, so the Trainer does not count them."""
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        assert num_items_in_batch is None
+        return outputs["loss"]
+
+    found = []
+    for batch, accumulation in ((8, 1), (4, 2), (3, 1)):
+        state = TrainingState(workers=24 // (batch * accumulation))
+        state.sync()
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        trainer = Trainer(
+            state,
+            model=Renamed(),
+            args=arguments(tmp_path, label_names=["y"], **sizes),
+            train_dataset=[{"x": row["x"], "y": row["labels"]} for row in dataset()],
+            compute_loss_func=loss,
+        )
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[1:] == [pytest.approx(found[0], rel=1e-5)] * 2
+
+
+class Renamed(Classifier):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x, y)
+
+
 class Stream(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Any:
         return iter(dataset())
