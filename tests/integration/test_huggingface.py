@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 
@@ -18,6 +19,7 @@ import torch
 from job import PACKAGE, SCRIPTS, Hosts, Job, Line
 from safetensors.torch import load_file
 
+WITH_TRAINER = pytest.mark.skipif(find_spec("transformers") is None, reason="Transformers requires Python 3.11")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOLERANCE = 1e-4
 OPTIONS = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2", "--min-np", "1")
@@ -130,7 +132,9 @@ def check_checkpoints(job: Job) -> None:
     load_file(job.logs / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize(("script", "killed"), [("huggingface_trainer.py", 1), ("huggingface_loop.py", 0)])
+@pytest.mark.parametrize(
+    ("script", "killed"), [pytest.param("huggingface_trainer.py", 1, marks=WITH_TRAINER), ("huggingface_loop.py", 0)]
+)
 def test_a_training_survives_a_kill_a_leave_and_a_join_in_mid_epoch(
     tmp_path: Path,
     script: str,
@@ -167,6 +171,7 @@ def test_ranks_that_would_train_alone_are_an_error(tmp_path: Path) -> None:
     assert "use TrainingArguments(use_cpu=True) or Accelerator(cpu=True)" in job.output
 
 
+@WITH_TRAINER
 def test_the_examples_run_in_two_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     runs = {"trainer.py": ["--epochs", "1", "--folder", str(tmp_path / "out")], "accelerate_loop.py": ["--epochs", "3"]}
