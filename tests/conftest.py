@@ -16,10 +16,15 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import tqdm
 
 # "make test &" in a script ignores SIGINT, and jobs under test would inherit that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# torch.fx shows progress with tqdm where that is installed, and tqdm's monitor is a thread that never ends
+tqdm.tqdm.monitor_interval = 0
 
 
 # The same code gets the same tests: the examples depend on the code alone.

@@ -25,7 +25,8 @@ def write_and_exit(status, exit=os._exit):
 atexit.register(write)
 os._exit = write_and_exit
 """
-PLUG_INS = ("mpi4py", "elasticstate.mpi", "elasticstate.horovod", "elasticstate.ray", "mpi_build")
+OWN = ("mpi", "horovod", "huggingface", "ray")
+PLUG_INS = ("mpi4py", "mpi_build", "accelerate", *(f"elasticstate.{name}" for name in OWN))
 
 
 def role(command: list[str]) -> str:

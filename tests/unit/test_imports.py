@@ -33,6 +33,7 @@ PARTS = {
     "extension",
     "failures",
     "horovod",
+    "huggingface",
     "kinds",
     "launchers",
     "launching",
@@ -84,24 +85,31 @@ ALLOWED = {
     "commits": {"config", "private", "processes"},
     "kinds": {"backends", "core"},
     "config": {"core", "errors", "kinds"},
-    "driver": PARTS - {"agent", "check", "worker", "state", "cli", "launching", "horovod", "extension"},
-    "check": PARTS - {"agent", "worker", "state", "cli", "launching", "horovod", "extension"},
-    "agent": PARTS - {"driver", "check", "worker", "state", "cli", "launching", "horovod", "extension"} | {"_native"},
+    "driver": PARTS - {"agent", "check", "worker", "state", "cli", "launching", "horovod", "huggingface", "extension"},
+    "check": PARTS - {"agent", "worker", "state", "cli", "launching", "horovod", "huggingface", "extension"},
+    "agent": PARTS - {"driver", "check", "worker", "state", "cli", "launching", "horovod", "huggingface", "extension"}
+    | {"_native"},
     "present_world": {"config", "core", "errors"},
-    "worker": PARTS - {"driver", "agent", "check", "cli", "launching", "horovod", "extension"} | {"_native"},
-    "state": PARTS - {"driver", "agent", "check", "cli", "launching", "horovod", "extension", "worker"} | {"_native"},
+    "worker": PARTS - {"driver", "agent", "check", "cli", "launching", "horovod", "huggingface", "extension"}
+    | {"_native"},
+    "state": PARTS - {"driver", "agent", "check", "cli", "launching", "horovod", "huggingface", "extension", "worker"}
+    | {"_native"},
     "cli": PARTS,
     "discovery": {"config", "core", "errors", "exit_status", "kinds", "machine", "plug_ins", "processes", "threads"},
     "launchers": {"config", "errors", "exit_status", "net", "plug_ins", "processes", "threads", "writing"},
     "plug_ins": {"errors"},
     "other_launchers": {"config", "errors", "machine"},
-    "launching": PARTS - {"agent", "check", "state", "cli", "horovod", "extension"},
+    "launching": PARTS - {"agent", "check", "state", "cli", "horovod", "huggingface", "extension"},
     "extension": {"compat", "config", "errors", "state", "worker"},
     "horovod": {"errors", "extension"},
+    "huggingface": {"compat", "errors", "extension"},
     "__main__": {"cli"},
 }
-WITH_TORCH = {"compat", "extension", "mpi.worker", "present_world", "worker", "state", "horovod"}
-BY_PUBLIC_NAMES = {"horovod"}  # written as a package of a third party would be: with the public names and extension.py
+WITH_TORCH = {"compat", "extension", "mpi.worker", "present_world", "worker", "state", "horovod", "huggingface"}
+BY_PUBLIC_NAMES = {
+    "horovod",
+    "huggingface",
+}  # written as packages of third parties would be: with the public names and extension.py
 WITHOUT_CONFIG = {"elasticstate.mpi.holder"}  # passes its environment on, and imports no module of this package
 WITH_SOCKETS = {"elasticstate.mpi.relay"}  # carries the bytes of a protocol of others
 SOCKET_MODULES = {"socket", "socketserver", "ssl", "asyncio.streams", "http", "urllib"}

@@ -1,0 +1,166 @@
+"""Accelerator: ``accelerate.Accelerator`` for a loop that continues in each new world."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import accelerate  # type: ignore[import-untyped]
+import torch
+from accelerate.scheduler import AcceleratedScheduler  # type: ignore[import-untyped]
+from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from torch.utils.data import DataLoader
+
+from elasticstate.compat.hugging_face import forget_preparation
+from elasticstate.errors import UsageError
+from elasticstate.huggingface.checks import check_accelerator, refuse
+from elasticstate.huggingface.loader import TrainingLoader, check_dataset, elastic_loader, is_shuffled
+from elasticstate.huggingface.state import TrainingState
+
+_PLUGINS = (
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "parallelism_config",
+    "torch_tp_plugin",
+)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """Accelerator of one world, whose model, optimizer, scheduler and training data continue in the next one::
+
+        @run
+        def main(state):
+            accelerator = Accelerator(state, gradient_accumulation_steps=2)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for epoch in accelerator.epochs(3):
+                for inputs, targets in loader:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(criterion(model(inputs), targets))
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        state.commit()
+
+    The first DataLoader that is prepared is the training's; later ones stay Accelerate's, for evaluation.
+
+    The global batch is constant: the DataLoader's batch size times the accumulation steps times the workers of the
+    first world. Each rank's share comes in batches of at most the DataLoader's size. After the last batch of a share,
+    the ranks exchange gradients, and the optimizer makes a step. ``backward`` needs the mean loss of its batch, and
+    weights it by the number of samples.
+
+    Args:
+        state: the state that ``run`` passes to the function.
+        args, kwargs: those of ``accelerate.Accelerator``.
+
+    Raises UsageError for a world of another size, and for modes that are not supported (DeepSpeed, FSDP, ...).
+    """
+
+    def __init__(self, state: TrainingState, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(state, TrainingState):
+            raise UsageError(
+                f"The first argument of Accelerator is a {type(state).__name__}, and must be the state that run passes "
+                "to the function: Accelerator(state, cpu=True)."
+            )
+        for name in _PLUGINS:
+            if kwargs.get(name) is not None:
+                refuse(f"{name}=", "Remove it: each rank must hold the whole model.")
+        super().__init__(*args, **kwargs)
+        check_accelerator(self)
+        self.elastic = state
+        self._begun = False
+
+    # ---------------------------------------------------------------------------------------------------------- objects
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        forget_preparation(model)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)
+        if not evaluation_mode:
+            self.elastic.attach(model=model)
+            self.elastic.load("model")
+            self._model = prepared
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        self.elastic.attach(optimizer=prepared.optimizer, scaler=self.scaler)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        self.elastic.attach(scheduler=scheduler)
+        prepared = super().prepare_scheduler(scheduler)
+        return _Scheduler(prepared, self.elastic.workers) if self.step_scheduler_with_optimizer else prepared
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
+        if self.elastic.attached("loader") is not None:
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        check_dataset(data_loader.dataset)
+        shuffle, unit = is_shuffled(data_loader), (data_loader.batch_size or 1) * self.elastic.workers
+        loader = elastic_loader(
+            data_loader,
+            unit * self.gradient_accumulation_steps,
+            data_loader.batch_size or 1,
+            shuffle=shuffle,
+            seed=self.dataloader_config.data_seed or 0,
+            drop_last=data_loader.drop_last,
+        )
+        self.elastic.attach(loader=loader)
+        return TrainingLoader(loader, unit, self._batches)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Raise UsageError: these objects would not continue in the next world."""
+        refuse("register_for_checkpointing()", "Pass the objects to run: @run(ema=ema). Then use state.ema.")
+
+    # ------------------------------------------------------------------------------------------------------------- loop
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """Yield the epochs from the present one to ``number - 1``. Prepare all objects before."""
+        self._begin()
+        yield from self.elastic.loader.epochs(number)
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        if missing := [name for name in ("model", "optimizer", "loader") if self.elastic.attached(name) is None]:
+            raise UsageError(f"The training begins without {missing[0]}. Pass it to accelerator.prepare() first.")
+        self._begun = True
+        self.elastic.begin()
+
+    def _batches(self) -> Iterator[Any]:
+        self._begin()
+        loader = self.elastic.loader
+        for batch in loader:
+            self.sync_gradients = loader.step_ends
+            with nullcontext() if loader.step_ends else self.no_sync(self._model):
+                yield send_to_device(batch, self.device) if self.device_placement else batch
+
+    @contextmanager
+    def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
+        """Do nothing: the loader accumulates the gradients of all batches of one step."""
+        yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Add the gradients of the mean loss of the present batch, by its share of the samples of all ranks."""
+        self._begin()
+        super().backward(loss * (self.elastic.loader.weight * self.gradient_accumulation_steps), **kwargs)
+
+
+class _Scheduler:
+    """Scheduler that makes as many steps for each optimizer step as Accelerate's does in the first world."""
+
+    def __init__(self, prepared: AcceleratedScheduler, steps: int) -> None:
+        self._prepared, self._steps = prepared, steps
+        prepared.split_batches = True  # one step for each call
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        for _ in range(self._steps):
+            inner = self._prepared.scheduler
+            if inner.last_epoch < getattr(inner, "total_steps", sys.maxsize):  # OneCycleLR refuses further steps
+                self._prepared.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._prepared, name)

@@ -1,0 +1,160 @@
+"""TrainingState: the state of a Trainer or of a loop with an Accelerator, which create their objects in each world."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+import elasticstate as elastic
+from elasticstate.compat.hugging_face import clear_singletons
+from elasticstate.errors import UsageError
+from elasticstate.extension import random_state, set_random_state, world_size
+
+_OBJECTS = ("model", "optimizer", "scheduler", "scaler", "loader")  # the script creates them, perhaps in each world
+_OTHERS = ("begun", "workers", "trainer", "log_history")
+
+
+class TrainingState(elastic.TorchState):
+    """State whose model, optimizer, scheduler, scaler and loader are known only when a world trains.
+
+    ``attach`` names the objects of the present world, and ``load`` gives them the values of the state. Until then the
+    state keeps the values themselves: of the objects of the last world, or copies of the commit.
+
+    Args:
+        workers: the global batch is that of so many workers. Default: the size of the job's first world.
+        values: further values that the training changes, such as ``best=0.0``. They become attributes.
+
+    Raises UsageError if a value has the name of an object of the training, or ``workers`` is less than 1.
+    """
+
+    begun: bool  # the initial values are committed
+    workers: int  # 0 before the first world
+    trainer: Any  # the position of a Trainer's loop
+    log_history: list[dict[str, float]]  # of a Trainer
+
+    def __init__(self, workers: int | None = None, **values: Any) -> None:
+        if workers is not None and workers < 1:
+            raise UsageError(f"workers={workers}: must be at least 1")
+        if taken := sorted({*_OBJECTS, *_OTHERS} & set(values)):
+            raise UsageError(f"{taken[0]}= cannot be given: TrainingState has a value of this name. Rename yours.")
+        mine: dict[str, Any] = {"begun": False, "workers": workers or 0, "trainer": None, "log_history": []}
+        super().__init__(**dict.fromkeys(_OBJECTS), **mine, **values)
+        self.exclude_from_check("log_history")  # contains times
+        self._held: dict[str, Any] = {}  # the values of objects that the present world has not loaded yet
+        self._last: dict[str, Any] = {}  # the objects of the last world
+        self._attached: dict[str, Any] = {}
+        self._random = b""
+
+    # --------------------------------------------------------------------------------------------- objects of one world
+
+    def sync(self) -> None:
+        """Sync, and make the process ready for new objects: Accelerate must not remember the last world."""
+        super().sync()
+        self._held = _of_objects(self.capture())
+        for name in _OBJECTS:
+            if getattr(self, name) is not None:
+                self._last[name] = getattr(self, name)
+            setattr(self, name, None)
+        self._attached = {}
+        if not self.workers:
+            self.workers = world_size()
+        self._random = random_state()
+        clear_singletons()
+
+    def attach(self, **objects: Any) -> None:
+        """Name objects of the present world. ``load`` must follow.
+
+        Raises UsageError for a second object of one kind.
+        """
+        for name, value in objects.items():
+            if value is not None and self._attached.setdefault(name, value) is not value:
+                raise UsageError(f"There is a second {name} in this world. Only one can be trained.")
+
+    def attached(self, name: str) -> Any:
+        """Return the object of the present world; None if there is none yet."""
+        return self._attached.get(name)
+
+    def last(self, name: str) -> Any:
+        """Return the object of the last world of this process; None if there is none."""
+        return self._last.get(name)
+
+    def load(self, *names: str) -> None:
+        """Give attached objects the values of the state. ``names``: those to load; without, all that are attached."""
+        fresh = [name for name in names or self._attached if name in self._attached and getattr(self, name) is None]
+        for name in fresh:
+            setattr(self, name, self._attached[name])
+        loaded = {key: value for key, value in self._held.items() if key.split(".")[0] in fresh}
+        self._held = {key: value for key, value in self._held.items() if key not in loaded}
+        if any(loaded.get(name) is not None for name in fresh):
+            present = super().capture()
+            super().apply({**present, **{key: v for key, v in loaded.items() if v is not None or "." in key}})
+
+    def begin(self) -> None:
+        """Load the objects, and continue with the random numbers of the commit; at first, commit the initial values."""
+        self.load()
+        self._last = {}
+        if self.begun:
+            set_random_state(self._random)
+        else:
+            self.begun = True
+            super().commit()
+
+    # -------------------------------------------------------------------------------------------------- State's methods
+
+    def commit(self, every: int = 1) -> None:
+        """Commit as ``State.commit``. Between the batches of one optimizer step, a call does nothing."""
+        if self.loader is None or self.loader.step_ends:
+            super().commit(every)
+
+    def check_host_updates(self) -> None:
+        """End the tick as ``State.check_host_updates``. Between the batches of one step, a call does nothing."""
+        if self.loader is None or self.loader.step_ends:
+            super().check_host_updates()
+
+    def capture(self) -> dict[str, Any]:
+        return {**super().capture(), **self._held}
+
+    def apply(self, values: Mapping[str, Any]) -> None:
+        unknown = {name for name in _OBJECTS if values[name] is not None and getattr(self, name) is None}
+        if not unknown:
+            self._held = {}
+            super().apply(values)
+            return
+        mine = {key: value for key, value in values.items() if key.split(".")[0] in unknown}
+        self._held = {key: _copied(value) for key, value in mine.items()}
+        super().apply({**values, **dict.fromkeys(unknown)})
+
+    def _value_kinds(self) -> dict[str, bool]:
+        return {**super()._value_kinds(), **dict.fromkeys(_OBJECTS, False)}
+
+
+def _of_objects(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key.split(".")[0] in _OBJECTS}
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a tensor or array, which is memory of the commit. Other values belong to the caller already."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def run(function: Callable[..., Any] | None = None, /, *, workers: int | None = None, **values: Any) -> Any:
+    """Make ``function(state, ...)`` elastic, as ``elasticstate.run`` does, with a new ``TrainingState``.
+
+    The decorated function is called without the state: ``main()``. ``run(workers=8, best=0.0)`` passes arguments to the
+    ``TrainingState``.
+    """
+    if function is None:
+        return functools.partial(run, workers=workers, **values)
+    elastic_function = elastic.run(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return elastic_function(TrainingState(workers, **values), *args, **kwargs)
+
+    return call
