@@ -1,6 +1,7 @@
 """Extension points: names for a package that offers the API of another library on top of elasticstate.
 
-``elasticstate.horovod`` uses only these names and those of ``elasticstate`` itself. Such a package
+``elasticstate.horovod`` and ``elasticstate.lightning`` use only these names and those of ``elasticstate`` itself. Such
+a package
 
 - calls ``join_fixed_world`` first, and ``join`` before it needs rank, size or a collective, if the script has no
   ``run`` function yet at that time; ``leave`` at the end of a script without one;
@@ -9,9 +10,11 @@
 - may ask ``failure_text`` whether an error of a collective comes from the failure of a member;
 - stores ``world_generation()`` with everything that belongs to one world, and makes it anew in another generation;
 - may derive its states from ``elasticstate.State`` and its subclasses. It may override ``check_host_updates``, which
-  ends each tick, and ``_is_taken``, which refuses names of values. ``ticks`` returns the number of completed ticks. A
+  ends each tick, ``_is_taken``, which refuses names of values, and ``_owned``, which names the tensors that only an
+  optimizer's ``step`` writes. ``ticks`` returns the number of completed ticks. A
   state is a ``torch.distributed`` Joinable: the hooks of ``state.join_hook()`` end a tick without training, and copy
   the state of the last ranks to all.
+- calls ``random_state`` and ``set_random_state`` if its library sets seeds after ``run`` has restored the random state.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from elasticstate.config import environment_variable, launched_place, worker_env
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.channel import Channel
 from elasticstate.state.order import Order, world_generation, world_is_new, world_rank, world_size
+from elasticstate.state.rng import apply as set_random_state, capture as random_state
 from elasticstate.worker.call_monitor import begin_call, end_call
 from elasticstate.worker.run import end_last_world, failure_text, join, join_fixed_world, keep_last_world, leave
 
@@ -42,6 +46,8 @@ __all__ = [
     "join_fixed_world",
     "keep_last_world",
     "leave",
+    "random_state",
+    "set_random_state",
     "ticks",
     "world_generation",
     "world_is_new",
