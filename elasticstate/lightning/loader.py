@@ -44,9 +44,13 @@ class TrainingBatches:
         return self
 
     def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch``. Do nothing if it is the present epoch."""
         if epoch != self._loader.epoch:
-            self._loader.set_epoch(epoch)
-            self._fetched = 0
+            self.begin(epoch)
+
+    def begin(self, epoch: int) -> None:
+        """Go to the first batch of ``epoch``, also from a later batch: a world may have failed before its first commit."""
+        self.load_state_dict({"loader": {"epoch": epoch, "consumed": 0, "seed": self._loader.seed}, "fetched": 0})
 
     @property
     def weight(self) -> float:

@@ -138,12 +138,25 @@ class DDPStrategy(strategies.DDPStrategy):
         if is_first and self.elastic_state.resumes:  # before Lightning asks for the length
             self.batches.load_state_dict(self.elastic_state.trainer.content["elasticstate"]["batches"])
         else:
-            self.batches.set_epoch(trainer.current_epoch)
+            self.batches.begin(trainer.current_epoch)
         return self.batches
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         weight = self.batches.weight if self.batches is not None else 1.0
         return super().backward(closure_loss if weight == 1 else closure_loss * weight, *args, **kwargs)
+
+    def teardown(self) -> None:
+        """Leave module and optimizers where they are, on a CPU. Lightning would move them there, through ``.data``.
+
+        torch counts no writes through ``.data``, so after a failure the last tick could not become a commit.
+        """
+        if self.root_device.type != "cpu":
+            super().teardown()
+            return
+        self.model = self.lightning_module  # without the DistributedDataParallel of this world
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            assert part is not None
+            part.teardown()
 
     # ------------------------------------------------------------------------------------- the checkpoint in the state
 
