@@ -24,6 +24,8 @@ class TrainingBatches:
     """
 
     def __init__(self, loader: object, end_tick: Callable[[], None]) -> None:
+        if isinstance(loader, TrainingBatches):  # a CombinedLoader of the user keeps the one of the last epoch
+            loader = loader._loader
         if not isinstance(loader, elastic.ElasticDataLoader):
             raise UsageError(
                 f"The training loader is a {type(loader).__name__}, which would begin the epoch again in each new "

@@ -94,6 +94,7 @@ class DDPStrategy(strategies.DDPStrategy):
         options.setdefault("init_sync", not state.resumes)
         super().__init__(cluster_environment=ElasticEnvironment(), **options)
         self.elastic_state = state
+        self._loaded_in: int | None = None  # epoch in which Lightning has requested the training loader
         self._taken: dict[str, Any] | None = None  # a checkpoint that take_checkpoint is about to return
         self._module_tensors: dict[str, Any] = {}
 
@@ -131,14 +132,15 @@ class DDPStrategy(strategies.DDPStrategy):
                     "DataLoader."
                 )
             return dataloader
-        is_first = self.batches is None
-        self.batches = (
-            dataloader if isinstance(dataloader, TrainingBatches) else TrainingBatches(dataloader, trainer.end_tick)
-        )
-        if is_first and self.elastic_state.resumes:  # before Lightning asks for the length
+        epoch, last = trainer.current_epoch, self._loaded_in
+        if epoch == last:
+            raise UsageError("There are two training loaders. Train with one ElasticDataLoader.")
+        self._loaded_in = epoch
+        self.batches = TrainingBatches(dataloader, trainer.end_tick)
+        if last is None and self.elastic_state.resumes:  # before Lightning asks for the length
             self.batches.load_state_dict(self.elastic_state.trainer.content["elasticstate"]["batches"])
         else:
-            self.batches.begin(trainer.current_epoch)
+            self.batches.begin(epoch)
         return self.batches
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
