@@ -4,6 +4,8 @@
   worker's own handler makes SIGTERM a preemption notice. No option turns Lightning's off, except in its Slurm plugin.
 - ``Trainer.fit_loop.epoch_loop._batches_that_stepped``: the step that loggers get. Lightning adds one to it when it
   resumes where it would validate (``_TrainingEpochLoop.on_advance_end``).
+- ``Trainer.fit_loop._restarting``: while it is True, schedulers that depend on a metric are not stepped at the end of
+  an epoch (``_FitLoop.on_advance_end``). The setter of the public property keeps it True with ``max_steps``.
 """
 
 from __future__ import annotations
@@ -39,15 +41,17 @@ def logger_step(trainer: Any) -> int | None:
 
 
 def end_restart(trainer: Any, step: int | None) -> None:
-    """End the restart of a Trainer that resumed, before its first batch. Loggers get ``step`` next.
-
-    While ``fit_loop.restarting`` is True, Lightning does not step schedulers that depend on a metric. It is public, but
-    cannot be set to False with ``max_steps``.
-    """
+    """End the restart of a Trainer that resumed, before its first batch. Loggers get ``step`` next."""
     if step is not None:
         trainer.fit_loop.epoch_loop._batches_that_stepped = step
-    if trainer.max_steps == -1:
-        trainer.fit_loop.restarting = False
+    if hasattr(trainer.fit_loop, "_restarting"):
+        trainer.fit_loop._restarting = False
+    else:
+        warn_absent(
+            "lightning",
+            "Trainer.fit_loop._restarting",
+            "ReduceLROnPlateau is not stepped in an epoch in which the world changes",
+        )
 
 
 def _do_nothing() -> None:

@@ -36,7 +36,7 @@ class TrainingBatches:
                 f"ElasticDataLoader(micro_batch_size={loader.micro_batch_size}): Lightning steps after each batch. "
                 "Remove micro_batch_size, and give the Trainer accumulate_grad_batches=."
             )
-        self._loader = loader
+        self._loader: elastic.ElasticDataLoader = loader
         self._end_tick = end_tick
         self._fetched = 0  # batches of the present epoch
 
@@ -51,7 +51,7 @@ class TrainingBatches:
             self.begin(epoch)
 
     def begin(self, epoch: int) -> None:
-        """Go to the first batch of ``epoch``, also from a later batch: a world may have failed before its first commit."""
+        """Go to the first batch of ``epoch``, also from a later one: the job may have failed before its first tick."""
         self.load_state_dict({"loader": {"epoch": epoch, "consumed": 0, "seed": self._loader.seed}, "fetched": 0})
 
     @property

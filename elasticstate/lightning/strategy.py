@@ -97,6 +97,7 @@ class DDPStrategy(strategies.DDPStrategy):
         self._loaded_in: int | None = None  # epoch in which Lightning has requested the training loader
         self._taken: dict[str, Any] | None = None  # a checkpoint that take_checkpoint is about to return
         self._module_tensors: dict[str, Any] = {}
+        self._is_resuming = False  # the checkpoint that Lightning loads is the one in memory
 
     @property
     def root_device(self) -> torch.device:
@@ -184,13 +185,14 @@ class DDPStrategy(strategies.DDPStrategy):
         self._taken = {**checkpoint, "state_dict": module}
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if checkpoint_path != IN_MEMORY:
+        self._is_resuming = checkpoint_path == IN_MEMORY
+        if not self._is_resuming:
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
         content: dict[str, Any] = self.elastic_state.trainer.content
         return {**content, "state_dict": {**self.lightning_module_state_dict(), **content["state_dict"]}}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if not self.elastic_state.resumes:  # otherwise the restore has written into the module
+        if not self._is_resuming:  # otherwise the restore has written into the module
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 
 import elasticstate as elastic
 from elasticstate.compat import lightning_loops
@@ -62,8 +62,7 @@ class Trainer(pl.Trainer):
         self._last_step: int | None = None
         self._ddp = _elastic_ddp(strategy, state)
         self._ddp.set_world_ranks()  # Lightning prints on rank 0, from now on
-        callbacks = options.pop("callbacks", None) or []
-        options["callbacks"] = [*([callbacks] if isinstance(callbacks, pl.Callback) else callbacks), _Resume(self._ddp)]
+        options["callbacks"] = [*_checked_callbacks(options.get("callbacks")), _Resume(self._ddp)]
         options.setdefault("use_distributed_sampler", False)
         # Lightning asks for the number of batches when it loads the loader: it changes with the world, in mid-epoch.
         options["reload_dataloaders_every_n_epochs"] = 1
@@ -93,7 +92,7 @@ class Trainer(pl.Trainer):
         if model is not self._elastic_state.model:
             raise UsageError(
                 f"fit({type(model).__name__}): not the module of the state. Pass the module that was given to "
-                "LightningState, and not a compiled one: compile parts of it in configure_model()."
+                "LightningState, not a compiled one."
             )
         self._elastic_state.begin_fit()
         if self._elastic_state.resumes:
@@ -119,7 +118,7 @@ class Trainer(pl.Trainer):
 
 
 class _Resume(pl.Callback):
-    """Brings back, in a Trainer that resumes, what Lightning does not load from a checkpoint."""
+    """Brings back, in a Trainer that resumes, what Lightning does not load from a checkpoint. Reports progress."""
 
     def __init__(self, ddp: DDPStrategy) -> None:
         self._ddp = ddp
@@ -138,6 +137,15 @@ class _Resume(pl.Callback):
         if state.resumes:
             set_random_state(state.random_state)
 
+    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
+        self._ddp.elastic_state.progress()  # there are no ticks during a validation
+
+    def on_test_batch_start(self, *_: Any, **__: Any) -> None:
+        self._ddp.elastic_state.progress()
+
+    def on_predict_batch_start(self, *_: Any, **__: Any) -> None:
+        self._ddp.elastic_state.progress()
+
 
 def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
@@ -155,6 +163,17 @@ def _elastic_ddp(strategy: str | pl.strategies.Strategy, state: LightningState) 
         f"strategy={name} is not supported in an elastic job. Use 'ddp', or DDPStrategy(state, ...) of "
         "elasticstate.lightning to pass options to DDP."
     )
+
+
+def _checked_callbacks(callbacks: Iterable[pl.Callback] | pl.Callback | None) -> list[pl.Callback]:
+    found = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks or ())
+    for callback in found:
+        if isinstance(callback, BatchSizeFinder | LearningRateFinder):
+            raise UsageError(
+                f"{type(callback).__name__} trains on its own before fit() does, and the state has the progress of one "
+                "training. Search in another job, with Lightning's own Trainer."
+            )
+    return found
 
 
 def _check_options(options: dict[str, Any]) -> None:

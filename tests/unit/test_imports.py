@@ -34,6 +34,7 @@ PARTS = {
     "horovod",
     "kinds",
     "launching",
+    "lightning",
     "log",
     "loop_watch",
     "machine",
@@ -80,21 +81,26 @@ ALLOWED = {
     "commits": {"config", "private", "processes"},
     "kinds": {"backends", "core"},
     "config": {"core", "errors", "kinds"},
-    "driver": PARTS - {"agent", "check", "worker", "state", "cli", "launching", "horovod", "extension"},
-    "check": PARTS - {"agent", "worker", "state", "cli", "launching", "horovod", "extension"},
-    "agent": PARTS - {"driver", "check", "worker", "state", "cli", "launching", "horovod", "extension"} | {"_native"},
+    "driver": PARTS - {"agent", "check", "worker", "state", "cli", "launching", "horovod", "lightning", "extension"},
+    "check": PARTS - {"agent", "worker", "state", "cli", "launching", "horovod", "lightning", "extension"},
+    "agent": PARTS - {"driver", "check", "worker", "state", "cli", "launching", "horovod", "lightning", "extension"}
+    | {"_native"},
     "present_world": {"config", "core", "errors"},
-    "worker": PARTS - {"driver", "agent", "check", "cli", "launching", "horovod", "extension"} | {"_native"},
-    "state": PARTS - {"driver", "agent", "check", "cli", "launching", "horovod", "extension", "worker"} | {"_native"},
+    "worker": PARTS - {"driver", "agent", "check", "cli", "launching", "horovod", "lightning", "extension"}
+    | {"_native"},
+    "state": PARTS - {"driver", "agent", "check", "cli", "launching", "horovod", "lightning", "extension", "worker"}
+    | {"_native"},
     "cli": PARTS,
     "other_launchers": {"config", "errors", "machine"},
-    "launching": PARTS - {"agent", "check", "state", "cli", "horovod", "extension"},
+    "launching": PARTS - {"agent", "check", "state", "cli", "horovod", "lightning", "extension"},
     "extension": {"compat", "config", "errors", "state", "worker"},
     "horovod": {"errors", "extension"},
+    "lightning": {"compat", "errors", "extension"},
     "__main__": {"cli"},
 }
-WITH_TORCH = {"compat", "extension", "mpi.worker", "present_world", "worker", "state", "horovod"}
-BY_PUBLIC_NAMES = {"horovod"}  # written as a package of a third party would be: with the public names and extension.py
+WITH_TORCH = {"compat", "extension", "mpi.worker", "present_world", "worker", "state", "horovod", "lightning"}
+# Written as packages of third parties would be: with the public names and extension.py
+BY_PUBLIC_NAMES = {"horovod", "lightning"}
 WITHOUT_CONFIG = {"elasticstate.mpi.holder"}  # passes its environment on, and imports no module of this package
 WITH_SOCKETS = {"elasticstate.mpi.relay"}  # carries the bytes of a protocol of others
 SOCKET_MODULES = {"socket", "socketserver", "ssl", "asyncio.streams", "http", "urllib"}
@@ -163,6 +169,12 @@ def test_only_the_table_of_backends_names_a_plug_in(source: Path) -> None:
 def test_torch_is_imported_only_where_workers_run(source: Path) -> None:
     if part(source) not in WITH_TORCH:
         assert not [imported for imported in imports(source) if imported.split(".")[0] in {"torch", "numpy"}]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_a_library_for_training_is_imported_only_by_its_plug_in(source: Path) -> None:
+    if part(source) != "lightning":
+        assert not [imported for imported in imports(source) if imported.split(".")[0] == "lightning"]
 
 
 def test_driver_agent_and_command_line_run_without_torch() -> None:

@@ -51,7 +51,7 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
         by_step = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
-        by_loss = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+        by_loss = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1)
         return [optimizer], [{"scheduler": by_step, "interval": "step"}, {"scheduler": by_loss, "monitor": "val_loss"}]
 
 

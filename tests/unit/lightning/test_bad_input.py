@@ -1,4 +1,4 @@
-"""What cannot work in an elastic job is refused, with a remedy."""
+"""Options, loaders and calls that cannot work in an elastic job are refused, with a remedy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy as PlainDDP, FSDPStrategy
 from torch.utils.data import DataLoader
 
@@ -44,6 +45,8 @@ def test_a_missing_lightning_is_named_with_the_remedy(monkeypatch: pytest.Monkey
         ({"reload_dataloaders_every_n_epochs": 0}, "is always 1"),
         ({"plugins": [LightningEnvironment()]}, "plugins=LightningEnvironment"),
         ({"plugins": LightningEnvironment()}, "plugins=LightningEnvironment"),
+        ({"callbacks": LearningRateFinder()}, "LearningRateFinder trains on its own"),
+        ({"callbacks": [BatchSizeFinder()]}, "BatchSizeFinder trains on its own"),
         ({"commit_every": 0}, "commit_every=0: must be at least 1"),
     ],
     ids=str,
