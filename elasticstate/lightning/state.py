@@ -10,9 +10,12 @@ import elasticstate as elastic
 from elasticstate.errors import UsageError
 from elasticstate.extension import random_state
 
+METRICS = "elasticstate_metrics"
+"""Key of the metrics for callbacks, which Lightning does not save."""
 
-class Checkpoint:
-    """A Trainer's checkpoint as of the last tick, without the module's tensors. A value of the state.
+
+class Part:
+    """A part of a Trainer's checkpoint as of the last tick. A value of the state.
 
     Its tensors are the live ones of the optimizers. A restore writes into them, and the next Trainer's optimizers use
     them.
@@ -30,10 +33,11 @@ class Checkpoint:
 
 
 class LightningState(elastic.TorchState):
-    """The state of a training with Lightning: ``state.model`` and ``state.trainer``, the Trainer's checkpoint.
+    """The state of a training with Lightning: a module, and the checkpoint of its Trainer without the module.
 
-    The checkpoint contains the progress of all loops, optimizers, schedulers, precision plugin, callbacks, data module
-    and the position of the loader. :class:`Trainer` keeps it up to date.
+    ``state.trainer`` contains the progress of all loops, optimizers, schedulers, precision plugin, data module and the
+    position of the loader. ``state.callbacks`` contains the states of the callbacks and the metrics that they use.
+    The latter may differ by rank, so ``check()`` leaves them out. :class:`Trainer` keeps the state up to date.
 
     Raises UsageError if ``model`` is not a LightningModule.
     """
@@ -44,7 +48,8 @@ class LightningState(elastic.TorchState):
                 f"LightningState({type(model).__name__}): must be a LightningModule of the package lightning.pytorch. "
                 "Derive the model from lightning.pytorch.LightningModule."
             )
-        super().__init__(model=model, trainer=Checkpoint())
+        super().__init__(model=model, trainer=Part(), callbacks=Part())
+        self.exclude_from_check("callbacks")
         self._random_state = random_state()
         self._fitted_in = 0
 
@@ -56,6 +61,16 @@ class LightningState(elastic.TorchState):
     def resumes(self) -> bool:
         """True if a Trainer has begun to train: the next one continues from its checkpoint."""
         return self.trainer.content is not None
+
+    @property
+    def checkpoint(self) -> dict[str, Any]:
+        """The checkpoint from which a Trainer resumes."""
+        return {**self.trainer.content, **self.callbacks.content}
+
+    def keep(self, checkpoint: dict[str, Any]) -> None:
+        """Let the next Trainer resume from ``checkpoint``."""
+        self.callbacks.content = {key: checkpoint[key] for key in ("callbacks", METRICS)}
+        self.trainer.content = {key: value for key, value in checkpoint.items() if key not in self.callbacks.content}
 
     @property
     def random_state(self) -> bytes:

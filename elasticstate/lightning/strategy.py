@@ -139,7 +139,7 @@ class DDPStrategy(strategies.DDPStrategy):
         self._loaded_in = epoch
         self.batches = TrainingBatches(dataloader, trainer.end_tick)
         if last is None and self.elastic_state.resumes:  # before Lightning asks for the length
-            self.batches.load_state_dict(self.elastic_state.trainer.content["elasticstate"]["batches"])
+            self.batches.load_state_dict(self.elastic_state.checkpoint["elasticstate"]["batches"])
         else:
             self.batches.begin(epoch)
         return self.batches
@@ -188,8 +188,8 @@ class DDPStrategy(strategies.DDPStrategy):
         self._is_resuming = checkpoint_path == IN_MEMORY
         if not self._is_resuming:
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        content: dict[str, Any] = self.elastic_state.trainer.content
-        return {**content, "state_dict": {**self.lightning_module_state_dict(), **content["state_dict"]}}
+        kept = self.elastic_state.checkpoint
+        return {**kept, "state_dict": {**self.lightning_module_state_dict(), **kept["state_dict"]}}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         if not self._is_resuming:  # otherwise the restore has written into the module

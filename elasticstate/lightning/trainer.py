@@ -13,7 +13,7 @@ import elasticstate as elastic
 from elasticstate.compat import lightning_loops
 from elasticstate.errors import NotInWorldError, UsageError
 from elasticstate.extension import set_random_state
-from elasticstate.lightning.state import LightningState
+from elasticstate.lightning.state import METRICS, LightningState
 from elasticstate.lightning.strategy import IN_MEMORY, DDPStrategy
 
 _PLAIN_DDP = ("auto", "ddp")
@@ -103,16 +103,17 @@ class Trainer(pl.Trainer):
         """End the tick of the previous batch. Do nothing if no optimizer has stepped since the last tick."""
         state, step = self._elastic_state, self.global_step
         if self._last_step is None and state.resumes:
-            lightning_loops.end_restart(self, state.trainer.content["elasticstate"]["logger_step"])
+            lightning_loops.end_restart(self, state.checkpoint["elasticstate"]["logger_step"])
         elif step != self._last_step:
-            content = self._ddp.take_checkpoint(self)
+            checkpoint = self._ddp.take_checkpoint(self)
             assert self._ddp.batches is not None
-            content["elasticstate"] = {
+            checkpoint[METRICS] = dict(self.callback_metrics)
+            checkpoint["elasticstate"] = {
                 "batches": self._ddp.batches.state_dict(),
                 "dirpaths": [callback.dirpath for callback in _model_checkpoints(self)],
                 "logger_step": lightning_loops.logger_step(self),
             }
-            state.trainer.content = content
+            state.keep(checkpoint)
             state.commit(every=self._commit_every)
         self._last_step = step
 
@@ -127,14 +128,18 @@ class _Resume(pl.Callback):
         """Let each ModelCheckpoint write to the directory that it had in the first world."""
         state = self._ddp.elastic_state
         if stage == "fit" and state.resumes:
-            directories = state.trainer.content["elasticstate"]["dirpaths"]
+            directories = state.checkpoint["elasticstate"]["dirpaths"]
             for callback, directory in zip(_model_checkpoints(trainer), directories, strict=False):
                 callback.dirpath = callback.dirpath or directory
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue the random numbers where the commit stands: Lightning has set the seed of seed_everything again."""
+        """Continue the random numbers where the commit stands: Lightning has set the seed of seed_everything again.
+
+        Callbacks and schedulers use the metrics of the last validation until the next one.
+        """
         state = self._ddp.elastic_state
         if state.resumes:
+            trainer.callback_metrics.update(state.checkpoint[METRICS])
             set_random_state(state.random_state)
 
     def on_validation_batch_start(self, *_: Any, **__: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,9 @@ SAMPLES = 1400
 EPOCH = 140  # batches of 10 samples
 TOLERANCE = 1e-4
 OPTIONS = ("--min-np", "1", "--failure-grace", "0.5", "--join-window", "60", "--min-interrupt-distance", "0.2")
-OPTIONS += ("--preload", "lightning.pytorch")  # it takes three seconds to import
+OPTIONS += ("--verify-sync", "--preload", "lightning.pytorch")  # which takes three seconds to import
+EXAMPLE = PACKAGE / "examples" / "lightning_digits.py"
+GUIDE = PACKAGE / "docs" / "guides" / "lightning.md"
 SCRIPT = [sys.executable, str(SCRIPTS / "lightning_digits.py")]
 Place = tuple[int, int]  # epoch and batch in it
 
@@ -171,3 +174,37 @@ def test_epochs_change_their_length_and_ticks_wait_for_the_optimizers_step(tmp_p
     check_files(tmp_path, job.log("final")[0])
     assert {line["epoch"] for line in job.log("validated")} == set(range(epochs))
     assert all(batch % 2 == 0 for _, batch in begins(job.log("trained")).values()), "no world begins within a step"
+
+
+def test_the_example_learns_in_two_workers(tmp_path: Path) -> None:
+    elasticrun = [sys.executable, "-m", "elasticstate", "-np", "2", "--preload", "lightning.pytorch"]
+    done = subprocess.run(
+        [*elasticrun, sys.executable, str(EXAMPLE), "--epochs", "3"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(re.findall(r"accuracy=(\d\.\d+)", done.stdout)[-1]) > 0.8
+
+
+def test_the_guide_shows_all_changed_lines() -> None:
+    """The diff in the guide, applied backwards, makes the example a plain script of Lightning."""
+    diff = GUIDE.read_text(encoding="utf-8").split("```diff\n")[1].split("```")[0].splitlines()
+    added = [line[1:] for line in diff if line.startswith("+")]
+    assert len(added) <= 6
+    plain: list[str] = []
+    shown = [line for line in diff if not line.startswith("-")]
+    for line in EXAMPLE.read_text(encoding="utf-8").splitlines():
+        if not shown or line != shown[0][1:]:
+            plain.append(line)
+            continue
+        if not shown.pop(0).startswith("+"):
+            plain.append(line.strip())
+    assert not shown, f"not in the example, or not in this order: {shown[0]}"
+    plain += [line[1:] for line in diff if line.startswith("-")]
+    text = "\n".join(plain)
+    compile(text, "plain", "exec")
+    assert not re.search("elastic", text.split('"""')[2])

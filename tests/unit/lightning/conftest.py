@@ -52,7 +52,8 @@ class Model(pl.LightningModule):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
         by_step = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
         by_loss = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1)
-        return [optimizer], [{"scheduler": by_step, "interval": "step"}, {"scheduler": by_loss, "monitor": "val_loss"}]
+        after_validation = {"scheduler": by_loss, "monitor": "val_loss", "strict": False}
+        return [optimizer], [{"scheduler": by_step, "interval": "step"}, after_validation]
 
 
 @pytest.fixture(autouse=True)

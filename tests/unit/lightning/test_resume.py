@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 import elasticstate as elastic
 from elasticstate.lightning import LightningState, Trainer
 from elasticstate.lightning.loader import TrainingBatches
+from tests.unit.lightning.conftest import QUIET
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:lightning")
 Fit = Callable[..., Trainer]
@@ -89,6 +91,7 @@ def train(fit: Fit, state: Traced, next_world: Callable[[], None], fails: list[i
         {"max_epochs": EPOCHS, "val_check_interval": 0.5},
         {"max_epochs": EPOCHS, "accumulate_grad_batches": 2},
         {"max_epochs": EPOCHS, "commit_every": 4},
+        {"max_epochs": EPOCHS, "check_val_every_n_epoch": 2},
         {"max_epochs": -1, "max_steps": EPOCHS * BATCHES},
     ],
     ids=str,
@@ -110,6 +113,30 @@ def test_a_failure_at_each_batch_changes_nothing(
     assert undisturbed == run(list(range(EPOCHS * BATCHES)))
 
 
+def test_the_data_module_makes_a_loader_for_each_epoch(state: LightningState, next_world: Callable[[], None]) -> None:
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return elastic.ElasticDataLoader(range(SAMPLES), 2, seed=5)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(range(4))  # type: ignore[arg-type]
+
+    def fit(*callbacks: pl.Callback) -> None:
+        trainer = Trainer(state, max_epochs=2, callbacks=list(callbacks), **QUIET)
+        trainer.fit(state.model, datamodule=Data())
+
+    for batch in (4, 8):
+        with pytest.raises(Failure):
+            fit(FailAt(batch, []))
+        state.restore()
+        next_world()
+        state.sync()
+    fit()
+    batches = [line for line in state.model.trace if line[0] == "batch"]
+    used = Counter((line[1], sample) for line in batches for sample in line[3])
+    assert used == Counter((epoch, sample) for epoch in range(2) for sample in range(SAMPLES))
+
+
 def test_the_checkpoint_contains_no_tensor_of_the_module(state: LightningState, fit: Fit) -> None:
     average = torch.zeros(1)
 
@@ -120,7 +147,7 @@ def test_the_checkpoint_contains_no_tensor_of_the_module(state: LightningState, 
             checkpoint["state_dict"]["layer.bias"] = average
 
     fit(state, callbacks=[Averages()])
-    assert state.trainer.content["state_dict"] == {"layer.bias": average}
+    assert state.checkpoint["state_dict"] == {"layer.bias": average}
 
 
 def test_a_trainer_that_has_resumed_loads_a_file(
