@@ -87,6 +87,7 @@ def check_samples(lines: list[Line]) -> int:
     wrong = [(epoch, i, seen[epoch, i]) for epoch in range(epochs) for i in range(SAMPLES) if seen[epoch, i] != 1]
     assert not wrong, f"(epoch, sample, how often): {wrong[:20]}"
     assert len(seen) == epochs * SAMPLES
+    assert epochs >= 2
     return epochs
 
 

@@ -35,7 +35,9 @@ parser.add_argument("--global-batch-size", type=int)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--commit-every", type=int, default=1)
 parser.add_argument("--epochs", type=int, default=1_000)
-parser.add_argument("--until", type=Path, help="the epoch at whose end this file exists is the last")
+parser.add_argument(
+    "--until", type=Path, help="the epoch at whose end this file exists is the last, from the second on"
+)
 parser.add_argument("--step-seconds", type=float, default=0.0)
 args = parser.parse_args()
 
@@ -102,7 +104,7 @@ class Watch(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.epochs += 1
-        if args.until and trainer.strategy.broadcast(args.until.exists()):
+        if args.until and self.epochs >= 2 and trainer.strategy.broadcast(args.until.exists()):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
