@@ -1,6 +1,6 @@
 """Extension points: names for a package that offers the API of another library on top of elasticstate.
 
-``elasticstate.horovod`` and ``elasticstate.huggingface`` use only these names and those of ``elasticstate`` itself.
+``elasticstate.horovod``, ``.huggingface`` and ``.lightning`` use only these names and those of ``elasticstate`` itself.
 Such a package
 
 - calls ``join_fixed_world`` first, and ``join`` before it needs rank, size or a collective, if the script has no
@@ -10,10 +10,11 @@ Such a package
 - may ask ``failure_text`` whether an error of a collective comes from the failure of a member;
 - stores ``world_generation()`` with everything that belongs to one world, and makes it anew in another generation;
 - may derive its states from ``elasticstate.State`` and its subclasses. It may override ``check_host_updates``, which
-  ends each tick, ``_is_taken``, which refuses names of values, and ``_value_kinds``, which a sync compares. ``ticks``
-  returns the number of completed ticks. A state is a ``torch.distributed`` Joinable: the hooks of
-  ``state.join_hook()`` end a tick without training, and copy the state of the last ranks to all;
-- calls ``set_random_state`` with an earlier ``random_state()`` if a library sets seeds in each world.
+  ends each tick; ``_is_taken``, which refuses names of values; ``_value_kinds``, which a sync compares; and ``_owned``,
+  which names the tensors that only an optimizer's ``step`` writes. ``ticks`` returns the number of completed ticks. A
+  state is a ``torch.distributed`` Joinable: the hooks of ``state.join_hook()`` end a tick without training, and copy
+  the state of the last ranks to all;
+- calls ``set_random_state`` with an earlier ``random_state()`` if its library sets seeds in each world.
 """
 
 from __future__ import annotations

@@ -32,6 +32,12 @@ hypothesis.settings.register_profile("elasticstate", derandomize=True, database=
 hypothesis.settings.load_profile("elasticstate")
 
 
+# torch's compiler shows progress with tqdm where it is installed. Its first bar would start a thread that never ends.
+with contextlib.suppress(ImportError):
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0
+
 # Mark of all processes that the tests of this process start. With -n, each process of pytest-xdist has its own.
 os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
 

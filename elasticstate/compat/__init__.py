@@ -1,4 +1,4 @@
-"""Private names of torch and Python: one module per concern, with the versions in which the names were checked.
+"""Private names of torch, Python and Lightning: one module per concern, with the versions in which they were checked.
 
 A test in tests/unit/compat fails when a new version changes a name. At run time, the feature that needs an absent name
 disables itself with one warning, or does the same more slowly with public names.

@@ -8,7 +8,7 @@ from platform import python_version
 
 from elasticstate.log import logger
 
-CHECKED = {"torch": "2.13", "Python": "3.11"}
+CHECKED = {"torch": "2.13", "Python": "3.11", "lightning": "2.6"}
 """The versions in which the names of this package were checked."""
 
 

@@ -25,7 +25,7 @@ def write_and_exit(status, exit=os._exit):
 atexit.register(write)
 os._exit = write_and_exit
 """
-OWN = ("mpi", "horovod", "huggingface", "ray")
+OWN = ("mpi", "horovod", "huggingface", "lightning", "ray")
 PLUG_INS = ("mpi4py", "mpi_build", "accelerate", *(f"elasticstate.{name}" for name in OWN))
 
 

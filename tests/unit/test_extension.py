@@ -1,4 +1,4 @@
-"""Extension points for packages on top of elasticstate. Unit tests of these packages and integration tests use all."""
+"""Extension points for packages on top of elasticstate. The tests of these packages use them all."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from elasticstate import UsageError, extension
 PACKAGE = Path(extension.__file__).parent
 
 
-def test_each_extension_point_is_used() -> None:
-    sources = [path for name in ("horovod", "huggingface") for path in (PACKAGE / name).rglob("*.py")]
+def test_each_extension_point_is_used_by_a_package_on_top() -> None:
+    packages = ("horovod", "huggingface", "lightning")
+    sources = [path for name in packages for path in (PACKAGE / name).rglob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     imported = {
         alias.name

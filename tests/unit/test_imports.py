@@ -37,6 +37,7 @@ PARTS = {
     "kinds",
     "launchers",
     "launching",
+    "lightning",
     "log",
     "loop_watch",
     "machine",
@@ -56,6 +57,9 @@ PARTS = {
 }
 
 PLUG_INS = {"mpi", "mpi.worker", "ray"}  # tables name them; no other part may import them
+
+LIBRARIES = {"horovod", "huggingface", "lightning"}
+ON_TOP = {*LIBRARIES, "extension"}
 
 # The other parts that a part may import. The command line may import all parts except plug-ins.
 ALLOWED = {
@@ -85,31 +89,26 @@ ALLOWED = {
     "commits": {"config", "private", "processes"},
     "kinds": {"backends", "core"},
     "config": {"core", "errors", "kinds"},
-    "driver": PARTS - {"agent", "check", "worker", "state", "cli", "launching", "horovod", "huggingface", "extension"},
-    "check": PARTS - {"agent", "worker", "state", "cli", "launching", "horovod", "huggingface", "extension"},
-    "agent": PARTS - {"driver", "check", "worker", "state", "cli", "launching", "horovod", "huggingface", "extension"}
-    | {"_native"},
+    "driver": PARTS - {"agent", "check", "worker", "state", "cli", "launching", *ON_TOP},
+    "check": PARTS - {"agent", "worker", "state", "cli", "launching", *ON_TOP},
+    "agent": PARTS - {"driver", "check", "worker", "state", "cli", "launching", *ON_TOP} | {"_native"},
     "present_world": {"config", "core", "errors"},
-    "worker": PARTS - {"driver", "agent", "check", "cli", "launching", "horovod", "huggingface", "extension"}
-    | {"_native"},
-    "state": PARTS - {"driver", "agent", "check", "cli", "launching", "horovod", "huggingface", "extension", "worker"}
-    | {"_native"},
+    "worker": PARTS - {"driver", "agent", "check", "cli", "launching", *ON_TOP} | {"_native"},
+    "state": PARTS - {"driver", "agent", "check", "cli", "launching", "worker", *ON_TOP} | {"_native"},
     "cli": PARTS,
     "discovery": {"config", "core", "errors", "exit_status", "kinds", "machine", "plug_ins", "processes", "threads"},
     "launchers": {"config", "errors", "exit_status", "net", "plug_ins", "processes", "threads", "writing"},
     "plug_ins": {"errors"},
     "other_launchers": {"config", "errors", "machine"},
-    "launching": PARTS - {"agent", "check", "state", "cli", "horovod", "huggingface", "extension"},
+    "launching": PARTS - {"agent", "check", "state", "cli", *ON_TOP},
     "extension": {"compat", "config", "errors", "state", "worker"},
     "horovod": {"errors", "extension"},
     "huggingface": {"compat", "errors", "extension"},
+    "lightning": {"compat", "errors", "extension"},
     "__main__": {"cli"},
 }
-WITH_TORCH = {"compat", "extension", "mpi.worker", "present_world", "worker", "state", "horovod", "huggingface"}
-BY_PUBLIC_NAMES = {
-    "horovod",
-    "huggingface",
-}  # written as packages of third parties would be: with the public names and extension.py
+WITH_TORCH = {"compat", "mpi.worker", "present_world", "worker", "state", *ON_TOP}
+BY_PUBLIC_NAMES = LIBRARIES  # written as packages of third parties would be: with the public names and extension.py
 WITHOUT_CONFIG = {"elasticstate.mpi.holder"}  # passes its environment on, and imports no module of this package
 WITH_SOCKETS = {"elasticstate.mpi.relay"}  # carries the bytes of a protocol of others
 SOCKET_MODULES = {"socket", "socketserver", "ssl", "asyncio.streams", "http", "urllib"}
@@ -178,6 +177,12 @@ def test_only_the_table_of_backends_names_a_plug_in(source: Path) -> None:
 def test_torch_is_imported_only_where_workers_run(source: Path) -> None:
     if part(source) not in WITH_TORCH:
         assert not [imported for imported in imports(source) if imported.split(".")[0] in {"torch", "numpy"}]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_a_library_for_training_is_imported_only_by_its_plug_in(source: Path) -> None:
+    if part(source) != "lightning":
+        assert not [imported for imported in imports(source) if imported.split(".")[0] == "lightning"]
 
 
 def test_driver_agent_and_command_line_run_without_torch() -> None:

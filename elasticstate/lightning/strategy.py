@@ -1,0 +1,200 @@
+"""DDPStrategy and ElasticEnvironment: Lightning's DDP in the present world of an elastic job."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch import strategies
+
+import elasticstate as elastic
+from elasticstate.errors import UsageError
+from elasticstate.lightning.loader import TrainingBatches
+from elasticstate.lightning.state import LightningState
+
+IN_MEMORY = "memory of the last commit"
+"""Path that stands for the checkpoint in the state, in calls of Lightning and in its log lines."""
+
+
+class ElasticEnvironment(ClusterEnvironment):
+    """The present world, as Lightning asks for it. Each worker counts as a node with one device."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        self._refuse_process_group()
+
+    @property
+    def main_port(self) -> int:
+        self._refuse_process_group()
+
+    def _refuse_process_group(self) -> NoReturn:
+        raise UsageError(
+            "Lightning is about to create a process group, but elasticstate creates one for each world. Call fit() "
+            "inside the function decorated with @elasticstate.run."
+        )
+
+    @staticmethod
+    def detect() -> bool:
+        return False  # the Trainer passes it
+
+    def world_size(self) -> int:
+        return elastic.size()
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the world has its size."""
+
+    def global_rank(self) -> int:
+        return elastic.rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the world has its ranks."""
+
+    def local_rank(self) -> int:
+        """Return 0 for one worker of each host. Lightning prepares data there. It may be in another slot than 0."""
+        return 0 if elastic.local_leader() else max(1, elastic.local_rank())
+
+    def node_rank(self) -> int:
+        return elastic.cross_rank()
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Raise UsageError if the Trainer was not built for the present world."""
+        if num_devices * num_nodes != elastic.size():
+            raise UsageError(
+                f"The Trainer was built for {num_devices * num_nodes} workers, but this world has {elastic.size()}. "
+                "Build a new Trainer in each world, inside the function decorated with @elasticstate.run."
+            )
+
+
+class DDPStrategy(strategies.DDPStrategy):
+    """Lightning's DDPStrategy in the process group of the present world.
+
+    ``Trainer`` makes one. Make one yourself to pass options to DDP::
+
+        Trainer(state, strategy=DDPStrategy(state, find_unused_parameters=True))
+
+    The loss of each batch is multiplied by the loader's ``weight`` before ``backward``, so the gradients are means over
+    all samples, also where ranks have different numbers of samples.
+
+    Args:
+        state: the state that ``run`` passed to the function.
+        options: see ``lightning.pytorch.strategies.DDPStrategy`` and torch's DistributedDataParallel.
+    """
+
+    batches: TrainingBatches | None = None
+    """The training loader, as soon as Lightning has requested it."""
+
+    def __init__(self, state: LightningState, **options: Any) -> None:
+        # In the first world, rank 0 sends its parameters to all. Later, all ranks have the state.
+        options.setdefault("init_sync", not state.resumes)
+        super().__init__(cluster_environment=ElasticEnvironment(), **options)
+        self.elastic_state = state
+        self._loaded_in: int | None = None  # epoch in which Lightning has requested the training loader
+        self._taken: dict[str, Any] | None = None  # a checkpoint that take_checkpoint is about to return
+        self._module_tensors: dict[str, Any] = {}
+        self._is_resuming = False  # the checkpoint that Lightning loads is the one in memory
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        device = self.parallel_devices[0]
+        return torch.device(device.type, elastic.local_rank()) if device.type == "cuda" else device
+
+    def setup_environment(self) -> None:
+        if not dist.is_initialized() or dist.get_world_size() != elastic.size():
+            raise UsageError(
+                "There is no process group of the present world. Build the Trainer and use it inside the function "
+                "decorated with @elasticstate.run."
+            )
+        super().setup_environment()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "consolidate_state_dict"):
+                raise UsageError(
+                    f"{type(optimizer).__name__} divides its state among the ranks, and a commit must contain all of "
+                    "it on each rank. Use the optimizer that it wraps."
+                )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return the loader that Lightning is about to use. Raises UsageError if it would give wrong results."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        if not trainer.training:
+            if isinstance(dataloader, elastic.ElasticDataLoader):
+                raise UsageError(
+                    "ElasticDataLoader is for the training samples alone. Validate, test and predict with a plain "
+                    "DataLoader."
+                )
+            return dataloader
+        epoch, last = trainer.current_epoch, self._loaded_in
+        if epoch == last:
+            raise UsageError("There are two training loaders. Train with one ElasticDataLoader.")
+        self._loaded_in = epoch
+        self.batches = TrainingBatches(dataloader, trainer.end_tick)
+        if last is None and self.elastic_state.resumes:  # before Lightning asks for the length
+            self.batches.load_state_dict(self.elastic_state.checkpoint["elasticstate"]["batches"])
+        else:
+            self.batches.begin(epoch)
+        return self.batches
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight = self.batches.weight if self.batches is not None else 1.0
+        return super().backward(closure_loss if weight == 1 else closure_loss * weight, *args, **kwargs)
+
+    def teardown(self) -> None:
+        """Leave module and optimizers where they are, on a CPU. Lightning would move them there, through ``.data``.
+
+        torch counts no writes through ``.data``, so after a failure the last tick could not become a commit.
+        """
+        if self.root_device.type != "cpu":
+            super().teardown()
+            return
+        self.model = self.lightning_module  # without the DistributedDataParallel of this world
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            assert part is not None
+            part.teardown()
+
+    # ------------------------------------------------------------------------------------- the checkpoint in the state
+
+    def take_checkpoint(self, trainer: Any) -> dict[str, Any]:
+        """Return the Trainer's checkpoint, without the module's own tensors. No rank waits for another one."""
+        trainer.save_checkpoint(IN_MEMORY, weights_only=False)
+        checkpoint, self._taken, self._module_tensors = self._taken, None, {}
+        assert checkpoint is not None
+        return checkpoint
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._module_tensors = super().lightning_module_state_dict()
+        return dict(self._module_tensors)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Rank 0 writes files. All ranks keep the checkpoint in memory."""
+        if filepath != IN_MEMORY:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        # LightningState has the module. Tensors that a callback has put in their place, such as averages, stay here.
+        own = self._module_tensors
+        module = {name: tensor for name, tensor in checkpoint["state_dict"].items() if tensor is not own.get(name)}
+        self._taken = {**checkpoint, "state_dict": module}
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._is_resuming = checkpoint_path == IN_MEMORY
+        if not self._is_resuming:
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        kept = self.elastic_state.checkpoint
+        return {**kept, "state_dict": {**self.lightning_module_state_dict(), **kept["state_dict"]}}
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        if not self._is_resuming:  # otherwise the restore has written into the module
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if self._taken is None:  # else Lightning waits for a file that rank 0 writes
+            super().barrier(name, *args, **kwargs)

@@ -1,0 +1,211 @@
+"""PyTorch Lightning: kill, join and leave in the middle of epochs. Each sample is used once in each epoch."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+from job import PACKAGE, SCRIPTS, Hosts, Job, Line
+
+SAMPLES = 1400
+EPOCH = 140  # batches of 10 samples
+TOLERANCE = 1e-4
+OPTIONS = ("--min-np", "1", "--failure-grace", "0.5", "--join-window", "60", "--min-interrupt-distance", "0.2")
+OPTIONS += ("--verify-sync", "--preload", "lightning.pytorch")  # which takes three seconds to import
+EXAMPLE = PACKAGE / "examples" / "lightning_digits.py"
+GUIDE = PACKAGE / "docs" / "guides" / "lightning.md"
+SCRIPT = [sys.executable, str(SCRIPTS / "lightning_digits.py")]
+Place = tuple[int, int]  # epoch and batch in it
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    return [*SCRIPT, "--log", str(folder / "logs"), "--samples", str(SAMPLES), *arguments]
+
+
+def through_changes(folder: Path, *arguments: str) -> Job:
+    """Return an ended job that has survived a kill, a join and a leave, each in the middle of an epoch."""
+    hosts = Hosts(folder).set("localhost:2")
+    script = command(folder, "--until", str(folder / "stop"), "--step-seconds", "0.01", *arguments)
+    with Job(folder, "-np", "2", *OPTIONS, *hosts.options, command=script) as job:
+        mid_epoch(job, 1, size=2)
+        victim = job.pid_of(0, 1)
+        os.kill(victim, signal.SIGKILL)
+        job.wait_for_event("worker_exited", signal=signal.SIGKILL, pid=victim)
+        job.wait_for_event("world_formed", generation=2, size=1)
+        mid_epoch(job, 3, size=2)
+        hosts.set("localhost:3")
+        mid_epoch(job, 4, size=3)
+        hosts.set("localhost:1")
+        mid_epoch(job, 5, size=1)
+        job.stop_file.touch()
+        job.finish(0)
+    return job
+
+
+def mid_epoch(job: Job, generation: int, size: int) -> None:
+    """Wait until the world has trained five steps, and is far from the end of an epoch."""
+    job.wait_for_event("world_formed", generation=generation, size=size)
+
+    def found() -> bool:
+        lines = [line for line in job.log("trained") if line["generation"] == generation]
+        return len({line["step"] for line in lines}) >= 5 and 5 <= lines[-1]["batch"] <= EPOCH // 3
+
+    job.wait_for(f"steps in generation {generation}", found)
+
+
+def place(line: Line) -> Place:
+    return line["epoch"], line["batch"]
+
+
+def begins(lines: list[Line]) -> dict[int, Place]:
+    """Return the first batch of each generation."""
+    found: dict[int, Place] = {}
+    for line in lines:
+        found[line["generation"]] = min(place(line), found.get(line["generation"], place(line)))
+    return found
+
+
+def counted(lines: list[Line]) -> list[Line]:
+    """Return the lines that count: those before the batch with which a later world began."""
+    first = begins(lines)
+    end = {g: min((p for later, p in first.items() if later > g), default=(1_000_000, 0)) for g in first}
+    return [line for line in lines if place(line) < end[line["generation"]]]
+
+
+def check_samples(lines: list[Line]) -> int:
+    """Check that each epoch used each sample once. Return the number of epochs."""
+    seen = Counter((line["epoch"], sample) for line in lines for sample in line["ids"])
+    epochs = 1 + max(int(line["epoch"]) for line in lines)
+    wrong = [(epoch, i, seen[epoch, i]) for epoch in range(epochs) for i in range(SAMPLES) if seen[epoch, i] != 1]
+    assert not wrong, f"(epoch, sample, how often): {wrong[:20]}"
+    assert len(seen) == epochs * SAMPLES
+    assert epochs >= 2
+    return epochs
+
+
+def check_worlds(job: Job) -> None:
+    """Check that the members of each world begin equal to the last bit, and in the middle of an epoch."""
+    job.check_survival()
+    assert [event["size"] for event in job.events("world_formed")] == [2, 1, 2, 3, 1]
+    first = begins(job.log("trained"))
+    assert sum(first[generation][1] > 0 for generation in (2, 3, 4, 5)) >= 3, first  # one may hit the end by chance
+    redone = {event["generation"]: event["ticks_lost"] for event in job.events("training_resumed")}
+    assert (redone[3], redone[4], redone[5]) == (0, 0, 0), "joins and leaves redo nothing"
+    assert redone[2] <= 1, "a failure redoes the batch in which it happened, also between two commits"
+
+
+def check_random_numbers(lines: list[Line]) -> None:
+    """Check that no worker draws a number twice, though the script sets a seed and Lightning sets it in each world."""
+    drawn = Counter((line["pid"], line["random"]) for line in lines)
+    assert max(drawn.values()) == 1
+
+
+def check_files(folder: Path, final: Line) -> None:
+    """Check that checkpoints stay in one directory, and that the steps in the logs are those of the training."""
+    files = list(folder.rglob("*.ckpt"))
+    assert {path.parent for path in files} == {folder / "csv" / "version_0" / "checkpoints"}
+    assert Path(final["best"]) in files
+    steps: list[int] = []
+    for path in folder.rglob("metrics.csv"):
+        with path.open() as file:
+            steps += [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+    assert max(steps) == final["step"] - 1
+
+
+def losses(lines: list[Line]) -> dict[Place, float]:
+    """Return the mean loss over the samples of each batch."""
+    sums: dict[Place, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for line in lines:
+        found = sums[place(line)]
+        found[0] += line["loss"]
+        found[1] += len(line["ids"])
+    return {key: total / count for key, (total, count) in sums.items()}
+
+
+def undisturbed(folder: Path, epochs: int, *arguments: str) -> list[Line]:
+    """Return the lines that the script logs when it trains alone, without elasticrun."""
+    (folder / "logs").mkdir(parents=True)
+    done = subprocess.run(
+        command(folder, "--epochs", str(epochs), *arguments),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in (folder / "logs" / "alone.jsonl").read_text().splitlines()]
+
+
+def test_a_job_with_changes_gives_the_losses_of_an_undisturbed_run(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    script = ["--global-batch-size", "10"]
+    job = through_changes(tmp_path, *script)
+    check_worlds(job)
+    lines, final = counted(job.log("trained")), job.log("final")[0]
+    epochs = check_samples(lines)
+    check_random_numbers(lines)
+    check_files(tmp_path, final)
+    assert {line["epoch"] for line in job.log("validated")} == set(range(epochs))
+
+    alone = undisturbed(tmp_path / "alone", epochs, *script)
+    found, expected = losses(lines), losses([line for line in alone if line["what"] == "trained"])
+    assert sorted(found) == sorted(expected)
+    deviation = max(abs(found[key] / expected[key] - 1) for key in expected)
+    record_property("report", f"largest deviation of the loss in {len(expected)} steps of Lightning: {deviation:.1e}")
+    assert deviation <= TOLERANCE
+    same = ("step", "lr", "epoch", "epochs", "waited")  # progress, schedulers, and the states of two callbacks
+    assert [final[name] for name in same] == [alone[-1][name] for name in same]
+
+
+def test_epochs_change_their_length_and_ticks_wait_for_the_optimizers_step(tmp_path: Path) -> None:
+    job = through_changes(tmp_path, "--batch-size", "5", "--accumulate", "2", "--commit-every", "1000")
+    check_worlds(job)
+    lines = counted(job.log("trained"))
+    epochs = check_samples(lines)
+    check_random_numbers(lines)
+    check_files(tmp_path, job.log("final")[0])
+    assert {line["epoch"] for line in job.log("validated")} == set(range(epochs))
+    assert all(batch % 2 == 0 for _, batch in begins(job.log("trained")).values()), "no world begins within a step"
+
+
+def test_the_example_learns_in_two_workers(tmp_path: Path) -> None:
+    elasticrun = [sys.executable, "-m", "elasticstate", "-np", "2", "--preload", "lightning.pytorch"]
+    done = subprocess.run(
+        [*elasticrun, sys.executable, str(EXAMPLE), "--epochs", "3"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(re.findall(r"accuracy=(\d\.\d+)", done.stdout)[-1]) > 0.8
+
+
+def test_the_guide_shows_all_changed_lines() -> None:
+    """The diff in the guide, applied backwards, makes the example a plain script of Lightning."""
+    diff = GUIDE.read_text(encoding="utf-8").split("```diff\n")[1].split("```")[0].splitlines()
+    added = [line[1:] for line in diff if line.startswith("+")]
+    assert len(added) <= 6
+    plain: list[str] = []
+    shown = [line for line in diff if not line.startswith("-")]
+    for line in EXAMPLE.read_text(encoding="utf-8").splitlines():
+        if not shown or line != shown[0][1:]:
+            plain.append(line)
+            continue
+        if not shown.pop(0).startswith("+"):
+            plain.append(line.strip())
+    assert not shown, f"not in the example, or not in this order: {shown[0]}"
+    plain += [line[1:] for line in diff if line.startswith("-")]
+    text = "\n".join(plain)
+    compile(text, "plain", "exec")
+    assert not re.search("elastic", text.split('"""')[2])

@@ -1,0 +1,44 @@
+"""The private names of Lightning exist. tests/unit/lightning/test_resume.py shows that they have their meaning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from elasticstate.compat import absent_names, lightning_loops
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    absent_names.warn_absent.cache_clear()
+    with caplog.at_level(logging.WARNING, "elasticstate"):
+        yield caplog
+    absent_names.warn_absent.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore::Warning:lightning")
+def test_the_names_are_those_of_the_installed_lightning(warnings: pytest.LogCaptureFixture) -> None:
+    environment = LightningEnvironment()  # else Lightning initialises MPI, if that is installed, to ask for its size
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, plugins=environment)
+    lightning_loops.keep_signal_handlers(trainer)
+    trainer.fit_loop._restarting = True
+    lightning_loops.end_restart(trainer, 7)
+    assert lightning_loops.logger_step(trainer) == 7
+    assert not trainer.fit_loop.restarting
+    assert warnings.messages == []
+
+
+def test_each_absent_name_causes_one_warning(warnings: pytest.LogCaptureFixture) -> None:
+    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()))
+    for _ in range(2):
+        lightning_loops.keep_signal_handlers(trainer)
+        assert lightning_loops.logger_step(trainer) is None
+        lightning_loops.end_restart(trainer, None)
+    assert len(warnings.messages) == 3
+    assert all("Install lightning 2.6" in text for text in warnings.messages)
