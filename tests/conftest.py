@@ -22,6 +22,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Threads of OpenMP wait asleep, here and in all processes of the tests: by default they compute while they wait, which
+# takes most of the processors from the tests that run at the same time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # The same code gets the same tests: the examples depend on the code alone.
 hypothesis.settings.register_profile("elasticstate", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("elasticstate")
