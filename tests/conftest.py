@@ -26,17 +26,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # torch.fx shows progress with tqdm where that is installed, and tqdm's monitor is a thread that never ends
 tqdm.tqdm.monitor_interval = 0
 
+# Threads of OpenMP wait asleep, here and in all processes of the tests: by default they compute while they wait, which
+# takes most of the processors from the tests that run at the same time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The same code gets the same tests: the examples depend on the code alone.
 hypothesis.settings.register_profile("elasticstate", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("elasticstate")
 
-
-# torch's compiler shows progress with tqdm where it is installed. Its first bar would start a thread that never ends.
-with contextlib.suppress(ImportError):
-    from tqdm import tqdm
-
-    tqdm.monitor_interval = 0
 
 # Mark of all processes that the tests of this process start. With -n, each process of pytest-xdist has its own.
 os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())

@@ -102,18 +102,18 @@ class _Plan:
         self.hosts = hosts
         self.holding_hosts = {slot_id.host for slot_id, _ in holders}
         self.awaits_retained = isinstance(d.phase, Waiting) and d.phase.retained_since is not None
-        candidates = {host.name for host in hosts if _wanted(host) or (host.slots and host.name in self.holding_hosts)}
-        self._cooling = [host for host in hosts if host.name in candidates and host.cooldown_until > d.now]
-        self._warm = candidates.difference(host.name for host in self._cooling)
-        self.usable = self._warm.union(host.name for host in self._giving_way() if d.now >= host.gives_way_at)
+        candidates = [host for host in hosts if _wanted(host) or (host.slots and host.name in self.holding_hosts)]
+        self._cooling = [host for host in candidates if host.cooldown_until > d.now]
+        self._warm = [host for host in candidates if host.cooldown_until <= d.now]
+        self._giving_way = self._find_giving_way() if self._cooling else []
+        used_now = (*self._warm, *(host for host in self._giving_way if d.now >= host.gives_way_at))
+        self.usable = {host.name for host in used_now}
 
-    def _giving_way(self) -> list[Host]:
+    def _find_giving_way(self) -> list[Host]:
         """Return hosts in cooldown that are used in spite of it, each from its ``gives_way_at`` on: when the job would
         be below min_np without them (I5), or a retained commit there is awaited."""
         d = self._d
-        if not self._cooling:
-            return []
-        warm = [host for host in self.hosts if host.name in self._warm and not host.draining]
+        warm = [host for host in self._warm if not host.draining]
         is_short = _slots_counted_on(d) + sum(_good_slots(d, host) for host in warm) < d.policy.fewest(d.generation)
         return [h for h in self._cooling if is_short or (self.awaits_retained and h.name in self.holding_hosts)]
 
@@ -165,7 +165,7 @@ class _Plan:
         d = self._d
         for host in self._cooling:
             yield f"cooldown of host {host.name}", host.cooldown_until
-        for host in self._giving_way():
+        for host in self._giving_way:
             yield f"host {host.name} gives way", host.gives_way_at
         free = self.free_slots() if _may_start_workers(d) and self._has_vacancies() else []
         backing_off = [(slot_id, slot) for slot_id, slot in free if slot.not_before > d.now]

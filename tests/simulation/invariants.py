@@ -34,18 +34,18 @@ def each(event: t.Event) -> Iterator[t.Event]:
 
 
 def _is_counted_right(m: Membership) -> None:
-    workers = m.workers.values()
-    assert m.count == Count(
-        booting=sum(worker.booting for worker in workers),
-        ready=sum(worker.ready is not None and not worker.gone for worker in workers),
-        draining=sum(bool(worker.draining) and not worker.gone for worker in workers),
-        suspects=sum(worker.suspect_at is not None for worker in workers),
-    )
+    booting = ready = draining = suspects = 0
+    for worker_id, worker in m.workers.items():
+        booting += worker.booting
+        ready += worker.ready is not None and not worker.gone
+        draining += bool(worker.draining) and not worker.gone
+        suspects += worker.suspect_at is not None
+        assert m.slots[worker_id.slot_id].worker == worker_id, "each in its slot"
+    assert m.count == Count(booting, ready, draining, suspects)
     assert Counter(m.living) == Counter(worker.host for worker in m.workers)
-    assert {slot.worker for slot in m.slots.values()} - {None} == set(m.workers), "each in its slot, and nobody else"
-    assert all(
-        slot_id.slot < m.hosts[slot_id.host].slots_ever for slot_id, slot in m.slots.items() if slot.worker is not None
-    )
+    taken = [slot_id for slot_id, slot in m.slots.items() if slot.worker is not None]
+    assert len(taken) == len(m.workers), "and nobody else"
+    assert all(slot_id.slot < m.hosts[slot_id.host].slots_ever for slot_id in taken)
 
 
 class Checker:
