@@ -8,6 +8,8 @@ and leaves a file in the log directory as proof. The lines of ``<log>/<host>-<sl
 
 from __future__ import annotations
 
+import fast_import  # noqa: F401  # isort: skip - first
+
 import argparse
 import hashlib
 import json
