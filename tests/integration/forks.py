@@ -82,5 +82,29 @@ class Template:
         return Forked(pid)
 
 
+class Started:
+    """A script that a template has started. It writes into the files ``output``.out and ``output``.err."""
+
+    def __init__(
+        self,
+        template: Template,
+        output: Path,
+        command: Sequence[object],
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._stdout, self._stderr = output.with_suffix(".out"), output.with_suffix(".err")
+        with open(os.devnull) as nothing, self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
+            descriptors = (nothing.fileno(), stdout.fileno(), stderr.fileno())
+            self._process = template.fork(command, environment, descriptors)
+
+    def finish(self, timeout: float) -> tuple[int, str, str]:
+        """Wait for the end. Return the exit status, or -N after signal N, and what the script has printed."""
+        return self._process.wait(timeout), self._stdout.read_text(), self._stderr.read_text()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])

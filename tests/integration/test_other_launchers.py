@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forked, Template
+from forks import Started, Template
 
 from elasticstate.mpi.installation import AS_ROOT
 
@@ -85,20 +85,6 @@ def template(lasting_processes: set[int]) -> Iterator[Template]:
         yield running
 
 
-class Started:
-    """A script that the template has started, with its output in files."""
-
-    def __init__(self, template: Template, output: Path, command: list[object], environment: dict[str, str]) -> None:
-        self._stdout, self._stderr = output.with_suffix(".out"), output.with_suffix(".err")
-        with open(os.devnull) as nothing, self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
-            descriptors = (nothing.fileno(), stdout.fileno(), stderr.fileno())
-            self.process: Forked = template.fork(command, environment, descriptors)
-
-    def finish(self) -> tuple[int, str, str]:
-        """Wait for the end. Return the exit status, or -N after signal N, and what the script has printed."""
-        return self.process.wait(LONGEST_S), self._stdout.read_text(), self._stderr.read_text()
-
-
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """The script OWN in a file."""
@@ -125,13 +111,12 @@ def tasks_of_srun(
         own = {"SLURM_PROCID": rank, "SLURM_LOCALID": local_rank, "SLURMD_NODENAME": f"127.0.0.{node + 1}"}
         variables = step | {name: str(value) for name, value in own.items()}
         output = directory.parent / f"task-{rank}"
-        tasks.append(Started(template, output, list(command), environment(directory, **variables)))
+        tasks.append(Started(template, output, command, environment(directory, **variables)))
     try:
         yield tasks
     finally:
         for task in tasks:
-            task.process.kill()
-            task.process.wait()
+            task.kill()
 
 
 def lines(text: str) -> list[dict[str, Any]]:
@@ -213,7 +198,7 @@ def test_srun_starts_one_world(template: Template, tmp_path: Path, own: Path, no
     records = tmp_path / "records"
     records.mkdir()
     with tasks_of_srun(template, records, 2, own, nodes=nodes) as tasks:
-        ends = [task.finish() for task in tasks]
+        ends = [task.finish(LONGEST_S) for task in tasks]
     assert [status for status, _, _ in ends] == [0, 0], ends
     found = [line for _, printed, _ in ends for line in lines(printed)]
     places = [(0, 2, 0, 1, 2), (1, 2, 0, 1, 2)] if nodes == 1 else [(0, 2, 0, 2, 1), (1, 2, 1, 2, 1)]
@@ -226,8 +211,8 @@ def test_the_loss_of_a_rank_ends_the_world_with_an_error_that_names_elasticrun(
 ) -> None:
     script = [SCRIPTS / "horovod_style.py", "--log", tmp_path, "--dies-at", "3", "--stop", tmp_path / "never"]
     with tasks_of_srun(template, tmp_path, 2, *script) as tasks:
-        status, _, error = tasks[0].finish()
-        assert tasks[1].finish()[0] == -signal.SIGKILL
+        status, _, error = tasks[0].finish(LONGEST_S)
+        assert tasks[1].finish(LONGEST_S)[0] == -signal.SIGKILL
     assert status == 1
     assert "CollectiveError: a worker of this world was lost" in error
     assert "Start the script with elasticrun to continue after losses." in error
@@ -246,8 +231,8 @@ def test_the_loss_of_a_rank_without_run_raises_in_the_others(template: Template,
         "except RuntimeError: print('lost', flush=True)\n"
     )
     with tasks_of_srun(template, tmp_path, 2, script) as tasks:
-        _, printed, error = tasks[0].finish()
-        assert tasks[1].finish()[0] == -signal.SIGKILL
+        _, printed, error = tasks[0].finish(LONGEST_S)
+        assert tasks[1].finish(LONGEST_S)[0] == -signal.SIGKILL
     assert printed == "lost\n"
     assert "the world failed before all workers reached its end: a worker of this world was lost" in error
 
@@ -255,7 +240,7 @@ def test_the_loss_of_a_rank_without_run_raises_in_the_others(template: Template,
 def test_processes_without_a_place_are_refused(template: Template, tmp_path: Path, own: Path) -> None:
     for name, value in (("WORLD_SIZE", "2"), ("HOROVOD_SIZE", "2"), ("PMI_SIZE", "2")):
         started = Started(template, tmp_path / name, [own], environment(tmp_path, **{name: value}))
-        status, _, error = started.finish()
+        status, _, error = started.finish(LONGEST_S)
         assert status == 1
         assert f"UsageError: {name}=2: " in error
         assert "Start the script with 'elasticrun -np 2 python ...'" in error
@@ -263,7 +248,7 @@ def test_processes_without_a_place_are_refused(template: Template, tmp_path: Pat
 
 def test_a_directory_that_is_missing_is_an_error_on_all_ranks(template: Template, tmp_path: Path, own: Path) -> None:
     with tasks_of_srun(template, tmp_path / "missing", 2, own) as tasks:
-        ends = [task.finish() for task in tasks]
+        ends = [task.finish(LONGEST_S) for task in tasks]
     assert [status for status, _, _ in ends] == [1, 1]
     assert all("OptionError: XDG_RUNTIME_DIR" in error for _, _, error in ends), ends
 
