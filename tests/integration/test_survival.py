@@ -133,14 +133,14 @@ def test_the_others_continue(struck: Errors, fault: str) -> None:
 def test_the_root_and_then_a_receiver_die_in_the_first_sync(tmp_path: Path) -> None:
     """There is no commit yet: both worlds begin with a sync from rank 0."""
     faults = ["kill@sync:rank=0:generation=1", "kill@sync:rank=1:generation=2"]
-    with Job(tmp_path, "-np", "4", "--min-np", "1", *FAST, steps=60, fault=faults) as job:
+    with Job(tmp_path, "-np", "3", "--min-np", "1", *FAST, steps=60, fault=faults) as job:
         survived(job, faults=2, generations=3)
 
 
 def test_an_exception_in_all_workers_at_one_step_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
-    with Job(tmp_path, "-np", "3", "--min-np", "1", *FAST, steps=300, fault=["raise@20"]) as job:
+    with Job(tmp_path, "-np", "2", "--min-np", "1", *FAST, steps=300, fault=["raise@20"]) as job:
         job.finish(1)
-        assert job.fired() == 3
+        assert job.fired() == 2
         assert "ValueError: a bug of the user's at step" in job.output.splitlines()[-1]
         assert len(job.events("world_formed")) == 1, "the job must not spin"
 
