@@ -54,12 +54,6 @@ def give_identities(mpirun: Mpirun, members: list[Applicant]) -> None:
         os.close(directory)
 
 
-@pytest.fixture(scope="module")
-def template(lasting_processes: set[int]) -> Iterator[Template]:
-    with Template(lasting_processes) as running:
-        yield running
-
-
 @pytest.fixture(params=BACKENDS)
 def ranks(request: pytest.FixtureRequest, template: Template, tmp_path: Path, mpirun: Mpirun) -> Iterator[Ranks]:
     if request.param == "nccl" and torch.cuda.device_count() < 3:

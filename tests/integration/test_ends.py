@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -68,12 +67,6 @@ def test_a_worker_with_notice_drains_and_loses_nothing(tmp_path: Path) -> None:
         job.stop_file.touch()
         job.finish(0)
         job.check_survival()
-
-
-@pytest.fixture(scope="module")
-def template(lasting_processes: set[int]) -> Iterator[Template]:
-    with Template(lasting_processes) as running:
-        yield running
 
 
 SECOND_CALL = """

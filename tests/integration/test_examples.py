@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,6 @@ def run(*command: str | Path, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
-
-
-@pytest.fixture(scope="module")
-def template(lasting_processes: set[int]) -> Iterator[Template]:
-    with Template(lasting_processes) as running:
-        yield running
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

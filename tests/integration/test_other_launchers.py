@@ -79,12 +79,6 @@ def call(command: list[object], directory: Path, **variables: str) -> subprocess
     )
 
 
-@pytest.fixture(scope="module")
-def template(lasting_processes: set[int]) -> Iterator[Template]:
-    with Template(lasting_processes) as running:
-        yield running
-
-
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """The script OWN in a file."""

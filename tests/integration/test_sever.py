@@ -13,12 +13,6 @@ from forks import Template
 from ranks import SOON_S, Rank, Ranks
 
 
-@pytest.fixture(scope="module")
-def template(lasting_processes: set[int]) -> Iterator[Template]:
-    with Template(lasting_processes) as running:
-        yield running
-
-
 @pytest.fixture
 def ranks(template: Template) -> Iterator[Ranks]:
     made = Ranks(template, "sever_worker.py", "STORE")
