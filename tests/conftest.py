@@ -72,10 +72,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(text)
 
 
-def leftover_processes() -> list[str]:
+def leftover_processes(lasting: set[int]) -> list[str]:
     """Return the living descendants of this process, and all processes that carry the mark of its jobs.
 
-    Reads few files of /proc for each process of the machine: this runs after each test.
+    ``lasting``: processes that are no leftovers. This runs after each test, and so reads few files of /proc for each
+    process of the machine.
     """
     me = os.getpid()
     mark = f"\0ELASTICSTATE_TEST_RUN={me}\0".encode()
@@ -83,7 +84,7 @@ def leftover_processes() -> list[str]:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         if mark in b"\0" + contents(f"/proc/{pid}/environ"):
             found.add(int(pid))
-    alive = (pid for pid in found - {me} if state(pid) not in "Z")
+    alive = (pid for pid in found - {me} - lasting if state(pid) not in "Z")
     return [f"{pid}: {contents(f'/proc/{pid}/cmdline').replace(chr(0).encode(), b' ').decode()}" for pid in alive]
 
 
@@ -175,15 +176,21 @@ def _no_event_loop_is_held_up(slow_callbacks_file: Path) -> Iterator[None]:
         pytest.fail(f"an event loop was held up:\n{found}")
 
 
+@pytest.fixture(scope="session")
+def lasting_processes() -> set[int]:
+    """Processes that fixtures of a module or of the session have started. They are no leftovers of a test."""
+    return set()
+
+
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind(runtime_directory: Path) -> Iterator[None]:
+def _nothing_is_left_behind(runtime_directory: Path, lasting_processes: set[int]) -> Iterator[None]:
     threads, connected = set(threading.enumerate()), connections()
     yield
     deadline = time.monotonic() + 10
     if connections() - connected:
         release_groups()
     while True:
-        found = leftover_processes()
+        found = leftover_processes(lasting_processes)
         found += [f"thread {t.name}" for t in set(threading.enumerate()) - threads]
         found += connections() - connected
         found += map(str, runtime_directory.iterdir())

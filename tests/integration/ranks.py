@@ -1,95 +1,30 @@
-"""Processes that are ranks of one store. They read commands from stdin, and answer with lines of JSON.
-
-They fork from one process that has imported torch, as workers do.
-"""
+"""Processes that are ranks of one store. They read commands from stdin, and answer with lines of JSON."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from forks import Forked, Template
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SOON_S = 30.0  # a wait that is not cut takes 120 s, or five times as long
 Asked = Callable[[Any], None]
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-class Forked:
-    """A rank's process: a child of this process that this process has not forked."""
-
-    def __init__(self, pid: int, stdin: int, stdout: int) -> None:
-        self.pid = pid
-        self.stdin = open(stdin, "wb", buffering=0)  # noqa: SIM115 - closed by Rank.end
-        self.stdout = open(stdout, "rb", buffering=0)  # noqa: SIM115
-        self._handle = os.pidfd_open(pid)
-        self.returncode: int | None = None
-
-    def send_signal(self, number: int) -> None:
-        if self.returncode is None:
-            signal.pidfd_send_signal(self._handle, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self._handle], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("a rank", timeout or 0)
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            os.close(self._handle)
-        return self.returncode
-
-
-class Template:
-    """The process from which the ranks fork."""
-
-    def __init__(self, script: str) -> None:
-        self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = [sys.executable, str(SCRIPTS / "rank_template.py"), str(SCRIPTS / script)]
-        with end:
-            self._process = subprocess.Popen([*program, str(end.fileno()), str(os.getpid())], pass_fds=[end.fileno()])
-
-    def fork(self, arguments: Sequence[str]) -> Forked:
-        stdin, own_stdin = os.pipe()
-        own_stdout, stdout = os.pipe()
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        try:
-            socket.send_fds(self._link, [json.dumps(arguments).encode()], [stdin, stdout])
-            pid = int(self._link.recv(100))
-            while _parent(pid) != os.getpid():
-                time.sleep(0.0005)
-        finally:
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-            os.close(stdin)
-            os.close(stdout)
-        return Forked(pid, own_stdin, own_stdout)
-
-    def close(self) -> None:
-        self._link.close()
-        self._process.wait()
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 class Rank:
     """A process that makes groups on command. ``asked`` is called with each question that it asks in between."""
 
-    def __init__(self, process: Forked, all_ranks: list[Rank], asked: Asked | None) -> None:
+    def __init__(self, process: Forked, stdin: int, stdout: int, all_ranks: list[Rank], asked: Asked | None) -> None:
         self.process = process
+        self.stdin = open(stdin, "wb", buffering=0)  # noqa: SIM115 - closed by end()
+        self.stdout = open(stdout, "rb", buffering=0)  # noqa: SIM115
         self._all = all_ranks
         self._asked = asked
         self._heard = b""
@@ -97,7 +32,7 @@ class Rank:
         self.is_over = False
 
     def tell(self, command: str) -> None:
-        self.process.stdin.write(f"{command}\n".encode())
+        self.stdin.write(f"{command}\n".encode())
 
     def hear(self, key: str, within_s: float = SOON_S) -> dict[str, Any]:
         """Return the next line that has this key. Meanwhile, answer the questions of the other processes."""
@@ -107,7 +42,7 @@ class Rank:
                 if key in (line := self._lines.pop(0)):
                     return line
             left = deadline - time.monotonic()
-            waiting = {rank.process.stdout: rank for rank in self._all if not rank.is_over}
+            waiting = {rank.stdout: rank for rank in self._all if not rank.is_over}
             ready = select.select(list(waiting), [], [], max(0.0, left))[0]
             if not ready:
                 raise AssertionError(f"no {key!r} from process {self.process.pid} within {within_s} s")
@@ -116,7 +51,7 @@ class Rank:
             assert not self.is_over or self._lines, f"process {self.process.pid} ended with {self.process.wait()}"
 
     def _read(self) -> None:
-        heard = self.process.stdout.read(65536)
+        heard = self.stdout.read(65536)
         self.is_over = not heard
         *lines, self._heard = (self._heard + heard).split(b"\n")
         for line in map(json.loads, lines):
@@ -137,26 +72,35 @@ class Rank:
         self.is_over = True
         self.process.kill()
         self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.stdin.close()
+        self.stdout.close()
 
 
 class Ranks:
     """Ranks of one script. ``arguments``: arguments of the script; STORE is replaced by the port of the store."""
 
-    def __init__(self, script: str, *arguments: str, asked: Asked | None = None) -> None:
+    def __init__(self, template: Template, script: str, *arguments: str, asked: Asked | None = None) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.all: list[Rank] = []
-        self._template = Template(script)
-        self._arguments = [str(self.store.port) if word == "STORE" else word for word in arguments]
+        self._template = template
+        words = [str(self.store.port) if word == "STORE" else word for word in arguments]
+        self._command = [SCRIPTS / script, *words]
         self._asked = asked
 
     def boot(self, count: int) -> list[Rank]:
-        fresh = [Rank(self._template.fork(self._arguments), self.all, self._asked) for _ in range(count)]
+        fresh = [self._start() for _ in range(count)]
         self.all += fresh
         for rank in fresh:
             rank.hear("booted", 4 * SOON_S)
         return fresh
+
+    def _start(self) -> Rank:
+        stdin, own_stdin = os.pipe()
+        own_stdout, stdout = os.pipe()
+        process = self._template.fork(self._command, descriptors=(stdin, stdout, 2))
+        os.close(stdin)
+        os.close(stdout)
+        return Rank(process, own_stdin, own_stdout, self.all, self._asked)
 
     def create(self, name: str, members: list[Rank]) -> None:
         for number, rank in enumerate(members):
@@ -173,5 +117,4 @@ class Ranks:
     def end(self) -> None:
         for rank in self.all:
             rank.end()
-        self._template.close()
         del self.store  # with its connection

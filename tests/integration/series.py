@@ -5,6 +5,8 @@ So the faults share the boot of the workers. Each fault is asserted to have happ
 
 from __future__ import annotations
 
+import os
+import signal
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -86,10 +88,10 @@ class Series:
         self.job.wait_for(f"{len(faults)} faults to strike", lambda: self.job.fired() == self.fired)
         self.job.wait_for(f"end of {deaths} workers", lambda: len(self._events("worker_exited")) >= deaths)
         again = self.wait_until_whole()
+        self.job.wait_for("report of the recovery", lambda: self._events("training_resumed"))
         recovery = Recovery(generation, *map(self._events, ("worker_exited", "world_formed", "training_resumed")))
         assert again > generation
         assert len(recovery.exits) == deaths, recovery.exits
-        assert recovery.resumed
         return recovery
 
     def _events(self, name: str) -> list[Line]:
@@ -108,3 +110,33 @@ class Series:
         )
         fresh.replace(path)
         self.fired += len(faults)
+
+
+# ------------------------------------------------------------------------------------------------- faults of any series
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def one_is_killed(series: Series, rank: int) -> Recovery:
+    recovery = series.strike(deaths=1, act=lambda: kill(series.job.pid_of(rank)))
+    (exited,) = recovery.exits
+    assert (exited["signal"], exited["rank"]) == (signal.SIGKILL, rank)
+    assert recovery.resumed[0]["ticks_lost"] <= 1
+    return recovery
+
+
+def a_second_dies(series: Series, fault: str) -> None:
+    recovery = series.strike("kill@step:rank=2:generation={now}", fault, deaths=2)
+    expected = {signal.SIGKILL, signal.SIGSEGV} if fault.startswith("segv") else {signal.SIGKILL}
+    assert {exited["signal"] for exited in recovery.exits} == expected
+
+
+def three_are_killed(series: Series) -> None:
+    def three() -> None:
+        for pid in [series.job.pid_of(rank) for rank in (0, 1, 2)]:
+            kill(pid)
+
+    recovery = series.strike(deaths=3, act=three)
+    assert {exited["signal"] for exited in recovery.exits} == {signal.SIGKILL}

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from forks import Template
 from ranks import SOON_S, Rank, Ranks
 
 from elasticstate.mpi.messages import Applicant
@@ -54,10 +55,11 @@ def give_identities(mpirun: Mpirun, members: list[Applicant]) -> None:
 
 
 @pytest.fixture(params=BACKENDS)
-def ranks(request: pytest.FixtureRequest, tmp_path: Path, mpirun: Mpirun) -> Iterator[Ranks]:
+def ranks(request: pytest.FixtureRequest, template: Template, tmp_path: Path, mpirun: Mpirun) -> Iterator[Ranks]:
     if request.param == "nccl" and torch.cuda.device_count() < 3:
         pytest.skip(f"three ranks of NCCL need three GPUs, and there are {torch.cuda.device_count()}")
     made = Ranks(
+        template,
         "context_rank.py",
         request.param,
         "STORE",

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forks import Started, Template
 from job import PACKAGE, SCRIPTS, Job
+from series import Series
 
 FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2")
 
@@ -38,19 +40,19 @@ def test_a_job_does_not_outlive_its_killed_driver(tmp_path: Path) -> None:
         assert job.log("commit")[-1]["step"] > at_the_kill, "training goes on while the driver is gone"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_worker_is_found_by_its_heartbeat(tmp_path: Path, rank: int) -> None:
-    options = ("-np", "3", "--min-np", "2", *FAST, "--heartbeat-timeout", "2")
+def test_a_stopped_worker_is_found_by_its_heartbeat(tmp_path: Path) -> None:
+    options = ("-np", "3", "--min-np", "2", *FAST, "--heartbeat-timeout", "2", "--cooldown-range", "0", "0")
     with Job(tmp_path, *options, steps=20, until=tmp_path / "stop") as job:
-        job.wait_for_step(5)
-        os.kill(job.pid_of(rank), signal.SIGSTOP)
-        job.wait_for_event("worker_unresponsive")
-        job.wait_for_event("training_resumed")
-        job.wait_for_event("worker_exited", signal=signal.SIGKILL)
+        series = Series(job, 3)
+        for rank in (0, 1):
+            series.wait_until_whole()
+            pid = job.pid_of(rank)
+            recovery = series.strike(deaths=1, act=lambda pid=pid: os.kill(pid, signal.SIGSTOP))
+            assert [(e["rank"], e["signal"]) for e in recovery.exits] == [(rank, signal.SIGKILL)]
+            assert len(job.events("worker_unresponsive")) == rank + 1
         job.stop_file.touch()
         job.finish(0)
         job.check_survival()
-        assert [e["rank"] for e in job.events("worker_exited") if e["signal"] == signal.SIGKILL] == [rank]
 
 
 def test_a_worker_with_notice_drains_and_loses_nothing(tmp_path: Path) -> None:
@@ -110,10 +112,12 @@ elastic.rank()
         (NO_WORLD, "NotInWorldError: there is no world yet"),
     ],
 )
-def test_misuse_is_an_error_that_says_what_to_do(script: str, said: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert said in done.stderr
+def test_misuse_is_an_error_that_says_what_to_do(template: Template, tmp_path: Path, script: str, said: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    status, _, error = Started(template, tmp_path / "script", [path]).finish(60)
+    assert status == 1
+    assert said in error
 
 
 def test_plain_python_trains_in_a_world_of_one(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import Started, Template
 from job import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -29,15 +30,16 @@ def run(*command: str | Path, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_an_example_runs_in_two_workers_and_alone(script: str) -> None:
+def test_an_example_runs_in_two_workers_and_alone(template: Template, tmp_path: Path, script: str) -> None:
     elastic = run(sys.executable, "-m", "elasticstate", "-np", "2", sys.executable, EXAMPLES / script)
-    alone = run(sys.executable, EXAMPLES / script)
+    status, alone, error = Started(template, tmp_path / script, [EXAMPLES / script]).finish(240)
     assert elastic.strip()
+    assert status == 0, error[-3000:]
     assert alone.strip()
 
 
 def test_digits_reaches_its_accuracy_alone() -> None:
-    output = run(sys.executable, EXAMPLES / "digits.py", "--epochs", "40")
+    output = run(sys.executable, EXAMPLES / "digits.py", "--epochs", "20")
     accuracy = re.findall(r"accuracy[^0-9]*([01]\.\d+)", output)
     assert accuracy, output
     assert float(accuracy[-1]) >= 0.95

@@ -6,58 +6,91 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from job import Job
+from job import Job, Line
+from series import Errors, Recovery, Series, faults_file, one_after_the_other
 
 TWO = ("-np", "2", "--min-np", "1")
 
 
-def let_it_end(job: Job, stop: Path) -> None:
-    """End the job as soon as the worker that hung is killed. The other worker trains until then."""
-    job.wait_for_event("world_formed", generation=2)
-    job.wait_for_event("worker_exited", signal=signal.SIGKILL)
-    stop.touch()
+# ------------------------------------------------------------------------------- hangs one after the other at one job
 
 
-def check_that_the_other_went_on(job: Job, within_s: float, since: float) -> None:
-    """Check that one worker was detected in time and killed, that the other trained on, and that stacks were logged."""
-    (found,) = job.events("worker_unresponsive")
+def one_hangs(
+    series: Series, within_s: float, *faults: str, act: Callable[[], object] | None = None
+) -> tuple[Line, Recovery]:
+    """Check that the worker is detected in time and killed, that the other trains on, and that its stacks are logged.
+
+    Return the event of the detection, and the recovery.
+    """
+    job = series.job
+    series.wait_until_whole()
+    seen, printed, since = len(job.events()), len(job.output), time.time()
+    recovery = series.strike(*faults, deaths=1, act=act)
+    (found,) = [event for event in job.events()[seen:] if event["event"] == "worker_unresponsive"]
     assert found["time"] - since < within_s
-    assert job.events("worker_exited")[0]["signal"] == signal.SIGKILL
-    second = next(event for event in job.events("world_formed") if event["generation"] == 2)
-    assert second["size"] == 1, "the survivor did not wait for anybody"
+    assert recovery.exits[0]["signal"] == signal.SIGKILL
+    second = recovery.worlds[0]
+    assert (second["generation"], second["size"]) == (recovery.generation + 1, 1), "the survivor waited for nobody"
     assert second["time"] - found["time"] < 2.0
-    assert re.search(r"\[localhost:\d\] (Current thread|Thread) 0x\w+ .*most recent call first", job.output)
+    stacks = job.output[printed:]
+    assert re.search(r"\[localhost:\d\] (Current thread|Thread) 0x\w+ .*most recent call first", stacks)
+    assert "train.py" in stacks, "the stacks name the script"
+    return found, recovery
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_worker_is_found_and_the_others_train_on(rank: int, tmp_path: Path) -> None:
-    with Job(tmp_path, *TWO, "--heartbeat-timeout", "2", steps=20, until=tmp_path / "stop") as job:
-        job.wait_for_step(10)
-        since = time.time()
-        os.kill(job.pid_of(rank), signal.SIGSTOP)
-        let_it_end(job, tmp_path / "stop")
-        job.finish()
-    check_that_the_other_went_on(job, 2.0 + 1.5, since)
-    assert "no heartbeat for --heartbeat-timeout of 2 s" in job.events("worker_unresponsive")[0]["reason"]
-    assert "train.py" in job.output, "the stacks name the script"
+def one_is_stopped(series: Series, rank: int) -> None:
+    def stop() -> None:
+        os.kill(series.job.pid_of(rank), signal.SIGSTOP)
+
+    found, _ = one_hangs(series, 2.0 + 1.5, act=stop)
+    assert "no heartbeat for --heartbeat-timeout of 2 s" in found["reason"]
 
 
-@pytest.mark.parametrize("kind", ["gil", "spin", "deadlock"])
-def test_a_worker_that_hangs_is_found_and_the_others_train_on(kind: str, tmp_path: Path) -> None:
-    stop = tmp_path / "stop"
-    with Job(tmp_path, *TWO, "--hang-timeout", "3", steps=20, until=stop, fault=[f"{kind}@10:rank=1"]) as job:
-        job.wait_for("the fault", job.fired)
-        since = time.time()
-        let_it_end(job, stop)
-        job.finish()
-    check_that_the_other_went_on(job, 3.0 + 2.0 + 1.5, since)
-    assert "no tick for --hang-timeout of 3 s" in job.events("worker_unresponsive")[0]["reason"]
-    assert re.search(r'File ".*faults.py", line \d+ in (_fire|hold_the_gil_for_ever)', job.output)
-    (hung,) = [line for line in job.log("enter") if line["generation"] == 1 and line["rank"] == 1]
-    assert job.events("worker_exited")[0]["pid"] == hung["pid"], "and not the one that waited for it"
+def one_does_not_return(series: Series, kind: str) -> None:
+    job, now, printed = series.job, series.wait_until_whole(), len(series.job.output)
+    found, recovery = one_hangs(series, 3.0 + 2.0 + 1.5, f"{kind}@step:rank=1:generation={{now}}")
+    assert "no tick for --hang-timeout of 3 s" in found["reason"]
+    assert re.search(r'File ".*faults.py", line \d+ in (_fire|hold_the_gil_for_ever)', job.output[printed:])
+    (hung,) = [line for line in job.log("enter") if line["generation"] == now and line["rank"] == 1]
+    assert recovery.exits[0]["pid"] == hung["pid"], "and not the one that waited for it"
+
+
+STRIKES: dict[str, Callable[[Series], None]] = {
+    "rank 0 is stopped": lambda series: one_is_stopped(series, 0),
+    "rank 1 is stopped": lambda series: one_is_stopped(series, 1),
+    "gil": lambda series: one_does_not_return(series, "gil"),
+    "spin": lambda series: one_does_not_return(series, "spin"),
+    "deadlock": lambda series: one_does_not_return(series, "deadlock"),
+}
+
+
+@pytest.fixture(scope="module")
+def struck(runtime_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Errors:
+    folder = tmp_path_factory.mktemp("series")
+    options = (*TWO, "--heartbeat-timeout", "2", "--hang-timeout", "3", "--cooldown-range", "0", "0")
+    script = {"steps": 20, "until": folder / "stop", "faults_file": faults_file(folder)}
+    with Job(folder, *options, "--min-interrupt-distance", "0.5", **script) as job:
+        series = Series(job, 2)
+
+        def one(fault: str) -> None:
+            STRIKES[fault](series)
+            if fault == list(STRIKES)[-1]:
+                job.stop_file.touch()
+                job.finish()
+
+        return one_after_the_other(STRIKES, one)
+
+
+@pytest.mark.parametrize("fault", STRIKES)
+def test_a_worker_that_hangs_is_found_and_the_other_trains_on(struck: Errors, fault: str) -> None:
+    struck.check(fault)
+
+
+# ---------------------------------------------------------------------------------------------------- jobs of their own
 
 
 def test_slow_workers_are_not_killed(tmp_path: Path) -> None:

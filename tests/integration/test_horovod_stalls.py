@@ -19,13 +19,13 @@ STEP = "a step of DistributedOptimizer(op=Average, compression=Unchanged, backwa
 
 
 def start(directory: Path, where: str, *options: str) -> Job:
-    script = [sys.executable, str(SCRIPTS / "horovod_stall.py")]
-    return Job(directory, *OPTIONS, *options, command=[*script, "--log", str(directory / "logs"), "--where", where])
+    script = [sys.executable, str(SCRIPTS / "horovod_stall.py"), "--log", str(directory / "logs")]
+    return Job(directory, *OPTIONS, *options, command=[*script, "--where", *where.split()])
 
 
-def release(job: Job) -> None:
+def release(job: Job, where: str = "all") -> None:
     """Let the late rank make its call."""
-    (job.logs / "go").touch()
+    (job.logs / f"go-{where}").touch()
 
 
 def order(job: Job) -> list[str]:
@@ -46,31 +46,32 @@ def check_stall(stall: Line, call: str, waiting: list[int], missing: list[int]) 
     assert 1.0 <= stall["seconds"] < 60.0
 
 
-@pytest.mark.parametrize(
-    ("where", "backend", "call"),
-    [
-        ("all", "gloo", OF_ALL),
-        ("all", "mpi", OF_ALL),
-        ("step", "gloo", STEP),
-        ("first", "gloo", "the first call, which makes groups"),
-    ],
-)
-def test_a_stall_is_reported_once_and_so_is_its_end(tmp_path: Path, where: str, backend: str, call: str) -> None:
+CALLS = {  # the call in which the others wait, and the last one of the missing rank
+    "first": ("the first call, which makes groups", "no call in this world reported"),
+    "all": (OF_ALL, "last call allreduce(name='of all 2'"),
+    "step": (STEP, "last call allreduce(name='of all 3'"),
+}
+
+
+@pytest.mark.parametrize(("where", "backend"), [("first all step", "gloo"), ("all", "mpi")])
+def test_each_stall_is_reported_once_and_so_is_its_end(tmp_path: Path, where: str, backend: str) -> None:
     with start(tmp_path, where, *CHECK, "--backend", backend) as job:
-        stall = job.wait_for_event("stall")
-        check_stall(stall, call, [0, 1], [2])
-        assert stall["who"].startswith("localhost:2#1 (rank 2): ")
-        last = "no call in this world reported" if where == "first" else "last call allreduce(name='of all 2'"
-        assert last in stall["who"]
-        assert f"ranks 0, 1 in {call}; missing: localhost:2#1 (rank 2): " in status(job)
-        release(job)
-        ended = job.wait_for_event("stall_ended")
-        assert (ended["call"], ended["reason"]) == (call, "the call has ended")
-        assert ended["seconds"] > stall["seconds"]
+        for count, place in enumerate(where.split(), 1):
+            call, last = CALLS[place]
+            stall = job.wait_for_event("stall", count)
+            check_stall(stall, call, [0, 1], [2])
+            assert stall["who"].startswith("localhost:2#1 (rank 2): ")
+            assert last in stall["who"]
+            assert f"ranks 0, 1 in {call}; missing: localhost:2#1 (rank 2): " in status(job)
+            release(job, place)
+            ended = job.wait_for_event("stall_ended", count)
+            assert (ended["call"], ended["reason"]) == (call, "the call has ended")
+            assert ended["seconds"] > stall["seconds"]
         job.finish(0)
-        assert order(job) == ["world_formed", "stall", "stall_ended"]
-        assert re.search(r"stall: ranks 0, 1 have waited for up to [\d.]+ s in .*; missing: localhost:2#1", job.output)
-        assert "stall ended after" in job.output
+        assert order(job) == ["world_formed", *["stall", "stall_ended"] * count]
+        reported = r"stall: ranks 0, 1 have waited for up to [\d.]+ s in .*; missing: localhost:2#1"
+        assert len(re.findall(reported, job.output)) == count
+        assert job.output.count("stall ended after") == count
 
 
 def test_only_members_of_a_process_set_are_missing_in_its_calls(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_only_members_of_a_process_set_are_missing_in_its_calls(tmp_path: Path) 
         check_stall(stalls[of_pair], of_pair, [0], [1])
         check_stall(stalls[OF_ALL], OF_ALL, [2], [0, 1])
         assert f"localhost:0#1 (rank 0): waits in {of_pair}" in stalls[OF_ALL]["who"]
-        release(job)
+        release(job, "set")
         job.wait_for_event("stall_ended", 2)
         job.finish(0)
         assert len(job.events("stall")) == 2

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from job import Hosts, Job
+from series import Errors, Series, a_second_dies, faults_file, one_after_the_other, one_is_killed, three_are_killed
 
 from elasticstate.mpi.messages import Applicant
 from elasticstate.mpi.mpirun import Mpirun
@@ -92,41 +93,73 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("rank", [1, 0], ids=["middle", "rank0"])
-def test_one_worker_is_killed_and_comes_back(tmp_path: Path, rank: int) -> None:
-    stop = tmp_path / "stop"
-    with Job(tmp_path, "-np", "3", "--min-np", "2", *MPI, steps=30, until=stop) as job:
-        job.wait_for_step(10)
-        os.kill(job.pid_of(rank), signal.SIGKILL)
-        job.wait_for_event("world_formed", size=2, generation=2)
-        job.wait_for_event("world_formed", size=3, generation=3)
-        job.stop_file.touch()
-        survived(job, deaths=1, generations=3)
-        assert job.events("training_resumed")[0]["ticks_lost"] <= 1
+def one_is_killed_and_comes_back(series: Series, rank: int) -> None:
+    recovery = one_is_killed(series, rank)
+    assert [world["size"] for world in recovery.worlds] == [3, 4]
 
 
-def test_three_of_four_are_killed_at_once(tmp_path: Path) -> None:
-    with Job(tmp_path, "-np", "4", "--min-np", "1", *MPI, steps=60) as job:
-        job.wait_for_step(10)
-        for pid in [job.pid_of(rank) for rank in (0, 1, 2)]:
-            os.kill(pid, signal.SIGKILL)
-        job.wait_for_event("worker_exited", 3, signal=9)
-        survived(job, deaths=3)
+def mpirun_is_killed(series: Series) -> None:
+    """All workers restart, and resume from their commits."""
+    job = series.job
+    series.wait_until_whole()
+    name = job.events("job_started")[0]["job"]
+    broker = f"{sys.executable} -m elasticstate.mpi.broker "
+    brokers = [process for process in psutil.process_iter() if command_of(process).startswith(broker)]
+    (mpirun,) = (process.parent() for process in brokers if f"-{name}/mpi" in command_of(process))
+    assert mpirun is not None
+    before = started(job)
+    recovery = series.strike(deaths=4, act=mpirun.kill)
+    assert recovery.resumed[0]["ticks_lost"] <= 1
+    assert len(started(job) - before) == 4
+    (warning,) = job.events("warning")
+    assert warning["text"].startswith("mpirun has ended: all workers restart and resume from their commits")
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "kill@store:rank=0:generation=2",
-        "kill@init:rank=1:generation=2",
-        "kill@new_group:rank=1:generation=2",
-        "kill@leave:rank=0:generation=1",
-    ],
+def started(job: Job) -> set[str]:
+    return {event["worker"] for event in job.events("worker_started")}
+
+
+SECOND = (
+    "kill@store:rank=0:generation={next}",
+    "kill@init:rank=1:generation={next}",
+    "kill@new_group:rank=1:generation={next}",
+    "kill@leave:rank=0:generation={now}",
 )
-def test_a_second_worker_dies_while_the_world_regroups(tmp_path: Path, fault: str) -> None:
-    with Job(tmp_path, "-np", "4", "--min-np", "1", *MPI, steps=60, fault=["kill@10:rank=2", fault]) as job:
-        survived(job, deaths=2)
-        assert job.fired() == 2
+STRIKES: dict[str, Callable[[Series], None]] = {
+    "one is killed and comes back: middle": lambda series: one_is_killed_and_comes_back(series, 1),
+    "one is killed and comes back: rank 0": lambda series: one_is_killed_and_comes_back(series, 0),
+    **{
+        f"a second dies while the world regroups: {fault}": lambda series, fault=fault: a_second_dies(series, fault)
+        for fault in SECOND
+    },
+    "three of four are killed at once": three_are_killed,
+    "mpirun is killed": mpirun_is_killed,
+}
+
+
+@pytest.fixture(scope="module")
+def struck(runtime_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Errors:
+    """Let all faults strike at one job of four workers. The check of the whole job is a part of the last one."""
+    folder = tmp_path_factory.mktemp("series")
+    script = {"steps": 10, "until": folder / "stop", "faults_file": faults_file(folder)}
+    with Job(folder, "-np", "4", "--min-np", "1", *MPI, "--cooldown-range", "0", "0", **script) as job:
+        series = Series(job, 4)
+
+        def one(fault: str) -> None:
+            STRIKES[fault](series)
+            if fault == list(STRIKES)[-1]:
+                job.stop_file.touch()
+                job.finish()
+                job.check_survival(series.fired)
+                assert {line["backend"] for line in job.log("enter")} == {"mpi"}
+                nothing_is_left(job)
+
+        return one_after_the_other(STRIKES, one)
+
+
+@pytest.mark.parametrize("fault", STRIKES)
+def test_the_others_continue(struck: Errors, fault: str) -> None:
+    struck.check(fault)
 
 
 def test_a_worker_that_stands_still_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
@@ -148,26 +181,6 @@ def test_a_worker_that_is_late_is_replaced_and_the_others_go_on(tmp_path: Path) 
         resumed = job.wait_for_event("training_resumed")
         assert resumed["generation"] == 2
         survived(job, deaths=2)
-
-
-def test_mpirun_is_killed_and_all_resume_from_their_commits(tmp_path: Path) -> None:
-    with Job(tmp_path, "-np", "3", "--min-np", "2", *MPI, steps=40, until=tmp_path / "stop") as job:
-        job.wait_for_step(10)
-        name = job.events("job_started")[0]["job"]
-        broker = f"{sys.executable} -m elasticstate.mpi.broker "
-        started = [process for process in psutil.process_iter() if command_of(process).startswith(broker)]
-        (mpirun,) = (process.parent() for process in started if f"-{name}/mpi" in command_of(process))
-        assert mpirun is not None
-        mpirun.kill()
-        resumed = job.wait_for_event("training_resumed")
-        assert resumed["ticks_lost"] <= 1
-        (warning,) = job.events("warning")
-        assert warning["text"].startswith("mpirun has ended: all workers restart and resume from their commits")
-        job.stop_file.touch()
-        job.finish(0)
-        job.check_survival()
-        assert len({event["worker"] for event in job.events("worker_started")}) == 6
-        nothing_is_left(job)
 
 
 def test_a_host_comes_and_goes(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Started, Template
 
 from elasticstate.mpi.installation import AS_ROOT
 
@@ -78,8 +79,18 @@ def call(command: list[object], directory: Path, **variables: str) -> subprocess
     )
 
 
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """The script OWN in a file."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
 @contextmanager
-def tasks_of_srun(directory: Path, count: int, *words: object, nodes: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
+def tasks_of_srun(
+    template: Template, directory: Path, count: int, *command: object, nodes: int = 1
+) -> Iterator[list[Started]]:
     """Start the tasks of a step as srun does: equally many on each of the nodes 127.0.0.1, 127.0.0.2, ..."""
     step = {
         "SLURM_JOB_ID": "4711",
@@ -93,22 +104,13 @@ def tasks_of_srun(directory: Path, count: int, *words: object, nodes: int = 1) -
         node, local_rank = divmod(rank, count // nodes)
         own = {"SLURM_PROCID": rank, "SLURM_LOCALID": local_rank, "SLURMD_NODENAME": f"127.0.0.{node + 1}"}
         variables = step | {name: str(value) for name, value in own.items()}
-        tasks.append(
-            subprocess.Popen(
-                [sys.executable, *map(str, words)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                text=True,
-                stderr=subprocess.PIPE,
-                env=environment(directory, **variables),
-            )
-        )
+        output = directory.parent / f"task-{rank}"
+        tasks.append(Started(template, output, command, environment(directory, **variables)))
     try:
         yield tasks
     finally:
         for task in tasks:
             task.kill()
-            task.communicate()
 
 
 def lines(text: str) -> list[dict[str, Any]]:
@@ -178,38 +180,41 @@ def test_an_error_of_a_rank_ends_a_world_that_meets_by_mpi(tmp_path: Path) -> No
     assert "ValueError: too bad" in done.stderr
 
 
-def test_torchrun_starts_one_world_for_run(tmp_path: Path) -> None:
-    script = tmp_path / "own.py"
-    script.write_text(OWN)
-    done = call([BIN / "torchrun", "--standalone", "--nproc-per-node", "2", script], tmp_path)
+def test_torchrun_starts_one_world_for_run(tmp_path: Path, own: Path) -> None:
+    done = call([BIN / "torchrun", "--standalone", "--nproc-per-node", "2", own], tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     check_own(lines(done.stdout), [(rank, 2, 0, 1, 2) for rank in range(2)])
     assert done.stderr.count("torchrun has started this world of 2 workers") == 1
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_srun_starts_one_world(tmp_path: Path, nodes: int) -> None:
-    with tasks_of_srun(tmp_path, 2, "-c", OWN, nodes=nodes) as tasks:
-        outputs = [task.communicate(timeout=LONGEST_S) for task in tasks]
-        assert [task.returncode for task in tasks] == [0, 0], outputs
-    found = [line for stdout, _ in outputs for line in lines(stdout)]
+def test_srun_starts_one_world(template: Template, tmp_path: Path, own: Path, nodes: int) -> None:
+    records = tmp_path / "records"
+    records.mkdir()
+    with tasks_of_srun(template, records, 2, own, nodes=nodes) as tasks:
+        ends = [task.finish(LONGEST_S) for task in tasks]
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    found = [line for _, printed, _ in ends for line in lines(printed)]
     places = [(0, 2, 0, 1, 2), (1, 2, 0, 1, 2)] if nodes == 1 else [(0, 2, 0, 2, 1), (1, 2, 1, 2, 1)]
     check_own(found, places)
-    nothing_is_left(tmp_path)
+    nothing_is_left(records)
 
 
-def test_the_loss_of_a_rank_ends_the_world_with_an_error_that_names_elasticrun(tmp_path: Path) -> None:
+def test_the_loss_of_a_rank_ends_the_world_with_an_error_that_names_elasticrun(
+    template: Template, tmp_path: Path
+) -> None:
     script = [SCRIPTS / "horovod_style.py", "--log", tmp_path, "--dies-at", "3", "--stop", tmp_path / "never"]
-    with tasks_of_srun(tmp_path, 2, *script) as tasks:
-        _, error = tasks[0].communicate(timeout=LONGEST_S)
-        assert tasks[1].wait(LONGEST_S) == -signal.SIGKILL
-        assert tasks[0].returncode == 1
+    with tasks_of_srun(template, tmp_path, 2, *script) as tasks:
+        status, _, error = tasks[0].finish(LONGEST_S)
+        assert tasks[1].finish(LONGEST_S)[0] == -signal.SIGKILL
+    assert status == 1
     assert "CollectiveError: a worker of this world was lost" in error
     assert "Start the script with elasticrun to continue after losses." in error
 
 
-def test_the_loss_of_a_rank_without_run_raises_in_the_others(tmp_path: Path) -> None:
-    program = (
+def test_the_loss_of_a_rank_without_run_raises_in_the_others(template: Template, tmp_path: Path) -> None:
+    script = tmp_path / "loss.py"
+    script.write_text(
         "import os, signal, torch, elasticstate.horovod as hvd\n"
         "hvd.init()\n"
         "own = [os.environ[f'HOROVOD_{name}'] for name in ('RANK', 'SIZE', 'LOCAL_RANK', 'HOSTNAME')]\n"
@@ -219,26 +224,27 @@ def test_the_loss_of_a_rank_without_run_raises_in_the_others(tmp_path: Path) -> 
         "try: hvd.allreduce(torch.ones(1))\n"
         "except RuntimeError: print('lost', flush=True)\n"
     )
-    with tasks_of_srun(tmp_path, 2, "-c", program) as tasks:
-        printed, error = tasks[0].communicate(timeout=LONGEST_S)
-        assert tasks[1].wait(LONGEST_S) == -signal.SIGKILL
+    with tasks_of_srun(template, tmp_path, 2, script) as tasks:
+        _, printed, error = tasks[0].finish(LONGEST_S)
+        assert tasks[1].finish(LONGEST_S)[0] == -signal.SIGKILL
     assert printed == "lost\n"
     assert "the world failed before all workers reached its end: a worker of this world was lost" in error
 
 
-def test_processes_without_a_place_are_refused(tmp_path: Path) -> None:
+def test_processes_without_a_place_are_refused(template: Template, tmp_path: Path, own: Path) -> None:
     for name, value in (("WORLD_SIZE", "2"), ("HOROVOD_SIZE", "2"), ("PMI_SIZE", "2")):
-        done = call([sys.executable, "-c", OWN], tmp_path, **{name: value})
-        assert done.returncode == 1
-        assert f"UsageError: {name}=2: " in done.stderr
-        assert "Start the script with 'elasticrun -np 2 python ...'" in done.stderr
+        started = Started(template, tmp_path / name, [own], environment(tmp_path, **{name: value}))
+        status, _, error = started.finish(LONGEST_S)
+        assert status == 1
+        assert f"UsageError: {name}=2: " in error
+        assert "Start the script with 'elasticrun -np 2 python ...'" in error
 
 
-def test_a_directory_that_is_missing_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    with tasks_of_srun(tmp_path / "missing", 2, "-c", OWN) as tasks:
-        errors = [task.communicate(timeout=LONGEST_S)[1] for task in tasks]
-        assert [task.returncode for task in tasks] == [1, 1]
-    assert all("OptionError: XDG_RUNTIME_DIR" in error for error in errors), errors
+def test_a_directory_that_is_missing_is_an_error_on_all_ranks(template: Template, tmp_path: Path, own: Path) -> None:
+    with tasks_of_srun(template, tmp_path / "missing", 2, own) as tasks:
+        ends = [task.finish(LONGEST_S) for task in tasks]
+    assert [status for status, _, _ in ends] == [1, 1]
+    assert all("OptionError: XDG_RUNTIME_DIR" in error for _, _, error in ends), ends
 
 
 @NEEDS_MPIRUN

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from job import Hosts, Job
+from series import Errors, Series, faults_file, one_after_the_other
 
 FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
 STEPS = 60
@@ -39,12 +40,36 @@ def test_all_are_killed_in_mid_copy_and_the_weights_are_those_of_an_undisturbed_
     assert {8, 17, 30} & set(begun), "the commit that was on its way was none"
 
 
-@pytest.mark.parametrize("fault", ["kill@20:rank=0", "raise@20:rank=1", "kill@backward:step=20:rank=1"])
-def test_one_fails_in_mid_copy(fault: str, tmp_path: Path) -> None:
-    with Job(tmp_path, "-np", "3", "--min-np", "2", *FAST, steps=40, slow_device=PACE_S, fault=[fault]) as job:
-        job.finish()
-        job.check_survival(1)
-        assert len(job.events("world_formed")) >= 2
+STRIKES = {
+    "one is killed": ["kill@step:rank=0:generation={now}"],
+    "one raises": ["raise@step:rank=1:generation={now}"],
+    "one is killed in backward": ["kill@backward:rank=1:generation={now}"],
+    "a second one fails in the recovery": ["kill@step:rank=2:generation={now}", "kill@leave:rank=1:generation={now}"],
+}
+
+
+@pytest.fixture(scope="module")
+def struck(runtime_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Errors:
+    """Let failures strike one after the other at one job of four workers."""
+    folder = tmp_path_factory.mktemp("series")
+    options = ("-np", "4", "--min-np", "1", *FAST, "--cooldown-range", "0", "0")
+    script = {"steps": 10, "until": folder / "stop", "slow_device": PACE_S, "faults_file": faults_file(folder)}
+    with Job(folder, *options, **script) as job:
+        series = Series(job, 4)
+
+        def one(fault: str) -> None:
+            series.strike(*STRIKES[fault], deaths=len(STRIKES[fault]))
+            if fault == list(STRIKES)[-1]:
+                job.stop_file.touch()
+                job.finish()
+                job.check_survival(series.fired)
+
+        return one_after_the_other(STRIKES, one)
+
+
+@pytest.mark.parametrize("fault", STRIKES)
+def test_failures_in_mid_copy(struck: Errors, fault: str) -> None:
+    struck.check(fault)
 
 
 @pytest.mark.parametrize("commit_every", [1, 7], ids=["commit_tick", "check_only_tick"])
@@ -63,10 +88,3 @@ def test_a_planned_change_in_mid_copy_loses_nothing(commit_every: int, tmp_path:
         job.finish()
         job.check_survival()
         assert [event["ticks_lost"] for event in job.events("training_resumed")][:2] == [0, 0]
-
-
-def test_a_second_failure_in_the_recovery_from_the_first(tmp_path: Path) -> None:
-    faults = ["kill@20:rank=2", "kill@leave:rank=1:generation=1"]
-    with Job(tmp_path, "-np", "4", "--min-np", "1", *FAST, steps=40, slow_device=PACE_S, fault=faults) as job:
-        job.finish()
-        job.check_survival(2)

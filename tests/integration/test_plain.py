@@ -48,9 +48,8 @@ def of(job: Job, what: str, restarts: int) -> list[Any]:
     return [line for line in job.log(what) if line["restarts"] == restarts]
 
 
-def test_a_plain_script_sees_the_variables_of_torchrun(tmp_path: Path) -> None:
-    with plain(tmp_path, "-np", "2", "--job-name", "plain-variables", "--max-restarts", "4") as job:
-        job.finish()
+def check_variables(job: Job) -> None:
+    """Check the variables of torchrun that the first workers have seen."""
     assert all(line["launched"] for line in job.log("begin"))
     for rank, found in enumerate(environments(job)):
         assert found["MASTER_PORT"].isdigit()
@@ -74,26 +73,27 @@ def test_a_plain_script_sees_the_variables_of_torchrun(tmp_path: Path) -> None:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         }
         assert {name: found[name] for name in expected} == expected
-    (formed,) = job.events("world_formed")
-    assert (formed["generation"], formed["size"], len(formed["joined"])) == (1, 2, 2)
-    assert job.events("job_finished")[0]["status"] == "succeeded"
 
 
 @pytest.mark.parametrize("template", ["--template", "--no-template"])
 def test_after_a_kill_all_workers_restart_and_continue_from_the_snapshot(tmp_path: Path, template: str) -> None:
-    with plain(tmp_path, "-np", "2", "--start-timeout", "5", template, steps=150, step_time=0.05) as job:
+    options = ("-np", "2", "--job-name", "plain-variables", "--max-restarts", "4", "--start-timeout", "5", template)
+    with plain(tmp_path, *options, steps=150, step_time=0.05) as job:
         job.wait_for("step 10", lambda: any(line["step"] >= 10 for line in job.log("step")))
         first = {line["pid"] for line in job.log("enter")}
         os.kill(pid_of(job, 1), signal.SIGKILL)
         assert trains(job, 1)[0]["step"] > 10
         job.finish()
+    check_variables(job)
     assert "import torch anew" not in job.output
     second = {line["pid"] for line in of(job, "enter", 1)}
     assert len(first) == len(second) == 2
     assert not first & second, "all workers restart"
     killed = [e for e in job.events("worker_exited") if e["signal"] == signal.SIGKILL]
     assert [(e["rank"], e["generation"]) for e in killed][:1] == [(1, 1)]
-    assert [e["generation"] for e in job.events("world_formed")] == [1, 2]
+    formed = [(e["generation"], e["size"], len(e["joined"])) for e in job.events("world_formed")]
+    assert formed == [(1, 2, 2), (2, 2, 2)]
+    assert job.events("job_finished")[0]["status"] == "succeeded"
     assert job.events("job_finished")[0]["failures"] == 1
     assert {line["step"] for line in job.log("final")} == {150}
     lasted = job.events("job_finished")[0]["time"] - job.events("job_started")[0]["time"]

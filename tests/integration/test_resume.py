@@ -7,28 +7,16 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 from job import Job
+from series import Errors, Recovery, Series, faults_file, one_after_the_other
 
 FIXED = ("--join-window", "60")  # the world size is fixed: the first world waits for all workers
-STEPS = 60
-
-
-def weights(job: Job) -> set[str]:
-    return {line["digest"] for line in job.log("final")}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Return the final weights of an undisturbed job."""
-    with Job(tmp_path_factory.mktemp("undisturbed"), "-np", "2", steps=STEPS) as job:
-        job.finish()
-        assert len(weights(job)) == 1
-        return weights(job)
 
 
 def processes(job: Job, generation: int = 1, size: int = 2) -> list[int]:
@@ -59,70 +47,145 @@ def resumed_from(job: Job, generation: int) -> set[int]:
     return {line["step"] for line in job.log("enter") if line["generation"] == generation}
 
 
-def test_all_workers_killed_ten_times_and_the_weights_are_those_of_an_undisturbed_run(
-    tmp_path: Path, undisturbed: set[str]
-) -> None:
-    with Job(tmp_path, "-np", "2", *FIXED, steps=STEPS, step_seconds=0.02) as job:
-        for generation in range(1, 11):
-            pids = processes(job, generation)
-            job.wait_for_step(5 * generation - 2)
-            kill_at_once(pids)
-        job.finish(timeout=120)
-    killed = [event for event in job.events("worker_exited") if event["signal"] == signal.SIGKILL]
-    assert len(killed) == 20, "each of them was killed"
-    assert weights(job) == undisturbed
-    assert job.events("world_formed")[-1]["generation"] == 11
-    assert all(0 not in resumed_from(job, generation) for generation in range(2, 12))
+# ------------------------------------------------------------------------------ deaths one after the other at one job
 
 
-@pytest.fixture
-def oom_group() -> Iterator[Path]:
-    """Memory cgroup with a limit of 64 MB, too small for the workers."""
+def check(series: Series, recovery: Recovery) -> None:
+    """Check that both workers have resumed in one new world, from the last commit or the one before."""
+    assert [world["size"] for world in recovery.worlds] == [2]
+    committed = max(line["step"] for line in series.job.log("commit") if line["generation"] == recovery.generation)
+    assert resumed_from(series.job, recovery.worlds[0]["generation"]) <= {committed - 1, committed}
+
+
+def all_are_killed_ten_times(series: Series) -> None:
+    for _ in range(10):
+        pids = processes(series.job, series.wait_until_whole())
+        recovery = series.strike(deaths=2, act=lambda pids=pids: kill_at_once(pids))
+        assert [event["signal"] for event in recovery.exits] == [signal.SIGKILL] * 2
+        check(series, recovery)
+
+
+def all_end(series: Series, fault: str, number: int) -> None:
+    faults = [f"{fault}@step:rank={rank}:generation={{now}}" for rank in (0, 1)]
+    recovery = series.strike(*faults, deaths=2)
+    assert [event["signal"] for event in recovery.exits] == [number] * 2
+    check(series, recovery)
+
+
+def one_is_killed(series: Series) -> None:
+    recovery = series.strike("kill@step:rank=1:generation={now}", deaths=1)
+    check(series, recovery)
+
+
+def the_agent_is_killed(series: Series) -> None:
+    job, before = series.job, series.wait_until_whole()
+    os.kill(job.events("agent_joined")[-1]["pid"], signal.SIGKILL)
+    job.wait_for_event("agent_lost")
+    job.wait_for("another world", lambda: job.events("world_formed")[-1]["generation"] > before)
+    after = series.wait_until_whole()
+    assert after == before + 1
+    committed = max(line["step"] for line in job.log("commit") if line["generation"] == before)
+    assert min(resumed_from(job, after)) >= committed - 1
+    assert len(job.events("agent_lost")) == 1
+
+
+STRIKES: dict[str, Callable[[Series], None]] = {
+    "all are killed, ten times": all_are_killed_ten_times,
+    "all end by SIGSEGV": lambda series: all_end(series, "segv", signal.SIGSEGV),
+    "all end by SIGABRT": lambda series: all_end(series, "abort", signal.SIGABRT),
+    "all are out of memory": lambda series: all_end(series, "oom", signal.SIGKILL),
+    "one is killed": one_is_killed,
+    "the agent is killed": the_agent_is_killed,
+}
+
+
+@pytest.fixture(scope="module")
+def oom_group() -> Iterator[Path | None]:
+    """Memory cgroup with a limit of 64 MB, too small for the workers. None if no such group can be made here.
+
+    The workers find it in the variable OOM_GROUP.
+    """
     base = Path("/sys/fs/cgroup/memory")
     group = base / f"elasticstate-test-{os.getpid()}"
     try:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text(str(64 << 20))
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    yield group
+    except OSError:
+        yield None
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OOM_GROUP", str(group))
+        yield group
     deadline = time.monotonic() + 10
     while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     group.rmdir()
 
 
-@pytest.mark.parametrize("ends", ["segv", "abort", "oom"])
-def test_all_workers_end_in_other_ways(
-    ends: str, tmp_path: Path, undisturbed: set[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+@dataclass
+class Struck:
+    """The job at which all deaths have struck."""
+
+    job: Job
+    errors: Errors
+    worlds: dict[str, range]  # generations that each death has begun
+
+
+@pytest.fixture(scope="module")
+def struck(runtime_directory: Path, tmp_path_factory: pytest.TempPathFactory, oom_group: Path | None) -> Struck:
+    """Let all deaths strike at one job of two workers, and let the job finish."""
+    folder = tmp_path_factory.mktemp("series")
+    script = {"steps": 5, "step_seconds": 0.02, "until": folder / "stop", "digests": True}
+    options = ("-np", "2", *FIXED, "--cooldown-range", "0", "0")
+    worlds = {}
+    with Job(folder, *options, **script, faults_file=faults_file(folder)) as job:
+        series = Series(job, 2)
+
+        def one(fault: str) -> None:
+            before = series.wait_until_whole()
+            STRIKES[fault](series)
+            worlds[fault] = range(before + 1, series.wait_until_whole() + 1)
+
+        possible = [fault for fault in STRIKES if oom_group or fault != "all are out of memory"]
+        errors = one_after_the_other(possible, one)
+        job.stop_file.touch()
+        if not any(errors.values()):
+            job.finish()
+    return Struck(job, errors, worlds)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(struck: Struck, tmp_path_factory: pytest.TempPathFactory) -> dict[int, set[str]]:
+    """Return the weights after each step of an undisturbed job that trains as long."""
+    steps = max((line["step"] for line in struck.job.log("commit")), default=1)
+    with Job(tmp_path_factory.mktemp("undisturbed"), "-np", "2", steps=steps, step_seconds=0, digests=True) as job:
+        job.finish()
+        return weights(job)
+
+
+def weights(job: Job, generations: Container[int] = range(1, 100)) -> dict[int, set[str]]:
+    """Return the weights of all ranks by step, at the begin of these worlds, after each step, and at the end."""
+    found: dict[int, set[str]] = {}
+    for line in job.log():
+        if line["what"] in ("enter", "step", "final") and line["generation"] in generations:
+            found.setdefault(line["step"], set()).add(line["digest"])
+    return found
+
+
+@pytest.mark.parametrize("fault", STRIKES)
+def test_the_weights_are_those_of_an_undisturbed_run(
+    struck: Struck, undisturbed: dict[int, set[str]], oom_group: Path | None, fault: str
 ) -> None:
-    if ends == "oom":
-        monkeypatch.setenv("OOM_GROUP", str(request.getfixturevalue("oom_group")))
-    with Job(tmp_path, "-np", "2", *FIXED, steps=STEPS, fault=[f"{ends}@30:rank=0", f"{ends}@30:rank=1"]) as job:
-        job.finish()
-        assert job.fired() == 2
-    signals = {"segv": signal.SIGSEGV, "abort": signal.SIGABRT, "oom": signal.SIGKILL}
-    assert [event["signal"] for event in job.events("worker_exited")[:2]] == [signals[ends]] * 2
-    assert resumed_from(job, 2) <= {29, 30}
-    assert weights(job) == undisturbed
+    if fault == "all are out of memory" and oom_group is None:
+        pytest.skip("no memory cgroup can be made here")
+    struck.errors.check(fault)
+    found = weights(struck.job, struck.worlds[fault])
+    assert found
+    assert found == {step: undisturbed[step] for step in found}
+    assert all(len(digests) == 1 for digests in found.values())
 
 
-def test_a_worker_that_is_killed_alone_resumes_as_well(tmp_path: Path, undisturbed: set[str]) -> None:
-    with Job(tmp_path, "-np", "2", *FIXED, steps=STEPS, fault=["kill@30:rank=1"]) as job:
-        job.finish()
-    (start,) = [line for line in job.log("enter") if line["generation"] == 2 and line["rank"] == 1]
-    assert start["step"] in (29, 30)
-    assert weights(job) == undisturbed
-
-
-def test_the_commits_of_a_killed_agent_are_adopted(tmp_path: Path, undisturbed: set[str]) -> None:
-    with Job(tmp_path, "-np", "2", *FIXED, steps=STEPS, step_seconds=0.02) as job:
-        job.wait_for_step(20)
-        os.kill(job.events("agent_joined")[0]["pid"], signal.SIGKILL)
-        job.finish()
-    assert len(job.events("agent_lost")) == 1
-    assert min(resumed_from(job, 2)) >= 19
-    assert weights(job) == undisturbed
+# ---------------------------------------------------------------------------------------------------- jobs of their own
 
 
 def give_to_another_job(job: Job) -> None:

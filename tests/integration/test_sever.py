@@ -9,12 +9,13 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from forks import Template
 from ranks import SOON_S, Rank, Ranks
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    made = Ranks("sever_worker.py", "STORE")
+def ranks(template: Template) -> Iterator[Ranks]:
+    made = Ranks(template, "sever_worker.py", "STORE")
     yield made
     made.end()
 
@@ -140,7 +141,7 @@ def test_a_peer_dies_in_the_middle_of_a_large_tensor(ranks: Ranks, root: int) ->
     for rank in (survivor, victim):
         rank.begin(f"broadcast {root} {victim.process.pid}")
     assert victim.process.wait(SOON_S) == -signal.SIGKILL
-    assert not select.select([survivor.process.stdout], [], [], 0.5)[0], "it has woken by itself: no need to cut"
+    assert not select.select([survivor.stdout], [], [], 0.5)[0], "it has woken by itself: no need to cut"
     survivor.tell("sever")
     answer = survivor.hear("done")
     assert (answer["error"], answer["broken"]) == ("RuntimeError", True)

@@ -5,7 +5,6 @@ Most faults strike one after the other at one job (series.py), with a test for e
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -13,10 +12,18 @@ from pathlib import Path
 
 import pytest
 from job import Hosts, Job
-from series import Errors, Series, faults_file, one_after_the_other
+from series import (
+    Errors,
+    Series,
+    a_second_dies,
+    faults_file,
+    kill,
+    one_after_the_other,
+    one_is_killed,
+    three_are_killed,
+)
 
 FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
-FIRST = "kill@step:rank=2:generation={now}"
 SECOND = (
     "kill@init:rank=1:generation={next}",
     "kill@store:rank=1:generation={next}",
@@ -38,10 +45,6 @@ def _start_of_workers(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-
-
 def survived(job: Job, faults: int | None = None, generations: int = 2) -> None:
     job.finish(0)
     job.check_survival(faults)
@@ -49,19 +52,6 @@ def survived(job: Job, faults: int | None = None, generations: int = 2) -> None:
 
 
 # ------------------------------------------------------------------------------ faults one after the other at one job
-
-
-def one_is_killed(series: Series, rank: int) -> None:
-    recovery = series.strike(deaths=1, act=lambda: kill(series.job.pid_of(rank)))
-    (exited,) = recovery.exits
-    assert (exited["signal"], exited["rank"]) == (signal.SIGKILL, rank)
-    assert recovery.resumed[0]["ticks_lost"] <= 1
-
-
-def a_second_dies(series: Series, fault: str) -> None:
-    recovery = series.strike(FIRST, fault, deaths=2)
-    expected = {signal.SIGKILL, signal.SIGSEGV} if fault.startswith("segv") else {signal.SIGKILL}
-    assert {exited["signal"] for exited in recovery.exits} == expected
 
 
 def a_second_dies_twenty_milliseconds_later(series: Series) -> None:
@@ -86,15 +76,6 @@ def an_exit(series: Series, status: int) -> None:
     assert exited["exit_code"] == status
 
 
-def three_are_killed(series: Series) -> None:
-    def three() -> None:
-        for pid in [series.job.pid_of(rank) for rank in (0, 1, 2)]:
-            kill(pid)
-
-    recovery = series.strike(deaths=3, act=three)
-    assert {exited["signal"] for exited in recovery.exits} == {signal.SIGKILL}
-
-
 def one_dies_in_the_gate(series: Series) -> None:
     """End the series: the world in which it happens is the last but one."""
     job, now = series.job, series.wait_until_whole()
@@ -108,7 +89,7 @@ def one_dies_in_the_gate(series: Series) -> None:
     assert all(line["step"] == step for line in again)
 
 
-STRIKES: dict[str, Callable[[Series], None]] = {
+STRIKES: dict[str, Callable[[Series], object]] = {
     "one is killed from outside: middle": lambda series: one_is_killed(series, 1),
     "one is killed from outside: rank 0": lambda series: one_is_killed(series, 0),
     **{
@@ -152,14 +133,14 @@ def test_the_others_continue(struck: Errors, fault: str) -> None:
 def test_the_root_and_then_a_receiver_die_in_the_first_sync(tmp_path: Path) -> None:
     """There is no commit yet: both worlds begin with a sync from rank 0."""
     faults = ["kill@sync:rank=0:generation=1", "kill@sync:rank=1:generation=2"]
-    with Job(tmp_path, "-np", "4", "--min-np", "1", *FAST, steps=60, fault=faults) as job:
+    with Job(tmp_path, "-np", "3", "--min-np", "1", *FAST, steps=60, fault=faults) as job:
         survived(job, faults=2, generations=3)
 
 
 def test_an_exception_in_all_workers_at_one_step_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
-    with Job(tmp_path, "-np", "3", "--min-np", "1", *FAST, steps=300, fault=["raise@20"]) as job:
+    with Job(tmp_path, "-np", "2", "--min-np", "1", *FAST, steps=300, fault=["raise@20"]) as job:
         job.finish(1)
-        assert job.fired() == 3
+        assert job.fired() == 2
         assert "ValueError: a bug of the user's at step" in job.output.splitlines()[-1]
         assert len(job.events("world_formed")) == 1, "the job must not spin"
 

@@ -1,4 +1,4 @@
-"""Elastic script whose rank 2 stays out of one call until the file ``go`` exists; see test_horovod_stalls.py."""
+"""Elastic script whose rank 2 stays out of some calls until a file ``go-PLACE`` exists; see test_horovod_stalls.py."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ import elasticstate.horovod as hvd
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--log", type=Path, required=True)
-parser.add_argument("--where", choices=("all", "set", "step", "first", "gate"), required=True)
+parser.add_argument("--where", choices=("first", "all", "set", "step"), nargs="+", required=True)
 args = parser.parse_args()
-LATE = 1 if args.where == "set" else 2
-GO = args.log / "go"
+PLACES = {"all": 3, "set": 3, "step": 4}  # the steps in which a rank is late
+LATE = 1 if "set" in args.where else 2
 pair = hvd.ProcessSet([0, 1])
-hvd.init(process_sets=[pair] if args.where == "set" else [])
+hvd.init(process_sets=[pair] if "set" in args.where else [])
 
 
-def stay_out() -> None:
+def stay_out(where: str) -> None:
     """Wait for the file on the late rank of the first world."""
     if elasticstate.generation() == 1 and hvd.rank() == LATE:
         (args.log / f"late-{os.getpid()}").touch()
-        while not GO.exists():
+        while not (args.log / f"go-{where}").exists():
             time.sleep(0.01)
 
 
 def call(step: int) -> None:
     """Make the call in which the others wait, and a step of the optimizer for ``step``."""
-    if step == 3 and args.where != "first":
-        stay_out()
-    if args.where == "set" and pair.included():
+    for where in args.where:
+        if step == PLACES.get(where):
+            stay_out(where)
+    if "set" in args.where and pair.included():
         hvd.allreduce(torch.ones(1), name=f"of pair {step}", process_set=pair)
-    if args.where == "step":
+    if "step" in args.where and step >= PLACES["step"]:
         optimizer.zero_grad()
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
@@ -60,8 +61,8 @@ def train(state: hvd.elastic.TorchState) -> None:
         log.write(json.dumps({**line, "generation": elasticstate.generation()}) + "\n")
 
 
-if args.where == "first":
+if "first" in args.where:
     hvd.size()
-    stay_out()
+    stay_out("first")
     hvd.barrier()
 train(state)

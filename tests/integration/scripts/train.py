@@ -3,10 +3,12 @@
 Faults are data: ``--fault kill@40:rank=1`` (what, at which step, which rank). Each fault fires once in the whole job,
 and leaves a file in the log directory as proof. The lines of ``<log>/<host>-<slot>-<incarnation>.jsonl`` are::
 
-    {"what": "enter" | "commit" | "callback" | "gate" | "final", "generation": g, "rank": r, "step": s, ...}
+    {"what": "enter" | "step" | "commit" | "callback" | "gate" | "final", "generation": g, "rank": r, "step": s, ...}
 """
 
 from __future__ import annotations
+
+import fast_import  # noqa: F401  # isort: skip - first
 
 import argparse
 import hashlib
@@ -39,6 +41,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--wrap", action="store_true", help="wrap every exception in one of our own")
     parser.add_argument("--zero-grad-last", action="store_true")
     parser.add_argument("--callback", action="store_true")
+    parser.add_argument("--digests", action="store_true", help="log each step, with the weights after it")
     parser.add_argument("--evaluate", type=float, default=0.0, help="seconds after step 5, with state.progress()")
     parser.add_argument("--ballast", type=int, default=0, help="megabytes more in the state")
     parser.add_argument("--slow-device", type=float, help="tensors are on one that copies one each so many seconds")
@@ -143,6 +146,8 @@ def train(state: elastic.TorchState) -> int:
             one_step(ddp)
             time.sleep(args.step_seconds)
             state.step += 1
+            if args.digests:
+                note("step", generation=g, rank=rank, step=state.step, digest=digest(model, optimizer))
             if state.step == 5:
                 evaluate(args.evaluate)
             before = state.commits[0]
