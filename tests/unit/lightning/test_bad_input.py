@@ -49,7 +49,6 @@ def test_a_missing_lightning_is_named_with_the_remedy(monkeypatch: pytest.Monkey
         ({"callbacks": [BatchSizeFinder()]}, "BatchSizeFinder trains on its own"),
         ({"commit_every": 0}, "commit_every=0: must be at least 1"),
     ],
-    ids=str,
 )
 def test_an_option_that_cannot_work(state: LightningState, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
