@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from typing import NoReturn
 
@@ -22,6 +23,7 @@ def serve(launch: Launch) -> NoReturn:
         await agent.outputs.flushed(BLOCKED_S)
         os._exit(status)
 
+    gc.freeze()  # modules stay for ever: no collection examines them again, so none takes long
     with watch_loops(slow_callbacks_file()):
         asyncio.run(run())
     raise AssertionError("unreachable")

@@ -54,7 +54,7 @@ def test_a_job_finds_its_hosts_and_starts_its_agents_by_another_package(environm
     ("option", "name", "message"),
     [
         ("--discovery", "my", "there is no such plug-in. Choose one of dial-in, gone, hostfile, list, mycloud, none,"),
-        ("--launcher", "my", "there is no such plug-in. Choose one of local, mycloud, none, slurm, ssh, or install"),
+        ("--launcher", "my", "there is no such plug-in. Choose one of local, mycloud, none, ray, slurm, ssh, or"),
         ("--discovery", "gone", "my_cloud_that_is_gone:MyHosts cannot be imported: ModuleNotFoundError"),
         ("--discovery", "none", "does not name a subclass of elasticstate.discovery.HostSource"),
         ("--launcher", "none", "does not name a subclass of elasticstate.launchers.Launcher"),
