@@ -188,7 +188,8 @@ def test_the_example_learns_in_two_workers(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE)},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert float(re.findall(r"accuracy=(\d\.\d+)", done.stdout)[-1]) > 0.8
+    (accuracy,) = re.findall(r"accuracy (\d\.\d+)", done.stdout)  # of rank 0 alone
+    assert float(accuracy) > 0.8
 
 
 def test_the_guide_shows_all_changed_lines() -> None:
