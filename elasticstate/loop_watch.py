@@ -4,7 +4,7 @@ asyncio's own ``slow_callback_duration`` measures wall-clock time, which include
 callback is slow if its thread computed, or slept in a blocking call, for longer than the limit. The kernel reports how
 long the thread was ready to run and had no core (/proc/PID/schedstat; Documentation/scheduler/sched-stats.rst), and how
 long other virtual machines had the cores of this one ("steal" in proc_stat(5)). The start of a process or a thread does
-not count: the call waits until the new one has a core (vfork(2); threading.Thread.start).
+not count, neither its wait for a core of the new one (vfork(2); threading.Thread.start) nor its work in the kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from elasticstate.compat.standard_library import callback_of, callback_runner, set_callback_runner
+from elasticstate.compat.standard_library import callback_of, callback_runner, set_callback_runner, thread_starter
 
 SLOW_S = 0.1
 """Limit in seconds: a longer callback is reported."""
@@ -39,7 +39,7 @@ def watch_loops(path: str) -> Iterator[None]:
     schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
     cores = os.open("/proc/stat", os.O_RDONLY | os.O_CLOEXEC)
     report = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    continued_at = starting_s = 0.0
+    continued_at = starting_s = starting_cpu_s = 0.0
 
     def note_continued(*_: object) -> None:
         nonlocal continued_at
@@ -51,25 +51,27 @@ def watch_loops(path: str) -> Iterator[None]:
     def stolen_s() -> float:
         return int(os.pread(cores, 200, 0).split(maxsplit=9)[8]) / _TICKS_PER_S
 
-    def timed(start: Callable[..., None]) -> Callable[..., None]:
-        def timed_start(*arguments: Any, **named: Any) -> None:
-            nonlocal starting_s
-            began = time.monotonic()
-            start(*arguments, **named)
+    def timed(start: Callable[..., object]) -> Callable[..., object]:
+        def timed_start(*arguments: Any, **named: Any) -> object:
+            nonlocal starting_s, starting_cpu_s
+            computed, began = time.thread_time(), time.monotonic()
+            started = start(*arguments, **named)
             starting_s += time.monotonic() - began
+            starting_cpu_s += time.thread_time() - computed
+            return started
 
         return timed_start
 
     def watched(handle: Handle) -> None:
-        nonlocal starting_s
-        starting_s = 0.0
+        nonlocal starting_s, starting_cpu_s
+        starting_s = starting_cpu_s = 0.0
         # The wait for a core is read first and last: else a wait between two of the readings would count as blocked.
         waited, computed, began = without_core_s(), time.thread_time(), time.monotonic()
         stolen, page_faults = stolen_s(), _major_page_faults()
         run(handle)
         lasted = time.monotonic() - began - starting_s
         if lasted > SLOW_S and continued_at < began:  # time under SIGSTOP is not time in a blocking call
-            computed = time.thread_time() - computed
+            computed = time.thread_time() - computed - starting_cpu_s
             stolen = stolen_s() - stolen
             blocked = lasted - computed - (without_core_s() - waited) - stolen
             if max(computed, blocked) > SLOW_S:
@@ -78,7 +80,7 @@ def watch_loops(path: str) -> Iterator[None]:
                 process = f"{os.getpid()} {' '.join(sys.argv)[-200:]}"
                 os.write(report, f"{times} in {process}: {_named(handle)}\n".encode())
 
-    starters = ((subprocess.Popen, "__init__"), (threading.Thread, "start"))
+    starters = ((subprocess.Popen, "__init__"), (threading.Thread, "start"), thread_starter())
     originals: list[tuple[Any, str, Any]] = [(kind, name, getattr(kind, name)) for kind, name in starters]
     previous = signal.signal(signal.SIGCONT, note_continued)
     for kind, name, start in originals:

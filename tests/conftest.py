@@ -18,8 +18,6 @@ import hypothesis
 import pytest
 import tqdm
 
-from tests.slow_callbacks import SlowCallbacks
-
 # "make test &" in a script ignores SIGINT, and jobs under test would inherit that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -65,8 +63,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         with path.open("a") as file:
             file.write(f"FAILED {report.nodeid} ({report.when}): {words[:300]}\n")
 
-    shown = {"call": "report", "teardown": "slow callback"}.get(report.when)
-    _reports.extend(f"{name}: {text}" for name, text in report.user_properties if name == shown)
+    if report.when == "call":
+        _reports.extend(str(text) for name, text in report.user_properties if name == "report")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -157,25 +155,25 @@ def runtime_directory() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def slow_callbacks(tmp_path_factory: pytest.TempPathFactory) -> SlowCallbacks:
-    """Reports of the callbacks that blocked the event loops of drivers and agents of this test run."""
+def slow_callbacks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """File in which drivers and agents of this test run record the callbacks that blocked their event loops."""
     path = tmp_path_factory.mktemp("loops") / "slow-callbacks"
     path.touch()
     os.environ["ELASTICSTATE_SLOW_CALLBACKS"] = str(path)
-    return SlowCallbacks(path)
+    return path
 
 
 @pytest.fixture(autouse=True)
-def _no_event_loop_is_held_up(slow_callbacks: SlowCallbacks, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail if callbacks compute or block for 100 ms. Delays by other load do not count (slow_callbacks.py).
+def _no_event_loop_is_held_up(slow_callbacks_file: Path) -> Iterator[None]:
+    """Fail if a callback computed or blocked for 100 ms. Delays by other load do not count (loop_watch.py).
 
     Callbacks during the fixtures of a module count, too, for its first test.
     """
     yield
-    notes, faults = slow_callbacks.new()
-    request.node.user_properties.extend(("slow callback", note) for note in notes)
-    if faults:
-        pytest.fail("an event loop was held up:\n" + "\n".join(faults))
+    found = slow_callbacks_file.read_text()
+    if found:
+        os.truncate(slow_callbacks_file, 0)
+        pytest.fail(f"an event loop was held up:\n{found}")
 
 
 @pytest.fixture(scope="session")

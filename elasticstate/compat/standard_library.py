@@ -26,6 +26,11 @@ def start_thread(function: Callable[..., object], *arguments: object) -> None:
     _thread.start_new_thread(function, arguments)
 
 
+def thread_starter() -> tuple[object, str]:
+    """Return the module and the name of the function with which ``start_thread`` starts threads."""
+    return _thread, "start_new_thread"
+
+
 def set_tls_buffer_bytes(size: int) -> None:
     """Set the size of the buffer of each new TLS connection. No effect if asyncio has none."""
     if hasattr(sslproto.SSLProtocol, _MAX_SIZE):

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow_callbacks import SlowCallbacks
-
 PROGRAM = """
-import asyncio, os, signal, subprocess, sys, time
+import _thread, asyncio, os, signal, subprocess, sys, time
+from elasticstate.compat.standard_library import start_thread
 from elasticstate.loop_watch import watch_loops
 
 def sleeps():
@@ -27,6 +26,17 @@ def is_quick():
 
 def starts_a_process():  # which gets no core for a while: it does not begin before it has turned back
     subprocess.Popen(["true"], preexec_fn=lambda: time.sleep(0.3)).wait()
+
+start_new_thread = _thread.start_new_thread
+
+def start_with_much_work(*arguments):
+    computes()
+    return start_new_thread(*arguments)
+
+_thread.start_new_thread = start_with_much_work
+
+def starts_a_thread():
+    start_thread(is_quick)
 
 def is_stopped():  # by somebody else, for longer than the limit
     pid = os.getpid()
@@ -75,6 +85,7 @@ with watch_loops(sys.argv[1]):
         ("computes", True),
         ("is_quick", False),
         ("starts_a_process", False),
+        ("starts_a_thread", False),
         ("is_stopped", False),
         ("has_no_core", False),
         ("has_no_core_between_callbacks", False),
@@ -86,24 +97,3 @@ def test_a_callback_is_slow_by_its_own_doing_alone(what: str, found: bool, tmp_p
     lines = report.read_text().splitlines()
     assert len(lines) == found, lines
     assert all(what in line for line in lines)
-
-
-def report(seconds: float, coroutine: str, task: int) -> str:
-    process = f"{task}23 /package/agent/__main__.py"
-    description = f"<Task pending name='Task-{task}' coro=<{coroutine}() running at /package/a.py:{task}> wait_for=<x>>"
-    return f"{seconds:.3f} s (computed {seconds:.3f}, blocked 0.000, stolen 0.00) in {process}: {description}"
-
-
-def test_a_callback_that_is_slow_once_is_a_note_and_twice_or_for_long_a_fault(tmp_path: Path) -> None:
-    path = tmp_path / "slow"
-    path.touch()
-    found = SlowCallbacks(path)
-    assert found.new() == ([], [])
-    first, other, again, long = report(0.2, "f", 1), report(0.3, "g", 2), report(0.1, "f", 3), report(1.5, "h", 4)
-    path.write_text(f"{first}\n{other}\n")
-    assert found.new() == ([first, other], [])
-    assert path.read_text() == ""
-    path.write_text(f"{again}\n")
-    assert found.new() == ([], [first, again])
-    path.write_text(f"{long}\n")
-    assert found.new() == ([], [long])
