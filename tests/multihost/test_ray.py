@@ -91,6 +91,7 @@ def test_a_job_survives_the_loss_and_the_drain_of_nodes(cluster: Cluster, tmp_pa
         job.stop_file.touch()
         job.finish()
         job.check_survival()
-        assert lost["reason"] == "is unreachable: the peer has closed the connection"
+        ends = ("closed", "reset")  # the kernel resets the connection of a killed process that has not read all
+        assert lost["reason"] in [f"is unreachable: the peer has {end} the connection" for end in ends]
         assert {line["host"] for line in job.events("worker_exited") if line["exit_code"]} <= {hosts[1]}
     assert cluster.call("requested", "CPU") == "0", "the cluster may become smaller again"
