@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import forks
 import hypothesis
 import pytest
 import tqdm
@@ -180,6 +181,13 @@ def _no_event_loop_is_held_up(slow_callbacks_file: Path) -> Iterator[None]:
 def lasting_processes() -> set[int]:
     """Processes that fixtures of a module or of the session have started. They are no leftovers of a test."""
     return set()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forks(lasting_processes: set[int]) -> Iterator[None]:
+    """Let tests fork processes from one that has imported torch."""
+    with forks.template_in_use(lasting_processes):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ _harmless_libraries: frozenset[str] = frozenset()
 
 def run(command: Sequence[str]) -> NoReturn:
     """Run the command, then end the process as the interpreter does. ``command``: the interpreter comes first."""
-    _show_as(command)
+    show_command(command)
     sys.orig_argv = list(command)
     words = list(itertools.dropwhile(UNBUFFERED.__eq__, command[1:]))
     main = ModuleType("__main__")
@@ -123,7 +123,7 @@ def _end() -> None:
 atexit.register(_end)
 
 
-def _show_as(command: Sequence[str]) -> None:
+def show_command(command: Sequence[str]) -> None:
     """Write the command over the arguments of this process, which ps shows; as far as there is space for it."""
     start, end = _memory(_ARGUMENTS)
     _write(start, end, b"".join(os.fsencode(word) + b"\0" for word in command)[: end - start - 1])

@@ -32,7 +32,7 @@ from elasticstate.net.fork_link import READY, AgentLink, ReceivedRequest
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ADOPTION_S = 10.0
-_MODULES = (
+MODULES = (
     "torch.distributed.nn.functional",
     "torch.nn.parallel",
     "torch.optim",
@@ -62,7 +62,7 @@ def main() -> None:
 def _import(modules: Iterable[str], directory: str) -> str:
     """Import everything that most workers need, and the user's modules. Return the reason why that failed, or ""."""
     gc.disable()  # imports make almost no garbage, and collections would take a fifth of their time
-    for name in _MODULES:
+    for name in MODULES:
         importlib.import_module(name)
     import torch
 

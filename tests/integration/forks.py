@@ -11,11 +11,31 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PROGRAM = Path(__file__).parent / "scripts" / "script_template.py"
+from scripts.forked_job import OF_WORKERS
+
+import elasticstate
+from elasticstate.net.fork_link import PADDING_VARIABLE
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PROGRAM = SCRIPTS / "script_template.py"
+PACKAGE = Path(elasticstate.__file__).parents[1]  # the package under test, installed or not
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+_PADDING = " " * 8192  # space for the command lines and variables of processes that fork, as /proc shows them
+
+
+_templates: list[Template] = []
+_lasting: list[set[int]] = []
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of scripts and jobs."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}"}
 
 
 class Forked:
@@ -25,6 +45,11 @@ class Forked:
         self.pid = pid
         self._handle = os.pidfd_open(pid)
         self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
@@ -43,34 +68,37 @@ class Forked:
 
 
 class Template:
-    """The process from which scripts fork. ``lasting``: the processes that the check after each test leaves alone."""
+    """The process from which scripts and jobs fork. It imports torch once for all tests of this process."""
 
-    def __init__(self, lasting: set[int]) -> None:
+    def __init__(self) -> None:
         self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = [sys.executable, str(PROGRAM), str(end.fileno()), str(os.getpid())]
+        program = [sys.executable, str(PROGRAM), str(end.fileno()), str(os.getpid()), _PADDING]
+        self.environment = environment()
         with end:
             self._process = subprocess.Popen(
-                program, pass_fds=[end.fileno()], env={**os.environ, "OMP_NUM_THREADS": "1"}
+                program,
+                stdout=subprocess.DEVNULL,  # no terminal, as the files of scripts and jobs: Python looks at its start
+                pass_fds=[end.fileno()],
+                env={**self.environment, **OF_WORKERS, PADDING_VARIABLE: _PADDING},
             )
-        self._lasting = lasting
-        lasting.add(self._process.pid)
+        self.pid = self._process.pid
 
-    def __enter__(self) -> Template:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._link.close()
         self._process.wait()
-        self._lasting.remove(self._process.pid)
 
     def fork(
         self,
         command: Sequence[object],
         environment: Mapping[str, str] = os.environ,
         descriptors: tuple[int, int, int] = (0, 1, 2),
+        agents: int = 0,
     ) -> Forked:
-        """Start a script. ``command``: its path and arguments. ``descriptors``: its stdin, stdout and stderr."""
-        request = json.dumps([list(map(str, command)), dict(environment)]).encode()
+        """Start a script. ``command``: its path and arguments. ``descriptors``: its stdin, stdout and stderr.
+
+        ``agents``: the number of agents that elasticrun may start in the same way.
+        """
+        request = json.dumps([list(map(str, command)), dict(environment), agents]).encode()
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             socket.send_fds(self._link, [request], list(descriptors))
@@ -104,6 +132,25 @@ class Started:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+@contextmanager
+def template_in_use(lasting: set[int]) -> Iterator[None]:
+    """Let :func:`template` start a template. ``lasting``: the processes that the check after each test leaves alone."""
+    _lasting.append(lasting)
+    yield
+    _lasting.clear()
+    for each in _templates:
+        each.close()
+    _templates.clear()
+
+
+def template() -> Template:
+    """Return the template of this process."""
+    if not _templates:
+        _templates.append(Template())
+        _lasting[0].add(_templates[0].pid)
+    return _templates[0]
 
 
 def _parent(pid: int) -> int:

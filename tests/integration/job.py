@@ -13,12 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import forks
 import psutil
+from forks import SCRIPTS, Forked
+from scripts.forked_job import is_as_imported
 
-import elasticstate
-
-SCRIPTS = Path(__file__).parent / "scripts"
-PACKAGE = Path(elasticstate.__file__).parents[1]  # the package under test, installed or not
 Line = dict[str, Any]
 
 
@@ -35,6 +34,7 @@ class Job:
         **script: object,
     ) -> None:
         self.directory = directory
+        self.process: Forked | subprocess.Popen[bytes]
         self.logs = directory / "logs"
         self.logs.mkdir()
         self.events_file = directory / "events.jsonl"
@@ -43,20 +43,24 @@ class Job:
         self._files: dict[Path, _Lines] = {}
         command = command or [*(before or []), sys.executable, str(SCRIPTS / "train.py"), *self._arguments(script)]
         arguments = ["--events-file", str(self.events_file), *options, "--", *command]
-        self._elasticrun = [*within, sys.executable, "-m", "elasticstate"]
+        self._within = within
         self.arguments = arguments
         self.start(*arguments)
 
     def start(self, *arguments: str) -> None:
         """Start ``elasticrun``, or start it again after it was killed."""
-        with open(self.output_file, "ab") as output:
-            self.process = subprocess.Popen(
-                [*self._elasticrun, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}"},
-            )
+        environment = forks.environment()
+        with open(self.output_file, "ab") as output, open(os.devnull) as nothing:
+            if not self._within and is_as_imported(forks.template().environment, environment):
+                descriptors = (nothing.fileno(), output.fileno(), output.fileno())
+                agents = 4 if {"--host-discovery-script", "-H"} & {*arguments} else 1
+                command = ["-m", "elasticstate", *arguments]
+                self.process = forks.template().fork(command, environment, descriptors, agents)
+            else:
+                command = [*self._within, sys.executable, "-m", "elasticstate", *arguments]
+                self.process = subprocess.Popen(
+                    command, stdin=nothing, stdout=output, stderr=subprocess.STDOUT, env=environment
+                )
 
     def kill_driver(self) -> None:
         """Kill the driver with SIGKILL, and wait until the process is gone."""

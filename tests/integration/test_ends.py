@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forks import Started, Template
-from job import PACKAGE, SCRIPTS, Job
+from forks import PACKAGE, SCRIPTS, Started, Template
+from job import Job
 from series import Series
 
 FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2")

@@ -1,8 +1,9 @@
-"""A process that has imported torch, from which scripts fork: ``script_template.py DESCRIPTOR PARENT``.
+"""``script_template.py DESCRIPTOR PARENT PADDING``: a process that has imported torch. Scripts and jobs fork from it.
 
-Each request on the socket is a script: its path, arguments and environment as JSON, with the descriptors of its stdin,
-stdout and stderr. The answer is the id of its process. The process is an orphan, and so becomes a child of PARENT,
-which adopts orphans at that time. As many imports as scripts would take most of the time of the tests.
+Each request on the socket has a Python command, its environment and a number of agents as JSON, and the descriptors of
+stdin, stdout and stderr. The answer is the id of its process. The process is an orphan, and so becomes a child of
+PARENT, which adopts orphans at that time. As many imports as scripts and hosts would take most of the time of the
+tests.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import elasticstate.worker.script as script  # isort: skip - its exit function must be the last one to run
 
 import gc
+import importlib
 import json
 import os
 import socket
@@ -19,19 +21,19 @@ import warnings
 
 gc.disable()
 
-import collectives  # noqa: E402, F401 - with all of torch.distributed
-import torch._dynamo  # noqa: E402
-import torch.distributed.nn.functional  # noqa: E402, F401
+import forked_job  # noqa: E402
 
-import elasticstate.worker.contexts.gloo  # noqa: E402
-import elasticstate.worker.run  # noqa: E402, F401
 from elasticstate.config import replace_environment  # noqa: E402
+from elasticstate.worker.template import MODULES  # noqa: E402
+
+for name in (*MODULES, "torch._dynamo"):
+    importlib.import_module(name)
 
 link, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
 
 
-def run(command: list[str], environment: dict[str, str], descriptors: list[int]) -> None:
-    """Run a script in a child of ``parent``, as a new Python process would."""
+def run(command: list[str], environment: dict[str, str], agents: int, descriptors: list[int]) -> None:
+    """Run a command in a child of ``parent``, as a new Python process would. ``agents``: 0, if it is no elasticrun."""
     if (pid := fork()) != 0:
         link.send(str(pid).encode())
         os._exit(0)
@@ -41,8 +43,10 @@ def run(command: list[str], environment: dict[str, str], descriptors: list[int])
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    gc.enable()
     replace_environment(environment)
+    if agents:
+        forked_job.prepare(agents)
+    gc.enable()
     script.run([sys.executable, *command])
 
 
