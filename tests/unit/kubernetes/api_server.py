@@ -23,13 +23,14 @@ class ApiServer:
 
     Attributes:
         requests: paths with queries of all requests so far.
+        authorizations: values of their headers of this name.
     """
 
     def __init__(self, listener: socket.socket | None = None, tls: ssl.SSLContext | None = None) -> None:
         """Listen at the loopback interface, or at ``listener``."""
         self.path = "/api/v1/namespaces/training/pods"
         self.requests: list[str] = []
-        self.headers: list[Mapping[str, str]] = []
+        self.authorizations: set[str] = set()
         self._changed = threading.Condition()
         self._version = 1000
         self._oldest = 1000  # versions before this one are gone
@@ -144,7 +145,7 @@ class ApiServer:
         url = urlsplit(handler.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         self.requests.append(handler.path)
-        self.headers.append(dict(handler.headers))
+        self.authorizations.add(handler.headers.get("Authorization", ""))
         if self._refusal is not None:
             _send(handler, *_status(*self._refusal))
         elif url.path in self._documents:
