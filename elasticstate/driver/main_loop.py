@@ -55,7 +55,7 @@ class MainLoop:
         """Run until the job has an outcome. ``reattachment``: the job of an earlier driver is continued."""
         discovery = Discovery(self._source, self._agents.refuse, self._journal.warn)
         if reattachment is not None:
-            discovery.start_from(reattachment.record.hosts)
+            discovery.start_from(() if self._options.listen else reattachment.record.hosts)
             await self._reattach(reattachment)
         following = asyncio.ensure_future(self._follow(discovery, is_new_job=reattachment is None))
         following.add_done_callback(lambda _: self._queue.wake())

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ class Cluster(Job):
         self._documents = manifests.rendered(copied / "mine")
         if not manifests.missing():
             self._documents = manifests.rendered_by_kubectl(copied / "mine")
-        self._network, self._server, self._account = network, server, account
+        self._network, self.server, self._account = network, server, account
         self.pods: dict[str, Pod] = {}
         self._space = directory / "workspace"  # the working directory of all containers
         self._space.mkdir()
@@ -57,8 +58,8 @@ class Cluster(Job):
             f"import runpy, sys\nsys.argv[1:] = {arguments}\nrunpy.run_path({str(SCRIPTS / 'train.py')!r}, "
             "run_name='__main__')\n"
         )
-        job = manifests.find(self._documents, "Job", "elastic-driver")
-        self.driver = self._pod("elastic-driver", job, network["d"])
+        self._job = manifests.find(self._documents, "Job", "elastic-driver")
+        self.driver = self._pod("elastic-driver", self._job, network["d"])
         super().__init__(directory, command=["unused"])
 
     def start(self, *_: str) -> None:
@@ -75,11 +76,11 @@ class Cluster(Job):
         options = {**QUICK, "events_file": "events.jsonl"} if name == "elastic-driver" else {}
         environment = kubernetes.environment(SCRIPTS, PACKAGE, **options)
         environment |= {"KUBERNETES_SERVICE_HOST": self._network["d"].address}
-        environment |= {"KUBERNETES_SERVICE_PORT": str(self._server.port)}
+        environment |= {"KUBERNETES_SERVICE_PORT": str(self.server.port)}
         hosts = self._network.etc / "hosts"
         if name == "elastic-driver":  # the headless Service
-            with open(hosts, "a") as file:
-                file.write(f"{host.address} {name}\n")
+            others = [line for line in hosts.read_text().splitlines() if name not in line]
+            hosts.write_text("\n".join([*others, f"{host.address} {name}", ""]))
         return Pod(name, template, self._documents, host, self._space, environment, self._account)
 
     # ------------------------------------------------------------------------------------------- what a controller does
@@ -87,23 +88,26 @@ class Cluster(Job):
     def run_agent(self, number: int, node: str) -> Pod:
         """Start the pod of this number on a node."""
         name = f"elastic-agents-{number}"
-        self._server.put(name, app="elastic-agents", phase="Running")
+        self.server.put(name, app="elastic-agents", phase="Running")
         pod = self._pod(name, manifests.find(self._documents, "StatefulSet", "elastic-agents"), self._network[node])
         self.pods[name] = pod
         pod.start()
         return pod
 
+    def replace_driver(self, node: str) -> None:
+        """Start a new pod for the driver, whose last one is lost with its record."""
+        self.kill_driver()
+        self.driver = self._pod("elastic-driver", self._job, self._network[node])
+        self.start()
+
     def delete_agent(self, number: int) -> None:
         """Delete a pod: it ends within its grace period."""
         pod = self.pods.pop(f"elastic-agents-{number}")
-        self._server.put(pod.name, app="elastic-agents", leaves=True)
+        self.server.put(pod.name, app="elastic-agents", leaves=True)
         assert pod.terminate(), f"{pod.name} has not ended within its grace period"
         assert pod.process is not None
         assert pod.process.returncode == 0
-        self._server.delete(pod.name)
-
-    def is_ready(self, pod: Pod) -> bool:
-        return pod.probe("readinessProbe")
+        self.server.delete(pod.name)
 
     def __exit__(self, error: type[BaseException] | None, *more: object) -> None:
         super().__exit__(error, *more)
@@ -113,14 +117,22 @@ class Cluster(Job):
                 print(f"{pod.name}:\n{pod.output.read_text()[-3000:]}")
 
 
-def test_a_job_in_pods_survives_all_that_kubernetes_does(
-    network: Network, tmp_path: Path, slow_callbacks_file: Path
-) -> None:
+@contextmanager
+def cluster(network: Network, tmp_path: Path, slow_callbacks_file: Path) -> Iterator[Cluster]:
+    """Run a job that has only its driver yet, beside an API server."""
     slow_callbacks_file.chmod(0o666)  # the pods are processes of another user
     listener = kubernetes.listener_on(network["d"])
     tls, authority = kubernetes.certificate(network["d"].address, tmp_path)
     account = {"token": "service-account-token", "ca.crt": authority, "namespace": "training"}
     with ApiServer(listener, tls) as server, Cluster(network, server, account, tmp_path) as job:
+        yield job
+
+
+def test_a_job_in_pods_survives_all_that_kubernetes_does(
+    network: Network, tmp_path: Path, slow_callbacks_file: Path
+) -> None:
+    with cluster(network, tmp_path, slow_callbacks_file) as job:
+        server = job.server
         first = job.run_agent(0, "n1")
         second = job.run_agent(1, "n2")
         assert trains_with(job, 2)["hosts"] == 2
@@ -133,7 +145,8 @@ def test_a_job_in_pods_survives_all_that_kubernetes_does(
         trains_with(job, 3)
         job.delete_agent(2)  # kubectl scale --replicas=2
         assert trains_with(job, 2, count=2)["left"] == ["elastic-agents-2:0#1"]
-        assert [event["exit_code"] for event in job.events("worker_exited")] == [0]
+        job.wait_for_event("worker_exited", host="elastic-agents-2", exit_code=0)
+        assert len(job.events("worker_exited")) == 1
         assert all(event["at"] != "now" for event in job.events("end")), "nothing was lost so far"
         job.run_agent(2, "n4")
         trains_with(job, 3, count=2)
@@ -141,7 +154,6 @@ def test_a_job_in_pods_survives_all_that_kubernetes_does(
 
         network["n2"].cut()  # the node is lost without a FIN, and its pod starts again at another address
         assert network["n2"].is_cut()
-        assert not job.events("agent_lost")
         moved = job.run_agent(1, "n5")
         assert moved.host.address != second.host.address
         lost = job.wait_for_event("agent_lost", host=second.name)
@@ -182,4 +194,24 @@ def test_a_job_in_pods_survives_all_that_kubernetes_does(
         job.stop_file.touch()
         job.finish()
         job.check_survival()
+        assert not any(event["commits_lost"] for event in job.events("training_resumed"))
         assert [pod.process.wait(60) for pod in job.pods.values() if pod.process is not None] == [0, 0, 0]
+
+
+def test_agents_join_the_new_job_of_a_driver_whose_record_is_lost(
+    network: Network, tmp_path: Path, slow_callbacks_file: Path
+) -> None:
+    with cluster(network, tmp_path, slow_callbacks_file) as job:
+        agent = job.run_agent(0, "n1")
+        trains_with(job, 1)
+        job.replace_driver("n2")
+        assert agent.process is not None
+        assert agent.process.wait(60) == 1
+        assert "this driver has begun a new job" in agent.output.read_text()
+        agent.start()
+        trains_with(job, 1, count=2)
+        job.stop_file.touch()
+        job.finish()
+        assert agent.process.wait(60) == 0
+        assert [event["status"] for event in job.events("job_finished")] == ["succeeded"]
+        assert len(job.events("job_started")) == 2

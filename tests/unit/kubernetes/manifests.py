@@ -28,15 +28,16 @@ components: [../discovery]
 
 
 @cache
-def missing() -> str:
-    """Return why kubectl cannot render all manifests here, or ""."""
+def missing(name: str = "mine") -> str:
+    """Return why kubectl cannot render a kustomization here, or "". The older kubectl of Debian 12 renders base."""
     if shutil.which("kubectl") is None:
-        return "kubectl is not installed (Debian: kubernetes-client; Debian 12 has one that is too old)"
+        return "kubectl is not installed (Debian: kubernetes-client)"
     done = subprocess.run(["kubectl", "version", "--client", "-o", "yaml"], capture_output=True, text=True, timeout=60)
     version = re.search(r"gitVersion: v1\.(\d+)", done.stdout)
-    if version is None or int(version[1]) < 21:
-        return f"kubectl knows no components before version 1.21; this is {version[0] if version else done.stderr}"
-    return ""
+    if version is None:
+        return f"the version of kubectl is unknown: {done.stderr}"
+    is_old = name != "base" and int(version[1]) < 21
+    return f"kubectl renders {name} from version 1.21 on; this is 1.{version[1]}" if is_old else ""
 
 
 def copy(directory: Path) -> Path:
