@@ -271,13 +271,16 @@ class Agents:
             self._tasks.start(self._choose(stream, agent))
             return
         elif agent is None or agent.id != hello.agent or agent.stream is not None:
-            stream.refuse(
-                f"host {hello.host} does not belong to this job, or has another agent", hello.agent in self._stopped
-            )
+            self._refuse(stream)
             return
         agent.stream, agent.pid = stream, hello.pid
         stream.send(codec.encode(self._spec))
         self._report_dialled_in()
+
+    def _refuse(self, stream: AgentStream) -> None:
+        hello = stream.hello
+        reason = f"host {hello.host} does not belong to this job, or has another agent"
+        stream.refuse(reason, is_stopped=hello.agent in self._stopped)
 
     async def _choose(self, rival: AgentStream, agent: AgentHandle) -> None:
         """Admit the second agent of a host if the first one is dead, and refuse it otherwise.
@@ -292,7 +295,7 @@ class Agents:
             earlier.abort("the agent has dialled in again")
         while self._rivals.get(agent.host) is rival and not agent.is_lost and agent.stream is not None:
             if agent.stream.received_at > arrived_at + _IN_FLIGHT_S:
-                rival.refuse(f"host {agent.host} does not belong to this job, or has another agent")
+                self._refuse(rival)
                 break
             await asyncio.sleep(_LOOK_INTERVAL_S)
         if self._rivals.get(agent.host) is rival:
