@@ -225,6 +225,7 @@ NAMES = Kind("NAMES", "names of environment variables, separated by commas; * ma
 ADDRESS = Kind("ADDR[:PORT]", "an IP address of this machine (0.0.0.0: all), with or without a port", _address)
 STREAMS = Kind("0|1|2|3", "0, 1 (stdout), 2 (stderr) or 3 (both)", _streams)
 RANKS = Kind("RANKS", "ranks and ranges of ranks, separated by commas, for example 0,4-7", _ranks)
+SELECTOR = Kind("SELECTOR", "a label selector, for example app=agents", _matching(re.compile(r"\S.*")))
 NAME = Kind(
     "NAME", "up to 40 letters, digits, dots, dashes and underscores, beginning with no dot or dash", _matching(_JOB)
 )

@@ -17,6 +17,7 @@ PACKAGE = Path(elasticstate._native.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PARTS = {
     "agent",
+    "agent_cli",
     "backends",
     "check",
     "config",
@@ -56,7 +57,7 @@ PARTS = {
     "writing",
 }
 
-PLUG_INS = {"mpi", "mpi.worker", "ray"}  # tables name them; no other part may import them
+PLUG_INS = {"kubernetes", "mpi", "mpi.worker", "ray"}  # tables name them; no other part may import them
 
 LIBRARIES = {"horovod", "huggingface", "lightning"}
 ON_TOP = {*LIBRARIES, "extension"}
@@ -66,6 +67,7 @@ ALLOWED = {
     "backends": {"plug_ins"},
     "compat": {"_native", "errors", "log"},
     "core": {"exit_status"},
+    "kubernetes": {"config", "core", "discovery", "errors", "threads"},
     "error_chain": set[str](),
     "error_file": {"error_chain", "tracebacks"},
     "exit_status": set[str](),
@@ -89,18 +91,19 @@ ALLOWED = {
     "commits": {"config", "private", "processes"},
     "kinds": {"backends", "core"},
     "config": {"core", "errors", "kinds"},
-    "driver": PARTS - {"agent", "check", "worker", "state", "cli", "launching", *ON_TOP},
-    "check": PARTS - {"agent", "worker", "state", "cli", "launching", *ON_TOP},
-    "agent": PARTS - {"driver", "check", "worker", "state", "cli", "launching", *ON_TOP} | {"_native"},
+    "driver": PARTS - {"agent", "check", "worker", "state", "agent_cli", "cli", "launching", *ON_TOP},
+    "check": PARTS - {"agent", "worker", "state", "agent_cli", "cli", "launching", *ON_TOP},
+    "agent": PARTS - {"driver", "check", "worker", "state", "agent_cli", "cli", "launching", *ON_TOP} | {"_native"},
     "present_world": {"config", "core", "errors"},
-    "worker": PARTS - {"driver", "agent", "check", "cli", "launching", *ON_TOP} | {"_native"},
-    "state": PARTS - {"driver", "agent", "check", "cli", "launching", "worker", *ON_TOP} | {"_native"},
+    "worker": PARTS - {"driver", "agent", "check", "agent_cli", "cli", "launching", *ON_TOP} | {"_native"},
+    "state": PARTS - {"driver", "agent", "check", "agent_cli", "cli", "launching", "worker", *ON_TOP} | {"_native"},
+    "agent_cli": {"agent", "cli", "config", "errors", "kinds", "machine", "net", "processes", "terminal"},
     "cli": PARTS,
     "discovery": {"config", "core", "errors", "exit_status", "kinds", "machine", "plug_ins", "processes", "threads"},
     "launchers": {"config", "errors", "exit_status", "net", "plug_ins", "processes", "threads", "writing"},
     "plug_ins": {"errors"},
     "other_launchers": {"config", "errors", "machine"},
-    "launching": PARTS - {"agent", "check", "state", "cli", *ON_TOP},
+    "launching": PARTS - {"agent", "agent_cli", "check", "state", "cli", *ON_TOP},
     "extension": {"compat", "config", "errors", "state", "worker"},
     "horovod": {"errors", "extension"},
     "huggingface": {"compat", "errors", "extension"},

@@ -36,6 +36,10 @@ ALLOWED = {
     "agent.driver_connection: _LONGEST_PAUSE_S": "the same",
     "commits: time.sleep(0.01)": "between two looks at a lock",
     "driver.agent_silence: _LONGEST_INTERVAL_S": "between two searches for silent agents; --heartbeat-timeout decides",
+    "driver.agents: _LOOK_INTERVAL_S": "between two looks at an agent that has a rival; --heartbeat-timeout decides",
+    "driver.agents: _IN_FLIGHT_S": "for data that an agent sent before its rival dialled in",
+    "kubernetes.pod_watch: _PAUSE_S": "between two requests to the API server",
+    "kubernetes.pod_watch: _WATCH_S": "of one watch, after which the next one begins where it has ended",
     "driver.event_queue: _LONGEST_DELAY_S": "collects changes that are not urgent",
     "discovery.slurm: _INTERVAL_S": "default of --discovery-interval inside an allocation of Slurm",
     "launchers.slurm: _LIMIT_S": "of a command of Slurm that cleans up; nothing depends on its success",
@@ -66,6 +70,7 @@ ALLOWED = {
     "worker.meeting: _SLICE": "of the wait for the store",
     "worker.regroup: _SLICE": "of the wait for the store; --regroup-timeout decides",
     # a moment for something that has ended already to clean up
+    "kubernetes.pod_watch: _STOP_S": "for the thread of a watch to end; the process ends without it",
     "agent.supervisor: _STACKS_TIMEOUT_S": "for the stacks of a worker whose kill is decided",
     "agent.output: _MOMENT_S": "for a terminal or file to take the last output; it is written later all the same",
     "agent.template: _DRAIN_TIMEOUT_S": "for the output of a process that has ended",
