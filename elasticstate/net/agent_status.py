@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
@@ -41,7 +42,8 @@ async def answering(path: str, status: Callable[[], AgentStatus]) -> AsyncIterat
     umask = os.umask(0o177)
     try:
         with suppress(FileNotFoundError):
-            os.unlink(path)  # of an agent that was killed
+            if stat.S_ISSOCK(os.lstat(path).st_mode):
+                os.unlink(path)  # of an agent that was killed
         server = await asyncio.start_unix_server(answer, path)
     except OSError as error:
         raise OptionError(

@@ -84,3 +84,17 @@ def test_a_wrong_use_is_a_usage_error(command: list[str], message: str, tmp_path
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f"elasticrun: {message}")
+
+
+def test_a_file_at_the_path_of_the_socket_stays(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_text("weights")
+    token = tmp_path / "token"
+    token.write_text("t" * 40)
+    token.chmod(0o600)
+    command = ["agent", "--join", "127.0.0.1:1", "--token-file", "token", "--status-socket", "model.pt"]
+    done = subprocess.run(
+        [sys.executable, "-m", "elasticstate", *command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "--status-socket: 'model.pt': cannot be created" in done.stderr
+    assert (tmp_path / "model.pt").read_text() == "weights"
