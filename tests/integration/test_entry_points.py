@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import PACKAGE, SCRIPTS, Job
+from forks import PACKAGE, SCRIPTS
+from job import Job
 
 ENTRY_POINTS = """
 [elasticstate.discovery]

@@ -16,7 +16,8 @@ from statistics import mean
 
 import pytest
 import torch
-from job import PACKAGE, SCRIPTS, Hosts, Job, Line
+from forks import PACKAGE, SCRIPTS
+from job import Hosts, Job, Line
 from safetensors.torch import load_file
 
 WITH_TRAINER = pytest.mark.skipif(find_spec("transformers") is None, reason="Transformers requires Python 3.11")

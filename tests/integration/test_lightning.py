@@ -13,7 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from job import PACKAGE, SCRIPTS, Hosts, Job, Line
+from forks import PACKAGE, SCRIPTS
+from job import Hosts, Job, Line
 
 SAMPLES = 1400
 EPOCH = 140  # batches of 10 samples

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from job import PACKAGE, SCRIPTS, Job
+from forks import PACKAGE, SCRIPTS
+from job import Job
 
 from tests.multihost import kubernetes
 from tests.multihost.kubernetes import Pod
