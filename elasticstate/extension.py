@@ -14,8 +14,8 @@
   which names the tensors that only an optimizer's ``step`` writes. ``ticks`` returns the number of completed ticks. A
   state is a ``torch.distributed`` Joinable: the hooks of ``state.join_hook()`` end a tick without training, and copy
   the state of the last ranks to all;
-- may define values of a state that need the state: the constructor of ``State`` calls their ``attach_to_state(state)``.
-  Keep a weak reference: a cycle would keep the commits in memory;
+- may define values of a state that need the state: the constructor of ``State`` calls their method
+  ``attach_to_state(state, name)``. Keep a weak reference: a cycle would keep the commits in memory;
 - calls ``set_random_state`` with an earlier ``random_state()`` if its library sets seeds in each world.
 """
 

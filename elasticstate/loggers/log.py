@@ -38,7 +38,7 @@ class Log:
         state.log(state.step, {"loss/train": loss})
         state.commit()
 
-    Rank 0 writes the values of its own calls, so log values that are equal on all ranks, such as an all-reduced loss.
+    Rank 0 writes the values of its own calls: all-reduce a loss to log its mean. ``check()`` leaves the log out.
     Several calls with the same step are one point. At the end of the training, call ``close()`` on all ranks.
 
     Args:
@@ -66,9 +66,10 @@ class Log:
 
     # ------------------------------------------------------------------------------------------------ a value of State
 
-    def attach_to_state(self, state: elastic.State) -> None:
+    def attach_to_state(self, state: elastic.State, name: str) -> None:
         """Remember the state whose commits contain this log. ``State`` calls it."""
         self._state = weakref.ref(state)
+        state.exclude_from_check(name)  # ranks may log values of their own
 
     def state_dict(self) -> dict[str, Any]:
         return {"points": list(self._points)}

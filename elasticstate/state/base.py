@@ -56,7 +56,7 @@ class State(Joinable):
         for name, value in values.items():
             setattr(self, name, value)
             if callable(attach := getattr(type(value), "attach_to_state", None)):
-                attach(value, self)
+                attach(value, self, name)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(self._unknown(name))

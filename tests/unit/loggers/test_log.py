@@ -158,20 +158,16 @@ def restore(workers: list[Worker]) -> int:
 
 
 def test_what_no_failure_can_repeat_is_written() -> None:
-    """In a world of one: the step in hand may get more values, and a step without commit may be repeated."""
+    """Without a job: the step in hand may get more values."""
     disk = Disk()
     state = elastic.TorchState(step=0, log=Log(Buffered(disk, lambda rows: rows), every=1))
 
-    @elastic.run
-    def train(state: elastic.TorchState) -> None:
-        for step in range(1, 4):
-            state.log(step, loss=step)
-            state.log(step, {"a/b": torch.tensor(0.5)})
-            state.commit()
-        assert disk.rows == [(1, 1.0), (2, 2.0)]
-        state.log.close()
-
-    train(state)
+    for step in range(1, 4):
+        state.log(step, loss=step)
+        state.log(step, {"a/b": torch.tensor(0.5)})
+        state.commit()
+    assert disk.rows == [(1, 1.0), (2, 2.0)]
+    state.log.close()
     assert disk.rows == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert state.log.state_dict() == {"points": [(3, {"loss": 3.0, "a/b": 0.5})]}
 
