@@ -61,7 +61,7 @@ class Log:
         self._made: dict[int, tuple[int, int]] = {}  # step -> (generation, tick) whose commit has it, if made here
         self._state: weakref.ref[elastic.State] | None = None
         self._world = (0, 0)  # generation, and calls in it
-        self._is_open = False
+        self._is_used = self._is_open = False  # by this process, as rank 0
         self._written = _NONE  # last step that this process has written
 
     # ------------------------------------------------------------------------------------------------ a value of State
@@ -99,6 +99,7 @@ class Log:
         self._times.setdefault(step, time.time())
         self._made[step] = world_generation(), ticks(state) + 1
         if world_rank() == 0:
+            self._is_used = True
             for sink in self._sinks:
                 sink.show(self._point(*self._points[-1]))
         generation, calls = self._world
@@ -127,8 +128,10 @@ class Log:
         self._drop(durable)
         if world_rank() == 0:
             self._write([point for point in self._unwritten() if point.step <= committed])
-        else:
-            self._close_sinks()  # this worker may have been rank 0 in an earlier world
+        elif self._is_used:  # this worker was rank 0 in an earlier world
+            self._is_used = self._is_open = False
+            for sink in self._sinks:
+                sink.abandon()
 
     def _committed(self, state: elastic.State) -> int:
         """Return the last step that this rank has committed. The point of the last call may still get more values."""
@@ -161,10 +164,13 @@ class Log:
             if not self._is_open:
                 sink.open(points[0].step)
             sink.write(points)
-        self._is_open, self._written = True, points[-1].step
+        self._is_used = self._is_open = True
+        self._written = points[-1].step
 
     def _close_sinks(self) -> None:
-        self._is_open = False
+        if not self._is_used:
+            return
+        self._is_used = self._is_open = False
         for sink in self._sinks:
             sink.close()
 

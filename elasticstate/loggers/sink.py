@@ -42,6 +42,10 @@ class Sink:
     def close(self) -> None:
         """Finish, so that all written points outlive this process. ``open`` may follow."""
 
+    def abandon(self) -> None:
+        """Stop writing, because another worker has become rank 0. ``open`` may follow."""
+        self.close()
+
 
 def job_name() -> str:
     """Return a name of this job for files: unique among all jobs, and the same in all its workers."""

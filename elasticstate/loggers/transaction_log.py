@@ -7,6 +7,7 @@ seven bytes at the beginning. Checked with wandb 0.31, which has no reader in Py
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,18 @@ class TransactionLog:
             record = self._messages.Record.FromString(data)
             if record.WhichOneof("record_type") == "history":
                 yield {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+
+    def fence(self) -> None:
+        """Replace the file by a copy of the records that were read. Its writer writes to a file without a name then.
+
+        The process of wandb outlives a worker that was killed, and writes its last rows late.
+        """
+        copy = self.path.with_suffix(".copy")
+        with open(copy, "wb") as file:
+            file.write(self.path.read_bytes()[: self._position])
+            file.flush()
+            os.fsync(file.fileno())
+        copy.replace(self.path)
 
     def _records(self) -> Iterator[bytes]:
         if not self.path.exists():

@@ -42,8 +42,11 @@ class WandB(Sink):
         self._last = -1  # the last row that wandb was given
 
     def open(self, first: int) -> None:
-        files = Path(self._folder, "wandb").glob(f"offline-run-*/run-{self._id}.wandb")
-        self._present = {step for path in files for step in TransactionLog(path).steps() if step >= first}
+        self._present = set()
+        for path in Path(self._folder, "wandb").glob(f"offline-run-*/run-{self._id}.wandb"):
+            log = TransactionLog(path)
+            self._present.update(step for step in log.steps() if step >= first)
+            log.fence()
         self._durable = max(self._present, default=-1)
 
     def write(self, points: Sequence[Point]) -> None:
@@ -79,3 +82,8 @@ class WandB(Sink):
                 raise OSError(f"wandb has finished the run, but {self._run.dir} has no row of step {self._last}.")
             time.sleep(_INTERVAL_S)
         self._run = self._file = None
+
+    def abandon(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = self._file = None

@@ -172,6 +172,27 @@ def test_what_no_failure_can_repeat_is_written() -> None:
     assert state.log.state_dict() == {"points": [(3, {"loss": 3.0, "a/b": 0.5})]}
 
 
+def test_a_worker_that_is_no_longer_rank_0_abandons_its_sinks() -> None:
+    class Watched(Sink):
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def write(self, points: Sequence[Point]) -> None:
+            self.calls.append("write")
+
+        def abandon(self) -> None:
+            self.calls.append("abandon")
+
+    sinks = [Watched(), Watched()]
+    workers = [Worker(sink) for sink in sinks]
+    as_rank(0, lambda: add(workers[0], 1, 0.5))
+    as_rank(1, lambda: add(workers[1], 1, 0.5))
+    exchange(workers, [1, 1])
+    exchange(workers[::-1], [1, 1])
+    exchange(workers[::-1], [1, 1])
+    assert [sink.calls for sink in sinks] == [["write", "abandon"], ["write"]]
+
+
 def test_bad_input_is_named() -> None:
     with pytest.raises(UsageError, match=r"every=0\): must be at least 1"):
         Log(every=0)

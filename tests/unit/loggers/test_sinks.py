@@ -23,6 +23,10 @@ from elasticstate.loggers import Point, WandB
 folder = pathlib.Path(sys.argv[1])
 settings = wandb.Settings(silent=True, console="off", x_disable_stats=True)
 """
+SINK = """
+rows = [Point(step, {"loss": step / 8}, 0.0) for step in (1, 2, 3, 4)]
+sink = WandB(str(folder), id="run", settings=settings)
+"""
 
 
 def points(*steps: int) -> list[Point]:
@@ -75,6 +79,28 @@ def test_an_offline_run_of_wandb_continues_in_another_file(tmp_path: Path) -> No
     )
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-run.wandb"))
     assert [list(TransactionLog(path).steps()) for path in files] == [[1, 2, 3], [4, 5]]
+
+
+def test_rows_that_an_earlier_rank_0_writes_too_late_do_not_count(tmp_path: Path) -> None:
+    """The process of wandb outlives a killed worker, and then writes what it has."""
+    second = """
+sink.open(1)
+sink.write(rows)
+sink.close()
+"""
+    first = f"""
+import os, subprocess
+sink.open(1)
+sink.write(rows[:3])
+assert sink.durable(3) == -1
+mine = {{name: value for name, value in os.environ.items() if not name.startswith("WANDB")}}
+subprocess.run([sys.executable, "-c", {BEGINNING + SINK + second!r}, str(folder)], env=mine, check=True)
+sink._run.finish()
+"""
+    run(tmp_path, SINK + first)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/run-run.wandb"))
+    assert len(files) == 2
+    assert [step for path in files for step in TransactionLog(path).steps()] == [1, 2, 3, 4]
 
 
 def test_each_record_of_a_growing_file_of_wandb_is_read_once(tmp_path: Path) -> None:
