@@ -55,6 +55,8 @@ class State(Joinable):
         self._has_joined = False  # this state was passed to a Join: only then ticks ask torch
         for name, value in values.items():
             setattr(self, name, value)
+            if callable(attach := getattr(type(value), "attach_to_state", None)):
+                attach(value, self, name)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(self._unknown(name))

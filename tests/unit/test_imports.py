@@ -40,6 +40,7 @@ PARTS = {
     "launching",
     "lightning",
     "log",
+    "loggers",
     "loop_watch",
     "machine",
     "net",
@@ -59,7 +60,7 @@ PARTS = {
 
 PLUG_INS = {"kubernetes", "mpi", "mpi.worker", "ray"}  # tables name them; no other part may import them
 
-LIBRARIES = {"horovod", "huggingface", "lightning"}
+LIBRARIES = {"horovod", "huggingface", "lightning", "loggers"}
 ON_TOP = {*LIBRARIES, "extension"}
 
 # The other parts that a part may import. The command line may import all parts except plug-ins.
@@ -108,6 +109,7 @@ ALLOWED = {
     "horovod": {"errors", "extension"},
     "huggingface": {"compat", "errors", "extension"},
     "lightning": {"compat", "errors", "extension"},
+    "loggers": {"errors", "extension"},
     "__main__": {"cli"},
 }
 WITH_TORCH = {"compat", "mpi.worker", "present_world", "worker", "state", *ON_TOP}
