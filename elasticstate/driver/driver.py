@@ -13,7 +13,6 @@ from elasticstate import commits as commit_directory
 from elasticstate.backends import DriverBackend, DriverServices, driver_part
 from elasticstate.config import Options
 from elasticstate.core.accounting import figures_of
-from elasticstate.core.figures import JobFigures
 from elasticstate.discovery import host_source
 from elasticstate.driver import spec
 from elasticstate.driver.agent_messages import AgentMessages
@@ -145,7 +144,7 @@ class Driver:
         record = msgspec.structs.replace(record, ports=agents.ports)
         keeper = Keeper(directory, record, self._journal.warn)
         keeper.watch()
-        reattachment = Reattachment(record) if last is not None else None
+        reattachment = Reattachment(record, directory.seen_at) if last is not None else None
         state, queue, journal, report = self._state, self._queue, self._journal, self._report
         agent_messages = AgentMessages(agents, backend, state, queue, journal, self._outputs, results, reattachment)
         effects = Effects(self._job, options, agents, backend, state, journal, report)
@@ -161,15 +160,15 @@ class Driver:
         await in_thread(parts.directory.remove)
 
     async def _report_outcome(self, parts: _DriverParts, outcome: Outcome) -> None:
-        self._report.summary(self._figures(), outcome, parts.keeper.record.epoch)
+        now, membership = self._loop.time(), self._state.membership
+        self._journal.event("generation_finished", **membership.ledger.account.until(now).fields())
+        self._report.summary(figures_of(membership, now), outcome, parts.keeper.record.epoch)
         if outcome.root_cause is not None:
             self._report.root_cause(outcome.root_cause)
         if parts.launch_results is not None:
             await in_thread(parts.launch_results.write, outcome, self._report.failures)
 
     def _status(self) -> str:
-        state, outputs = self._state, self._outputs.lines()
-        return status_text(self._job, state.membership, self._figures(), state.reason, self._loop.time(), outputs)
-
-    def _figures(self) -> JobFigures:
-        return figures_of(self._state.membership, self._state.started_at, self._loop.time())
+        state, now = self._state, self._loop.time()
+        figures = figures_of(state.membership, now)
+        return status_text(self._job, state.membership, figures, state.reason, now, self._outputs.lines())

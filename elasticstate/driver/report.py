@@ -160,13 +160,11 @@ class Report:
         status = "failed" if outcome.status else "succeeded"
         fields = {"generation": figures.generations, "status": status, "driver": driver, **figures.fields()}
         self.event("job_finished", fields)
-        text, ran = f"job {self._job} {outcome.word}", f"{figures.wall_s:.1f} s"
-        if figures.generations == 0:
-            text += f" after {ran}"
-        elif driver == 1:
-            text += f" after {ran}: {figures.text()}"
-        else:
-            text += f" in generation {figures.generations}; driver {driver} ran for {ran}: {figures.text_of_driver()}"
+        text = f"job {self._job} {outcome.word} after {figures.wall_s:.1f} s"
+        if figures.generations:
+            text += f": {figures.text()}"
+        if driver > 1:
+            text += f"; {driver} drivers"
         self.log(text)
 
     def root_cause(self, cause: RootCause) -> None:

@@ -87,8 +87,8 @@ def test_a_death_while_there_is_no_driver_is_dealt_with_by_the_next_one(tmp_path
         assert (finished["driver"], finished["lower_bounds"]) == (2, ["downtime_s"])
         assert finished["downtime_s"] > 0
         assert re.search(
-            r"in generation 3; driver 2 ran for [\d.]+ s: 1 failure, downtime at least [\d.]+ s, "
-            r"0 commits lost, 0 ticks redone",
+            r"after [\d.]+ s: 3 generations, 1 failure, downtime at least [\d.]+ s, 0 commits lost, 0 ticks redone, "
+            r"goodput [\d.]+%, .*; 2 drivers",
             job.output,
         )
 
