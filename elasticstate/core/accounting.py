@@ -109,6 +109,15 @@ def figures_of(m: Membership, now: float) -> JobFigures:
     return JobFigures(m.generation, ledger.failures, _losses(m, now), ledger.account.job(now), ledger.has_ticked)
 
 
+def ticks_of(m: Membership) -> int:
+    """Return the number of completed ticks, those that were done again included. It never falls."""
+    start = next((origin.position for origin in reversed(m.ledger.origins) if origin.generation == m.generation), 0)
+    members = [worker for worker in m.workers.values() if 0 < worker.joined == m.generation]
+    ready = [worker.ready.ticks for worker in members if worker.ready is not None]
+    present = max([m.ledger.dead_ticks, *ready, *(worker.ticks for worker in members)])
+    return start + present + m.ledger.total.ticks + m.ledger.losses.ticks
+
+
 def _losses(m: Membership, now: float) -> Losses:
     """Return the losses of the whole job, including a downtime that has not ended yet."""
     ledger = m.ledger

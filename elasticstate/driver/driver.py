@@ -23,7 +23,9 @@ from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.driver.launch_results import LaunchResults
 from elasticstate.driver.main_loop import MainLoop
+from elasticstate.driver.metrics_port import metrics_served
 from elasticstate.driver.output_troubles import OutputTroubles
+from elasticstate.driver.overview import overview_of
 from elasticstate.driver.reattach import Keeper, Reattachment, first_record, lock_job, next_record
 from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Outcome, Report
@@ -71,7 +73,8 @@ class Driver:
         self._signals = StopSignals(self._state, self._queue, self._report)
 
     async def run(self) -> int:
-        async with self._outputs.watched(self._options.stop_timeout_s):
+        metrics = metrics_served(self._options.metrics, self._job, self._state, self._report.log)
+        async with self._outputs.watched(self._options.stop_timeout_s), metrics:
             return await self._run()
 
     async def _run(self) -> int:
@@ -83,9 +86,9 @@ class Driver:
             directory.give_back()
             raise
         self._signals.listen()
-        self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.log(self._status()))
+        self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.log(self._status(as_json=False)))
         if parts.reattachment is None:
-            self._report.started(self._options, spec.one_thread_each(self._options))
+            self._report.started(self._options, spec.one_thread_each(self._options), self._state.stepped_at)
         try:
             await parts.main_loop.run(parts.reattachment)
         except Exception:
@@ -168,7 +171,9 @@ class Driver:
         if parts.launch_results is not None:
             await in_thread(parts.launch_results.write, outcome, self._report.failures)
 
-    def _status(self) -> str:
+    def _status(self, as_json: bool) -> str:
         state, now = self._state, self._loop.time()
-        figures = figures_of(state.membership, now)
+        overview, figures = overview_of(self._job, state.membership, state.reason, now)
+        if as_json:
+            return msgspec.json.encode(overview).decode() + "\n"
         return status_text(self._job, state.membership, figures, state.reason, now, self._outputs.lines())

@@ -80,9 +80,10 @@ class Report:
 
     # --------------------------------------------------------------------------------------------------- the events
 
-    def started(self, options: Options, has_one_thread_each: bool) -> None:
+    def started(self, options: Options, has_one_thread_each: bool, at: float) -> None:
+        """Write that the job has started, at this time of the monotonic clock."""
         sizes = {"np": options.np, "min_np": options.min_np, "max_np": options.max_np}
-        self.event("job_started", {"generation": 0, "pid": os.getpid(), "command": list(options.command), **sizes})
+        self.event("job_started", {"generation": 0, "pid": os.getpid(), "command": list(options.command), **sizes}, at)
         if has_one_thread_each:
             self.log("OMP_NUM_THREADS is set to 1 for each worker, because several workers may share a machine")
 

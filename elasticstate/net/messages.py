@@ -196,6 +196,8 @@ class Fetched(Message, frozen=True):
 class AskStatus(Message, frozen=True):
     """First message of ``elasticrun status``, instead of a Hello. The driver answers with text, then disconnects."""
 
+    as_json: bool = False
+
 
 Opening = AgentHello | AskStatus
 FromAgent = (
