@@ -75,10 +75,10 @@ class Times(Struct, frozen=True, gc=False):
 
 
 class FirstTickTimes(Struct, frozen=True, gc=False):
-    """Times of a world's first tick: those of the member that was the last to begin, as far as reported."""
+    """Times before the end of a world's first tick, of the member that began last, as far as reported."""
 
-    train_s: float  # from the start of training to the end of the first tick
-    ready_s: float  # from the existence of the process groups to the end of the first tick
+    train_s: float  # since the start of training
+    ready_s: float  # since the process groups existed
 
 
 class Cut(Struct, frozen=True, gc=False):
@@ -136,18 +136,13 @@ class TimeAccount(Struct, frozen=True, gc=False):
         The first report divides the time since the publication of the world. Later ones correct that: the member that
         began last decides, because the others have waited for it.
         """
-        ready_s = train_s + sync_s
-        account = self.until(now) if self.first is None else self
-        if self.first is None:
-            parts = account.present.moved("sync", "world_formation", account.present.sync)
-            parts = parts.moved("no_ticks", "world_formation", parts.no_ticks)
-            account = replace(account, present=parts.moved("world_formation", "goodput", train_s))
-            first = FirstTickTimes(train_s, train_s)
-            account = account.moved("world_formation", "sync", sync_s)
-            return replace(account, first=replace(first, ready_s=ready_s))
-        known = account.first
-        assert known is not None
-        account = account.moved("goodput", "sync", max(0.0, known.train_s - train_s))
+        known, ready_s = self.first, train_s + sync_s
+        if known is None:
+            account = self.until(now)
+            account = account.moved("no_ticks", "world_formation", account.present.no_ticks)
+            account = account.moved("world_formation", "goodput", train_s).moved("world_formation", "sync", sync_s)
+            return replace(account, first=FirstTickTimes(train_s, ready_s))
+        account = self.moved("goodput", "sync", max(0.0, known.train_s - train_s))
         account = account.moved("sync", "world_formation", max(0.0, known.ready_s - ready_s))
         return replace(account, first=FirstTickTimes(min(known.train_s, train_s), min(known.ready_s, ready_s)))
 

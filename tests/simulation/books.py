@@ -10,8 +10,6 @@ from elasticstate.core import types as t
 from elasticstate.core.membership import Transition
 from elasticstate.core.time_account import Times
 
-SUM = ("wall_s", "goodput_s")
-
 
 class Books:
     """Check of each step: the parts add up to the wall time, and those of the generations to those of the job."""
@@ -40,7 +38,7 @@ class Books:
 
     def _generation_has_ended(self, note: t.Note) -> None:
         badput = note.get("badput_s")
-        wall_s, goodput_s, earlier_s = (note.get(name) for name in (*SUM, "redone_earlier_s"))
+        wall_s, goodput_s, earlier_s = (note.get(name) for name in ("wall_s", "goodput_s", "redone_earlier_s"))
         assert isinstance(badput, dict)
         assert isinstance(wall_s, float)
         assert isinstance(goodput_s, float)

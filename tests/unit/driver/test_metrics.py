@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from elasticstate.core.accounting import figures_of
 from elasticstate.core.membership import Membership
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.metrics import JobCollector, MetricsServer
+from elasticstate.driver.metrics_port import metrics_served
 from elasticstate.driver.overview import overview_of
 from elasticstate.errors import OptionError
 from tests.policy import policy_of
@@ -98,6 +101,18 @@ def test_an_address_in_use_is_an_error_of_the_option() -> None:
             OptionError, match=rf"^--metrics: '{address}': cannot listen there \(Address already in use"
         ):
             MetricsServer(address, "j", job_state(over()))
+
+
+def test_without_the_library_the_option_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "elasticstate.driver.metrics")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+
+    async def serve() -> None:
+        async with metrics_served("127.0.0.1:0", "j", job_state(over()), print):
+            raise AssertionError("served without the library")
+
+    with pytest.raises(OptionError, match=r"^--metrics: requires .*pip install 'elasticstate\[metrics\]'\.$"):
+        asyncio.run(serve())
 
 
 @pytest.mark.parametrize("text", ["x", "70000", "1.2.3.4", "localhost:9100", ""])
