@@ -99,6 +99,12 @@ def newer(old: Record, m: Membership, ports: tuple[int, ...], clocks: tuple[floa
     )
 
 
+def _has_only_new_figures(old: Record, new: Record) -> bool:
+    """Return True if an old record serves as well: with older figures, and an older commit than the newest."""
+    highest = old.highest or new.highest
+    return msgspec.structs.replace(new, past=old.past, clocks=old.clocks, highest=highest) == old
+
+
 def _first_round(m: Membership) -> tuple[t.Placement, ...]:
     """Return the members of a round of which it is not known if they use ``run``: they have no world."""
     present = m.ledger.round
@@ -159,11 +165,12 @@ class Keeper:
         """Write the record if it has changed. A file system that hangs delays effects, but not the event loop."""
         async with self._writing:
             record = newer(self.record, m, ports, (now, time.time()))
+            may_stay = self._is_written and record is not None and _has_only_new_figures(self.record, record)
             if record is not None:
                 self.record = record
             if record is not None or not self._is_written:
                 late = asyncio.get_running_loop().call_later(BLOCKED_S, self._warn, self._delay_text())
-                self._note(await in_thread(self._write, self.record))
+                self._note(await in_thread(self._write, self.record, may_stay))
                 late.cancel()
 
     async def job_is_over(self) -> None:
@@ -174,14 +181,17 @@ class Keeper:
             self.record = msgspec.structs.replace(self.record, is_over=True)
             self._note(await in_thread(self._write, self.record))
 
-    def _write(self, record: Record) -> str:
+    def _write(self, record: Record, may_stay: bool = False) -> str:
         """Write the record. Return why that failed, or "".
 
         After a failure the record is removed: with an old one the next driver would reuse numbers of generations.
+        ``may_stay``: the old one stays instead, because only its figures are old.
         """
         try:
             self._directory.write(record)
         except OSError as error:
+            if may_stay:
+                return ""
             self._directory.forget()
             return error.strerror or str(error)
         return ""

@@ -79,7 +79,7 @@ class Disks:
             return []
         return [e for e in (json.loads(line) for line in lines if line.endswith("\n")) if e["event"] == name]
 
-    def status(self, as_json: bool) -> str:
+    def status(self) -> str:
         command = [sys.executable, "-m", "elasticstate", "status", self.name]
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(self["record"])}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
