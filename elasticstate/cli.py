@@ -127,22 +127,25 @@ def _status(argv: Sequence[str]) -> int:
         from elasticstate.agent_cli import agent_status
 
         return agent_status(argv)
-    if len(argv) != 1 or argv[0].startswith("-"):
-        raise OptionError(f"status: {' '.join(argv)!r}: must be the name of one job. Use elasticrun status JOB.")
+    names = [word for word in argv if word != "--json"]
+    if len(names) != 1 or names[0].startswith("-"):
+        raise OptionError(
+            f"status: {' '.join(argv)!r}: must be the name of one job. Use elasticrun status JOB [--json]."
+        )
     import asyncio
 
     from elasticstate.driver.record import find_job
     from elasticstate.net.control import ask_status
 
-    record = find_job(argv[0])
+    record = find_job(names[0])
     if record is None:
-        complain("elasticrun", f"no job {argv[0]!r} of this user runs on this machine")
+        complain("elasticrun", f"no job {names[0]!r} of this user runs on this machine")
         return 1
     try:
-        text = asyncio.run(ask_status(record.address, record.token, DEFAULTS["connect_timeout_s"]))
+        text = asyncio.run(ask_status(record.address, record.token, DEFAULTS["connect_timeout_s"], "--json" in argv))
         sys.stdout.write(printable(text))
     except ConnectionError as error:
-        complain("elasticrun", f"the driver of job {argv[0]!r} does not answer: {error}")
+        complain("elasticrun", f"the driver of job {names[0]!r} does not answer: {error}")
         return 1
     return 0
 
@@ -194,7 +197,7 @@ examples:
   elasticrun -np 2 --max-np 8 --host-discovery-script ./discover.sh train.py
   elasticrun -np 8 --min-np 4 --listen 0.0.0.0:7000 --token-file F train.py
   elasticrun agent --join HOST:7000 --token-file F
-  elasticrun status JOB
+  elasticrun status JOB [--json]
   elasticrun status --agent PATH        (ask an agent of this machine, see its --status-socket)
   elasticrun --check -H h1:4,h2:4       (print what is available here and on these hosts)
   elasticrun --reattach JOB             (start a new driver for a job whose driver is dead)

@@ -39,7 +39,7 @@ class Agents:
         directory: Path,
         post: Callable[[t.Event], None],
         received: Callable[[str, messages.FromAgent], None],
-        status: Callable[[], str],
+        status: Callable[[bool], str],
         warn: Callable[[str], None],
         log: Callable[[str], None],
     ) -> None:

@@ -92,11 +92,15 @@ class MainLoop:
     async def _step(self) -> None:
         events = [*self._agents.news(), *self._queue.take()]
         event = t.Several(tuple(events)) if events else t.TimePassed()
+        activity = self._state.membership.ledger.account.activity
         effects = self._state.step(event, self._loop.time())
         m = self._state.membership
+        has_new_activity = m.ledger.account.activity != activity
         is_first_commit = self._keeper.record.highest is None and m.ledger.highest is not None
-        if effects or is_first_commit:  # write first: the record must not be older than what the agents receive
-            await self._keeper.keep(m, self._agents.ports)
+        if (
+            effects or is_first_commit or has_new_activity
+        ):  # write first: the record must not be older than what the agents receive
+            await self._keeper.keep(m, self._agents.ports, self._state.stepped_at)
         for effect in effects:
             self._effects.carry_out(effect)
         self._report.reason(self._state.reason)
@@ -111,7 +115,7 @@ class MainLoop:
             return
         for host in set(reattachment.lost()).difference(lost_hosts(self._queue.events)):
             self._agents.give_up(host, "was unreachable when the driver was restarted")
-        effects = self._state.reattach(reattachment.remains(), self._loop.time())
+        effects = self._state.reattach(reattachment, self._loop.time())
         lost = lost_hosts(self._queue.events)
         self._journal.event("driver_restarted", epoch=record.epoch, back=reattachment.back(), lost=lost)
         reattachment.is_over = True

@@ -190,6 +190,14 @@ def test_a_library_for_training_is_imported_only_by_its_plug_in(source: Path) ->
         assert not [imported for imported in imports(source) if imported.split(".")[0] == "lightning"]
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_the_library_of_the_metrics_is_imported_only_with_their_option(source: Path) -> None:
+    found = {imported for imported in imports(source) if "prometheus_client" in imported}
+    users = {imported for imported in imports(source) if imported.startswith("elasticstate.driver.metrics.")}
+    assert not found or name(source) == "elasticstate.driver.metrics"
+    assert not users or name(source) == "elasticstate.driver.metrics_port"
+
+
 def test_driver_agent_and_command_line_run_without_torch() -> None:
     modules = [
         name(source).removesuffix(".__init__")

@@ -38,6 +38,7 @@ ALLOWED = {
     "driver.agent_silence: _LONGEST_INTERVAL_S": "between two searches for silent agents; --heartbeat-timeout decides",
     "driver.agents: _LOOK_INTERVAL_S": "between two looks at an agent that has a rival; --heartbeat-timeout decides",
     "driver.agents: _IN_FLIGHT_S": "for data that an agent sent before its rival dialled in",
+    "loggers.wandb: _INTERVAL_S": "between two looks at the file",
     "kubernetes.pod_watch: _PAUSE_S": "between two requests to the API server",
     "kubernetes.pod_watch: _WATCH_S": "of one watch, after which the next one begins where it has ended",
     "driver.event_queue: _LONGEST_DELAY_S": "collects changes that are not urgent",
@@ -70,6 +71,7 @@ ALLOWED = {
     "worker.meeting: _SLICE": "of the wait for the store",
     "worker.regroup: _SLICE": "of the wait for the store; --regroup-timeout decides",
     # a moment for something that has ended already to clean up
+    "loggers.wandb: _FINISH_S": "for wandb's process to write the rest of its file; then an error names it",
     "kubernetes.pod_watch: _STOP_S": "for the thread of a watch to end; the process ends without it",
     "agent.supervisor: _STACKS_TIMEOUT_S": "for the stacks of a worker whose kill is decided",
     "agent.output: _MOMENT_S": "for a terminal or file to take the last output; it is written later all the same",
