@@ -14,6 +14,7 @@ import pytest
 from job import Hosts, Job, Line
 from prometheus_client.parser import text_string_to_metric_families
 
+STEP_S = 0.05
 FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2", "--job-name")
 EXPECTED = ("boot", "world_formation", "sync", "regroup", "drain", "redone_ticks", "commit_stall", "exit")
 
@@ -65,12 +66,10 @@ def world_of(job: Job, size: int, count: int = 1) -> Line:
 
 def test_goodput_and_badput_are_the_wall_time(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set("localhost:2")
-    script = {"steps": 10, "step_seconds": 0.05, "until": tmp_path / "stop"}
+    script = {"steps": 10, "step_seconds": STEP_S, "until": tmp_path / "stop", "fault": "kill@backward:step=6:rank=1"}
     name = f"account-{tmp_path.name}"
     options = ("-np", "2", "--min-np", "1", *hosts.options, "--metrics", "0")
     with Job(tmp_path, *options, *FAST, name, **script) as job:
-        job.wait_for_step(5)
-        job.kill(1)
         world_of(job, 2, count=2)  # the survivor alone, then with a new worker in the slot
         hosts.set("localhost:3")
         world_of(job, 3)
@@ -83,7 +82,7 @@ def test_goodput_and_badput_are_the_wall_time(tmp_path: Path) -> None:
             scraped = answer.read().decode()
         job.stop_file.touch()
         job.finish()
-        job.check_survival()
+        job.check_survival(faults=1)
     (started,), (finished,) = job.events("job_started"), job.events("job_finished")
     found = parts(finished)
     assert finished["wall_s"] == pytest.approx(finished["time"] - started["time"], rel=0.01)
@@ -101,7 +100,7 @@ def test_goodput_and_badput_are_the_wall_time(tmp_path: Path) -> None:
     assert dict(of_generations) == pytest.approx(found, abs=1e-3)
     assert "drain" in ended[-2]["badput_s"], "the generation that the leaving worker ended"
     assert set(ended[0]["badput_s"]) <= {"boot", "waiting_for_hosts"}
-    step_s = sum(1 for line in job.log("commit") if line["rank"] == 0) * script["step_seconds"]
+    step_s = sum(1 for line in job.log("commit") if line["rank"] == 0) * STEP_S
     assert found["goodput"] >= 0.9 * step_s, "the sleeps of the steps that were kept are goodput"
 
     check_numbers(json.loads(asked[1]), samples(scraped), left["generation"])
