@@ -182,6 +182,7 @@ def _least(*numbers: int) -> list[int]:
     """Return the least of each of the numbers over all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(numbers)
-    tensor = torch.tensor(numbers)
+    device = elastic.device() if dist.get_backend() == dist.Backend.NCCL else torch.device("cpu")
+    tensor = torch.tensor(numbers, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MIN)
     return [int(number) for number in tensor.tolist()]
