@@ -126,7 +126,7 @@ def test_nothing_is_reported_without_the_check(tmp_path: Path) -> None:
         job.wait_for("the late rank", lambda: list(job.logs.glob("late-*")))
         reported_at = time.monotonic() + 3.0  # with a check of 1 s, the report comes after 2 s
         job.wait_for("time for a report", lambda: time.monotonic() > reported_at)
-        assert "stall: " not in status(job)
+        assert "stall for " not in status(job)
         release(job)
         job.finish(0)
         assert order(job) == ["world_formed"]
