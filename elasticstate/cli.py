@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _status(argv[1:])
         if argv[:1] == ["agent"]:
             return _agent(argv[1:])
+        if argv[:1] in (["trace"], ["report"]):
+            return _read_events(argv[0], argv[1:])
         if argv[:1] == ["--launched"]:
             return _launched(*argv[1:])
         if "--reattach" in argv[:3]:
@@ -141,6 +143,12 @@ def _status(argv: Sequence[str]) -> int:
         complain("elasticrun", f"the driver of job {argv[0]!r} does not answer: {error}")
         return 1
     return 0
+
+
+def _read_events(command: str, argv: Sequence[str]) -> int:
+    from elasticstate.history import commands
+
+    return commands.trace(argv) if command == "trace" else commands.report(argv)
 
 
 def _reattach(argv: Sequence[str]) -> int:
@@ -259,6 +267,8 @@ examples:
   elasticrun -np 8 --min-np 4 --listen 0.0.0.0:7000 --token-file F train.py
   elasticrun agent --join HOST:7000 --token-file F
   elasticrun status JOB
+  elasticrun trace EVENTS -o trace.json         (what happened when, for Perfetto; EVENTS is a file of --events-file)
+  elasticrun report EVENTS... -o report.html    (one HTML page; several jobs are compared)
   elasticrun --check -H h1:4,h2:4       (print what is available here and on these hosts)
   elasticrun --reattach JOB             (start a new driver for a job whose driver is dead)
 
@@ -328,7 +338,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="elasticrun",
         usage="elasticrun -np N [options] COMMAND...\n       elasticrun agent --join HOST:PORT --token-file F\n"
-        "       elasticrun --reattach JOB\n       elasticrun status JOB\n       elasticrun --check [options]",
+        "       elasticrun --reattach JOB\n       elasticrun status JOB\n       elasticrun trace EVENTS -o trace.json\n"
+        "       elasticrun report EVENTS... -o report.html\n       elasticrun --check [options]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
