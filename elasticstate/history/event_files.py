@@ -11,7 +11,7 @@ from elasticstate.errors import OptionError
 Event = dict[str, Any]
 
 _LONGEST = 64 << 20  # bytes of one line
-_LARGEST = 1e15
+LARGEST = 1e15
 _LATEST = 1e11  # the year 5138
 _BEGINNING = b'{"time": '  # of each event; inside of a text, the quotes would be escaped
 _Kinds = tuple[type, ...]
@@ -44,11 +44,11 @@ _FIELDS: dict[str, dict[str, _Kinds]] = {
     "release": {"cause": _TEXT},
     "world_formed": {"size": _WHOLE, "hosts": _WHOLE, "joined": _LIST, "left": _LIST},
     "sync": {"worker": _TEXT, "bytes": _WHOLE, "seconds": _NUMBER},
-    "training_resumed": {"downtime_s": _NUMBER, "ticks_lost": _WHOLE, "commits_lost": _WHOLE},
+    "training_resumed": {"downtime_s": _NUMBER, "ticks_lost": _WHOLE, "commits_lost": _WHOLE, "lower_bounds": _LIST},
     "stall": {"call": _TEXT, "seconds": _NUMBER, "who": _TEXT},
     "stall_ended": {"call": _TEXT, "reason": _TEXT},
     "driver_restarted": {"epoch": _WHOLE},
-    "job_finished": {"status": _TEXT, "failures": _WHOLE, "downtime_s": _NUMBER + _OR_NULL},
+    "job_finished": {"status": _TEXT, "failures": _WHOLE, "downtime_s": _NUMBER + _OR_NULL, "lower_bounds": _LIST},
     "root_cause": {"reason": _TEXT},
 }
 """The fields that this package relies on. Others may be absent or new."""
@@ -93,11 +93,15 @@ def _parsed(line: bytes) -> object:
     A driver that was killed may have left half an event, to which the next driver's first event was appended.
     """
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode(), parse_constant=_reject)
     except (ValueError, RecursionError) as error:
         begin = line.rfind(_BEGINNING)
         return _parsed(line[begin:]) if begin > 0 else f"not JSON: {error}"
     return "not an object" if isinstance(value, str) else value
+
+
+def _reject(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")
 
 
 def _problem(event: Any) -> str:
@@ -111,6 +115,6 @@ def _problem(event: Any) -> str:
             value: Any = event[name]
             if not isinstance(value, kinds) or isinstance(value, bool):
                 return f"{name!r} is {json.dumps(value)[:60]}"
-            if isinstance(value, int | float) and not abs(value) < _LARGEST:  # NaN, too
+            if isinstance(value, int | float) and not abs(value) < LARGEST:  # NaN, too
                 return f"{name!r} is {str(value)[:20]}"
     return "" if 0 <= event["time"] < _LATEST else f"'time' is {event['time']}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from elasticstate.history.event_files import Event
+from elasticstate.history.event_files import LARGEST, Event
 from elasticstate.history.worker_spans import Details, Sink, WorkerFailed, WorkerSpans
 
 
@@ -72,12 +72,18 @@ class Shares(NamedTuple):
 
 def shares_of(event: Event) -> Shares | None:
     """Return the account of time that an event has; None for an event without one."""
-    goodput, badput = event.get("goodput_s"), event.get("badput_s")
-    if not isinstance(goodput, int | float) or not isinstance(badput, dict):
+    goodput, badput = number(event, "goodput_s"), event.get("badput_s")
+    if goodput is None or not isinstance(badput, dict):
         return None
-    parts = {"goodput": float(goodput)}
-    parts |= {str(cause): float(s) for cause, s in badput.items() if isinstance(s, int | float)}
-    return Shares(float(event.get("wall_s") or sum(parts.values())), parts)
+    parts = {"goodput": goodput}
+    parts |= {str(cause): seconds for cause in badput if (seconds := number(badput, cause)) is not None}
+    return Shares(number(event, "wall_s") or sum(parts.values()), parts)
+
+
+def number(event: Event, name: str) -> float | None:
+    """Return a number that an event may have, or None."""
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else None
 
 
 @dataclass(slots=True)
@@ -169,10 +175,8 @@ class JobHistory:
         for call in list(self._stalls):
             self._stall_ends(call, self.last, "the file ends")
         self._workers.close(self.last, "the job ended" if self.finished else "the file ends")
-        if self.finished is not None:
-            self.sizes.append((self.finished["time"], 0))
-        elif self.sizes:
-            self.sizes.append((self.last, self.sizes[-1][1]))
+        if self.sizes:
+            self.sizes.append((self.last, 0 if self.finished else self.sizes[-1][1]))
 
     # ------------------------------------------------------------------------------------------------------ the job
 
@@ -183,9 +187,9 @@ class JobHistory:
         self.finished = e
         if self._newest is not None:
             self._newest.ended = e["time"]
-        share = e.get("goodput")
-        if isinstance(share, int | float):
-            self.goodput.append((e["time"], float(share)))
+        share = number(e, "goodput")
+        if share is not None:
+            self.goodput.append((e["time"], share))
         self._mark(e, "job", f"job {e['status']}", failures=e["failures"], goodput=share)
 
     def _root_cause(self, e: Event) -> None:
@@ -195,7 +199,7 @@ class JobHistory:
 
     def _driver_restarted(self, e: Event) -> None:
         self.drivers = max(self.drivers + 1, e["epoch"])
-        self._span("driver", None, f"no driver before driver {e['epoch']}", self.last, e["time"], {})
+        self._span("driver", None, f"no event until driver {e['epoch']} reattached", self.last, e["time"], {})
         self._mark(e, "driver", f"driver {e['epoch']} reattached", back=e.get("back"), lost=e.get("lost"))
 
     def _warning(self, e: Event) -> None:
@@ -315,7 +319,7 @@ class JobHistory:
             return
         newest.resumed, newest.downtime_s = e["time"], e["downtime_s"]
         newest.ticks_lost, newest.commits_lost = e["ticks_lost"], e["commits_lost"]
-        newest.lower_bounds = tuple(e.get("lower_bounds") or ())
+        newest.lower_bounds = tuple(e["lower_bounds"])
         losses = {name: e[name] for name in ("downtime_s", "ticks_lost", "commits_lost")}
         self._span("formation", None, "world formation, sync, first tick", newest.formed, e["time"], {})
         self._span("downtime", None, "downtime", e["time"] - e["downtime_s"], e["time"], losses)
@@ -325,7 +329,7 @@ class JobHistory:
         shares = shares_of(e)
         if shares is not None:
             self._wall_s += shares.wall_s
-            self._kept_s += shares.parts["goodput"] - float(e.get("redone_earlier_s") or 0.0)
+            self._kept_s += shares.parts["goodput"] - (number(e, "redone_earlier_s") or 0.0)
             if self._wall_s > 0:
                 self.goodput.append((e["time"], max(0.0, self._kept_s / self._wall_s)))
 

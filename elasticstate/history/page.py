@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from elasticstate.core.texts import listed, number_of
-from elasticstate.history.job_history import GenerationHistory, JobHistory, JobSpan
+from elasticstate.history.job_history import GenerationHistory, JobHistory, JobSpan, number
 from elasticstate.history.plots import MOST_JOBS, plots
 from elasticstate.history.shares import parts_of, share_names
 from elasticstate.history.worker_spans import WorkerFailed
@@ -22,7 +22,7 @@ from elasticstate.terminal import printable
 _MOST_ROWS = 200  # of one table
 _MOST_ERRORS = 30  # different failures with their tracebacks, of one job
 _MOST_TEXT = 6000  # characters of one traceback
-_SHOWN = 6  # workers in one cell
+_SHOWN = 4  # workers in one cell
 
 
 def page(runs: Sequence[JobHistory]) -> str:
@@ -94,7 +94,7 @@ def _clock(time: float) -> str:
 
 
 def _bounded(e: dict[str, Any], name: str, text: str) -> str:
-    return f"at least {text}" if name in (e.get("lower_bounds") or ()) else text
+    return f"at least {text}" if name in e["lower_bounds"] else text
 
 
 class TableRow(NamedTuple):
@@ -115,12 +115,12 @@ def _figures_of(run: JobHistory) -> dict[str, str]:
     e = run.finished or {}
     status = e.get("status") or "no end in the file: the job runs, or its driver was killed"
     sizes = [size for _, size in run.sizes[:-1]]
-    share, shares = e.get("goodput"), parts_of(run)
+    share, shares = number(e, "goodput"), parts_of(run)
     found = {
         "status": str(status),
         "began": _clock(run.began),
         "wall time": duration(shares.wall_s if shares is not None else run.last - run.began),
-        "goodput": f"{share:.1%}" if isinstance(share, int | float) else "",
+        "goodput": "" if share is None else f"{share:.1%}",
         "generations": str(len(run.generations)),
         "failures of generations": str(e["failures"]) if e else "",
         "failures of workers": str(len(run.failures)),
@@ -128,13 +128,13 @@ def _figures_of(run: JobHistory) -> dict[str, str]:
         "ticks redone": _bounded(e, "ticks_lost", str(e.get("ticks_lost", "-"))) if e else "",
         "commits lost": _bounded(e, "commits_lost", str(e.get("commits_lost", "-"))) if e else "",
         "workers": f"{min(sizes)} to {max(sizes)}" if sizes else "no world",
-        "commits, time of training that waited": "",
+        "commit stall": "",
         "syncs of state": "",
         "drivers": str(run.drivers),
         "event file": run.path,
     }
     if shares is not None and "commit_stall" in shares.parts:
-        found["commits, time of training that waited"] = duration(shares.parts["commit_stall"])
+        found["commit stall"] = duration(shares.parts["commit_stall"])
     if run.syncs:
         longest = duration(run.sync_seconds)
         found["syncs of state"] = f"{run.syncs} workers, {_size(run.sync_bytes)}, longest {longest}"
@@ -148,9 +148,8 @@ def _parts(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[TableRow]:
         return []
     rows = [TableRow("", [label for label, _ in accounts])]
     for name in share_names([shares for _, shares in accounts]):
-        values = [shares.parts.get(name, 0.0) for _, shares in accounts]
-        walls = [max(shares.wall_s, 1e-9) for _, shares in accounts]
-        cells = [f"{duration(s)} ({s / wall:.1%})" for s, wall in zip(values, walls, strict=True)]
+        found = [(shares.parts.get(name), max(shares.wall_s, 1e-9)) for _, shares in accounts]
+        cells = ["-" if s is None else f"{duration(s)} ({s / wall:.1%})" for s, wall in found]
         rows.append(TableRow(name.replace("_", " "), cells))
     return rows
 

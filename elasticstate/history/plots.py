@@ -6,7 +6,8 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from math import nan
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
@@ -16,13 +17,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from elasticstate.history.job_history import JobHistory
+from elasticstate.core.texts import number_of
+from elasticstate.history.job_history import JobHistory, Shares
 from elasticstate.history.shares import parts_of, share_names
 from elasticstate.terminal import printable
 
 COLOURS = 8  # colours of the style sheet
 MOST_JOBS = 16  # jobs in one plot
 _MOST_POINTS = 1500  # of one line
+_MOST_CAUSES = 12  # of badput
 _MOST_MARKS = 200  # failures of one line
 _SVG = "http://www.w3.org/2000/svg"
 _TEXT, _GRID = "#010200", "#010201"  # placeholders, each replaced by a colour of the style sheet
@@ -40,7 +43,7 @@ _SETTINGS = {
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
     "figure.facecolor": "none",
-    "font.size": 11,
+    "font.size": 11.5,
     "grid.color": _GRID,
     "legend.facecolor": "none",
     "legend.frameon": False,
@@ -55,6 +58,23 @@ _SETTINGS = {
 }
 
 Points = list[tuple[float, float]]
+Shown = list[tuple[JobHistory, str]]
+
+
+class _Clock(NamedTuple):
+    """X axis of the plots over time: from the start of the job to the end of the longest one."""
+
+    unit: str
+    seconds: float  # of one unit
+    longest: float  # in units
+
+    def since_start(self, run: JobHistory, points: Iterable[tuple[float, float]]) -> Points:
+        return [((time - run.began) / self.seconds, value) for time, value in points]
+
+    def axes(self, title: str, y: str) -> tuple[Figure, Axes]:
+        figure, axes = _axes(title, f"time since the start of the job ({self.unit})", y)
+        axes.set_xlim(0, max(self.longest * 1.02, 1e-6))
+        return figure, axes
 
 
 class Plot(NamedTuple):
@@ -68,33 +88,29 @@ class Plot(NamedTuple):
 def plots(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[Plot]:
     """Return the plots for which the events have data."""
     shown = list(zip(runs[:MOST_JOBS], map(printable, labels), strict=False))
-    longest_s = max(run.last - run.began for run, _ in shown)
-    unit, seconds = _unit(longest_s)
-    makers: tuple[Callable[..., Plot | None], ...] = (_sizes, _parts, _goodput, _rates, _downtimes)
+    clock = _clock(max(run.last - run.began for run, _ in shown))
+    makers = (_sizes, _parts, _goodput, _badput, _rates, _downtimes)
     settings: Any = dict(matplotlib.rcParamsDefault.items())
     del settings["backend"]
     settings |= _SETTINGS
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # not: it makes its font cache
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a name with glyphs that matplotlib's font lacks: the browser has them
-        found = [make(shown, unit, seconds) for make in makers]
+        found = [make(shown, clock) for make in makers]
     return [plot for plot in found if plot is not None]
 
 
-Shown = list[tuple[JobHistory, str]]
-
-
-def _sizes(shown: Shown, unit: str, seconds: float) -> Plot | None:
-    figure, axes = _axes("World size over time", f"time since the start of the job ({unit})", "workers")
+def _sizes(shown: Shown, clock: _Clock) -> Plot | None:
+    figure, axes = clock.axes("World size over time", "workers")
     texts, largest, has_failures = [], 0, False
     for index, (run, label) in enumerate(shown):
-        points = _thinned(_since_start(run, run.sizes, seconds), _MOST_POINTS)
+        points = _thinned(clock.since_start(run, run.sizes), _MOST_POINTS)
         if points:
             sizes = [size for _, size in run.sizes[:-1]]
             largest = max(largest, *sizes)
             axes.step(*_columns(points), where="post", label=label, **_line(index))
-            texts.append(f"{label}: {min(sizes)} to {max(sizes)} workers, {sizes[-1]} at the end")
-        failures = _thinned(_failures_on_line(run, seconds), _MOST_MARKS)
+            texts.append(f"{label}: {_range(sizes, 'd')} workers, {sizes[-1]} at the end")
+        failures = _thinned(clock.since_start(run, _failures_on_line(run)), _MOST_MARKS)
         if failures:
             has_failures = True
             axes.plot(*_columns(failures), "x", color=_TEXT, markersize=6, markeredgewidth=1.5, zorder=3)
@@ -107,41 +123,38 @@ def _sizes(shown: Shown, unit: str, seconds: float) -> Plot | None:
     return _drawn(figure, axes, texts, always=has_failures)
 
 
-def _parts(shown: Shown, unit: str, seconds: float) -> Plot | None:
+def _parts(shown: Shown, clock: _Clock) -> Plot | None:
     accounts = [(label, shares) for run, label in shown if (shares := parts_of(run)) is not None]
     if not accounts:
         return None
     names = share_names([shares for _, shares in accounts])
-    figure, axes = _axes("Goodput and badput by cause", "share of the wall time (%)", "", 1.9 + 0.34 * len(accounts))
+    figure, axes = _axes("Goodput and badput by cause", "share of the wall time (%)", "", 1.8 + 0.4 * len(accounts))
     axes.grid(visible=False, axis="y")
     left = [0.0] * len(accounts)
     for index, name in enumerate(names):
-        widths = [100 * shares.parts.get(name, 0.0) / max(shares.wall_s, 1e-9) for _, shares in accounts]
+        widths = [_percent(shares, name) for _, shares in accounts]
         hatch = ("", "///", "...")[index // COLOURS % 3]
         colour = _line(_PART_COLOURS[index % COLOURS])["color"]
-        text = name.replace("_", " ")
-        axes.barh(range(len(accounts)), widths, left=left, label=text, color=colour, hatch=hatch, edgecolor=_GRID)
+        axes.barh(range(len(accounts)), widths, left=left, height=0.6, label=_spaced(name), color=colour, hatch=hatch)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(accounts)), [_short(label) for label, _ in accounts])
-    axes.invert_yaxis()
+    axes.set_ylim(len(accounts) - 0.5, -0.5)
     axes.set_xlim(0, 100)
     texts = []
     for label, shares in accounts:
         parts = sorted(shares.parts.items(), key=lambda part: -part[1])
-        shown_parts = [f"{n.replace('_', ' ')} {100 * s / max(shares.wall_s, 1e-9):.1f}%" for n, s in parts[:6]]
+        shown_parts = [f"{_spaced(name)} {_percent(shares, name):.1f}%" for name, _ in parts[:6]]
         texts.append(f"{label}: {', '.join(shown_parts)}")
     return _drawn(figure, axes, texts, always=True)
 
 
-def _goodput(shown: Shown, unit: str, seconds: float) -> Plot | None:
+def _goodput(shown: Shown, clock: _Clock) -> Plot | None:
     if not any(len(run.goodput) > 1 for run, _ in shown):
         return None
-    figure, axes = _axes(
-        "Goodput since the start", f"time since the start of the job ({unit})", "share of the time (%)"
-    )
+    figure, axes = clock.axes("Goodput since the start", "share of the time (%)")
     texts = []
     for index, (run, label) in enumerate(shown):
-        points = [(x, 100 * y) for x, y in _thinned(_since_start(run, run.goodput, seconds), _MOST_POINTS)]
+        points = [(x, 100 * y) for x, y in _thinned(clock.since_start(run, run.goodput), _MOST_POINTS)]
         if points:
             axes.plot(*_columns(points), label=label, marker=".", **_line(index))
             texts.append(f"{label}: {points[-1][1]:.1f}% at the end")
@@ -149,41 +162,60 @@ def _goodput(shown: Shown, unit: str, seconds: float) -> Plot | None:
     return _drawn(figure, axes, texts)
 
 
-def _rates(shown: Shown, unit: str, seconds: float) -> Plot | None:
-    figure, axes = _axes("Ticks per second, by generation", f"time since the start of the job ({unit})", "ticks per s")
+def _badput(shown: Shown, clock: _Clock) -> Plot | None:
+    """One group of bars for each cause: next to the goodput they would be too small."""
+    accounts = [(index, label, found) for index, (run, label) in enumerate(shown) if (found := parts_of(run))]
+    names = [name for name in share_names([found for _, _, found in accounts]) if name != "goodput"][:_MOST_CAUSES]
+    if not names:
+        return None
+    height = 0.8 / len(accounts)
+    figure, axes = _axes("Badput by cause", "share of the wall time (%)", "", 1.5 + 0.22 * len(names) * len(accounts))
+    axes.grid(visible=False, axis="y")
+    texts = []
+    for row, (index, label, found) in enumerate(accounts):
+        shares = [_percent(found, name) for name in names]
+        places = [place - 0.4 + (row + 0.5) * height for place in range(len(names))]
+        axes.barh(places, shares, height=height * 0.9, label=label, color=_line(index)["color"])
+        texts.append(f"{label}: badput {100 - _percent(found, 'goodput'):.1f}% of {found.wall_s:.0f} s")
+    axes.set_yticks(range(len(names)), [_short(_spaced(name)) for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    return _drawn(figure, axes, texts)
+
+
+def _rates(shown: Shown, clock: _Clock) -> Plot | None:
+    figure, axes = clock.axes("Ticks per second, by generation", "ticks per s")
     texts, largest = [], 0.0
     for index, (run, label) in enumerate(shown):
         points: Points = []
         known = [(g, rate) for g in run.generations if (rate := g.ticks_per_s) is not None]
         for g, rate in _thinned_list(known, _MOST_MARKS):
             begin, end = g.resumed or g.formed, g.last_tick or g.formed
-            gap = float("nan")
-            points += [((begin - run.began) / seconds, rate), ((end - run.began) / seconds, rate), (gap, gap)]
+            points += [*clock.since_start(run, [(begin, rate), (end, rate)]), (nan, nan)]
         if points:
             axes.plot(*_columns(points), label=label, marker="|", **{**_line(index), "linewidth": 2.6})
             rates = [rate for _, rate in known]
             largest = max(largest, *rates)
-            texts.append(f"{label}: {min(rates):.3g} to {max(rates):.3g} ticks per s in {len(known)} generations")
+            texts.append(f"{label}: {_range(rates, '.3g')} ticks per s in {number_of(len(known), 'generation')}")
     if not texts:
         return None
     axes.set_ylim(0, largest * 1.15)
     return _drawn(figure, axes, texts)
 
 
-def _downtimes(shown: Shown, unit: str, seconds: float) -> Plot | None:
-    figure, axes = _axes("Downtime of each change", f"time since the start of the job ({unit})", "seconds")
+def _downtimes(shown: Shown, clock: _Clock) -> Plot | None:
+    figure, axes = clock.axes("Downtime of each change", "seconds")
     texts, values = [], []
     for index, (run, label) in enumerate(shown):
-        for planned, marker, kind in ((True, "o", "planned"), (False, "x", "failure")):
+        for planned, marker, kind in ((True, "o", "planned change"), (False, "x", "failure")):
             found = [(g.formed, g.downtime_s) for g in run.generations if g.downtime_s and g.planned == planned]
             if not found:
                 continue
-            points = _thinned(_since_start(run, found, seconds), _MOST_POINTS)
+            points = _thinned(clock.since_start(run, found), _MOST_POINTS)
             name = kind if len(shown) == 1 else f"{label}: {kind}"
             axes.plot(*_columns(points), marker, label=name, color=_line(index)["color"], markeredgewidth=1.8)
             costs = [cost for _, cost in found]
             values += costs
-            texts.append(f"{label}: {len(costs)} {kind}, {min(costs):.2g} to {max(costs):.2g} s")
+            texts.append(f"{label}: {number_of(len(costs), kind)}, {_range(costs, '.2g')} s")
     if not values:
         return None
     if max(values) > 30 * min(values):
@@ -198,7 +230,7 @@ def _downtimes(shown: Shown, unit: str, seconds: float) -> Plot | None:
 
 
 def _axes(title: str, x: str, y: str, height: float = 3.1) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, height), layout="constrained")
+    figure = Figure(figsize=(6.0, height), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title)
     axes.set_xlabel(x)
@@ -257,6 +289,19 @@ def _line(index: int) -> dict[str, Any]:
     return {"color": f"#0102{16 + index % COLOURS:02x}", "linestyle": _DASHES[index // COLOURS % len(_DASHES)]}
 
 
+def _percent(shares: Shares, name: str) -> float:
+    return 100 * shares.parts.get(name, 0.0) / max(shares.wall_s, 1e-9)
+
+
+def _spaced(name: str) -> str:
+    return printable(name.replace("_", " "))
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    least, most = format(min(values), form), format(max(values), form)
+    return least if least == most else f"{least} to {most}"
+
+
 def _short(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:39]}…"
 
@@ -264,22 +309,19 @@ def _short(text: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- points
 
 
-def _unit(longest_s: float) -> tuple[str, float]:
-    return ("h", 3600.0) if longest_s > 3 * 3600 else ("min", 60.0) if longest_s > 180 else ("s", 1.0)
+def _clock(longest_s: float) -> _Clock:
+    unit, seconds = ("h", 3600.0) if longest_s > 3 * 3600 else ("min", 60.0) if longest_s > 180 else ("s", 1.0)
+    return _Clock(unit, seconds, longest_s / seconds)
 
 
-def _since_start(run: JobHistory, points: Iterable[tuple[float, float]], seconds: float) -> Points:
-    return [((time - run.began) / seconds, value) for time, value in points]
-
-
-def _failures_on_line(run: JobHistory, seconds: float) -> Points:
+def _failures_on_line(run: JobHistory) -> Points:
     """Return the failures as points on the line of the world size."""
     found, index, sizes = [], 0, run.sizes
     for failure in run.failures:
         while index + 1 < len(sizes) and sizes[index + 1][0] <= failure.time:
             index += 1
         if sizes and sizes[0][0] <= failure.time:
-            found.append(((failure.time - run.began) / seconds, float(sizes[index][1])))
+            found.append((failure.time, float(sizes[index][1])))
     return found
 
 

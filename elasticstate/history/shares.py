@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elasticstate.history.job_history import JobHistory, Shares, shares_of
+from elasticstate.history.job_history import JobHistory, Shares, number, shares_of
 
 
 def parts_of(run: JobHistory) -> Shares | None:
@@ -14,8 +14,8 @@ def parts_of(run: JobHistory) -> Shares | None:
     if e is None:
         return None
     found = shares_of(e)
-    share = e.get("goodput")
-    if found is not None or not isinstance(share, int | float):
+    share = number(e, "goodput")
+    if found is not None or share is None:
         return found
     wall_s = e["time"] - run.began
     goodput, downtime = share * wall_s, e["downtime_s"] or 0.0

@@ -6,6 +6,7 @@ are microseconds since the first event.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from heapq import heappop, heappush
@@ -30,6 +31,14 @@ _LANES = {  # of the job's process, each with the kinds of its spans
 _PARENTS = {"worker": -2, "generation": -1}  # before spans with the same times
 _EVENTS_LANE = 0  # of each process: what happened at one time
 _encoder = msgspec.json.Encoder()
+
+
+def _encoded(value: object) -> bytes:
+    """Return a value as JSON. Texts of others may have halves of surrogate pairs, which msgspec rejects."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
 
 
 class ChromeTrace:
@@ -69,7 +78,7 @@ class ChromeTrace:
         self._lines.sort()
         lines = b",\n".join([*self._heads, *(line[-1] for line in self._lines)])
         begins_at = datetime.fromtimestamp(self._origin or 0.0, timezone.utc).isoformat()
-        head = _encoder.encode({"source": "elasticrun trace", "ts 0 is at": begins_at})
+        head = _encoded({"source": "elasticrun trace", "ts 0 is at": begins_at})
         return b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n%b\n]}\n' % (head, lines)
 
     # --------------------------------------------------------------------------------------------------------- jobs
@@ -116,7 +125,7 @@ class ChromeTrace:
         ts = self.ts(begin)
         length = max(0, self.ts(end) - ts)
         self.spans += 1
-        head = {"ph": "X", "pid": process, "tid": thread, "ts": ts, "dur": length, "name": name, "cat": kind}
+        head = {"ph": "X", "pid": process, "tid": thread, "ts": ts, "dur": length, "name": name or kind, "cat": kind}
         self._put(process, thread, ts, -length, {**head, "args": args} if args else head, _PARENTS.get(kind))
 
     def mark(self, process: int, time: float, name: str, kind: str, args: dict[str, Any]) -> None:
@@ -131,15 +140,15 @@ class ChromeTrace:
     def thread(self, process: int, thread: int, name: str) -> None:
         """Name a thread. Threads of a process are shown by their numbers."""
         place = {"ph": "M", "pid": process, "tid": thread}
-        self._heads.append(_encoder.encode({**place, "name": "thread_name", "args": {"name": name}}))
-        self._heads.append(_encoder.encode({**place, "name": "thread_sort_index", "args": {"sort_index": thread}}))
+        self._heads.append(_encoded({**place, "name": "thread_name", "args": {"name": name}}))
+        self._heads.append(_encoded({**place, "name": "thread_sort_index", "args": {"sort_index": thread}}))
 
     def _process(self, name: str) -> int:
         self._processes += 1
         place = {"ph": "M", "pid": self._processes}
         index = {"sort_index": self._processes}
-        self._heads.append(_encoder.encode({**place, "name": "process_name", "args": {"name": name}}))
-        self._heads.append(_encoder.encode({**place, "name": "process_sort_index", "args": index}))
+        self._heads.append(_encoded({**place, "name": "process_name", "args": {"name": name}}))
+        self._heads.append(_encoded({**place, "name": "process_sort_index", "args": index}))
         return self._processes
 
     def new_host(self, name: str) -> int:
@@ -151,7 +160,7 @@ class ChromeTrace:
         self, process: int, thread: int, ts: int, length: int, event: dict[str, Any], order: int | None = None
     ) -> None:
         order = len(self._lines) if order is None else order
-        self._lines.append((process, thread, ts, length, order, _encoder.encode(event)))
+        self._lines.append((process, thread, ts, length, order, _encoded(event)))
 
 
 class _Hosts:

@@ -141,7 +141,7 @@ def test_a_reattached_driver_continues_the_lanes(tmp_path: Path) -> None:
     lines.add(30, "driver_restarted", epoch=2, back=["a"], lost=[])
     lines.exited(40, "a:0#1", 0, code=0).finished(40.5, driver=2)
     events = traced(lines)
-    assert spans(events, "job job-1", "drivers") == [("no driver before driver 2", 4, 30)]
+    assert spans(events, "job job-1", "drivers") == [("no event until driver 2 reattached", 4, 30)]
     assert spans(events, "host a", "slot 0")[-1] == ("training in generation 1, rank 0", 3, 40)
     assert (30, "driver 2 reattached") in marks(events)
 
