@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from elasticstate.core.texts import listed, number_of
 from elasticstate.history.job_history import GenerationHistory, JobHistory, JobSpan, number
-from elasticstate.history.plots import MOST_JOBS, plots
+from elasticstate.history.plots import MOST_JOBS, plots, span_of
 from elasticstate.history.shares import parts_of, share_names
 from elasticstate.history.worker_spans import WorkerFailed
 from elasticstate.terminal import printable
@@ -127,7 +127,7 @@ def _figures_of(run: JobHistory) -> dict[str, str]:
         "downtime": _bounded(e, "downtime_s", duration(e["downtime_s"])) if e else "",
         "ticks redone": _bounded(e, "ticks_lost", str(e.get("ticks_lost", "-"))) if e else "",
         "commits lost": _bounded(e, "commits_lost", str(e.get("commits_lost", "-"))) if e else "",
-        "workers": f"{min(sizes)} to {max(sizes)}" if sizes else "no world",
+        "workers": span_of(sizes, "d") if sizes else "no world",
         "commit stall": "",
         "syncs of state": "",
         "drivers": str(run.drivers),

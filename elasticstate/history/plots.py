@@ -109,7 +109,7 @@ def _sizes(shown: Shown, clock: _Clock) -> Plot | None:
             sizes = [size for _, size in run.sizes[:-1]]
             largest = max(largest, *sizes)
             axes.step(*_columns(points), where="post", label=label, **_line(index))
-            texts.append(f"{label}: {_range(sizes, 'd')} workers, {sizes[-1]} at the end")
+            texts.append(f"{label}: {span_of(sizes, 'd')} workers, {sizes[-1]} at the end")
         failures = _thinned(clock.since_start(run, _failures_on_line(run)), _MOST_MARKS)
         if failures:
             has_failures = True
@@ -195,7 +195,7 @@ def _rates(shown: Shown, clock: _Clock) -> Plot | None:
             axes.plot(*_columns(points), label=label, marker="|", **{**_line(index), "linewidth": 2.6})
             rates = [rate for _, rate in known]
             largest = max(largest, *rates)
-            texts.append(f"{label}: {_range(rates, '.3g')} ticks per s in {number_of(len(known), 'generation')}")
+            texts.append(f"{label}: {span_of(rates, '.3g')} ticks per s in {number_of(len(known), 'generation')}")
     if not texts:
         return None
     axes.set_ylim(0, largest * 1.15)
@@ -215,7 +215,7 @@ def _downtimes(shown: Shown, clock: _Clock) -> Plot | None:
             axes.plot(*_columns(points), marker, label=name, color=_line(index)["color"], markeredgewidth=1.8)
             costs = [cost for _, cost in found]
             values += costs
-            texts.append(f"{label}: {number_of(len(costs), kind)}, {_range(costs, '.2g')} s")
+            texts.append(f"{label}: {number_of(len(costs), kind)}, {span_of(costs, '.2g')} s")
     if not values:
         return None
     if max(values) > 30 * min(values):
@@ -297,7 +297,8 @@ def _spaced(name: str) -> str:
     return printable(name.replace("_", " "))
 
 
-def _range(values: Sequence[float], form: str) -> str:
+def span_of(values: Sequence[float], form: str) -> str:
+    """Return ``2 to 4``, or ``2`` if all values are equal."""
     least, most = format(min(values), form), format(max(values), form)
     return least if least == most else f"{least} to {most}"
 

@@ -197,7 +197,7 @@ def test_a_job_that_still_runs_has_no_end(tmp_path: Path) -> None:
     assert "no end in the file" in text
     assert "workers no world" in text
     lines.host(1, "a", 1).worker(2, "started", "a:0#1").worker(3, "ready", "a:0#1").world(4, 1, ["a:0#1"])
-    assert "workers 1 to 1" in ParsedPage(made(lines.path)).text
+    assert "workers 1 drivers 1" in ParsedPage(made(lines.path)).text
 
 
 def test_jobs_with_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -226,6 +226,21 @@ def test_drivers_drains_cooldowns_and_stalls_are_listed(tmp_path: Path) -> None:
         "26.0 s 5.00 s allreduce loss a:0 (never called) the call has ended",
     ):
         assert part in text
+
+
+def test_workers_that_the_driver_stops_are_no_failures(tmp_path: Path) -> None:
+    """A spare at the end of the job, a worker that boots, a drained host; but not a spare that is killed."""
+    lines = EventLines(tmp_path / "e").start().host(0, "a", 4).host(0, "b", 1)
+    workers = ["a:0#1", "a:1#1", "a:2#1", "a:3#1", "b:0#1"]
+    for worker in workers:
+        lines.worker(1, "started", worker)
+    for worker in ("a:0#1", "a:1#1", "a:2#1", "b:0#1"):
+        lines.worker(2, "ready", worker)
+    lines.world(3, 2, ["a:0#1", "b:0#1"], hosts=2).add(4, "host_draining", host="b", reason="SIGTERM to the agent")
+    lines.exited(5, "b:0#1", 1, signal=9).exited(6, "a:1#1", None, code=1, error=TRACEBACK)
+    lines.exited(6, "a:3#1", None, signal=15).exited(6.5, "a:2#1", None, signal=9).exited(7, "a:0#1", 0, code=0)
+    (run,) = histories("e", read_events(str(lines.path)))
+    assert [(failure.host, failure.slot, failure.how) for failure in run.failures] == [("a", 2, "SIGKILL")]
 
 
 def test_the_page_of_a_large_job_stays_small(tmp_path: Path) -> None:
