@@ -186,6 +186,13 @@ class ControlPage:
     def is_stale(self) -> bool:
         """True if the files of the slot have lost their names. The worker must request new files from its agent."""
 
+    def add_commit_s(self, seconds: float) -> None:
+        """Add to the time that the ticks of this generation spent in commits."""
+
+    @property
+    def commit_s(self) -> float:
+        """Seconds that the ticks of this generation spent in commits."""
+
     def heartbeat(self) -> None:
         """Add 1 to the *heartbeat* stamp."""
 
@@ -303,10 +310,6 @@ class Sentinel:
     def cause(self) -> bytes:
         """END message of the generation that ended last, with its head; b"": none has ended."""
 
-    @property
-    def paused_s(self) -> float:
-        """Seconds since the tick at which this worker was interrupted; 0: it was not interrupted."""
-
     def ended(self, generation: int) -> bool: ...
     def in_lease(self) -> bool:
         """Return True if ticks are permitted. If not, the present generation ends."""
@@ -315,6 +318,9 @@ class Sentinel:
         """Send a message, or keep it until the agent reads. Raises OSError if it is too long for the socket."""
 
     def set_place(self, place: int) -> None: ...
+    def begin_training(self, sync_s: float) -> None:
+        """Begin to train, ``sync_s`` seconds after the process groups of the generation existed."""
+
     def enter(self, generation: int, sockets: GlooSockets) -> None:
         """Begin a generation: ticks count from 0, and ``sockets`` are cut when it ends."""
 

@@ -15,16 +15,14 @@ from elasticstate.config import (
     option_names,
     read_options,
     read_options_to_check,
-    slots_of_step,
     slow_callbacks_file,
-    slurm_node,
 )
 from elasticstate.errors import OptionError
-from elasticstate.kinds import FLAG, SECONDS, SLOTS, Kind, is_host_name, split_address
-from elasticstate.machine import host_name, version
+from elasticstate.kinds import FLAG, Kind
+from elasticstate.machine import version
 from elasticstate.terminal import complain, hold_standard_descriptors, printable
 
-_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Options)}
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Options)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] == ["status"]:
             return _status(argv[1:])
         if argv[:1] == ["agent"]:
-            return _agent(argv[1:])
+            from elasticstate.agent_cli import run_agent
+
+            return run_agent(argv[1:])
         if argv[:1] in (["trace"], ["report"]):
             return _read_events(argv[0], argv[1:])
         if argv[:1] == ["--launched"]:
@@ -125,22 +125,29 @@ def _launched(directory: str) -> int:
 
 
 def _status(argv: Sequence[str]) -> int:
-    if len(argv) != 1 or argv[0].startswith("-"):
-        raise OptionError(f"status: {' '.join(argv)!r}: must be the name of one job. Use elasticrun status JOB.")
+    if "--agent" in argv:
+        from elasticstate.agent_cli import agent_status
+
+        return agent_status(argv)
+    names = [word for word in argv if word != "--json"]
+    if len(names) != 1 or names[0].startswith("-"):
+        raise OptionError(
+            f"status: {' '.join(argv)!r}: must be the name of one job. Use elasticrun status JOB [--json]."
+        )
     import asyncio
 
     from elasticstate.driver.record import find_job
     from elasticstate.net.control import ask_status
 
-    record = find_job(argv[0])
+    record = find_job(names[0])
     if record is None:
-        complain("elasticrun", f"no job {argv[0]!r} of this user runs on this machine")
+        complain("elasticrun", f"no job {names[0]!r} of this user runs on this machine")
         return 1
     try:
-        text = asyncio.run(ask_status(record.address, record.token, _DEFAULTS["connect_timeout_s"]))
+        text = asyncio.run(ask_status(record.address, record.token, DEFAULTS["connect_timeout_s"], "--json" in argv))
         sys.stdout.write(printable(text))
     except ConnectionError as error:
-        complain("elasticrun", f"the driver of job {argv[0]!r} does not answer: {error}")
+        complain("elasticrun", f"the driver of job {names[0]!r} does not answer: {error}")
         return 1
     return 0
 
@@ -154,7 +161,7 @@ def _read_events(command: str, argv: Sequence[str]) -> int:
 def _reattach(argv: Sequence[str]) -> int:
     """Run a new driver for a job whose driver is dead, with the options of that driver (``elasticrun --reattach``)."""
     timeout = option_names()["reattach_timeout_s"]
-    parser = _Parser(prog="elasticrun --reattach", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="elasticrun --reattach", add_help=False, allow_abbrev=False)
     parser.add_argument("--reattach", required=True, metavar="JOB")
     parser.add_argument(*timeout.names, dest="timeout", metavar="S")
     given, rest = parser.parse_known_args(argv)
@@ -175,81 +182,13 @@ def _reattach(argv: Sequence[str]) -> int:
         )
     options = replace(record.options, job_name=given.reattach)
     if given.timeout is not None:
-        changes: dict[str, Any] = {"reattach_timeout_s": _value("--reattach-timeout", given.timeout, timeout.kind)}
+        changes: dict[str, Any] = {"reattach_timeout_s": value_of("--reattach-timeout", given.timeout, timeout.kind)}
         options = replace(options, **changes)
     os.chdir(record.directory)
     return _run(options, must_reattach=True)
 
 
-def _agent(argv: Sequence[str]) -> int:
-    """Serve a driver that listens, until the end of its job (``elasticrun agent``)."""
-    parser = _Parser(
-        prog="elasticrun agent",
-        usage="elasticrun agent --join HOST:PORT --token-file F [options]",
-        description="Run workers on this machine for the job of an elasticrun --listen. Run the same command on each "
-        "machine, in any order, at any time.\nThe agent ends with the job.",
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--join", required=True, metavar="HOST:PORT", help="Host name and port where the driver listens.")
-    add("--token-file", required=True, metavar="F", help="Token file of the driver, or a copy of it.")
-    add(
-        "--slots",
-        default="auto",
-        metavar="N|auto",
-        help="Number of workers that may run here. auto: one for each GPU, or for each CPU core if there is no GPU; in "
-        "a step of Slurm, of those that the step has.",
-    )
-    add(
-        "--name",
-        default=slurm_node() or host_name(),
-        metavar="NAME",
-        help="Name of this host in the job, unique among its hosts (default: the name of this machine; in a step of "
-        "Slurm, that of the node).",
-    )
-    add(
-        "--wait",
-        default="600",
-        metavar="S",
-        help="Seconds to wait for a driver. After that the agent gives up (default: 600).",
-    )
-    add(
-        "--connect-timeout",
-        default=f"{_DEFAULTS['connect_timeout_s']:g}",
-        metavar="S",
-        help="Seconds one attempt to connect to the driver may take (default: %(default)s).",
-    )
-    given = parser.parse_args(argv)
-    host, port = _value("--join", given.join, _JOIN)
-    slots = _value("--slots", given.slots, SLOTS) or slots_of_step()
-    wait_s = _value("--wait", given.wait, SECONDS)
-    connect_timeout_s = _value("--connect-timeout", given.connect_timeout, option_names()["connect_timeout_s"].kind)
-    if not is_host_name(given.name):
-        raise OptionError(
-            f"--name: {given.name!r}: must be letters, digits, dots, dashes and underscores, and not begin with a dot. "
-            "Choose another name for this host."
-        )
-    from elasticstate.agent.join import join
-    from elasticstate.processes import allow_many_descriptors, keep_owner_access
-
-    allow_many_descriptors()
-    keep_owner_access()
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return join(address, given.token_file, given.name, slots, wait_s=wait_s, connect_timeout_s=connect_timeout_s)
-
-
-def _host_and_port(text: str) -> tuple[str, int]:
-    host, port = split_address(text)
-    if not 0 < port < 1 << 16:
-        raise ValueError(text)
-    return host, port
-
-
-_JOIN = Kind("HOST:PORT", "HOST:PORT, with a port number from 1 to 65535", _host_and_port)
-
-
-def _value(name: str, text: str, kind: Kind) -> Any:
+def value_of(name: str, text: str, kind: Kind) -> Any:
     """Return the value of an option that is not an option of a job. Raises OptionError."""
     try:
         return kind.parse(text)
@@ -266,7 +205,8 @@ examples:
   elasticrun -np 2 --max-np 8 --host-discovery-script ./discover.sh train.py
   elasticrun -np 8 --min-np 4 --listen 0.0.0.0:7000 --token-file F train.py
   elasticrun agent --join HOST:7000 --token-file F
-  elasticrun status JOB
+  elasticrun status JOB [--json]
+  elasticrun status --agent PATH        (ask an agent of this machine, see its --status-socket)
   elasticrun trace EVENTS -o trace.json         (what happened when, for Perfetto; EVENTS is a file of --events-file)
   elasticrun report EVENTS... -o report.html    (one HTML page; several jobs are compared)
   elasticrun --check -H h1:4,h2:4       (print what is available here and on these hosts)
@@ -319,7 +259,7 @@ def _text(value: object) -> str | None:
     return " ".join(value) if isinstance(value, list) else str(value)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         name, _, problem = message.removeprefix("argument ").partition(": ")
         option = next((option for option in option_names().values() if "/".join(option.names) == name), None)
@@ -335,7 +275,7 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="elasticrun",
         usage="elasticrun -np N [options] COMMAND...\n       elasticrun agent --join HOST:PORT --token-file F\n"
         "       elasticrun --reattach JOB\n       elasticrun status JOB\n       elasticrun trace EVENTS -o trace.json\n"
@@ -351,11 +291,11 @@ def _parser() -> argparse.ArgumentParser:
             groups[option.group] = parser.add_argument_group(option.group)
         add = groups[option.group].add_argument
         if option.kind is FLAG:
-            action: Any = argparse.BooleanOptionalAction if _DEFAULTS[name] else "store_true"
+            action: Any = argparse.BooleanOptionalAction if DEFAULTS[name] else "store_true"
             add(*option.names, dest=name, action=action, default=None, help=option.help)
         else:
             metavar = tuple(option.kind.metavar.split())
-            shown = _shown(_DEFAULTS[name], option.kind)
+            shown = _shown(DEFAULTS[name], option.kind)
             text = f"{option.help} (default: {shown})" if shown else option.help
             values = {"nargs": 2, "metavar": metavar} if len(metavar) == 2 else {"metavar": metavar[0]}
             add(*option.names, dest=name, default=None, help=text, **values)

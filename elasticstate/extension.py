@@ -1,7 +1,7 @@
 """Extension points: names for a package that offers the API of another library on top of elasticstate.
 
-``elasticstate.horovod``, ``.huggingface`` and ``.lightning`` use only these names and those of ``elasticstate`` itself.
-Such a package
+``elasticstate.horovod``, ``.huggingface``, ``.lightning`` and ``.loggers`` use only these names and those of
+``elasticstate`` itself. Such a package
 
 - calls ``join_fixed_world`` first, and ``join`` before it needs rank, size or a collective, if the script has no
   ``run`` function yet at that time; ``leave`` at the end of a script without one;
@@ -14,6 +14,8 @@ Such a package
   which names the tensors that only an optimizer's ``step`` writes. ``ticks`` returns the number of completed ticks. A
   state is a ``torch.distributed`` Joinable: the hooks of ``state.join_hook()`` end a tick without training, and copy
   the state of the last ranks to all;
+- may define values of a state that need the state: the constructor of ``State`` calls their method
+  ``attach_to_state(state, name)``. Keep a weak reference: a cycle would keep the commits in memory;
 - calls ``set_random_state`` with an earlier ``random_state()`` if its library sets seeds in each world.
 """
 

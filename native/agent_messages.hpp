@@ -1,5 +1,6 @@
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -25,6 +26,14 @@ inline void add(std::string &message, std::uint64_t value) {
 
 inline void add(std::string &message, bool value) { message += static_cast<char>(value ? 0xc3 : 0xc2); }
 
+inline void add(std::string &message, double value) {
+    message += static_cast<char>(0xcb);  // float 64, big-endian
+    const auto bits = std::bit_cast<std::uint64_t>(value);
+    for (int shift = 56; shift >= 0; shift -= 8) {
+        message += static_cast<char>(bits >> shift);
+    }
+}
+
 inline std::string hold_answer(std::uint64_t generation, std::uint64_t ticks, bool in_gate, std::uint64_t number) {
     std::string message = begin("HoldAnswer", 4);
     add(message, generation);
@@ -34,9 +43,11 @@ inline std::string hold_answer(std::uint64_t generation, std::uint64_t ticks, bo
     return message;
 }
 
-inline std::string first(std::uint64_t generation) {
-    std::string message = begin("First", 1);
+inline std::string first(std::uint64_t generation, double train_s, double sync_s) {
+    std::string message = begin("First", 3);
     add(message, generation);
+    add(message, train_s);
+    add(message, sync_s);
     return message;
 }
 

@@ -142,13 +142,13 @@ void bind_sentinel(nb::module_ &m) {
         .def_prop_ro("leaving", &Sentinel::leaving)
         .def_prop_ro("in_generation", &Sentinel::in_generation)
         .def_prop_ro("cause", [](Sentinel &self) { return bytes_of(self.cause()); })
-        .def_prop_ro("paused_s", &Sentinel::paused_s)
         .def("ended", &Sentinel::ended, "generation"_a)
         .def("in_lease", &Sentinel::in_lease)
         .def("send", [](Sentinel &self, const nb::bytes &message) { self.send(string_of(message)); }, "message"_a)
         .def(
             "set_place", [](Sentinel &self, std::uint64_t place) { self.set_place(static_cast<Place>(place)); },
             "place"_a)
+        .def("begin_training", &Sentinel::begin_training, "sync_s"_a)
         .def(
             "enter",
             [](Sentinel &self, std::uint64_t generation, const SharedSockets &shared) {

@@ -185,6 +185,8 @@ void bind_control_page(nb::module_ &m) {
         .def("set_lease", &ControlPage::set_lease, "until_ns"_a)
         .def("set_stale", &ControlPage::set_stale, "stale"_a)
         .def_prop_ro("is_stale", &ControlPage::is_stale)
+        .def("add_commit_s", &ControlPage::add_commit_s, "seconds"_a)
+        .def_prop_ro("commit_s", &ControlPage::commit_s)
         .def("heartbeat", &ControlPage::beat)
         .def("progress", &ControlPage::progress)
         .def("stamp", &stamp)

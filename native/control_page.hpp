@@ -36,6 +36,7 @@ using SealWords = std::array<std::atomic<std::uint64_t>, sizeof(Seal) / sizeof(s
 ///     lease       end of the time for ticks, on CLOCK_BOOTTIME in nanoseconds; 0: no limit. The agent writes it
 ///     is_stale    the slot's files have lost their names: the worker requests new ones. The agent writes it
 ///     seals       of both buffers, two places each: a new seal never overwrites the valid one
+///     commit_s    seconds that the ticks of this generation spent in commits
 struct ControlLayout {
     std::atomic<std::uint64_t> heartbeat;
     std::atomic<std::uint64_t> progress;
@@ -46,6 +47,7 @@ struct ControlLayout {
     std::atomic<std::uint64_t> lease;
     std::atomic<std::uint64_t> is_stale;
     alignas(64) SealWords seals[2][2];
+    std::atomic<double> commit_s;
 };
 static_assert(sizeof(ControlLayout) <= 4096);
 
@@ -81,6 +83,8 @@ public:
     void beat() noexcept { page_->heartbeat.fetch_add(1); }
     void progress() noexcept { page_->progress.fetch_add(1); }
     void set_place(std::uint64_t place) noexcept { page_->place.store(place); }
+    double commit_s() const noexcept { return page_->commit_s.load(); }
+    void add_commit_s(double seconds) noexcept { page_->commit_s.store(page_->commit_s.load() + seconds); }
     /// Begins a generation: no ticks, no hold.
     void enter(std::uint64_t generation) noexcept;
     /// Clears everything except the seals, for a new process.

@@ -132,12 +132,6 @@ std::string Sentinel::cause() {
     return cause_;
 }
 
-double Sentinel::paused_s() {
-    refuse_child();
-    const Lock lock(mutex_);
-    return paused_at_ ? std::chrono::duration<double>(Clock::now() - *paused_at_).count() : 0.0;
-}
-
 void Sentinel::send(std::string message) {
     refuse_child();
     const Lock lock(mutex_);
@@ -150,13 +144,20 @@ void Sentinel::set_place(Place place) {
     page_.set_place(static_cast<std::uint64_t>(place));
 }
 
+void Sentinel::begin_training(double sync_s) {
+    refuse_child();
+    const Lock lock(mutex_);
+    page_.set_place(static_cast<std::uint64_t>(Place::train));
+    trains_since_ = Clock::now();
+    sync_s_ = sync_s;
+}
+
 void Sentinel::enter(std::uint64_t generation, std::shared_ptr<Severable> cut) {
     refuse_child();
     const Lock lock(mutex_);
     page_.enter(generation);
     held_ = false;
     end_tick_.reset();
-    paused_at_.reset();
     cut_ = std::move(cut);
     if (ended_ >= generation) {
         page_.word().hold();
@@ -181,20 +182,20 @@ bool Sentinel::end(std::uint64_t generation, std::string message) {
 
 TickEnd Sentinel::end_of_tick(std::uint64_t ticks) {
     refuse_child();
-    const Clock::time_point stopped_at = Clock::now();
+    const Clock::time_point now = Clock::now();
     TickEnd end = TickEnd::go_on;
     Lock lock(mutex_);
     const std::uint64_t generation = page_.generation();
     look_at_lease_locked();
     if (ticks == 1) {
-        send_locked(agent_messages::first(generation));
+        const double train_s = std::chrono::duration<double>(now - trains_since_).count();
+        send_locked(agent_messages::first(generation, train_s, sync_s_));
     }
     wait_until(lock, [&] {
         if (ended_ >= generation) {
             end = TickEnd::ended;
         } else if (end_tick_ && ticks == *end_tick_) {
             end = TickEnd::interrupted;
-            paused_at_ = stopped_at;
         } else if (end_tick_ && ticks > *end_tick_) {
             end = TickEnd::beyond;
         } else {

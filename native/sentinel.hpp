@@ -90,13 +90,13 @@ public:
     bool in_generation();
     /// The END message of the generation that ended last.
     std::string cause();
-    /// Seconds since the end of the tick at which this worker was interrupted; 0: it was not interrupted.
-    double paused_s();
 
     /// Sends a message, or keeps it until the agent reads. The thread detects the end of the agent.
     /// Throws std::system_error if the message is longer than the socket takes.
     void send(std::string message);
     void set_place(Place place);
+    /// Begins to train, `sync_s` seconds after the process groups of the generation existed.
+    void begin_training(double sync_s);
     /// Begins a generation: ticks count from 0, and `cut` is severed when the generation ends.
     void enter(std::uint64_t generation, std::shared_ptr<Severable> cut);
     /// Ends the severing: nothing of the generation is left in this process.
@@ -178,7 +178,8 @@ private:
     std::string cause_;
     bool held_ = false;
     std::optional<std::uint64_t> end_tick_;             // END at this tick of the present generation
-    std::optional<Clock::time_point> paused_at_;        // when the tick at which the worker was interrupted ended
+    Clock::time_point trains_since_{};                  // in the present generation
+    double sync_s_ = 0.0;                               // from the existence of its process groups until then
     std::uint64_t own_error_ = 0;                       // the generation with the verdict: own error
     std::uint64_t open_gate_ = 0;                       // the newest generation whose gate is open
     std::optional<Clock::time_point> exit_at_;          // after LEAVE during boot

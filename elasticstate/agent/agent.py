@@ -47,8 +47,10 @@ from elasticstate.agent.workers import Workers
 from elasticstate.backends import AgentBackend, AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
 from elasticstate.config import agent_variable
+from elasticstate.core.texts import number_of
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import OptionError
+from elasticstate.net.agent_status import AgentStatus
 from elasticstate.net.launch import Launch
 from elasticstate.net.link import AgentSocket
 from elasticstate.net.messages import AgentWarning, JobSpec
@@ -94,6 +96,18 @@ class Agent:
         self._handles: dict[WorkerId, WorkerHandle] = {}  # living workers
         self._supervision: asyncio.Task[None] | None = None
         self._template: Template | None = None
+        self._driver: DriverConnection | None = None
+        self._job = ""  # "": this agent does not serve a driver yet
+
+    @property
+    def status(self) -> AgentStatus:
+        """The answer to ``elasticrun status --agent``."""
+        host = f"agent of host {self._launch.host}"
+        if not self._job or self._driver is None:
+            return AgentStatus(False, f"{host}: waits for a driver at {', '.join(self._launch.addresses)}")
+        if not self._driver.is_established:
+            return AgentStatus(False, f"{host}: has lost the driver of job {self._job}, and looks for it")
+        return AgentStatus(True, f"{host}: serves job {self._job}, {number_of(len(self._handles), 'worker')}")
 
     async def run(self) -> int:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: None)  # the driver's decision
@@ -122,7 +136,7 @@ class Agent:
     async def _attach(self, place: JobPlace) -> _Attachment:
         """Find the driver, and lock this host. Raises Stopped, OSError (also ConnectionError) or ValueError."""
         launch = self._launch
-        driver = DriverConnection(launch)
+        driver = self._driver = DriverConnection(launch)
         spec, has_notice = await find_driver(driver, launch.wait_s)
         # The driver handles Ctrl-C. A handler and not SIG_IGN, because workers would inherit SIG_IGN.
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
@@ -222,6 +236,7 @@ class Agent:
         """Serve until the job ends, then clean up. Return the exit status."""
         options, commits = attachment.spec.options, attachment.commits
         parts.service.send_host_report()
+        self._job = attachment.spec.job
         attachment.preemption.begin(options, self._launch, place.mark)
         cleaning = asyncio.ensure_future(clean_regularly(commits, options.driver_timeout_s))
         watching = asyncio.ensure_future(watch_files(parts.supply, place, parts.socket, attachment.warn))

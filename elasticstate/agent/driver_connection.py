@@ -26,6 +26,7 @@ class DriverConnection:
         self._launch = launch
         self.trust = Trust(launch.token)
         self._epoch = 0  # epoch of the newest driver that this agent has served
+        self._job_id = ""  # id of the job that this agent serves
         self._stream: DriverStream | None = None
         self._pending: deque[messages.ToAgent] = deque()  # messages received but not yet returned by receive()
         self._loop = asyncio.get_running_loop()
@@ -65,6 +66,8 @@ class DriverConnection:
             spec = answer.result()
             if not isinstance(spec, messages.JobSpec):
                 raise ConnectionError(f"the first message of the driver is {type(spec).__name__}, not JobSpec")
+            if self._job_id not in ("", spec.job_id):
+                raise Refused(messages.Refusal("this driver has begun a new job with the same token", is_stopped=True))
             if spec.epoch < self._epoch:
                 raise ConnectionError(f"the driver of epoch {spec.epoch} was replaced by one of epoch {self._epoch}")
         except BaseException:
@@ -72,7 +75,7 @@ class DriverConnection:
             answer.cancel()
             stream.abort("the greeting failed")
             raise
-        self._stream, self._epoch = stream, spec.epoch
+        self._stream, self._epoch, self._job_id = stream, spec.epoch, spec.job_id
         self._pending.clear()
         return spec
 
@@ -81,6 +84,11 @@ class DriverConnection:
         return messages.AgentHello(
             launch.host, launch.agent, launch.slots, self._epoch, os.getpid(), messages.PROTOCOL_VERSION, version()
         )
+
+    @property
+    def is_established(self) -> bool:
+        """Return True if a driver has accepted this agent, and is not lost."""
+        return self._stream is not None
 
     @property
     def local_address(self) -> str:

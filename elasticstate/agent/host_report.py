@@ -76,5 +76,5 @@ class HostReporter:
 def _report(worker: WorkerId, handle: WorkerHandle, now: float) -> messages.WorkerReport:
     handle.liveness.look(now)
     report = handle.call_report(now) if handle.call_is_known else None
-    lasting = tuple(body for body in (*handle.lasting, handle.notice, report) if body is not None)
+    lasting = tuple(body for body in (*handle.lasting_messages(now), handle.notice, report) if body is not None)
     return messages.WorkerReport(worker, handle.process.pid, handle.joined, handle.liveness.latest, lasting)

@@ -13,7 +13,16 @@ from elasticstate.net.launch import Launch
 from elasticstate.net.trust import read_token
 
 
-def join(address: str, token_file: str, name: str, slots: int, *, wait_s: float, connect_timeout_s: float) -> NoReturn:
+def join(
+    address: str,
+    token_file: str,
+    name: str,
+    slots: int,
+    *,
+    wait_s: float,
+    connect_timeout_s: float,
+    status_socket: str = "",
+) -> NoReturn:
     """Serve until the job ends, then exit. ``slots`` 0: as many as this machine has. Raises OptionError."""
     try:
         token = read_token(token_file)
@@ -37,4 +46,4 @@ def join(address: str, token_file: str, name: str, slots: int, *, wait_s: float,
         job_directory="",
         environment=(),
     )
-    serve(launch)
+    serve(launch, status_socket)

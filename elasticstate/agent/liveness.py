@@ -93,7 +93,7 @@ class Liveness:
     def latest(self) -> Stamp:
         """The stamp as last read from the page."""
         _, _, place, generation, ticks = self._seen
-        return Stamp(_place(place), generation, ticks, newest_commit(self._seals, self._owner))
+        return Stamp(_place(place), generation, ticks, newest_commit(self._seals, self._owner), self._page.commit_s)
 
     def changed_stamp(self) -> Stamp | None:
         """Return the stamp if there was a heartbeat, or any change of the stamp, since the last call; else None."""

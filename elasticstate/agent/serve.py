@@ -10,16 +10,21 @@ from typing import NoReturn
 from elasticstate.agent.agent import Agent
 from elasticstate.config import slow_callbacks_file
 from elasticstate.loop_watch import watch_loops
+from elasticstate.net.agent_status import answering
 from elasticstate.net.launch import Launch
 from elasticstate.writing import BLOCKED_S
 
 
-def serve(launch: Launch) -> NoReturn:
-    """Serve until the end, then exit at once: threads may be blocked in a resolver, or by output that nobody reads."""
+def serve(launch: Launch, status_socket: str = "") -> NoReturn:
+    """Serve until the end, then exit at once: threads may be blocked in a resolver, or by output that nobody reads.
+
+    ``status_socket``: path of a socket that answers ``elasticrun status --agent``. Raises OptionError for a bad one.
+    """
 
     async def run() -> None:
         agent = Agent(launch)
-        status = await agent.run()
+        async with answering(status_socket, lambda: agent.status):
+            status = await agent.run()
         await agent.outputs.flushed(BLOCKED_S)
         os._exit(status)
 

@@ -55,7 +55,7 @@ class WorkerMessages:
                 if isinstance(message, messages.WorkerPreemptionNotice):
                     handle.notice = message
                 elif isinstance(message, messages.LASTING):
-                    handle.lasting.append(message)
+                    handle.lasting.append((asyncio.get_running_loop().time(), message))
                 self._driver.send(messages.FromWorker(worker, message))
 
     async def _grow_buffer(self, handle: WorkerHandle, index: int, size_bytes: int) -> None:

@@ -19,8 +19,8 @@ class HostOptions:
         DISCOVERY,
         kinds.NAME,
         "--discovery",
-        "Host source: list, hostfile, script, dial-in, slurm, ray, or one of an installed package (default: by the "
-        "other options; inside an allocation of Slurm: slurm).",
+        "Host source: list, hostfile, script, dial-in, slurm, ray, kubernetes, or one of an installed package "
+        "(default: by the other options; inside an allocation of Slurm: slurm).",
     )
     host_discovery_script: str | None = option(
         None,
@@ -42,6 +42,14 @@ class HostOptions:
         kinds.at_least_s(0.1),
         "--discovery-timeout",
         "Seconds the discovery script may run. After that it is killed, and its run counts as failed.",
+    )
+    pod_selector: str | None = option(
+        None,
+        DISCOVERY,
+        kinds.SELECTOR,
+        "--pod-selector",
+        "Label selector of the agents' pods in this namespace of Kubernetes, with --listen. The host of a pod that is "
+        "being deleted is drained.",
     )
     launcher: str | None = option(
         None,

@@ -324,6 +324,13 @@ class Options(HostOptions, HorovodOptions):
     events_file: str | None = option(
         None, _OUTPUT, kinds.PATH, "--events-file", "File to which each event is appended as a line of JSON."
     )
+    metrics: str | None = option(
+        None,
+        _OUTPUT,
+        kinds.METRICS,
+        "--metrics",
+        "Port, on the loopback interface or ADDR, at which Prometheus reads metrics: http://127.0.0.1:PORT/metrics.",
+    )
     job_name: str | None = option(
         None, _OUTPUT, kinds.NAME, "--job-name", "Name for elasticrun status and --reattach (default: a generated one)."
     )

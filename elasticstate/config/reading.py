@@ -142,7 +142,13 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
     return Options(command=tuple(command), **values)
 
 
-_SOURCES = {"list": "hosts", "hostfile": "hostfile", "script": "host_discovery_script", "dial-in": "listen"}
+_SOURCES = {
+    "list": "hosts",
+    "hostfile": "hostfile",
+    "script": "host_discovery_script",
+    "dial-in": "listen",
+    "kubernetes": "pod_selector",
+}
 
 
 def _is_other_source(values: Mapping[str, Any]) -> bool:
@@ -152,12 +158,14 @@ def _is_other_source(values: Mapping[str, Any]) -> bool:
 
 def _refuse_unfit_source(values: Mapping[str, Any]) -> None:
     """Raise OptionError if ``--discovery`` and the options that name hosts contradict each other."""
+    if "pod_selector" in values and "listen" not in values:
+        raise OptionError("--pod-selector requires --listen. Agents in pods dial in: add --listen and --token-file.")
     discovery = values.get("discovery")
     if discovery is None:
         return
     for source, name in _SOURCES.items():
         option = "/".join(option_names()[name].names)
-        if name in values and discovery != source:
+        if name in values and discovery != source and (name, discovery) != ("listen", "kubernetes"):
             raise OptionError(f"--discovery: {discovery!r}: excludes {option}. Give only one of them.")
         if name not in values and discovery == source and source != "list":
             raise OptionError(f"--discovery: {discovery!r}: requires {option}. Add it.")

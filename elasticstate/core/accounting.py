@@ -15,19 +15,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from elasticstate.core import types as t
+from elasticstate.core.activity import activity_of, of_planned_end
 from elasticstate.core.figures import JobFigures, Losses, Origin
-from elasticstate.core.records import Draft, Membership, Over, Worker
+from elasticstate.core.records import Draft, Forming, Membership, Over, Running, Worker
 from elasticstate.core.worlds import NOTHING, newest, survivors_of
 
 _ORIGINS_KEPT = 64  # no worker or slot holds a commit of an older generation
 
 
-def member_left(d: Draft, paused_s: float) -> None:
+def follow(d: Draft) -> None:
+    """Enter the activity of the job after a step into its account of time."""
+    account = d.ledger.account.switched(activity_of(d), d.now)
+    if account is not d.ledger.account:
+        d.update_ledger(account=account)
+
+
+def member_left(d: Draft, ready: t.WorkerReady) -> None:
     """Record that a member of the present generation is READY: it stopped training at the end of its last tick."""
-    stopped_at, known = d.now - paused_s, d.ledger.stopped_at
-    generation_ended(d, stopped_at)
+    stopped_at, known, account = d.now - ready.paused_s, d.ledger.stopped_at, d.ledger.account
+    account = account.with_commit_stall(ready.commit_s, d.now)
+    if isinstance(d.phase, Forming) and d.phase.at_tick is not None:
+        account = account.with_planned_end(of_planned_end(d.phase), ready.paused_s, d.now)
+    elif ready.ticks:
+        account = account.with_failure(d.now) if isinstance(d.phase, Running) else account
+        account = account.with_last_tick(stopped_at)
+    d.update_ledger(account=account)
     if known is None or stopped_at < known:
         d.update_ledger(stopped_at=stopped_at)
+
+
+def commit_stalled(d: Draft, seconds: float) -> None:
+    """Record the time that a member of the present generation has spent in commits."""
+    if seconds > d.ledger.account.stalled_s:
+        d.update_ledger(account=d.ledger.account.with_commit_stall(seconds, d.now))
 
 
 def member_died(d: Draft, worker: Worker, seen: bool) -> None:
@@ -38,22 +58,11 @@ def member_died(d: Draft, worker: Worker, seen: bool) -> None:
 
 def generation_failed(d: Draft) -> None:
     """Count an unplanned end of a generation."""
-    generation_ended(d, d.now)
-    d.update_ledger(failures=d.ledger.failures + 1)
-
-
-def generation_ended(d: Draft, at: float) -> None:
-    """Record that no more ticks of the present generation count. Only the first call for a generation has an effect."""
-    goodput = d.ledger.goodput
-    if goodput.since is not None:
-        members = [worker for worker in d.workers.values() if d.breaks(worker)]
-        ready = [worker.ready.ticks for worker in members if worker.ready is not None]
-        d.update_ledger(goodput=goodput.with_end(max([d.ledger.dead_ticks, *ready, *(w.ticks for w in members)]), at))
+    d.update_ledger(account=d.ledger.account.with_failure(d.now), failures=d.ledger.failures + 1)
 
 
 def world_changes(d: Draft, chosen: Sequence[Worker]) -> None:
     """Count what the change to a world of ``chosen`` costs, except the time."""
-    generation_ended(d, d.now)
     best, ledger = newest(chosen), d.ledger
     position, is_known = _position(d, best)
     if d.generation > 0:
@@ -62,19 +71,27 @@ def world_changes(d: Draft, chosen: Sequence[Worker]) -> None:
         bounds = {"commits_lost": all_commits, "ticks_lost": all_ticks and is_known}
         lower = frozenset(name for name, is_exact in bounds.items() if not is_exact)
         losses = Losses(0.0, commits, max(0, ticks - position), lower)
+        account = ledger.account.until(d.now).with_redone(losses.ticks, ticks - _start(d))
         down_since = ledger.down_since
         if down_since is None:
             down_since = d.now if ledger.stopped_at is None else ledger.stopped_at
-        d.update_ledger(losses=ledger.losses + losses, down_since=down_since)
+        d.update_ledger(account=account, losses=ledger.losses + losses, down_since=down_since)
+    next_generation(d)
     origin = Origin(d.generation + 1, _users_commit(d, best), position)
     origins = (*ledger.origins, origin)[-_ORIGINS_KEPT:]
     d.update_ledger(origins=origins, stopped_at=None, dead_ticks=0, dead_unseen=False)
 
 
-def first_tick(d: Draft) -> None:
-    """Record that the present world has completed its first tick."""
-    d.update_ledger(goodput=d.ledger.goodput.with_first_tick(d.generation, d.now))
-    training_resumed(d, d.now)
+def next_generation(d: Draft) -> None:
+    """End the account of the present generation. Call it before the next world is entered."""
+    account = d.ledger.account.until(d.now)
+    d.note("generation_finished", **account.fields())
+    d.update_ledger(account=account.with_next_generation(d.now))
+
+
+def first_tick(d: Draft, event: t.FirstTick) -> None:
+    """Record that a member of the present world has completed its first tick."""
+    d.update_ledger(account=d.ledger.account.with_first_tick(event.train_s, event.sync_s, d.now))
 
 
 def training_resumed(d: Draft, at: float) -> None:
@@ -83,18 +100,22 @@ def training_resumed(d: Draft, at: float) -> None:
     if down_since is not None:
         losses = replace(d.ledger.losses, downtime_s=at - down_since)
         d.note("training_resumed", **losses.fields())
-        d.update_ledger(
-            goodput=d.ledger.goodput.with_redone(losses.ticks),
-            total=d.ledger.total + losses,
-            losses=Losses(),
-            down_since=None,
-        )
+        d.update_ledger(total=d.ledger.total + losses, losses=Losses(), down_since=None)
 
 
-def figures_of(m: Membership, started_at: float, now: float) -> JobFigures:
-    """Return the figures of the job. ``started_at``: the time when the driver started."""
-    goodput, wall_s = m.ledger.goodput.with_redone(m.ledger.losses.ticks), now - started_at
-    return JobFigures(m.generation, m.ledger.failures, _losses(m, now), goodput.share(now, wall_s), wall_s)
+def figures_of(m: Membership, now: float) -> JobFigures:
+    """Return the figures of the job."""
+    ledger = m.ledger
+    return JobFigures(m.generation, ledger.failures, _losses(m, now), ledger.account.job(now), ledger.has_ticked)
+
+
+def ticks_of(m: Membership) -> int:
+    """Return the number of completed ticks, those that were done again included. It never falls."""
+    start = next((origin.position for origin in reversed(m.ledger.origins) if origin.generation == m.generation), 0)
+    members = [worker for worker in m.workers.values() if 0 < worker.joined == m.generation]
+    ready = [worker.ready.ticks for worker in members if worker.ready is not None]
+    present = max([m.ledger.dead_ticks, *ready, *(worker.ticks for worker in members)])
+    return start + present + m.ledger.total.ticks + m.ledger.losses.ticks
 
 
 def _losses(m: Membership, now: float) -> Losses:
@@ -127,13 +148,19 @@ def _position(d: Draft, commit: t.CommitId) -> tuple[int, bool]:
 
 def _reached(d: Draft, chosen: Sequence[Worker]) -> tuple[int, bool]:
     """Return the position of the last completed tick of the ended world, and True if this position is exact."""
-    start = origin.position if (origin := _origin(d, d.generation)) is not None else 0
+    start = _start(d)
     survivors = survivors_of(d, chosen)
     if survivors:
         return start + max(ready.ticks for ready in survivors), True
     sealed = [commit.tick for _, commit in _sealed(d) if commit.generation == d.generation]
     is_exact = not d.ledger.dead_unseen and not any(d.breaks(worker) for worker in d.workers.values())
     return start + max([d.ledger.dead_ticks, *sealed]), is_exact
+
+
+def _start(d: Draft) -> int:
+    """Return the position of the commit that the present generation started from."""
+    origin = _origin(d, d.generation)
+    return 0 if origin is None else origin.position
 
 
 def _sealed(d: Draft) -> Iterator[tuple[t.SlotId, t.CommitId]]:

@@ -60,7 +60,8 @@ def end_at(d: Draft, tick: int, cause: str) -> None:
     generation = d.generation
     d.effects.append(t.End(generation, tick, cause))
     d.note("end", cause=cause, at=tick)
-    d.phase = Forming(since=d.now, ended=generation, at_tick=tick, cause=cause, failure=None, clock=None)
+    drains = any(member.draining for member in d.members()) if d.draining else False
+    d.phase = Forming(since=d.now, ended=generation, at_tick=tick, cause=cause, failure=None, clock=None, drains=drains)
 
 
 def end_now(d: Draft, failure: Failure) -> None:
@@ -71,7 +72,15 @@ def end_now(d: Draft, failure: Failure) -> None:
     accounting.generation_failed(d)
     d.effects.append(t.End(generation, None, cause))
     d.note("end", cause=cause, at="now")
-    d.phase = Forming(since=d.now, ended=generation, at_tick=None, cause=cause, failure=failure, clock=d.now)
+    d.phase = Forming(
+        since=d.now,
+        ended=generation,
+        at_tick=None,
+        cause=cause,
+        failure=failure,
+        clock=d.now,
+        drains=failure.kind == "drain",
+    )
     d.update_ledger(
         quiet_until=d.now + QUIET_S,
         outage=d.ledger.outage or failure.cause,

@@ -275,6 +275,8 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
         ticks_at=d.now if event.ticks != worker.ticks else worker.ticks_at,
         commit=event.commit or worker.commit,
     )
+    if event.generation == d.generation:
+        accounting.commit_stalled(d, event.commit_s)
 
 
 def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:
@@ -315,7 +317,7 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
     if d.breaks(worker):
         if not d.ledger.is_broken:
             d.update_ledger(is_broken=True)
-        accounting.member_left(d, event.paused_s)
+        accounting.member_left(d, event)
         match d.phase:
             case Running():
                 cause = d.root_cause(worker, f"{worker.id} left generation {event.generation}")
@@ -367,14 +369,18 @@ def _gate_entered(d: Draft, event: t.GateEntered) -> None:
     if worker is None or worker.in_gate:
         return
     d.put(worker, in_gate=True, reported_at=d.now, place="gate")
+    accounting.commit_stalled(d, event.commit_s)
     if isinstance(d.phase, Running) and d.phase.gate_since is None:
         d.phase = replace(d.phase, gate_since=d.now)
 
 
 def _first_tick(d: Draft, event: t.FirstTick) -> None:
     worker = _member(d, event.worker, event.generation)
-    if worker is None or not isinstance(d.phase, Running) or d.phase.first_tick:
+    if worker is None or not isinstance(d.phase, Running):
+        return
+    accounting.first_tick(d, event)
+    if d.phase.first_tick:
         return
     d.phase = replace(d.phase, first_tick=True)
-    accounting.first_tick(d)
+    accounting.training_resumed(d, d.now)
     d.update_ledger(quiet_until=-inf, outage=None, has_ticked=True)

@@ -9,9 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from elasticstate.core.texts import number_of
+from elasticstate.core.time_account import TimeAccount, Times
 from elasticstate.core.types import CommitId
 
+_SHOWN = 3  # causes of badput in the summary
+_LEAST = 0.001  # share of the time from which the summary shows a cause
 NAMES = ("downtime_s", "commits_lost", "ticks_lost")
 """Names of the losses in the event file."""
 
@@ -50,31 +56,70 @@ def losses_text(fields: Mapping[str, Any]) -> str:
     return f"{seconds}, {commits}, {ticks}"
 
 
+class PastFigures(Struct, frozen=True):
+    """Figures of a job's drivers up to one time, for the next driver."""
+
+    account: TimeAccount = TimeAccount()
+    failures: int = 0
+    losses: Losses = Losses()
+
+    def shifted(self, seconds: float) -> PastFigures:
+        """Return the figures with the times of another clock, which is ahead by ``seconds``."""
+        return replace(self, account=self.account.shifted(seconds))
+
+
+NO_PAST = PastFigures()
+
+
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """Figures of a job. All but ``generations`` cover the time of one driver."""
+    """Figures of a job since its start, over all its drivers."""
 
     generations: int  # the number of the newest generation
     failures: int  # unplanned ends of generations
     losses: Losses
-    goodput: float | None  # None: no tick was completed
-    wall_s: float  # since the start of the driver
+    times: Times
+    has_ticked: bool  # some world has completed a tick
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the start of the job."""
+        return self.times.wall_s
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the wall time, 0 to 1; None if no tick was completed."""
+        return self.times.goodput / max(self.wall_s, 1e-9) if self.has_ticked else None
 
     def fields(self) -> dict[str, object]:
         """Return the figures as fields of an event."""
         goodput = None if self.goodput is None else round(self.goodput, 4)
         counts = {"generations": self.generations, "failures": self.failures}
-        return {**counts, **self.losses.fields(), "goodput": goodput}
+        return {**counts, **self.losses.fields(), "goodput": goodput, **self.times.fields()}
 
     def text(self) -> str:
-        """Return ``3 generations, 2 failures, downtime 4.20 s, 0 commits lost, 2 ticks redone, goodput 83.1%``."""
-        return f"{number_of(self.generations, 'generation')}, {self.text_of_driver()}"
+        """Return ``3 generations, 2 failures, downtime 4.20 s, 0 commits lost, 2 ticks redone, goodput 83.1%, badput:
+        boot 9.0%, regroup 4.1%``."""
+        counts = [number_of(self.generations, "generation"), number_of(self.failures, "failure")]
+        goodput = [] if self.goodput is None else [f"goodput {self.goodput:.1%}", *self._badput_text()]
+        return ", ".join([*counts, f"downtime {losses_text(self.losses.fields())}", *goodput])
 
-    def text_of_driver(self) -> str:
-        """Return the text without the generations, which may be those of several drivers."""
-        goodput = [] if self.goodput is None else [f"goodput {self.goodput:.1%}"]
-        downtime = f"downtime {losses_text(self.losses.fields())}"
-        return ", ".join([number_of(self.failures, "failure"), downtime, *goodput])
+    def _badput_text(self) -> list[str]:
+        """Return the largest parts of the badput."""
+        found = sorted(self.times.badput().items(), key=lambda part: -part[1])[:_SHOWN]
+        shares = [f"{cause_text(cause)} {share:.1%}" for cause, s in found if (share := s / self.wall_s) >= _LEAST]
+        return [f"badput: {', '.join(shares)}"] if shares else []
+
+    def times_text(self) -> str:
+        """Return ``125.00 s = goodput 104.00 s (83.2%) + boot 11.20 s (9.0%) + ...``, with all causes."""
+        parts: dict[str, float] = {"goodput": self.times.goodput} | dict(self.times.badput().items())
+        texts = (f"{cause_text(part)} {s:.2f} s ({s / max(self.wall_s, 1e-9):.1%})" for part, s in parts.items())
+        return f"{self.wall_s:.2f} s = {' + '.join(texts)}"
+
+
+def cause_text(cause: str) -> str:
+    """Return the name of a part of the time in words."""
+    return cause.replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,14 @@ import itertools
 from math import inf
 from typing import NamedTuple
 
+from elasticstate.core.accounting import follow
 from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.facts import apply
 from elasticstate.core.policy import Policy
 from elasticstate.core.records import Count, Draft, Ledger, Membership, Over, Waiting
 from elasticstate.core.rules import deadlines_of_phase, decide
 from elasticstate.core.slots import mark_draining, slot_deadlines, start_and_stop, stop_overdue_boots
+from elasticstate.core.time_account import TimeAccount
 from elasticstate.core.types import Effect, Event
 
 __all__ = ["Membership", "Transition", "new_membership", "next_deadline", "step", "waiting_for"]
@@ -36,9 +38,13 @@ class Transition(NamedTuple):
     reason: str
 
 
-def new_membership(policy: Policy) -> Membership:
-    """Return a state without hosts, slots and workers. The start time-out counts from the first step."""
-    return Membership(policy, Waiting(since=0.0), {}, {}, {}, None, Ledger(), {}, Count(), {})
+def new_membership(policy: Policy, began_at: float | None = None) -> Membership:
+    """Return a state without hosts, slots and workers. The start time-out counts from the first step.
+
+    ``began_at``: the account of time begins here; None: with the first step.
+    """
+    ledger = Ledger(account=TimeAccount(since=began_at))
+    return Membership(policy, Waiting(since=0.0), {}, {}, {}, None, ledger, {}, Count(), {})
 
 
 def step(m: Membership, event: Event, now: float) -> Transition:
@@ -49,11 +55,13 @@ def step(m: Membership, event: Event, now: float) -> Transition:
     if d.ledger.started_at is None:
         d.update_ledger(started_at=now)
         d.phase = Waiting(since=now)
+        d.update_ledger(account=d.ledger.account.until(now))
     apply(d, event)
     mark_draining(d)
     stop_overdue_boots(d)
     decide(d)
     start_and_stop(d)
+    follow(d)
     return Transition(d.freeze(_deadlines(d)), tuple(d.effects), d.reason)
 
 

@@ -56,6 +56,7 @@ class Forming:
     cause: str
     failure: Failure | None  # None: planned
     clock: float | None  # the regroup time-out counts from here; None: no member has reached the tick yet
+    drains: bool = False  # the generation ends because members drain
     noticed: bool = False
 
 

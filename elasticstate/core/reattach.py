@@ -7,12 +7,15 @@ workers, and the messages that living workers have sent in their generation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from msgspec.structs import replace
 
 from elasticstate.core import types as t
+from elasticstate.core.accounting import follow
+from elasticstate.core.activity import activity_of
 from elasticstate.core.ending import end_now
-from elasticstate.core.figures import Losses, Origin
+from elasticstate.core.figures import NO_PAST, Losses, Origin, PastFigures
 from elasticstate.core.membership import Transition, new_membership
 from elasticstate.core.partition import record_incarnation
 from elasticstate.core.plain import reattach_round, reattach_world
@@ -42,6 +45,8 @@ class Remains:
     gate_is_open: bool  # some members of this world have received OpenGate
     first_round: tuple[t.Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
     restarts: int = 0  # failed worlds of plain workers
+    past: PastFigures = NO_PAST  # of the earlier drivers
+    seen_at: float = inf  # the last time at which the previous driver is known to have lived; inf: not known
 
     @property
     def has_ticked(self) -> bool:
@@ -58,13 +63,24 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     started = kind == "elastic"
     d.update_ledger(kind=kind, started_at=now, ever_ready=started, highest=remains.highest, next_age=remains.next_age)
     d.update_ledger(holds=remains.epoch << _HOLDS_BITS, restarts=remains.restarts, store_joined=kind == "plain")
+    past = remains.past
+    d.update_ledger(
+        account=past.account if past.account.since is not None else past.account.until(now),
+        failures=past.failures,
+        total=past.losses,
+    )
     _hosts(d, remains)
     _slots(d, remains)
     d.reason = "a new driver reattached"
+    failure = None
     if world is not None:
-        _members(d, remains, world)
+        failure = _members(d, remains, world)
     elif remains.first_round:
         _first_round(d, remains)
+    _account(d, remains, goes_on=failure is None and not (remains.exited or remains.lost))
+    if failure is not None:
+        end_now(d, failure)
+    follow(d)
     return Transition(d.freeze({}), tuple(d.effects), d.reason)
 
 
@@ -94,7 +110,8 @@ def _slots(d: Draft, remains: Remains) -> None:
         _add(d, Worker(worker, started_at=d.now))
 
 
-def _members(d: Draft, remains: Remains, world: t.World) -> None:
+def _members(d: Draft, remains: Remains, world: t.World) -> Failure | None:
+    """Enter the newest world. Return why its generation must end, if so."""
     absent: list[t.WorkerId] = []
     lacking = frozenset(world.lacking)
     for placement, age in zip(world.members, remains.ages, strict=True):
@@ -118,20 +135,19 @@ def _members(d: Draft, remains: Remains, world: t.World) -> None:
     d.world = world
     if world.is_plain:
         reattach_world(d, world, [str(worker) for worker in absent])
-        return
+        return None
     _losses(d, remains, world, is_complete=not absent)
     if remains.gate_is_open and not remains.has_ended:  # else the last driver did not know of the gate
         d.phase = Finishing(since=d.now)
         d.effects.append(t.OpenGate(world.generation))
-        return
+        return None
     d.phase = Running(since=d.now, first_tick=remains.has_ticked)
-    if remains.has_ticked:
-        d.update_ledger(goodput=d.ledger.goodput.with_first_tick(world.generation, d.now, remains.ticks))
-    if absent or remains.has_ended:
-        d.update_ledger(is_broken=bool(absent))
-        absent_text = f"these members did not receive their world: {listed(map(str, absent))}"
-        reason = f"a new driver reattached; {absent_text if absent else 'the previous driver had ended the generation'}"
-        end_now(d, Failure(t.RootCause(reason, generation=world.generation), "lost"))
+    if not absent and not remains.has_ended:
+        return None
+    d.update_ledger(is_broken=bool(absent))
+    absent_text = f"these members did not receive their world: {listed(map(str, absent))}"
+    reason = f"a new driver reattached; {absent_text if absent else 'the previous driver had ended the generation'}"
+    return Failure(t.RootCause(reason, generation=world.generation), "lost")
 
 
 def _first_round(d: Draft, remains: Remains) -> None:
@@ -144,6 +160,24 @@ def _first_round(d: Draft, remains: Remains) -> None:
         else:
             absent.append(str(worker))
     reattach_round(d, remains.first_round, absent)
+
+
+def _account(d: Draft, remains: Remains, goes_on: bool) -> None:
+    """Enter the time without a driver into the account.
+
+    That time belongs to the activity of the account if the world goes on in this activity. Workers train without a
+    driver: if their first tick came then, the whole time is goodput. Otherwise the time has a cause of its own;
+    survivors that are READY may prove that they completed ticks.
+    """
+    account, activity, seen_at = d.ledger.account, activity_of(d), min(remains.seen_at, d.now)
+    is_before_ticks = account.activity in ("world_formation", "no_ticks")
+    if goes_on and (activity == account.activity or (is_before_ticks and activity == "no_ticks")):
+        return
+    if goes_on and is_before_ticks and activity == "goodput":
+        account = account.switched("goodput", max(seen_at, account.since or seen_at))
+    else:
+        account = account.with_gap(seen_at, d.now)
+    d.update_ledger(account=account)
 
 
 def _losses(d: Draft, remains: Remains, world: t.World, is_complete: bool) -> None:

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from elasticstate.core.assignment import NEWCOMER
 from elasticstate.core.figures import Losses, Origin
-from elasticstate.core.goodput import Goodput
 from elasticstate.core.phases import (
     Failure as Failure,
     Finishing as Finishing,
@@ -25,6 +24,7 @@ from elasticstate.core.phases import (
     Waiting as Waiting,
 )
 from elasticstate.core.policy import Policy
+from elasticstate.core.time_account import TimeAccount
 from elasticstate.core.types import CallReport, CommitId, Effect, Note, RootCause, SlotId, WorkerId, WorkerReady, World
 
 
@@ -157,7 +157,7 @@ class Ledger(Struct, frozen=True, gc=False):
     total: Losses = Losses()  # of all earlier changes
     origins: tuple[Origin, ...] = ()  # of the last generations
     failures: int = 0  # unplanned ends of generations
-    goodput: Goodput = Goodput()
+    account: TimeAccount = TimeAccount()
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,6 @@ def become_finishing(d: Draft) -> None:
     if d.ledger.has_ticked:
         gate_since = d.phase.gate_since if isinstance(d.phase, Running) else None
         accounting.training_resumed(d, d.now if gate_since is None else gate_since)
-    accounting.generation_ended(d, d.now)
     d.effects.append(t.OpenGate(d.generation))
     d.phase = Finishing(since=d.now)
     d.reason = "all members are in the exit gate"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from elasticstate.core import types as t
+from elasticstate.core import accounting, types as t
 from elasticstate.core.assignment import NEWCOMER, assign
 from elasticstate.core.phases import Round, Together
 from elasticstate.core.records import Draft, Waiting
@@ -73,6 +73,7 @@ def publish(d: Draft) -> None:
     present = d.ledger.round
     assert present is not None
     left = [] if d.world is None else [str(member.worker) for member in d.world.members]
+    accounting.next_generation(d)
     d.world = t.World(d.generation + 1, present.members, 0, (), "", fresh=True, is_plain=True)
     for member in present.members:
         worker = d.workers.get(member.worker)

@@ -121,6 +121,7 @@ class WorkerReady(Struct, frozen=True, gc=False):
     behind: bool = False  # the worker ended ticks without training (torch's Join): others have sealed newer commits
     sealed: CommitId | None = None  # the newest commit ever sealed; newer than ``commit`` if that commit is damaged
     names: int = 0  # digest of its value names, if it can read commits of other workers of its host; 0: it cannot
+    commit_s: float = 0.0  # seconds of that generation's ticks that it spent in commits
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,7 @@ class GateEntered:
 
     worker: WorkerId
     generation: int
+    commit_s: float = 0.0  # see WorkerReady
 
 
 class Heartbeat(Struct, frozen=True, gc=False):
@@ -205,6 +207,7 @@ class Heartbeat(Struct, frozen=True, gc=False):
     generation: int
     ticks: int
     commit: CommitId | None
+    commit_s: float = 0.0  # see WorkerReady
 
 
 class CommitSealed(Message, frozen=True):
@@ -220,6 +223,8 @@ class FirstTick:
 
     worker: WorkerId
     generation: int
+    train_s: float = 0.0  # since it began to train
+    sync_s: float = 0.0  # from the existence of its process groups until then
 
 
 @dataclass(frozen=True, slots=True)

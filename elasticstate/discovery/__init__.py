@@ -27,12 +27,16 @@ SOURCES = {
     "dial-in": "elasticstate.discovery.dial_in:DialIn",
     "slurm": "elasticstate.discovery.slurm:SlurmNodes",
     "ray": "elasticstate.ray.nodes:RayNodes",
+    "kubernetes": "elasticstate.kubernetes.pods:Pods",
 }
 """The project's own host sources."""
 
 
 class HostSource:
     """Source of the hosts of a job. It runs in the driver's event loop and must never block it.
+
+    With ``--listen`` the agents that dial in are the hosts, with their own numbers of slots. Then a source can only let
+    hosts leave: it names them with 0 slots, or not any more.
 
     Attributes:
         can_change: False: the driver asks only at the start.
@@ -69,6 +73,8 @@ def source_name(options: Options) -> str:
         return "script"
     if options.hostfile is not None:
         return "hostfile"
+    if options.pod_selector is not None:
+        return "kubernetes"
     return "dial-in" if options.listen is not None else "list"
 
 

@@ -7,7 +7,7 @@ ones. An unreachable agent on another host need not be dead: it may connect agai
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from elasticstate.net.control import AgentStream
 from elasticstate.net.names import is_this_machine
 
 _LAST_MOMENT_S = 0.1
+_IN_FLIGHT_S = 1.0  # data of an agent that arrives so long after the next one has dialled in was sent after that
+_LOOK_INTERVAL_S = 0.05
 _BAD_NAME = "the agent's host name is invalid. Use letters, digits, dots, dashes and underscores, and no dot first"
 
 
@@ -37,7 +39,7 @@ class Agents:
         directory: Path,
         post: Callable[[t.Event], None],
         received: Callable[[str, messages.FromAgent], None],
-        status: Callable[[], str],
+        status: Callable[[bool], str],
         warn: Callable[[str], None],
         log: Callable[[str], None],
     ) -> None:
@@ -52,6 +54,11 @@ class Agents:
         self._away: dict[str, AgentHandle] = {}  # by id: unreachable, but perhaps alive
         self._stopped: set[str] = set()  # ids of agents that were lost while they stopped
         self._has_news = False  # the agents that have dialled in have changed
+        self._rivals: dict[
+            str, AgentStream
+        ] = {}  # by host: an agent that has dialled in while another one is connected
+        self._named: frozenset[str] = frozenset()  # hosts that discovery has named so far, beside agents that dial in
+        self._leaving: frozenset[str] = frozenset()  # those of them that it does not name any more
         self._silence: asyncio.Task[None] | None = None
 
     # ----------------------------------------------------------------------------------------- beginning and ending
@@ -66,6 +73,10 @@ class Agents:
     def open(self) -> None:
         """Listen for other hosts, too. Call this before the first agent is started. Raises OSError."""
         self._server.open()
+
+    @property
+    def _dial_in(self) -> bool:
+        return self._spec.options.listen is not None
 
     @property
     def is_open(self) -> bool:
@@ -94,12 +105,12 @@ class Agents:
 
     def refuse(self, host: str) -> str:
         """Return why no agent can be started on a host, or ""."""
-        return self._starter.refuse(host)
+        return "" if self._dial_in else self._starter.refuse(host)
 
     def start(self, host: str) -> None:
         """Start the agent of a host; HostReport or AgentLost follows."""
         agent = self._agents.get(host)
-        if self._spec.options.listen is not None or (agent is not None and agent.stream is not None):
+        if self._dial_in or (agent is not None and agent.stream is not None):
             return  # the host has an agent already, or again
         try:
             self._agents[host] = self._starter.start(host)
@@ -212,7 +223,7 @@ class Agents:
             agent.process.kill()
 
     def _report_dialled_in(self) -> None:
-        if self._spec.options.listen is not None and not self._has_news:
+        if self._dial_in and not self._has_news:
             self._has_news = True
             self._post(t.TimePassed())
 
@@ -221,8 +232,18 @@ class Agents:
         if not self._has_news:
             return []
         self._has_news = False
-        hosts = (t.HostSlots(agent.host, agent.slots) for agent in self._agents.values())
-        return [t.HostsDiscovered(tuple(hosts))]
+        slots = {agent.host: 0 if agent.host in self._leaving else agent.slots for agent in self._agents.values()}
+        return [t.HostsDiscovered(tuple(t.HostSlots(*each) for each in slots.items()))]
+
+    def discovered(self, hosts: Sequence[t.HostSlots]) -> None:
+        """Drain the agents that have dialled in on hosts that discovery names without slots, or does not name any more.
+
+        Discovery may be late: an agent on a host that it has never named may work.
+        """
+        usable = frozenset(host.name for host in hosts if host.slots)
+        self._named |= {host.name for host in hosts}
+        self._leaving = self._named - usable
+        self._report_dialled_in()
 
     # -------------------------------------------------------------------------------------- callbacks of the server
 
@@ -237,20 +258,50 @@ class Agents:
             self._lose(agent, "lost its connection and connected again")  # before its silence was detected
             agent = None
         away = self._away.pop(hello.agent, None)
+        if away is not None and self._dial_in and agent is not None and agent.has_reported:
+            away.process.kill()  # perhaps another machine has its name now
+            away = None
         if away is not None:
             agent = self._readmit(away, agent)
         elif 0 < hello.epoch < self._spec.epoch and (agent is None or not agent.has_reported):
             agent = self._adopt(agent, hello)
-        elif self._spec.options.listen is not None and agent is None:
+        elif self._dial_in and agent is None:
             agent = self._accept(hello)
+        elif self._dial_in and agent is not None and agent.stream is not None:
+            self._tasks.start(self._choose(stream, agent))
+            return
         elif agent is None or agent.id != hello.agent or agent.stream is not None:
-            stream.refuse(
-                f"host {hello.host} does not belong to this job, or has another agent", hello.agent in self._stopped
-            )
+            self._refuse(stream)
             return
         agent.stream, agent.pid = stream, hello.pid
         stream.send(codec.encode(self._spec))
         self._report_dialled_in()
+
+    def _refuse(self, stream: AgentStream) -> None:
+        hello = stream.hello
+        reason = f"host {hello.host} does not belong to this job, or has another agent"
+        stream.refuse(reason, is_stopped=hello.agent in self._stopped)
+
+    async def _choose(self, rival: AgentStream, agent: AgentHandle) -> None:
+        """Admit the second agent of a host if the first one is dead, and refuse it otherwise.
+
+        A pod that returns at another address has its old name. The connection of its last agent seems to live until
+        --heartbeat-timeout, if the node was lost.
+        """
+        arrived_at = asyncio.get_running_loop().time()
+        earlier = self._rivals.get(agent.host)
+        self._rivals[agent.host] = rival
+        if earlier is not None:
+            earlier.abort("the agent has dialled in again")
+        while self._rivals.get(agent.host) is rival and not agent.is_lost and agent.stream is not None:
+            if agent.stream.received_at > arrived_at + _IN_FLIGHT_S:
+                self._refuse(rival)
+                break
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+        if self._rivals.get(agent.host) is rival:
+            del self._rivals[agent.host]
+            if agent.is_lost:
+                self.agent_joined(rival)
 
     def agent_sent(self, stream: AgentStream, message: messages.FromAgent) -> None:
         agent = self._agents.get(stream.hello.host)
@@ -261,6 +312,8 @@ class Agents:
 
     def agent_lost(self, stream: AgentStream, reason: str) -> None:
         agent = self._agents.get(stream.hello.host)
+        if self._rivals.get(stream.hello.host) is stream:
+            del self._rivals[stream.hello.host]
         if agent is not None and agent.stream is stream:  # a process closes its sockets a moment before its end
             asyncio.get_running_loop().call_later(_LAST_MOMENT_S, self._lose_stream, agent, stream, reason)
 

@@ -13,7 +13,6 @@ from elasticstate import commits as commit_directory
 from elasticstate.backends import DriverBackend, DriverServices, driver_part
 from elasticstate.config import Options
 from elasticstate.core.accounting import figures_of
-from elasticstate.core.figures import JobFigures
 from elasticstate.discovery import host_source
 from elasticstate.driver import spec
 from elasticstate.driver.agent_messages import AgentMessages
@@ -24,7 +23,9 @@ from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.driver.launch_results import LaunchResults
 from elasticstate.driver.main_loop import MainLoop
+from elasticstate.driver.metrics_port import metrics_served
 from elasticstate.driver.output_troubles import OutputTroubles
+from elasticstate.driver.overview import overview_of
 from elasticstate.driver.reattach import Keeper, Reattachment, first_record, lock_job, next_record
 from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Outcome, Report
@@ -72,7 +73,8 @@ class Driver:
         self._signals = StopSignals(self._state, self._queue, self._report)
 
     async def run(self) -> int:
-        async with self._outputs.watched(self._options.stop_timeout_s):
+        metrics = metrics_served(self._options.metrics, self._job, self._state, self._report.log)
+        async with self._outputs.watched(self._options.stop_timeout_s), metrics:
             return await self._run()
 
     async def _run(self) -> int:
@@ -84,9 +86,9 @@ class Driver:
             directory.give_back()
             raise
         self._signals.listen()
-        self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.log(self._status()))
+        self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.log(self._status(as_json=False)))
         if parts.reattachment is None:
-            self._report.started(self._options, spec.one_thread_each(self._options))
+            self._report.started(self._options, spec.one_thread_each(self._options), self._state.stepped_at)
         try:
             await parts.main_loop.run(parts.reattachment)
         except Exception:
@@ -145,7 +147,7 @@ class Driver:
         record = msgspec.structs.replace(record, ports=agents.ports)
         keeper = Keeper(directory, record, self._journal.warn)
         keeper.watch()
-        reattachment = Reattachment(record) if last is not None else None
+        reattachment = Reattachment(record, directory.seen_at) if last is not None else None
         state, queue, journal, report = self._state, self._queue, self._journal, self._report
         agent_messages = AgentMessages(agents, backend, state, queue, journal, self._outputs, results, reattachment)
         effects = Effects(self._job, options, agents, backend, state, journal, report)
@@ -161,15 +163,17 @@ class Driver:
         await in_thread(parts.directory.remove)
 
     async def _report_outcome(self, parts: _DriverParts, outcome: Outcome) -> None:
-        self._report.summary(self._figures(), outcome, parts.keeper.record.epoch)
+        now, membership = self._loop.time(), self._state.membership
+        self._journal.event("generation_finished", **membership.ledger.account.until(now).fields())
+        self._report.summary(figures_of(membership, now), outcome, parts.keeper.record.epoch)
         if outcome.root_cause is not None:
             self._report.root_cause(outcome.root_cause)
         if parts.launch_results is not None:
             await in_thread(parts.launch_results.write, outcome, self._report.failures)
 
-    def _status(self) -> str:
-        state, outputs = self._state, self._outputs.lines()
-        return status_text(self._job, state.membership, self._figures(), state.reason, self._loop.time(), outputs)
-
-    def _figures(self) -> JobFigures:
-        return figures_of(self._state.membership, self._state.started_at, self._loop.time())
+    def _status(self, as_json: bool) -> str:
+        state, now = self._state, self._loop.time()
+        overview, figures = overview_of(self._job, state.membership, state.reason, now)
+        if as_json:
+            return msgspec.json.encode(overview).decode() + "\n"
+        return status_text(self._job, state.membership, figures, state.reason, now, self._outputs.lines())

@@ -10,24 +10,25 @@ _PLACES = {place: place.name.lower() for place in messages.Place}
 
 
 def heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
-    return t.Heartbeat(worker, _PLACES[stamp.place], stamp.generation, stamp.ticks, stamp.commit)
+    return t.Heartbeat(worker, _PLACES[stamp.place], stamp.generation, stamp.ticks, stamp.commit, stamp.commit_s)
 
 
 def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | None:
     """Return the event for a message; None if the core does not need the message."""
     match body:
-        case messages.Ready(generation, commit, previous, store, ticks, paused_s, behind, sealed, names):
-            return t.WorkerReady(worker, generation, commit, previous, store, ticks, paused_s, behind, sealed, names)
+        case messages.Ready(generation, commit, previous, store, ticks, paused_s, behind, sealed, names, commit_s):
+            commits = (generation, commit, previous)
+            return t.WorkerReady(worker, *commits, store, ticks, paused_s, behind, sealed, names, commit_s)
         case messages.HoldAnswer(generation, ticks, in_gate, number):
             return t.HoldAnswered(worker, generation, ticks, in_gate, number)
         case messages.RunUsed():
             return t.WorkerUsesRun(worker)
         case messages.GenerationFailure(generation, certain, error):
             return t.FailureReported(worker, generation, certain, error)
-        case messages.Gate(generation):
-            return t.GateEntered(worker, generation)
-        case messages.First(generation):
-            return t.FirstTick(worker, generation)
+        case messages.Gate(generation, commit_s):
+            return t.GateEntered(worker, generation, commit_s)
+        case messages.First(generation, train_s, sync_s):
+            return t.FirstTick(worker, generation, train_s, sync_s)
         case messages.CallReport():
             return t.CallReported(worker, body)
         case messages.CommitSealed():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 from elasticstate.core import types as t
 from elasticstate.core.membership import new_membership, step
 from elasticstate.core.policy import Policy
-from elasticstate.core.reattach import Remains, reattach
+from elasticstate.core.reattach import reattach
+from elasticstate.driver.reattach import Reattachment
 from elasticstate.driver.report import Outcome
 
 
@@ -13,12 +16,12 @@ class JobState:
     """The core's state, why the core acts or waits, and the outcome of the job. Times: the event loop's clock."""
 
     def __init__(self, policy: Policy, now: float) -> None:
-        self.membership = new_membership(policy)
+        self.membership = new_membership(policy, now)
         self.reason = ""
         self.outcome: Outcome | None = None  # None: the job is not over
         self.commit_bytes = 0  # size of a commit of the largest worker
         self.stores: dict[str, str] = {}  # by host: address of the store for the next world of plain workers
-        self.started_at = self.stepped_at = now
+        self.stepped_at = now
         self._policy = policy
 
     def step(self, event: t.Event, now: float) -> tuple[t.Effect, ...]:
@@ -27,8 +30,8 @@ class JobState:
         self.membership, effects, self.reason = step(self.membership, event, now)
         return effects
 
-    def reattach(self, remains: Remains, now: float) -> tuple[t.Effect, ...]:
+    def reattach(self, reattachment: Reattachment, now: float) -> tuple[t.Effect, ...]:
         """Let the core continue the job of an earlier driver. Return the effects."""
         self.stepped_at = now
-        self.membership, effects, self.reason = reattach(self._policy, remains, now)
+        self.membership, effects, self.reason = reattach(self._policy, reattachment.remains((now, time.time())), now)
         return effects

@@ -12,7 +12,7 @@ from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.membership import next_deadline
 from elasticstate.core.texts import listed
-from elasticstate.discovery import HostSource
+from elasticstate.discovery import Hosts, HostSource
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.discovery import Discovery
 from elasticstate.driver.effects import Effects
@@ -55,7 +55,7 @@ class MainLoop:
         """Run until the job has an outcome. ``reattachment``: the job of an earlier driver is continued."""
         discovery = Discovery(self._source, self._agents.refuse, self._journal.warn)
         if reattachment is not None:
-            discovery.start_from(reattachment.record.hosts)
+            discovery.start_from(() if self._options.listen else reattachment.record.hosts)
             await self._reattach(reattachment)
         following = asyncio.ensure_future(self._follow(discovery, is_new_job=reattachment is None))
         following.add_done_callback(lambda _: self._queue.wake())
@@ -77,20 +77,30 @@ class MainLoop:
     async def _follow(self, discovery: Discovery, is_new_job: bool) -> None:
         if is_new_job:
             hosts = await discovery.first()
-            if not all(is_this_machine(host.name) for host in hosts):
+            if not (self._options.listen or all(is_this_machine(host.name) for host in hosts)):
                 self._agents.open()
-            self._queue.post(t.HostsDiscovered(hosts))
+            self._discovered(hosts)
         async for hosts in discovery.changes():
+            self._discovered(hosts)
+
+    def _discovered(self, hosts: Hosts) -> None:
+        if self._options.listen is not None:  # the agents that dial in are the hosts
+            self._agents.discovered(hosts)
+        else:
             self._queue.post(t.HostsDiscovered(hosts))
 
     async def _step(self) -> None:
         events = [*self._agents.news(), *self._queue.take()]
         event = t.Several(tuple(events)) if events else t.TimePassed()
+        activity = self._state.membership.ledger.account.activity
         effects = self._state.step(event, self._loop.time())
         m = self._state.membership
+        has_new_activity = m.ledger.account.activity != activity
         is_first_commit = self._keeper.record.highest is None and m.ledger.highest is not None
-        if effects or is_first_commit:  # write first: the record must not be older than what the agents receive
-            await self._keeper.keep(m, self._agents.ports)
+        if (
+            effects or is_first_commit or has_new_activity
+        ):  # write first: the record must not be older than what the agents receive
+            await self._keeper.keep(m, self._agents.ports, self._state.stepped_at)
         for effect in effects:
             self._effects.carry_out(effect)
         self._report.reason(self._state.reason)
@@ -105,7 +115,7 @@ class MainLoop:
             return
         for host in set(reattachment.lost()).difference(lost_hosts(self._queue.events)):
             self._agents.give_up(host, "was unreachable when the driver was restarted")
-        effects = self._state.reattach(reattachment.remains(), self._loop.time())
+        effects = self._state.reattach(reattachment, self._loop.time())
         lost = lost_hosts(self._queue.events)
         self._journal.event("driver_restarted", epoch=record.epoch, back=reattachment.back(), lost=lost)
         reattachment.is_over = True

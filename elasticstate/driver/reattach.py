@@ -9,12 +9,14 @@ import asyncio
 import os
 import secrets
 import shlex
+import time
 from collections.abc import Callable, Iterable
 
 import msgspec
 
 from elasticstate.config import Options
 from elasticstate.core import types as t
+from elasticstate.core.figures import PastFigures
 from elasticstate.core.reattach import Remains
 from elasticstate.core.records import Membership, by_discovery
 from elasticstate.driver.record import JobDirectory, Record
@@ -62,15 +64,21 @@ def lost_hosts(events: Iterable[t.Event]) -> list[str]:
     return sorted({event.host for event in events if isinstance(event, t.AgentLost)})
 
 
-def newer(old: Record, m: Membership, ports: tuple[int, ...]) -> Record | None:
-    """Return the record for the current state; None if it has not changed."""
+def newer(old: Record, m: Membership, ports: tuple[int, ...], clocks: tuple[float, float]) -> Record | None:
+    """Return the record for the current state; None if it has not changed.
+
+    ``clocks``: the core's clock, and Unix time. The next driver must know them, because it may have another clock.
+    """
     agents = tuple(sorted(host.name for host in m.hosts.values() if host.agent == "joined"))
     hosts = tuple(t.HostSlots(host.name, host.slots) for host in by_discovery(m) if host.slots)
     is_first_commit = old.highest is None and m.ledger.highest is not None
     is_same_world = m.world is old.world
     first_round = _first_round(m)
-    now = (ports, agents, hosts, first_round, m.ledger.restarts)
-    before = (old.ports, old.agents, old.hosts, old.first_round, old.restarts)
+    past = PastFigures(m.ledger.account.until(clocks[0]), m.ledger.failures, m.ledger.total + m.ledger.losses)
+    figures = (past.account.activity, past.failures, past.losses)
+    old_figures = (old.past.account.activity, old.past.failures, old.past.losses)
+    now = (ports, agents, hosts, first_round, m.ledger.restarts, figures)
+    before = (old.ports, old.agents, old.hosts, old.first_round, old.restarts, old_figures)
     if is_same_world and not is_first_commit and now == before:
         return None
     members = m.world.members if m.world is not None else ()
@@ -86,7 +94,15 @@ def newer(old: Record, m: Membership, ports: tuple[int, ...]) -> Record | None:
         highest=m.ledger.highest,
         first_round=first_round,
         restarts=m.ledger.restarts,
+        past=past,
+        clocks=clocks,
     )
+
+
+def _has_only_new_figures(old: Record, new: Record) -> bool:
+    """Return True if an old record serves as well: with older figures, and an older commit than the newest."""
+    highest = old.highest or new.highest
+    return msgspec.structs.replace(new, past=old.past, clocks=old.clocks, highest=highest) == old
 
 
 def _first_round(m: Membership) -> tuple[t.Placement, ...]:
@@ -122,9 +138,10 @@ class Keeper:
             await self.look()
 
     async def look(self) -> None:
-        """Restore the directory with the record, if it was deleted."""
+        """Restore the directory with the record, if it was deleted. Give a sign of life for the next driver."""
         async with self._writing:
             await self._mend()
+            await in_thread(self._directory.sign_of_life)
 
     async def _mend(self) -> None:
         if not await in_thread(lambda: self._directory.is_lost):
@@ -144,15 +161,16 @@ class Keeper:
             self._is_written = True
             self._warn(f"{what} and created again")
 
-    async def keep(self, m: Membership, ports: tuple[int, ...]) -> None:
+    async def keep(self, m: Membership, ports: tuple[int, ...], now: float) -> None:
         """Write the record if it has changed. A file system that hangs delays effects, but not the event loop."""
         async with self._writing:
-            record = newer(self.record, m, ports)
+            record = newer(self.record, m, ports, (now, time.time()))
+            may_stay = self._is_written and record is not None and _has_only_new_figures(self.record, record)
             if record is not None:
                 self.record = record
             if record is not None or not self._is_written:
                 late = asyncio.get_running_loop().call_later(BLOCKED_S, self._warn, self._delay_text())
-                self._note(await in_thread(self._write, self.record))
+                self._note(await in_thread(self._write, self.record, may_stay))
                 late.cancel()
 
     async def job_is_over(self) -> None:
@@ -163,14 +181,17 @@ class Keeper:
             self.record = msgspec.structs.replace(self.record, is_over=True)
             self._note(await in_thread(self._write, self.record))
 
-    def _write(self, record: Record) -> str:
+    def _write(self, record: Record, may_stay: bool = False) -> str:
         """Write the record. Return why that failed, or "".
 
         After a failure the record is removed: with an old one the next driver would reuse numbers of generations.
+        ``may_stay``: the old one stays instead, because only its figures are old.
         """
         try:
             self._directory.write(record)
         except OSError as error:
+            if may_stay:
+                return ""
             self._directory.forget()
             return error.strerror or str(error)
         return ""
@@ -189,10 +210,11 @@ class Keeper:
 
 
 class Reattachment:
-    """The agents of the previous driver, as they reconnect."""
+    """The agents of the previous driver, as they reconnect. ``seen_at``: Unix time of its last sign of life."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, seen_at: float) -> None:
         self.record = record
+        self._seen_at = seen_at
         self.is_over = False
         self._reports: dict[str, messages.HostReport] = {}
 
@@ -213,8 +235,9 @@ class Reattachment:
         members = {placement.worker.host for placement in world.members} if world is not None else set()
         return sorted(members.union(self.record.agents).difference(self._reports))
 
-    def remains(self) -> Remains:
-        """Return all facts about the job, for the core."""
+    def remains(self, clocks: tuple[float, float]) -> Remains:
+        """Return all facts about the job, for the core. ``clocks``: the core's clock, and Unix time."""
+        now, unix = clocks
         record, world = self.record, self.record.world
         reports = [report for host_report in self._reports.values() for report in host_report.workers]
         generation = world.generation if world is not None else 0
@@ -230,6 +253,8 @@ class Reattachment:
             highest=record.highest,
             first_round=record.first_round,
             restarts=record.restarts,
+            past=record.past.shifted(now - max(0.0, unix - record.clocks[1]) - record.clocks[0]),
+            seen_at=now - max(0.0, unix - max(self._seen_at, record.clocks[1])),
             hosts=(*record.hosts, *(t.HostSlots(host, 0) for host in self.back() if host not in named)),
             lost=frozenset(self.lost()),
             living={report.worker: report.generation for report in reports},

@@ -18,6 +18,7 @@ import msgspec
 
 from elasticstate.commits import ID_FILE
 from elasticstate.config import Options, usable_runtime_directory
+from elasticstate.core.figures import NO_PAST, PastFigures
 from elasticstate.core.types import CommitId, HostSlots, Placement, World
 from elasticstate.errors import OptionError
 from elasticstate.private import is_still, open_directory, open_file, read_file, write_file
@@ -53,6 +54,8 @@ class Record(msgspec.Struct, frozen=True):
     highest: CommitId | None = None  # newest commit with tick >= 1 that was reported
     first_round: tuple[Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
     restarts: int = 0  # failed worlds of plain workers
+    past: PastFigures = NO_PAST  # when the record was written, by the core's clock
+    clocks: tuple[float, float] = (0.0, 0.0)  # at that time: the core's clock, and Unix time
     is_over: bool = False  # the job has ended and its commits are being removed: no driver may reattach
 
     @property
@@ -69,8 +72,11 @@ class JobDirectory:
     """The job's directory, locked by its driver. Raises OptionError if a living driver has it, or it cannot be made.
 
     ``found``: the record of a driver that died before the end of its job; None: the job is new. A driver that died
-    while it cleaned up after the end of its job leaves nothing to reattach to.
+    while it cleaned up after the end of its job leaves nothing to reattach to. ``seen_at``: Unix time of the last sign
+    of life of an earlier driver.
     """
+
+    seen_at = 0.0
 
     def __init__(self, job: str) -> None:
         self.path = _path_of(job)
@@ -80,7 +86,7 @@ class JobDirectory:
                 "Choose a shorter name."
             )
         try:
-            self._lock, self._driver_lock = self._take_lock()
+            self._lock, self._driver_lock, self.seen_at = self._take_lock()
         except JobIsRunningError as error:
             raise OptionError(
                 f"--job-name: {job!r}: a job of this name is already running: {error}. Choose another name, or see its "
@@ -104,6 +110,11 @@ class JobDirectory:
         """Replace the record. A reader sees either the old record or the new one."""
         write_file(self._lock, _RECORD, msgspec.json.encode(record))
 
+    def sign_of_life(self) -> None:
+        """Record that the driver lives, for the next driver."""
+        with suppress(OSError):  # the file system may have become read-only
+            os.utime(self._driver_lock)
+
     def forget(self) -> None:
         """Remove the record, if possible."""
         with suppress(OSError):  # the file system may have become read-only
@@ -116,7 +127,7 @@ class JobDirectory:
 
     def make_anew(self, record: Record) -> None:
         """Create the directory again, with this record. Raises OSError if its name is taken by now."""
-        lock, driver_lock = self._take_lock()
+        lock, driver_lock, _ = self._take_lock()
         self._unlock()
         self._lock, self._driver_lock = lock, driver_lock
         self.write_id(record.job_id)
@@ -138,8 +149,9 @@ class JobDirectory:
         os.close(self._driver_lock)
         os.close(self._lock)
 
-    def _take_lock(self) -> tuple[int, int]:
-        """Create or take over the directory. Return the locked descriptors of directory and driver's lock file."""
+    def _take_lock(self) -> tuple[int, int, float]:
+        """Create or take over the directory. Return the locked descriptors of directory and driver's lock file, and the
+        last sign of life of an earlier driver."""
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while True:
             with suppress(FileExistsError):
@@ -148,7 +160,7 @@ class JobDirectory:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 if is_still(self.path, lock):
-                    return lock, _take_driver_lock(lock)
+                    return lock, *_take_driver_lock(lock)
             except (BlockingIOError, FileNotFoundError):  # the directory is being removed
                 if time.monotonic() > deadline:
                     os.close(lock)
@@ -172,7 +184,7 @@ class JobDirectory:
                 entry.unlink()
 
 
-def _take_driver_lock(directory: int) -> int:
+def _take_driver_lock(directory: int) -> tuple[int, float]:
     fd = open_file(directory, _DRIVER_LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,9 +192,10 @@ def _take_driver_lock(directory: int) -> int:
         pid = os.read(fd, 20).decode(errors="replace")
         os.close(fd)
         raise JobIsRunningError(f"its driver is process {pid}") from None
+    seen_at = os.fstat(fd).st_mtime
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
-    return fd
+    return fd, seen_at
 
 
 def _read(path: Path) -> Record | None:

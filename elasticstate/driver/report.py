@@ -80,9 +80,10 @@ class Report:
 
     # --------------------------------------------------------------------------------------------------- the events
 
-    def started(self, options: Options, has_one_thread_each: bool) -> None:
+    def started(self, options: Options, has_one_thread_each: bool, at: float) -> None:
+        """Write that the job has started, at this time of the monotonic clock."""
         sizes = {"np": options.np, "min_np": options.min_np, "max_np": options.max_np}
-        self.event("job_started", {"generation": 0, "pid": os.getpid(), "command": list(options.command), **sizes})
+        self.event("job_started", {"generation": 0, "pid": os.getpid(), "command": list(options.command), **sizes}, at)
         if has_one_thread_each:
             self.log("OMP_NUM_THREADS is set to 1 for each worker, because several workers may share a machine")
 
@@ -160,13 +161,11 @@ class Report:
         status = "failed" if outcome.status else "succeeded"
         fields = {"generation": figures.generations, "status": status, "driver": driver, **figures.fields()}
         self.event("job_finished", fields)
-        text, ran = f"job {self._job} {outcome.word}", f"{figures.wall_s:.1f} s"
-        if figures.generations == 0:
-            text += f" after {ran}"
-        elif driver == 1:
-            text += f" after {ran}: {figures.text()}"
-        else:
-            text += f" in generation {figures.generations}; driver {driver} ran for {ran}: {figures.text_of_driver()}"
+        text = f"job {self._job} {outcome.word} after {figures.wall_s:.1f} s"
+        if figures.generations:
+            text += f": {figures.text()}"
+        if driver > 1:
+            text += f"; {driver} drivers"
         self.log(text)
 
     def root_cause(self, cause: RootCause) -> None:

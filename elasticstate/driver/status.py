@@ -27,7 +27,8 @@ def _lines(
     since = "" if isinstance(m.phase, Over) else f" for {now - m.phase.since:.1f} s"
     yield f"job {job}: {m.phase_name}{since}; {reason}"
     if figures.generations:
-        yield f"since the start of the driver {figures.wall_s:.1f} s ago: {figures.text_of_driver()}"
+        yield f"since the start of the job {figures.wall_s:.1f} s ago: {figures.text()}"
+        yield f"time: {figures.times_text()}"
     members = [m.workers[p.worker] for p in m.world.members if p.worker in m.workers] if m.world else []
     if m.world is not None:
         hosts = len({worker.id.host for worker in members})

@@ -24,18 +24,20 @@ from elasticstate.errors import UsageError
 
 if TYPE_CHECKING:
     from elasticstate.huggingface.accelerator import Accelerator
+    from elasticstate.huggingface.log_callback import LogCallback
     from elasticstate.huggingface.state import TrainingState, run
     from elasticstate.huggingface.trainer import ElasticTrainer, Trainer
 
 _HOMES = {
     "Accelerator": "accelerator",
     "ElasticTrainer": "trainer",
+    "LogCallback": "log_callback",
     "Trainer": "trainer",
     "TrainingState": "state",
     "run": "state",
 }
 
-__all__ = ["Accelerator", "ElasticTrainer", "Trainer", "TrainingState", "run"]
+__all__ = ["Accelerator", "ElasticTrainer", "LogCallback", "Trainer", "TrainingState", "run"]
 
 
 def __getattr__(name: str) -> object:

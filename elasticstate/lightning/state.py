@@ -39,16 +39,20 @@ class LightningState(elastic.TorchState):
     position of the loader. ``state.callbacks`` contains the states of the callbacks and the metrics that they use.
     The latter may differ by rank, so ``check()`` leaves them out. :class:`Trainer` keeps the state up to date.
 
+    Args:
+        model: the module.
+        values: further values that the training changes, such as ``log=Log(...)``. They become attributes.
+
     Raises UsageError if ``model`` is not a LightningModule.
     """
 
-    def __init__(self, model: pl.LightningModule) -> None:
+    def __init__(self, model: pl.LightningModule, **values: Any) -> None:
         if not isinstance(model, pl.LightningModule):
             raise UsageError(
                 f"LightningState({type(model).__name__}): must be a LightningModule of the package lightning.pytorch. "
                 "Derive the model from lightning.pytorch.LightningModule."
             )
-        super().__init__(model=model, trainer=Part(), callbacks=Part())
+        super().__init__(model=model, trainer=Part(), callbacks=Part(), **values)
         self.exclude_from_check("callbacks")
         self._random_state = random_state()
         self._fitted_in = 0

@@ -44,7 +44,7 @@ class Owner(Protocol):
     def agent_lost(self, stream: AgentStream, reason: str, /) -> None:
         """Handle the end of an agent's connection; called once."""
 
-    def status(self) -> str:
+    def status(self, as_json: bool, /) -> str:
         """Return the answer to ``elasticrun status``."""
 
     def refused(self, peer: str, reason: str, /) -> None:
@@ -103,7 +103,7 @@ class AgentStream:
     def _first(self, first: messages.Opening) -> None:
         self.has_sent = True
         if isinstance(first, messages.AskStatus):
-            self.send(self._owner.status().encode())
+            self.send(self._owner.status(first.as_json).encode())
             self.stream.close()
         elif first.protocol != messages.PROTOCOL_VERSION:
             reason = (
@@ -328,10 +328,10 @@ class DriverStream:
         self._stream.reset(reason)
 
 
-async def ask_status(address: str, token: str, timeout_s: float) -> str:
-    """Return the status text of the driver at ``address``. Raises ConnectionError with the reason."""
+async def ask_status(address: str, token: str, timeout_s: float, as_json: bool = False) -> str:
+    """Return the status of the driver at ``address``. Raises ConnectionError with the reason."""
     stream, queue = await dial(address, Trust(token).client, NAME, timeout_s)
-    stream.send(codec.encode(messages.AskStatus()))
+    stream.send(codec.encode(messages.AskStatus(as_json)))
     getting = asyncio.ensure_future(queue.get())
     await asyncio.wait({getting}, timeout=timeout_s)
     stream.close()

@@ -63,7 +63,7 @@ from elasticstate.net.worker_messages import (
     WorldMessage as WorldMessage,
 )
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 STORE_JOINED = "joined"
@@ -115,6 +115,7 @@ class Stamp(Message, frozen=True):
     generation: int
     ticks: int
     commit: CommitId | None
+    commit_s: float = 0.0  # seconds that the ticks of ``generation`` spent in commits
 
 
 class WorkerReport(Message, frozen=True):
@@ -194,6 +195,8 @@ class Fetched(Message, frozen=True):
 
 class AskStatus(Message, frozen=True):
     """First message of ``elasticrun status``, instead of a Hello. The driver answers with text, then disconnects."""
+
+    as_json: bool = False
 
 
 Opening = AgentHello | AskStatus

@@ -40,16 +40,19 @@ def make_token() -> str:
 def read_token(path: str) -> str:
     """Return the token in a file. Only this user may own or access the file, as ssh demands of a private key.
 
-    Raises OSError (PermissionError: other users own or can access the file), or ValueError if the file holds no token.
+    Root may own a file that a group of this user reads, as Kubernetes gives the files of a Secret to the group
+    ``fsGroup``. Raises OSError (PermissionError: other users own or can access the file), or ValueError if the file
+    holds no token.
     """
     with open(path, "rb") as file:
         found = os.fstat(file.fileno())  # of the open file: the path may name another file by now
-        if found.st_uid != os.geteuid():
+        is_granted = found.st_uid == 0 != os.geteuid() and not found.st_mode & 0o037
+        if found.st_uid != os.geteuid() and not is_granted:
             raise PermissionError(
                 f"it belongs to user {found.st_uid}, not to this user ({os.geteuid()}). Change its owner, or make a "
                 "copy that only this user can read"
             )
-        if found.st_mode & 0o077:
+        if found.st_mode & 0o077 and not is_granted:
             mode = stat.S_IMODE(found.st_mode)
             raise PermissionError(f"its mode {mode:04o} lets other users read or change it. Run chmod 600 on it")
         data = file.read(_MOST_TOKEN_BYTES + 1)

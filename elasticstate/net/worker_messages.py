@@ -69,6 +69,7 @@ class Ready(Message, frozen=True):
     behind: bool = False  # the worker ended ticks without training (torch's Join), and others have newer commits
     sealed: CommitId | None = None  # newest commit ever sealed: newer than ``commit`` if that one was damaged
     names: int = 0  # digest of the value names; 0: the worker cannot read commits of other workers of its host
+    commit_s: float = 0.0  # seconds that the ticks of ``generation`` spent in commits
 
 
 class HoldAnswer(Message, frozen=True):
@@ -86,12 +87,15 @@ class GenerationFailure(Message, frozen=True):
 
 class Gate(Message, frozen=True):
     generation: int
+    commit_s: float = 0.0  # see Ready
 
 
 class First(Message, frozen=True):
     """The first tick of this generation is complete."""
 
     generation: int
+    train_s: float = 0.0  # seconds since the worker began to train
+    sync_s: float = 0.0  # seconds from the existence of its process groups until then
 
 
 class Synced(Message, frozen=True):

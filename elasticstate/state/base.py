@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -55,6 +56,8 @@ class State(Joinable):
         self._has_joined = False  # this state was passed to a Join: only then ticks ask torch
         for name, value in values.items():
             setattr(self, name, value)
+            if callable(attach := getattr(type(value), "attach_to_state", None)):
+                attach(value, self, name)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(self._unknown(name))
@@ -130,7 +133,9 @@ class State(Joinable):
         if every < 1:
             raise UsageError(f"commit(every={every}): must be at least 1 (1 saves at each tick)")
         if (self._committer.ticks + 1) % every == 0:
+            began_at = time.monotonic()
             self._committer.begin()
+            self._committer.session.record_commit_time(time.monotonic() - began_at)
         self.check_host_updates()
 
     def save(self) -> None:

@@ -72,6 +72,9 @@ class Session(Protocol):
     def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int, /) -> None:
         """Record the ids of the newest commit and of the previous commit, and the size of the newest."""
 
+    def record_commit_time(self, seconds: float, /) -> None:
+        """Record time that a tick has spent in a commit."""
+
     def record_sync(self, size_bytes: int, seconds: float, /) -> None:
         """Record a state that was sent or received."""
 
@@ -133,6 +136,9 @@ class SoloSession:
     def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
         if newest is not None:
             self._saves = newest.tick
+
+    def record_commit_time(self, seconds: float) -> None:
+        """Do nothing: there is no driver."""
 
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         raise AssertionError("nothing is sent outside a world")

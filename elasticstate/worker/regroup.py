@@ -74,6 +74,7 @@ class Regrouper:
             )
         )
         self._sentinel.check()
+        self._sentinel.formed()
         return view
 
     def leave(self, by_plan: bool = False) -> None:

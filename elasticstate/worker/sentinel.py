@@ -54,6 +54,7 @@ class Sentinel:
 
     def __init__(self, connection: Connection, worker: WorkerId, page: _native.ControlPage) -> None:
         self._worker = worker
+        self._page = page
         self._native = _native.Sentinel(page, connection.detach())
         self._commit: CommitId | None = None
         self._previous: CommitId | None = None
@@ -61,6 +62,8 @@ class Sentinel:
         self._preemption_signals: list[int] = []
         self._exits = False
         self._cutter: threading.Thread | None = None
+        self._ticked_at = 0.0  # when the last tick ended
+        self._formed_at = 0.0  # when the process groups of the present generation existed
 
     # --------------------------------------------------------------------------------------------------- start and stop
 
@@ -177,9 +180,10 @@ class Sentinel:
         ``behind``: this worker ended ticks without training in the last generation. ``names``: see messages.Ready.
         """
         self._native.set_place(Place.REGROUP)
-        joined, paused_s = self.generation, self._native.paused_s
-        ids = (self._commit, self._previous)
-        self.send(messages.Ready(joined, *ids, store, self.ticks, paused_s, behind, self._newest_sealed, names))
+        joined, ids, commit_s = self.generation, (self._commit, self._previous), self._page.commit_s
+        paused_s = time.monotonic() - self._ticked_at if self.ticks else 0.0
+        ticks, sealed = self.ticks, self._newest_sealed
+        self.send(messages.Ready(joined, *ids, store, ticks, paused_s, behind, sealed, names, commit_s))
         message = self._native.wait_world(joined)
         if message is None:
             raise SystemExit(0)
@@ -200,10 +204,18 @@ class Sentinel:
             context.sever()
             time.sleep(_SWEEP_INTERVAL_S)
 
+    def formed(self) -> None:
+        """Record that the process groups of the present generation exist."""
+        self._formed_at = time.monotonic()
+
     def begin_training(self) -> None:
         """Mark the start of the user's function: the generation is created and synced."""
-        self._native.set_place(Place.TRAIN)
+        self._native.begin_training(time.monotonic() - self._formed_at)
         self.check()
+
+    def add_commit_time(self, seconds: float) -> None:
+        """Count time that a tick has spent in a commit."""
+        self._page.add_commit_s(seconds)
 
     def may_commit(self) -> None:
         """Raise CollectiveError if the lease on the ticks of this generation is over: a newer world may exist."""
@@ -215,6 +227,7 @@ class Sentinel:
 
         Raises HostsUpdatedInterrupt at the tick where all members leave, and CollectiveError if the generation is over.
         """
+        self._ticked_at = time.monotonic()
         end = self._native.tick()
         if end is not None:
             self._raise_end(end)
@@ -243,7 +256,7 @@ class Sentinel:
         """Wait in the exit gate for all members. Raises CollectiveError if the generation ends before that."""
         generation = self.generation
         self._native.set_place(Place.GATE)
-        self.send(messages.Gate(generation))
+        self.send(messages.Gate(generation, self._page.commit_s))
         if not self._native.wait_gate(generation):
             raise CollectiveError(self.cause)
 

@@ -90,6 +90,9 @@ class WorkerSession:
             self._reported_bytes = size_bytes
             self._sentinel.send(messages.CommitSize(size_bytes))
 
+    def record_commit_time(self, seconds: float) -> None:
+        self._sentinel.add_commit_time(seconds)
+
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         self._sentinel.send(messages.Synced(self.view.generation, size_bytes, seconds))
 
@@ -141,6 +144,9 @@ class LastWorldSession:
 
     def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
         """Do nothing: these are no commits of the job."""
+
+    def record_commit_time(self, seconds: float) -> None:
+        """Do nothing: the job's account ends with the exit gate."""
 
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         """Do nothing: the job's account ends with the exit gate."""

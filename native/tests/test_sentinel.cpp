@@ -224,7 +224,7 @@ void test_an_end_now() {
         std::thread thread([&] {
             TickEnd end = TickEnd::go_on;
             while (end == TickEnd::go_on) {
-                worker.sentinel->send(agent_messages::first(1));
+                worker.sentinel->send(agent_messages::first(1, 0.5, 0.25));
                 CHECK(worker.sentinel->in_generation());
                 end = worker.tick();
             }
@@ -246,12 +246,12 @@ void test_an_agent_that_does_not_read() {
     Worker worker;
     constexpr std::uint64_t COUNT = 5000;
     for (std::uint64_t i = 0; i < COUNT; ++i) {
-        worker.sentinel->send(agent_messages::first(i));
+        worker.sentinel->send(agent_messages::first(i, 0.5, 0.25));
     }
     const std::uint64_t heartbeats = worker.page.stamp().heartbeat;
     wait_for([&] { return worker.page.stamp().heartbeat > heartbeats + 1; });
     for (std::uint64_t i = 0; i < COUNT; ++i) {
-        CHECK(worker.hear() == agent_messages::first(i));
+        CHECK(worker.hear() == agent_messages::first(i, 0.5, 0.25));
     }
 }
 

@@ -62,6 +62,9 @@ class Session:
 
     def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None: ...
 
+    def record_commit_time(self, seconds: float) -> None:
+        pass
+
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         self.size_bytes = size_bytes
 

@@ -48,7 +48,7 @@ UNSTABLE = (
     (re.compile(r"\b\d+(\.\d+)? [kMGT]?B\b"), "SIZE"),
     (re.compile(r"\bcooldown \d+ in a row"), "cooldown N in a row"),
     (re.compile(r"(missing: host \S+): .*?, (in cooldown)"), r"\1: REPORT, \2"),  # perhaps of the next attempt
-    (re.compile(r"\bgoodput \d+(\.\d+)?%"), "goodput N%"),
+    (re.compile(r"\bgoodput \d+(\.\d+)?%(, badput: [a-z ]+ \d+\.\d%(, [a-z ]+ \d+\.\d%)*)?"), "goodput N%"),
     (re.compile(r"\btick \d+"), "tick N"),
     (re.compile(r"Name or service not known|Temporary failure in name resolution"), "NO SUCH NAME"),
     (re.compile(r"\blocalhost:\d(#\d)?"), "SLOT"),

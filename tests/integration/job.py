@@ -43,7 +43,7 @@ class Job:
         self._files: dict[Path, _Lines] = {}
         command = command or [*(before or []), sys.executable, str(SCRIPTS / "train.py"), *self._arguments(script)]
         arguments = ["--events-file", str(self.events_file), *options, "--", *command]
-        self._within = within
+        self.within = within
         self.arguments = arguments
         self.start(*arguments)
 
@@ -51,13 +51,13 @@ class Job:
         """Start ``elasticrun``, or start it again after it was killed."""
         environment = forks.environment()
         with open(self.output_file, "ab") as output, open(os.devnull) as nothing:
-            if not self._within and is_as_imported(forks.template().environment, environment):
+            if not self.within and is_as_imported(forks.template().environment, environment):
                 descriptors = (nothing.fileno(), output.fileno(), output.fileno())
                 agents = 4 if {"--host-discovery-script", "-H"} & {*arguments} else 1
                 command = ["-m", "elasticstate", *arguments]
                 self.process = forks.template().fork(command, environment, descriptors, agents)
             else:
-                command = [*self._within, sys.executable, "-m", "elasticstate", *arguments]
+                command = [*self.within, sys.executable, "-m", "elasticstate", *arguments]
                 self.process = subprocess.Popen(
                     command, stdin=nothing, stdout=output, stderr=subprocess.STDOUT, env=environment
                 )

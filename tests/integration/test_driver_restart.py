@@ -50,6 +50,18 @@ def kill_the_driver(job: Job, name: str) -> None:
     job.wait_for_while_gone("steps without a driver", lambda: newest_step(job) > step + 5)
 
 
+def account(job: Job) -> dict[str, float]:
+    """Return the parts of the job's time: from the start of its first driver, and those of its generations."""
+    (finished,), (started,) = job.events("job_finished"), job.events("job_started")
+    times = {"goodput": finished["goodput_s"], **finished["badput_s"]}
+    assert finished["wall_s"] == pytest.approx(finished["time"] - started["time"], rel=0.01)
+    assert finished["wall_s"] == pytest.approx(sum(times.values()), abs=1e-4)
+    ended = job.events("generation_finished")
+    assert sum(event["wall_s"] for event in ended) == pytest.approx(finished["wall_s"], abs=1e-3)
+    assert sum(event["goodput_s"] for event in ended) == pytest.approx(finished["goodput_s"], abs=1e-3)
+    return times
+
+
 def test_the_world_goes_on_without_its_driver_and_with_the_next_one(tmp_path: Path, name: str) -> None:
     with Job(tmp_path, *TWO_HOSTS, *FAST, "--job-name", name, steps=20, until=tmp_path / "stop") as job:
         job.wait_for_step(5)
@@ -64,6 +76,9 @@ def test_the_world_goes_on_without_its_driver_and_with_the_next_one(tmp_path: Pa
         job.check_survival()
         assert len(job.events("world_formed")) == 1, "nobody was interrupted"
         assert len({line["pid"] for line in job.log("commit")}) == 4
+        times = account(job)
+        assert "no_driver" not in times, "the workers have trained without a driver"
+        assert times["goodput"] > 0
     assert find_job(name) is None
 
 
@@ -86,9 +101,12 @@ def test_a_death_while_there_is_no_driver_is_dealt_with_by_the_next_one(tmp_path
         finished = job.events("job_finished")[-1]
         assert (finished["driver"], finished["lower_bounds"]) == (2, ["downtime_s"])
         assert finished["downtime_s"] > 0
+        times = account(job)
+        assert times["no_driver"] > 0, "after the last tick of the survivors"
+        assert times["goodput"] > 0
         assert re.search(
-            r"in generation 3; driver 2 ran for [\d.]+ s: 1 failure, downtime at least [\d.]+ s, "
-            r"0 commits lost, 0 ticks redone",
+            r"after [\d.]+ s: 3 generations, 1 failure, downtime at least [\d.]+ s, 0 commits lost, 0 ticks redone, "
+            r"goodput [\d.]+%, .*; 2 drivers",
             job.output,
         )
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import PACKAGE, SCRIPTS, Job
+from forks import PACKAGE, SCRIPTS
+from job import Job
 
 ENTRY_POINTS = """
 [elasticstate.discovery]
@@ -53,7 +54,11 @@ def test_a_job_finds_its_hosts_and_starts_its_agents_by_another_package(environm
 @pytest.mark.parametrize(
     ("option", "name", "message"),
     [
-        ("--discovery", "my", "there is no such plug-in. Choose one of dial-in, gone, hostfile, list, mycloud, none,"),
+        (
+            "--discovery",
+            "my",
+            "there is no such plug-in. Choose one of dial-in, gone, hostfile, kubernetes, list, mycloud,",
+        ),
         ("--launcher", "my", "there is no such plug-in. Choose one of local, mycloud, none, ray, slurm, ssh, or"),
         ("--discovery", "gone", "my_cloud_that_is_gone:MyHosts cannot be imported: ModuleNotFoundError"),
         ("--discovery", "none", "does not name a subclass of elasticstate.discovery.HostSource"),

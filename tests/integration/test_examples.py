@@ -6,8 +6,12 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from forks import Started, Template
 from job import Job
@@ -60,6 +64,61 @@ def test_a_stream_goes_on_where_the_commit_stands(tmp_path: Path) -> None:
         assert len(job.events("world_formed")) > 1
         trained, there = map(int, re.findall(r"(\d+) of (\d+) lines: loss", job.output)[-1])
         assert there - 3 < trained <= there
+
+
+def test_the_port_from_torchft_survives_a_killed_worker(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "from_torchft.py"), "--steps", "200", "--pace", "0.01"]
+    with Job(tmp_path, "-np", "3", "--min-np", "2", command=command) as job:
+        job.wait_for("100 steps", lambda: "[100] loss = " in job.output)
+        job.kill(0)
+        job.finish(0)
+        assert job.wait_for_event("worker_exited", signal=9)["rank"] == 0
+        assert len(job.events("world_formed")) > 1
+    (loss,) = re.findall(r"\] 200 steps: loss ([\d.]+)", job.output)
+    assert float(loss) < 0.5
+
+
+def test_the_port_from_ray_train_survives_a_killed_worker(tmp_path: Path) -> None:
+    script = [sys.executable, EXAMPLES / "from_ray_train.py", "--epochs", "12", "--pace", "0.01"]
+    with open(tmp_path / "output", "w") as file:
+        process = subprocess.Popen(
+            script,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        wait_for("an epoch", lambda: "epoch 1: " in (tmp_path / "output").read_text(), process)
+        worker_of(process, "localhost:1").kill()
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+        process.wait()
+    output = (tmp_path / "output").read_text()
+    assert "localhost:1 (rank 1) ended: SIGKILL" in output
+    epochs = [int(epoch) for epoch in re.findall(r"epoch (\d+): ", output)]
+    assert sorted(set(epochs)) == list(range(12)), output
+    assert epochs == sorted(epochs), "the end of an epoch may be printed twice, but no epoch is trained again"
+    (accuracy,) = re.findall(r"workers: accuracy ([01]\.\d+)", output)
+    assert float(accuracy) > 0.9
+
+
+def wait_for(what: str, condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, f"the job has ended before {what}"
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.01)
+
+
+def worker_of(process: subprocess.Popen[bytes], slot_id: str) -> psutil.Process:
+    """Return the process of the worker in a slot (host:slot)."""
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child.environ().get("ELASTICSTATE_WORKER", "").startswith(f"{slot_id}:"):
+                return child
+    raise AssertionError(f"no worker runs in {slot_id}")
 
 
 def test_the_discovery_script_prints_its_hosts_file(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from statistics import mean
 
 import pytest
 import torch
-from job import PACKAGE, SCRIPTS, Hosts, Job, Line
+from forks import PACKAGE, SCRIPTS
+from job import Hosts, Job, Line
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 WITH_TRAINER = pytest.mark.skipif(find_spec("transformers") is None, reason="Transformers requires Python 3.11")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -132,8 +134,16 @@ def check_checkpoints(job: Job) -> None:
     load_file(job.logs / "model" / "model.safetensors")
 
 
+def check_curve(folder: Path, steps: int) -> None:
+    """Check that TensorBoard has each step once, and nothing else twice."""
+    curve = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in curve.Scalars("train/loss")] == list(range(1, steps + 1))
+    for tag in curve.Tags()["scalars"]:
+        assert len({event.step for event in curve.Scalars(tag)}) == len(curve.Scalars(tag))
+
+
 @pytest.mark.parametrize(
-    ("script", "killed"), [pytest.param("huggingface_trainer.py", 1, marks=WITH_TRAINER), ("huggingface_loop.py", 0)]
+    ("script", "killed"), [pytest.param("huggingface_trainer.py", 0, marks=WITH_TRAINER), ("huggingface_loop.py", 1)]
 )
 def test_a_training_survives_a_kill_a_leave_and_a_join_in_mid_epoch(
     tmp_path: Path,
@@ -159,6 +169,7 @@ def test_a_training_survives_a_kill_a_leave_and_a_join_in_mid_epoch(
     if "evaluated" in alone:
         assert check_losses(job, alone["evaluated"], "evaluated") <= TOLERANCE
         check_checkpoints(job)
+        check_curve(job.logs / "tensorboard", len(alone["loss"]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, Accelerate finds the world without cpu=True")

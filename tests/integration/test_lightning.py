@@ -13,7 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from job import PACKAGE, SCRIPTS, Hosts, Job, Line
+from forks import PACKAGE, SCRIPTS
+from job import Hosts, Job, Line
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SAMPLES = 1400
 EPOCH = 140  # batches of 10 samples
@@ -118,6 +120,8 @@ def check_files(folder: Path, final: Line) -> None:
         with path.open() as file:
             steps += [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
     assert max(steps) == final["step"] - 1
+    curve = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in curve.Scalars("loss")] == list(range(final["step"]))
 
 
 def losses(lines: list[Line]) -> dict[Place, float]:

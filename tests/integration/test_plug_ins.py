@@ -6,7 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from job import PACKAGE, SCRIPTS, Job
+from forks import PACKAGE, SCRIPTS
+from job import Job
 
 # Each Python process of the job imports it at its start. At its end it writes the names of all imported modules. Agents
 # end with os._exit().

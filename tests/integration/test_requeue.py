@@ -29,7 +29,7 @@ def test_a_job_that_was_ended_starts_anew_under_its_name(moment: str, tmp_path: 
         last = find_job(name)
         assert last is not None
         assert last.highest is not None, "there were commits"
-        job._elasticrun = [sys.executable, "-m", "elasticstate"]
+        job.within = ()
         (tmp_path / "stop").touch()
         job.start(*job.arguments)
         job.finish(0)

@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from job import PACKAGE, SCRIPTS, Job
+from forks import PACKAGE, SCRIPTS
+from job import Job
 
 from tests.multihost.network import Network, missing
 from tests.multihost.test_hosts import QUICK, ends_well, trains_with

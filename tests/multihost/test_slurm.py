@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from job import PACKAGE, Job
+from forks import PACKAGE
+from job import Job
 
 from tests.multihost import slurm as real
 from tests.multihost.slurm import Slurm, free_ports, wait_for

@@ -12,6 +12,7 @@ from collections import Counter
 from elasticstate.core import types as t
 from elasticstate.core.membership import Transition, new_membership, next_deadline, step
 from tests.policy import policy_of
+from tests.simulation.books import Books
 from tests.simulation.invariants import Checker, each
 from tests.simulation.judge import Judge
 from tests.simulation.partition import Partition
@@ -55,7 +56,7 @@ class Job:
         self.script = Script(batches=rng.randint(3, 12), every=rng.choice((1, 1, 2, 3)), uneven=rng.random() < 0.2)
         self.m = new_membership(self.policy)
         self.now = 0.0
-        self.checker = Checker()
+        self.checker, self.books = Checker(), Books()
         self.reached = self.checker.reached
         self.groups: dict[int, Group] = {}
         self.workers: dict[t.WorkerId, Worker] = {}
@@ -228,6 +229,7 @@ class Job:
         self.reached["events"] += 1
         self.log.append((self.now, event, transition))
         self.checker.see(self.m, event, self.now, transition)
+        self.books.see(self.now, transition)
         self.replace(transition)
         self.judge.see(transition)
 
@@ -403,5 +405,6 @@ def play(seed: int, actions: int) -> Counter[str]:
         if group.ticks_after is not None:
             job.reached["I16 with 1"] += group.ticks_after
             job.reached["I16 with 0"] += not group.reachable
+    job.reached.update(job.books.reached)
     job.reached["restored"] += sum(worker.restored for worker in job.workers.values())
     return job.reached

@@ -59,7 +59,7 @@ class Restart:
 
     def keep(self) -> None:
         """Write the record, as a driver does before it carries out effects."""
-        self.record = newer(self.record, self.job.m, ()) or self.record
+        self.record = newer(self.record, self.job.m, (), (self.job.now, self.job.now)) or self.record
 
     def die(self) -> None:
         """End the driver. Messages to and from it are lost, and each agent ends a hold."""
@@ -109,7 +109,7 @@ class Restart:
         job, self.is_down = self.job, False
         job.workers = {worker.id: worker for worker in job.workers.values() if worker.exit is None}
         self.record = msgspec.structs.replace(self.record, epoch=self.record.epoch + 1)
-        takeover = Reattachment(self.record)
+        takeover = Reattachment(self.record, self._since)
         back = [host for host in job.agents if host not in job.partition]
         job.rng.shuffle(back)
         events: list[t.Event] = []
@@ -135,13 +135,15 @@ class Restart:
         self._forget_those_asked_for()
         may_live = [host for host in lost if host in job.partition or job.rng.random() < 0.5]
         events = [*(t.AgentLost(host, "did not reconnect", host in may_live) for host in lost), *events]
-        transition = reattach(job.policy, takeover.remains(), job.now)
+        remains = takeover.remains((job.now, job.now))
+        transition = reattach(job.policy, remains, job.now)
         job.reached["reattached"] += 1
         job.reached["the world goes on"] += bool(self.record.world) and transition.next.phase_name[:7] == "RUNNING"
         job.reached["the world cannot go on"] += any(isinstance(effect, t.End) for effect in transition.effects)
         job.reached["the gate was open"] += any(isinstance(effect, t.OpenGate) for effect in transition.effects)
-        job.checker.restart(takeover.remains(), transition)
+        job.checker.restart(remains, transition)
         job.judge.restart()
+        job.books.see(job.now, transition)
         job.replace(transition)
         if events:
             job.deliver(t.Several(tuple(events)))

@@ -252,7 +252,8 @@ class EventMaker:
         if worker.joined and worker.joined == m.generation and self.rng.random() < 0.5:
             self.commits[worker.id] = t.CommitId(m.generation, worker.ticks + 1)
         ticks = worker.ticks + self.rng.choice((0, 1, 1, 3))
-        return t.Heartbeat(worker.id, "train", worker.joined, ticks, self.commits.get(worker.id))
+        commit_s = self.rng.choice((0.0, 0.0, 0.2, 5.0))
+        return t.Heartbeat(worker.id, "train", worker.joined, ticks, self.commits.get(worker.id), commit_s)
 
     def _sealed(self, m: Membership) -> t.Event:
         worker = self._any(m)
@@ -272,7 +273,8 @@ class EventMaker:
         return t.WorkerDraining(self._any(m).id, "SIGTERM")
 
     def _tick(self, m: Membership) -> t.Event:
-        return t.FirstTick(self._any(m).id, m.generation)
+        train_s, sync_s = self.rng.random(), self.rng.choice((0.0, self.rng.random()))
+        return t.FirstTick(self._any(m).id, m.generation, train_s, sync_s)
 
     def _call(self, m: Membership) -> t.Event:
         waiting_s = self.rng.choice((None, 1.0, 59.0, 100.0))

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, new_membership, next_deadline, step
 from elasticstate.core.records import Over
+from elasticstate.core.time_account import Times
+from tests.simulation.books import Books
 from tests.simulation.invariants import ENDS, Checker
 from tests.simulation.recovery import world_or_end_is_reached
 from tests.simulation.schedules import EventMaker, explore_all, random_policy, rubbish
@@ -33,6 +35,7 @@ MUST_BE_REACHED = (
         "retained commit given up",
     ),
     *("notice", "notice gave way", "note host_draining", "commits_lost", "ticks_lost"),
+    *(f"time: {part}" for part in Times.__struct_fields__ if part != "no_driver"),
     *("returned", "refused", "joined while stopped", "lease waited for", "lease over"),
 )
 reached: Counter[str] = Counter()
@@ -41,7 +44,7 @@ reached: Counter[str] = Counter()
 def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
     """Run one schedule and return its transcript. The result depends only on the two numbers."""
     rng = random.Random(seed)
-    maker, checker = EventMaker(rng), Checker()
+    maker, checker, books = EventMaker(rng), Checker(), Books()
     m, now = new_membership(replace(random_policy(rng), horovod=seed % 5 == 0)), 0.0
     transcript: list[object] = []
     for _ in range(length):
@@ -49,6 +52,7 @@ def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
         event = maker.draw(m)
         transition = step(m, event, now)
         checker.see(m, event, now, transition)
+        books.see(now, transition)
         for effect in transition.effects:
             if isinstance(effect, t.PublishWorld):
                 maker.published(effect.world)
@@ -67,7 +71,7 @@ def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
     reached["events"] += len(transcript)
     if seed % 32 == 0:
         world_or_end_is_reached(m, now, one_is_deaf=seed % 64 == 0)
-    reached.update(checker.reached)
+    reached.update(checker.reached + books.reached)
     return transcript
 
 

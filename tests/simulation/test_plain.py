@@ -92,7 +92,7 @@ class PlainJob:
         self._carry_out_all(effects)
 
     def _carry_out_all(self, effects: Sequence[t.Effect]) -> None:
-        self.record = newer(self.record, self.m, ()) or self.record
+        self.record = newer(self.record, self.m, (), (self.now, self.now)) or self.record
         started = [effect for effect in effects if isinstance(effect, t.StartWorker)]
         if started:
             self._check_round(started)
@@ -195,7 +195,7 @@ class PlainJob:
         self.living = {worker: place for worker, place in self.living.items() if worker.host not in gone}
         self.asked, self.stopping, self.away = set(), set(), {}
         self.record = msgspec.structs.replace(self.record, epoch=self.record.epoch + 1)
-        takeover = Reattachment(self.record)
+        takeover = Reattachment(self.record, self.now)
         events: list[t.Event] = []
         for host in sorted(self.up):
             events += self._report(host, takeover)
@@ -204,7 +204,7 @@ class PlainJob:
             self.store_joined.pop(host, None)
         lost = [t.AgentLost(host, "did not reconnect", may_live=False) for host in takeover.lost()]
         before = self.record
-        transition = reattach(self.policy, takeover.remains(), self.now)
+        transition = reattach(self.policy, takeover.remains((self.now, self.now)), self.now)
         self.m = transition.next
         goes_on = transition.next.ledger.round is not None and not transition.next.ledger.round.end
         reached["goes on after a reattach"] += goes_on

@@ -36,6 +36,7 @@ MUST_BE_REACHED = (
     *("driver died", "died without a driver", "reattached", "the world goes on", "the world cannot go on"),
     *("the gate was open", "used once more"),
     *(f"fault {name}" for name in FAULTS),
+    *(f"time: {part}" for part in ("goodput", "no_driver", "redone_ticks", "drain", "sync", "exit")),
 )
 reached: Counter[str] = Counter()
 

@@ -321,7 +321,7 @@ class Worker:
         if not (old & HOLD or old == 0):
             return
         if ticks == 1:
-            self.up.append(t.FirstTick(self.id, generation))
+            self.up.append(t.FirstTick(self.id, generation, self.rng.random(), self.rng.random()))
         while True:
             if sentinel.ended >= generation:
                 raise Failed

@@ -17,6 +17,7 @@ PACKAGE = Path(elasticstate._native.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PARTS = {
     "agent",
+    "agent_cli",
     "backends",
     "check",
     "config",
@@ -40,6 +41,7 @@ PARTS = {
     "launching",
     "lightning",
     "log",
+    "loggers",
     "loop_watch",
     "machine",
     "net",
@@ -57,9 +59,9 @@ PARTS = {
     "writing",
 }
 
-PLUG_INS = {"mpi", "mpi.worker", "ray"}  # tables name them; no other part may import them
+PLUG_INS = {"kubernetes", "mpi", "mpi.worker", "ray"}  # tables name them; no other part may import them
 
-LIBRARIES = {"horovod", "huggingface", "lightning"}
+LIBRARIES = {"horovod", "huggingface", "lightning", "loggers"}
 ON_TOP = {*LIBRARIES, "extension"}
 
 # The other parts that a part may import. The command line may import all parts except plug-ins.
@@ -67,6 +69,7 @@ ALLOWED = {
     "backends": {"plug_ins"},
     "compat": {"_native", "errors", "log"},
     "core": {"exit_status"},
+    "kubernetes": {"config", "core", "discovery", "errors", "threads"},
     "error_chain": set[str](),
     "error_file": {"error_chain", "tracebacks"},
     "exit_status": set[str](),
@@ -90,23 +93,27 @@ ALLOWED = {
     "commits": {"config", "private", "processes"},
     "kinds": {"backends", "core"},
     "config": {"core", "errors", "kinds"},
-    "driver": PARTS - {"agent", "check", "worker", "state", "cli", "history", "launching", *ON_TOP},
-    "check": PARTS - {"agent", "worker", "state", "cli", "history", "launching", *ON_TOP},
-    "agent": PARTS - {"driver", "check", "worker", "state", "cli", "history", "launching", *ON_TOP} | {"_native"},
+    "driver": PARTS - {"agent", "check", "worker", "state", "agent_cli", "cli", "history", "launching", *ON_TOP},
+    "check": PARTS - {"agent", "worker", "state", "agent_cli", "cli", "history", "launching", *ON_TOP},
+    "agent": PARTS - {"driver", "check", "worker", "state", "agent_cli", "cli", "history", "launching", *ON_TOP}
+    | {"_native"},
     "present_world": {"config", "core", "errors"},
-    "worker": PARTS - {"driver", "agent", "check", "cli", "history", "launching", *ON_TOP} | {"_native"},
-    "state": PARTS - {"driver", "agent", "check", "cli", "history", "launching", "worker", *ON_TOP} | {"_native"},
+    "worker": PARTS - {"driver", "agent", "check", "agent_cli", "cli", "history", "launching", *ON_TOP} | {"_native"},
+    "state": PARTS - {"driver", "agent", "check", "agent_cli", "cli", "history", "launching", "worker", *ON_TOP}
+    | {"_native"},
+    "agent_cli": {"agent", "cli", "config", "errors", "kinds", "machine", "net", "processes", "terminal"},
     "cli": PARTS,
     "discovery": {"config", "core", "errors", "exit_status", "kinds", "machine", "plug_ins", "processes", "threads"},
     "launchers": {"config", "errors", "exit_status", "net", "plug_ins", "processes", "threads", "writing"},
     "plug_ins": {"errors"},
     "other_launchers": {"config", "errors", "machine"},
-    "launching": PARTS - {"agent", "check", "state", "cli", "history", *ON_TOP},
+    "launching": PARTS - {"agent", "agent_cli", "check", "state", "cli", "history", *ON_TOP},
     "extension": {"compat", "config", "errors", "state", "worker"},
     "history": {"core", "errors", "exit_status", "private", "terminal"},
     "horovod": {"errors", "extension"},
     "huggingface": {"compat", "errors", "extension"},
     "lightning": {"compat", "errors", "extension"},
+    "loggers": {"errors", "extension"},
     "__main__": {"cli"},
 }
 WITH_TORCH = {"compat", "mpi.worker", "present_world", "worker", "state", *ON_TOP}
@@ -191,6 +198,14 @@ def test_a_library_for_training_is_imported_only_by_its_plug_in(source: Path) ->
 def test_a_library_for_reports_is_imported_only_for_a_report(source: Path) -> None:
     if name(source) not in ("elasticstate.history.page", "elasticstate.history.plots"):
         assert not [imported for imported in imports(source) if imported.split(".")[0] in {"jinja2", "matplotlib"}]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_the_library_of_the_metrics_is_imported_only_with_their_option(source: Path) -> None:
+    found = {imported for imported in imports(source) if "prometheus_client" in imported}
+    users = {imported for imported in imports(source) if imported.startswith("elasticstate.driver.metrics.")}
+    assert not found or name(source) == "elasticstate.driver.metrics"
+    assert not users or name(source) == "elasticstate.driver.metrics_port"
 
 
 def test_driver_agent_and_command_line_run_without_torch() -> None:

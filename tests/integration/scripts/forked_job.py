@@ -160,12 +160,13 @@ def _become_template(link: socket.socket, agent: int) -> NoReturn:
     if os.getppid() != agent:
         os._exit(1)
     os.setsid()
-    request, (end, stdout), _, _ = socket.recv_fds(link, 1 << 17, 2)
+    request, descriptors, _, _ = socket.recv_fds(link, 1 << 17, 2)
     if not request:
-        os._exit(0)
+        os._exit(0)  # the agent needs no template process, or has ended
+    end, stdout = descriptors
     arguments, environment, directory = json.loads(request)
-    *_, descriptors = arguments[: arguments.index(sys.executable, 1)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    *_, limit = arguments[: arguments.index(sys.executable, 1)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(limit), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(stdout, 1)
     os.dup2(stdout, 2)

@@ -10,7 +10,8 @@ from huggingface_log import args, is_last, note, note_commit, note_model
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import elasticstate as elastic
-from elasticstate.huggingface import Trainer, TrainingState, run
+from elasticstate.huggingface import LogCallback, Trainer, TrainingState, run
+from elasticstate.loggers import Log, TensorBoard
 
 LENGTH, SAMPLES = 16, 253
 text = torch.tensor(list("\n".join(topics.values()).encode("ascii", "replace")))
@@ -53,7 +54,7 @@ class LoggedTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-@run(workers=args.workers)
+@run(workers=args.workers, log=Log(TensorBoard(args.log / "tensorboard")))
 def main(state: TrainingState) -> None:
     training = TrainingArguments(
         output_dir=str(args.log / "checkpoints"),
@@ -77,7 +78,7 @@ def main(state: TrainingState) -> None:
         args=training,
         train_dataset=dataset,
         eval_dataset=dataset[:96],
-        callbacks=[Logger(state)],
+        callbacks=[Logger(state), LogCallback(state)],
         commit_every=args.commit_every,
     )
     result = trainer.train()

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elasticstate.lightning
+from elasticstate.loggers import Log, TensorBoard
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--log", type=Path, required=True)
@@ -152,7 +153,7 @@ def train(state: elasticstate.lightning.LightningState) -> None:
             EarlyStopping("val_loss", patience=1000),
             ModelCheckpoint(monitor="val_loss", filename="best"),
         ],
-        logger=CSVLogger(args.log.parent, name="csv"),
+        logger=[CSVLogger(args.log.parent, name="csv"), elasticstate.lightning.LogLogger(state)],
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -160,4 +161,5 @@ def train(state: elasticstate.lightning.LightningState) -> None:
     trainer.fit(model, loader, DataLoader(validation, batch_size=100))
 
 
-train(elasticstate.lightning.LightningState(model))
+log = Log(TensorBoard(args.log.parent / "tensorboard"))
+train(elasticstate.lightning.LightningState(model, log=log))

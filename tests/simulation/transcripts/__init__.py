@@ -89,11 +89,12 @@ def parse_event(words: list[str]) -> t.Event:
         return t.PlainStoreJoined(int(rest[0]))
     worker, given = _worker(rest[0]), dict(_pairs(rest[1:]))
     generation, ticks, commit = int(given.get("in", "0")), int(given.get("ticks", "0")), _commit(given.get("commit"))
+    paused_s, commit_s, train_s, sync_s = (float(given.get(key, "0")) for key in ("paused", "commits", "train", "sync"))
     match kind:
         case "ready":
-            store, paused_s = f"{worker.host}:5000", float(given.get("paused", "0"))
-            sealed = _commit(given.get("sealed"))
-            return t.WorkerReady(worker, generation, commit, None, store, ticks, paused_s, sealed=sealed)
+            sealed, store = _commit(given.get("sealed")), f"{worker.host}:5000"
+            begin = (worker, generation, commit, None, store, ticks, paused_s)
+            return t.WorkerReady(*begin, sealed=sealed, commit_s=commit_s)
         case "exit":
             code, signal = (int(given[key]) if key in given else None for key in ("code", "signal"))
             end = (given.get("error", ""), int(given.get("at", "0")), "unstarted" not in given)
@@ -109,14 +110,14 @@ def parse_event(words: list[str]) -> t.Event:
         case "failure" | "suspect":
             return t.FailureReported(worker, generation, kind == "failure", given.get("error", ""))
         case "gate":
-            return t.GateEntered(worker, generation)
+            return t.GateEntered(worker, generation, commit_s)
         case "heartbeat":
-            return t.Heartbeat(worker, "train", generation, ticks, commit)
+            return t.Heartbeat(worker, given.get("place", "train"), generation, ticks, commit, commit_s)
         case "sealed":
             assert commit is not None
             return t.CommitSealed(worker, commit)
         case "first":
-            return t.FirstTick(worker, generation)
+            return t.FirstTick(worker, generation, train_s, sync_s)
         case "call":
             ranks = tuple(map(int, given["ranks"].split(","))) if "ranks" in given else ()
             waiting_s = float(given["waits"]) if "waits" in given else None

@@ -111,7 +111,7 @@ class Scene:
     def agent_lost(self, stream: AgentStream, _: str) -> None:
         self.lost.set()
 
-    def status(self) -> str:
+    def status(self, as_json: bool) -> str:
         return ""
 
     def refused(self, _: str, reason: str) -> None:

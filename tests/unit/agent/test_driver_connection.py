@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from elasticstate.core.types import CommitId
 from elasticstate.net import codec, messages
@@ -109,6 +110,23 @@ def test_an_agent_that_is_not_wanted_any_more_stops_its_workers(tmp_path: Path) 
         status, said = await scene.end()
         assert status == 1
         assert "stopping the workers: h is no host of this job" in said
+
+    play(tmp_path, scenario)
+
+
+def test_an_agent_whose_driver_has_begun_a_new_job_ends(tmp_path: Path) -> None:
+    """The record of its job was lost with the driver's machine, and the new driver has the same token file."""
+
+    async def scenario(scene: Scene) -> None:
+        await scene.start()
+        await scene.serve("sleep", "100", stop_timeout_s=0.2)
+        pid = (await scene.hear(messages.Started)).pid
+        await scene.cut()
+        scene.send(structs.replace(scene.spec("unused"), job_id="another"))
+        status, said = await scene.end()
+        assert status == 1
+        assert "stopping the workers: this driver has begun a new job with the same token" in said
+        assert is_gone(pid)
 
     play(tmp_path, scenario)
 

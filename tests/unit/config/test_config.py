@@ -66,6 +66,7 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90", "timeline_mark_cycles": "1"}
     text = samples.get(name, "6")
     given = {} if name == "np" else {"np": "2"}
+    given |= {"pod_selector": {"listen": "[::1]", "token_file": "f"}}.get(name, {})
     given |= {"listen": {"token_file": "f"}, "token_file": {"listen": "[::1]"}, "tee": {"log_dir": "d"}}.get(name, {})
     values = [getattr(read_options(given, COMMAND, {twin: text}), name) for twin in option_names()[name].twins]
     plain = getattr(read_options({"np": "9"}, COMMAND, {}), name)

@@ -33,7 +33,7 @@ def test_a_host_with_far_too_many_slots_is_used_with_a_bounded_number_and_a_warn
     try:
         m, warned = discovered(("localhost", slots))
         m, effects, _ = step(m, t.AgentJoined("localhost"), 0.1)
-        text = status_text("j", m, figures_of(m, 0.0, 0.2), "", 0.2)
+        text = status_text("j", m, figures_of(m, 0.2), "", 0.2)
         assert tracemalloc.get_traced_memory()[1] < 4_000_000
     finally:
         tracemalloc.stop()

@@ -19,6 +19,103 @@ from tests.unit.agent.scene import SPEC as FIRST_SPEC, TOKEN
 SPEC = structs.replace(FIRST_SPEC, epoch=2)
 
 
+async def beat(driver: DriverStream) -> None:
+    """Send what an agent that lives sends."""
+    while True:
+        driver.send(messages.Stamps(()))
+        await asyncio.sleep(0.05)
+
+
+def listening(tmp_path: Path, **options: float) -> messages.JobSpec:
+    given = {"np": "1", "listen": "127.0.0.1", "token_file": str(tmp_path / "token")}
+    texts = {name: f"{value:g}" for name, value in options.items()}
+    return structs.replace(SPEC, options=read_options({**given, **texts}, ["true"], {}))
+
+
+def test_an_agent_that_returns_at_another_address_waits_until_its_last_connection_counts_as_dead(
+    tmp_path: Path,
+) -> None:
+    """A node that is lost sends no FIN: the connection of its agent seems to live for some time."""
+    events: list[t.Event] = []
+    received: list[tuple[str, messages.FromAgent]] = []
+
+    async def scenario() -> None:
+        spec = listening(tmp_path, heartbeat_timeout_s=1)
+        agents = Agents(
+            spec, TOKEN, tmp_path, events.append, lambda *each: received.append(each), str, print, lambda _: None
+        )
+        agents.listen()
+
+        async def dial(name: str, pid: int) -> DriverStream:
+            driver = await DriverStream.dial((f"127.0.0.1:{agents.ports[0]}",), Trust(TOKEN), 60)
+            driver.send(messages.AgentHello("pod-0", name, 1, 0, pid, messages.PROTOCOL_VERSION, "1"))
+            return driver
+
+        lost = await dial("lost", 77)
+        assert await lost.receive() == spec
+        lost.send(messages.HostReport((), ()))
+        while not received:
+            await asyncio.sleep(0.001)
+        given_up = await dial("first try", 78)  # this try is given up
+        returned = await dial("second try", 78)
+        with pytest.raises(ConnectionError):
+            await given_up.receive()
+        assert agents.pid_of("pod-0") == 77
+        assert await returned.receive() == spec
+        assert agents.pid_of("pod-0") == 78
+        returned.send(messages.HostReport((), ()))
+        while len(received) < 2:
+            await asyncio.sleep(0.001)
+        again = await dial("lost", 77)  # the lost one returns, too late
+        beating = asyncio.ensure_future(beat(returned))
+        with pytest.raises(Refused, match="host pod-0 does not belong to this job, or has another agent"):
+            await again.receive()
+        beating.cancel()
+        assert agents.pid_of("pod-0") == 78
+        for each in (lost, given_up, returned, again):
+            await each.close()
+        hurry = asyncio.Event()
+        hurry.set()
+        await agents.stop("the end", hurry)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    reasons = [event.reason for event in events if isinstance(event, t.AgentLost)]
+    assert reasons[0] == "sent no heartbeat for 0.75 s"
+
+
+def test_discovery_drains_the_agents_that_have_dialled_in(tmp_path: Path) -> None:
+    """An agent may dial in before discovery names its host."""
+
+    async def scenario() -> None:
+        agents = Agents(listening(tmp_path), TOKEN, tmp_path, lambda _: None, lambda *_: None, str, print, lambda _: 0)
+        agents.listen()
+        drivers = []
+        for name in ("a", "b", "c"):
+            driver = await DriverStream.dial((f"127.0.0.1:{agents.ports[0]}",), Trust(TOKEN), 60)
+            driver.send(messages.AgentHello(name, name, 2, 0, 7, messages.PROTOCOL_VERSION, "1"))
+            await driver.receive()
+            drivers.append(driver)
+
+        def discovered(*hosts: tuple[str, int]) -> dict[str, int]:
+            agents.discovered([t.HostSlots(*host) for host in hosts])
+            (event,) = agents.news()
+            assert isinstance(event, t.HostsDiscovered)
+            return {host.name: host.slots for host in event.hosts}
+
+        assert agents.refuse("a") == "", "this driver starts no agent"
+        assert discovered() == {"a": 2, "b": 2, "c": 2}
+        assert discovered(("a", 1), ("b", 1)) == {"a": 2, "b": 2, "c": 2}, "c has not been named yet"
+        assert discovered(("a", 0), ("c", 1)) == {"a": 0, "b": 0, "c": 2}, "a leaves, and b is gone"
+        assert discovered(("a", 1), ("b", 1), ("c", 1)) == {"a": 2, "b": 2, "c": 2}
+        for driver in drivers:
+            await driver.close()
+        hurry = asyncio.Event()
+        hurry.set()
+        await agents.stop("the end", hurry)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_where_an_agent_has_dialled_in_again_no_other_one_is_started(tmp_path: Path) -> None:
     """The messages of the agent may be late or delayed, so the core does not know the agent yet."""
     events: list[t.Event] = []
@@ -78,8 +175,10 @@ def test_an_agent_of_the_previous_driver_is_preferred_to_a_new_one_that_waits_fo
         while not received:
             await asyncio.sleep(0.001)
         late = await dial("another", 1, 79)
+        beating = asyncio.ensure_future(beat(earlier))
         with pytest.raises(Refused, match="host far does not belong to this job, or has another agent") as refused:
             await late.receive()
+        beating.cancel()
         assert not refused.value.is_stopped, "its commits must stay for the agent of the host"
         assert agents.pid_of("far") == 77
         for each in (new, earlier, late):

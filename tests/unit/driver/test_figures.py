@@ -43,21 +43,23 @@ def test_summary_event_and_status_show_the_same_figures(tmp_path: Path, capfd: p
                 extra = {"error": "", "time_ns": 0} if effect.event == "worker_exited" else {}
                 report.event(effect.event, {**dict(effect.fields), **extra})
     assert m is not None
-    figures = figures_of(m, 0.0, 20.0)
+    figures = figures_of(m, 20.0)
     report.summary(figures, Outcome(0, "succeeded"))
     asyncio.run(report.close(60))
 
-    text = "2 failures, downtime 2.90 s, 1 commit lost, 6 ticks redone, goodput "
+    text = "3 generations, 2 failures, downtime 2.90 s, 1 commit lost, 6 ticks redone, goodput "
+    text_of_status = status_text("j", m, figures, "", 20.0)
     log = capfd.readouterr().err.splitlines()
-    assert f"job j succeeded after 20.0 s: 3 generations, {text}{figures.goodput:.1%}" in log[-1]
-    assert f"since the start of the driver 20.0 s ago: {text}{figures.goodput:.1%}" in status_text(
-        "j", m, figures, "", 20.0
-    )
+    assert f"job j succeeded after 20.0 s: {text}{figures.goodput:.1%}" in log[-1]
+    assert f"since the start of the job 20.0 s ago: {text}{figures.goodput:.1%}" in text_of_status
 
+    assert f"time: 20.00 s = goodput {figures.times.goodput:.2f} s ({figures.goodput:.1%}) + boot " in text_of_status
     events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     last = events[-1]
     assert (last["event"], last["generations"], last["failures"]) == ("job_finished", 3, 2)
     assert (last["commits_lost"], last["ticks_lost"], last["lower_bounds"]) == (1, 6, [])
+    assert last["wall_s"] == pytest.approx(last["goodput_s"] + sum(last["badput_s"].values()), abs=1e-4) == 20.0
+    assert last["badput_s"] == {cause: round(s, 6) for cause, s in figures.times.badput().items()}
     assert (last["downtime_s"], last["goodput"]) == (2.9, round(figures.goodput or 0.0, 4))
     changes = [event for event in events if event["event"] == "training_resumed"]
     assert [(e["downtime_s"], e["commits_lost"], e["ticks_lost"]) for e in changes] == [(2.5, 1, 4), (0.4, 0, 2)]

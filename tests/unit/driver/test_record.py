@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -201,15 +202,40 @@ def test_a_record_that_cannot_be_written_is_no_record() -> None:
     obstacle = directory.path / "driver.json.new"
     obstacle.mkdir()
     m = step(new_membership(OPTIONS.policy()), HostsDiscovered((HostSlots("a", 2),)), 0.0).next
-    asyncio.run(keeper.keep(m, (5, 6)))
-    asyncio.run(keeper.keep(m, (5, 6)))
+    asyncio.run(keeper.keep(m, (5, 6), 1.0))
+    asyncio.run(keeper.keep(m, (5, 6), 1.0))
     assert find_job("a") is None
     assert len(warnings) == 1
     assert "could not be written (Is a directory); until then no new driver can reattach" in warnings[0]
     obstacle.rmdir()
-    asyncio.run(keeper.keep(m, (5, 6)))
+    asyncio.run(keeper.keep(m, (5, 6), 1.0))
     assert find_job("a") == keeper.record
     assert keeper.record.hosts == (HostSlots("a", 2),)
+    directory.remove()
+
+
+def test_an_old_record_stays_if_only_new_figures_cannot_be_written() -> None:
+    directory = JobDirectory("b")
+    warnings: list[str] = []
+    keeper = Keeper(directory, a_record(), warnings.append)
+    m = step(new_membership(OPTIONS.policy()), HostsDiscovered((HostSlots("a", 2),)), 0.0).next
+    asyncio.run(keeper.keep(m, (5, 6), 0.0))
+    obstacle = directory.path / "driver.json.new"
+    obstacle.mkdir()
+    failed = replace(m, ledger=msgspec.structs.replace(m.ledger, failures=1))
+    asyncio.run(keeper.keep(failed, (5, 6), 1.0))
+    found = find_job("b")
+    assert found is not None
+    assert found.past.failures == 0, "the old record"
+    assert warnings == []
+    asyncio.run(keeper.keep(failed, (5, 7), 2.0))
+    assert find_job("b") is None, "a new driver must not use the old ports"
+    assert len(warnings) == 1
+    obstacle.rmdir()
+    asyncio.run(keeper.keep(failed, (5, 7), 3.0))
+    found = find_job("b")
+    assert found is not None
+    assert found.past.failures == 1
     directory.remove()
 
 
@@ -229,7 +255,7 @@ def test_a_record_on_a_disk_that_hangs_delays_what_follows_from_it_and_not_the_e
     monkeypatch.setattr(directory, "write", hang)
 
     async def scenario() -> None:
-        keeping = asyncio.ensure_future(keeper.keep(new_membership(OPTIONS.policy()), (7, 8)))
+        keeping = asyncio.ensure_future(keeper.keep(new_membership(OPTIONS.policy()), (7, 8), 1.0))
         while not warnings:  # while the event loop continues
             await asyncio.sleep(0.01)
             assert not keeping.done()

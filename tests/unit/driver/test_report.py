@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.core.figures import JobFigures, Losses
+from elasticstate.core.time_account import Times
 from elasticstate.core.types import RootCause, WorkerId
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.errors import OptionError
@@ -100,21 +101,22 @@ def test_a_world_that_never_trained_is_logged(
     report.event("world_formed", formed(2, 2, 1, [], []))
     report.event("world_formed", formed(3, 1, 1, [], []))
     assert logged(report, capfd) == ["generation 2: 2 workers on 1 host"]
-    report.summary(JobFigures(3, 2, Losses(2.0, 1), None, 12.34), Outcome(1, "failed"))
+    report.summary(JobFigures(3, 2, Losses(2.0, 1), Times(boot=12.34), has_ticked=False), Outcome(1, "failed"))
     assert logged(report, capfd) == [
         "generation 3: 1 worker on 1 host",
         "job j failed after 12.3 s: 3 generations, 2 failures, downtime 2.00 s, 1 commit lost, 0 ticks redone",
     ]
 
 
-def test_the_summary_of_a_later_driver_covers_its_own_time(
+def test_the_summary_covers_all_drivers(
     open_report: Callable[..., Report], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = open_report(str(tmp_path / "events"), False)
-    report.summary(JobFigures(2, 1, Losses(None, 0, 7), 0.5, 2.0), Outcome(0, "succeeded"), driver=3)
+    times = Times(goodput=2.0, boot=0.8, regroup=0.9, redone_ticks=0.2, sync=0.1)
+    report.summary(JobFigures(2, 1, Losses(None, 0, 7), times, has_ticked=True), Outcome(0, "succeeded"), driver=3)
     assert logged(report, capfd) == [
-        "job j succeeded in generation 2; driver 3 ran for 2.0 s: 1 failure, downtime unknown (no ticks), "
-        "0 commits lost, 7 ticks redone, goodput 50.0%"
+        "job j succeeded after 4.0 s: 2 generations, 1 failure, downtime unknown (no ticks), 0 commits lost, "
+        "7 ticks redone, goodput 50.0%, badput: regroup 22.5%, boot 20.0%, redone ticks 5.0%; 3 drivers"
     ]
     asyncio.run(report.close(60))
     event = json.loads((tmp_path / "events").read_text())
@@ -125,6 +127,9 @@ def test_the_summary_of_a_later_driver_covers_its_own_time(
         "ticks_lost": 7,
         "lower_bounds": [],
         "goodput": 0.5,
+        "wall_s": 4.0,
+        "goodput_s": 2.0,
+        "badput_s": {"boot": 0.8, "sync": 0.1, "regroup": 0.9, "redone_ticks": 0.2},
     }
     assert {**figures, "driver": 3}.items() <= event.items()
 

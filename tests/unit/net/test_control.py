@@ -45,7 +45,7 @@ class Driver:
         assert stream in self.streams
         self.lost.append(reason)
 
-    def status(self) -> str:
+    def status(self, as_json: bool) -> str:
         return "all is well"
 
     def refused(self, peer: str, reason: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +46,37 @@ def test_a_token_file_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(path, STRANGER, STRANGER)
     with pytest.raises(PermissionError, match="it belongs to user 65534"):
         read_token(path)
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("mode", [0o400, 0o440, 0o640])
+def test_a_token_file_of_root_that_a_group_of_this_user_reads_is_accepted(tmp_path: Path, mode: int) -> None:
+    """Kubernetes mounts a Secret so, with the group ``fsGroup``."""
+    readable = bool(mode & 0o040)
+    done = read_as_stranger(tmp_path, mode)
+    assert done.returncode == (0 if readable else 1), done.stderr
+    assert ("t" * 40 in done.stdout) if readable else ("Permission denied" in done.stderr)
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("mode", [0o460, 0o444])
+def test_a_token_file_of_root_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
+    assert "it belongs to user 0, not to this user" in read_as_stranger(tmp_path, mode).stderr
+
+
+def read_as_stranger(directory: Path, mode: int) -> subprocess.CompletedProcess[str]:
+    """Read a token file of root and a group in a process of another user that is in this group."""
+    directory.chmod(0o711)
+    path = directory / "token"
+    path.write_text("t" * 40)
+    os.chown(path, 0, STRANGER)
+    path.chmod(mode)
+    program = (
+        "import os, sys\nfrom elasticstate.net.trust import read_token\n"
+        f"os.setgroups([]); os.setgid({STRANGER}); os.setuid({STRANGER})\n"
+        "print(read_token('token'))"
+    )
+    return subprocess.run([sys.executable, "-c", program], cwd=directory, capture_output=True, text=True, timeout=60)
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o777], ids=oct)

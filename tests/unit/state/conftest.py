@@ -102,6 +102,9 @@ class Member:
         assert (size_bytes > 0) == (newest is not None)
         self.commits.append((newest, previous))
 
+    def record_commit_time(self, seconds: float) -> None:
+        pass
+
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         assert seconds >= 0
         self.sent.append(size_bytes)

@@ -289,8 +289,29 @@ def test_a_failure_by_fact_is_told_once(worker: Worker) -> None:
     worker.sentinel.report_failure("again")
     with pytest.raises(CollectiveError, match="lost a peer"):
         worker.sentinel.tick()
-    said = [worker.said() for _ in range(3)]
-    assert said[1:] == [messages.GenerationFailure(GENERATION, True, "lost a peer"), messages.First(GENERATION)]
+    _, failure, first = [worker.said() for _ in range(3)]
+    assert failure == messages.GenerationFailure(GENERATION, True, "lost a peer")
+    assert isinstance(first, messages.First)
+    assert first.generation == GENERATION
+
+
+def test_times_of_the_first_tick_and_of_commits_are_reported(worker: Worker) -> None:
+    began_at = time.monotonic()
+    worker.sentinel.formed()
+    time.sleep(0.02)
+    worker.sentinel.begin_training()
+    time.sleep(0.01)
+    worker.sentinel.add_commit_time(0.25)
+    worker.sentinel.add_commit_time(0.5)
+    worker.sentinel.tick()
+    while not isinstance(first := worker.said(), messages.First):
+        pass
+    assert first.sync_s >= 0.02
+    assert first.train_s >= 0.01
+    assert first.sync_s + first.train_s <= time.monotonic() - began_at
+    assert worker.page.commit_s == 0.75
+    worker.page.enter(GENERATION + 1)
+    assert worker.page.commit_s == 0, "each generation counts anew"
 
 
 # ---------------------------------------------------------------------------------------------- messages and questions

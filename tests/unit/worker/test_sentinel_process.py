@@ -357,7 +357,7 @@ def test_a_forked_child_has_no_part_in_the_job(start: Start, thread: bool) -> No
     os.kill(child, signal.SIGTERM)
     assert worker.line() == f"child ended by {signal.SIGTERM:d}"
     assert worker.line() == "ticked"
-    assert worker.hear(messages.First) == messages.First(GENERATION)  # no notice came before
+    assert worker.hear(messages.First).generation == GENERATION  # no notice came before
     worker.tell(messages.Hold(GENERATION))
     assert worker.hear(messages.HoldAnswer).ticks == 1
     worker.wait_for_beats(2)

@@ -1,0 +1,116 @@
+"""The commands about one agent: ``elasticrun agent --join`` and ``elasticrun status --agent``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from elasticstate.cli import DEFAULTS, Parser, value_of
+from elasticstate.config import option_names, slots_of_step, slurm_node
+from elasticstate.errors import OptionError
+from elasticstate.kinds import SECONDS, SLOTS, Kind, is_host_name, split_address
+from elasticstate.machine import host_name
+from elasticstate.terminal import complain, printable
+
+
+def run_agent(argv: Sequence[str]) -> int:
+    """Serve a driver that listens, until the end of its job (``elasticrun agent``)."""
+    parser = Parser(
+        prog="elasticrun agent",
+        usage="elasticrun agent --join HOST:PORT --token-file F [options]",
+        description="Run workers on this machine for the job of an elasticrun --listen. Run the same command on each "
+        "machine, in any order, at any time.\nThe agent ends with the job.",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--join", required=True, metavar="HOST:PORT", help="Host name and port where the driver listens.")
+    add("--token-file", required=True, metavar="F", help="Token file of the driver, or a copy of it.")
+    add(
+        "--slots",
+        default="auto",
+        metavar="N|auto",
+        help="Number of workers that may run here. auto: one for each GPU, or for each CPU core if there is no GPU; in "
+        "a step of Slurm, of those that the step has.",
+    )
+    add(
+        "--name",
+        default=slurm_node() or host_name(),
+        metavar="NAME",
+        help="Name of this host in the job, unique among its hosts (default: the name of this machine; in a step of "
+        "Slurm, that of the node).",
+    )
+    add(
+        "--wait",
+        default="600",
+        metavar="S",
+        help="Seconds to wait for a driver. After that the agent gives up (default: 600).",
+    )
+    add(
+        "--connect-timeout",
+        default=f"{DEFAULTS['connect_timeout_s']:g}",
+        metavar="S",
+        help="Seconds one attempt to connect to the driver may take (default: %(default)s).",
+    )
+    add(
+        "--status-socket",
+        default="",
+        metavar="PATH",
+        help="Path of a Unix socket where elasticrun status --agent PATH asks this agent for its status.",
+    )
+    given = parser.parse_args(argv)
+    host, port = value_of("--join", given.join, _JOIN)
+    slots = value_of("--slots", given.slots, SLOTS) or slots_of_step()
+    wait_s = value_of("--wait", given.wait, SECONDS)
+    connect_timeout_s = value_of("--connect-timeout", given.connect_timeout, option_names()["connect_timeout_s"].kind)
+    if not is_host_name(given.name):
+        raise OptionError(
+            f"--name: {given.name!r}: must be letters, digits, dots, dashes and underscores, and not begin with a dot. "
+            "Choose another name for this host."
+        )
+    from elasticstate.agent.join import join
+    from elasticstate.processes import allow_many_descriptors, keep_owner_access
+
+    allow_many_descriptors()
+    keep_owner_access()
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join(
+        address,
+        given.token_file,
+        given.name,
+        slots,
+        wait_s=wait_s,
+        connect_timeout_s=connect_timeout_s,
+        status_socket=given.status_socket,
+    )
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, port = split_address(text)
+    if not 0 < port < 1 << 16:
+        raise ValueError(text)
+    return host, port
+
+
+_JOIN = Kind("HOST:PORT", "HOST:PORT, with a port number from 1 to 65535", _host_and_port)
+
+
+def agent_status(argv: Sequence[str]) -> int:
+    """Print the status of an agent of this machine. Exit status 1: it does not answer; with --ready also: no driver."""
+    parser = Parser(prog="elasticrun status", allow_abbrev=False)
+    parser.add_argument("--agent", required=True, metavar="PATH", help="The agent's --status-socket.")
+    parser.add_argument("--ready", action="store_true", help="Exit status 1 also if the agent serves no driver.")
+    given = parser.parse_args(argv)
+    from elasticstate.net.agent_status import ask_agent
+
+    timeout_s: float = DEFAULTS["connect_timeout_s"]
+    try:
+        status = ask_agent(given.agent, timeout_s)
+    except TimeoutError:
+        complain("elasticrun", f"the agent at {given.agent} does not answer within {timeout_s:g} s")
+        return 1
+    except OSError as error:
+        complain("elasticrun", f"no agent answers at {given.agent}: {error.strerror}")
+        return 1
+    print(printable(status.text))
+    return 1 if given.ready and not status.is_ready else 0

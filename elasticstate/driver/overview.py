@@ -1,0 +1,81 @@
+"""Overview of a job in numbers: the source of ``elasticrun status --json`` and of the metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from msgspec import Struct
+
+from elasticstate.core.accounting import figures_of, ticks_of
+from elasticstate.core.figures import JobFigures
+from elasticstate.core.membership import Membership, waiting_for
+from elasticstate.core.records import Host, Over, Worker, living_members
+from elasticstate.core.types import CommitId
+
+HOST_STATES = ("joined", "starting", "draining", "cooldown", "lost", "removed")
+WORKER_STATES = ("booting", "ready", "member", "draining", "stopping")
+
+
+class Overview(Struct, frozen=True):
+    """Overview of a job at one time."""
+
+    job: str
+    phase: str
+    phase_s: float | None  # None: the job is over
+    reason: str
+    generation: int
+    size: int  # of the newest world
+    living: int  # of its members
+    hosts: dict[str, int]  # by state
+    slots: int  # of the hosts that discovery names
+    workers: dict[str, int]  # by state
+    ticks: int  # completed, those that were done again included
+    commit: CommitId | None  # the newest
+    waiting_for: tuple[str, ...]
+    figures: dict[str, object]  # those of the event job_finished
+
+
+def overview_of(job: str, m: Membership, reason: str, now: float) -> tuple[Overview, JobFigures]:
+    """Return the overview, and the figures in it. ``m`` never changes, so any thread may call this function."""
+    figures = figures_of(m, now)
+    hosts = Counter(_host_state(host, now) for host in m.hosts.values())
+    workers = Counter(_worker_state(m, worker) for worker in m.workers.values())
+    overview = Overview(
+        job=job,
+        phase=m.phase_name.partition("(")[0].lower(),
+        phase_s=None if isinstance(m.phase, Over) else now - m.phase.since,
+        reason=reason,
+        generation=m.generation,
+        size=m.world.size if m.world is not None else 0,
+        living=len(living_members(m)),
+        hosts={state: hosts[state] for state in HOST_STATES},
+        slots=sum(host.slots for host in m.hosts.values()),
+        workers={state: workers[state] for state in WORKER_STATES},
+        ticks=ticks_of(m),
+        commit=m.ledger.highest,
+        waiting_for=waiting_for(m, now),
+        figures=figures.fields(),
+    )
+    return overview, figures
+
+
+def _host_state(host: Host, now: float) -> str:
+    if host.draining:
+        return "draining"
+    if not host.slots:
+        return "removed"
+    if host.cooldown_until > now:
+        return "cooldown"
+    if host.agent == "joined":
+        return "joined"
+    return "lost" if host.loss else "starting"
+
+
+def _worker_state(m: Membership, worker: Worker) -> str:
+    if worker.gone:
+        return "stopping"
+    if worker.draining:
+        return "draining"
+    if worker.joined and worker.joined == m.generation:
+        return "member"
+    return "ready" if worker.ready is not None else "booting"

@@ -1,0 +1,154 @@
+"""Metrics, built from states of the real core: their names, types and numbers, and the files in deploy/prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elasticstate.config import read_options
+from elasticstate.core.accounting import figures_of
+from elasticstate.core.membership import Membership
+from elasticstate.driver.job_state import JobState
+from elasticstate.driver.metrics import JobCollector, MetricsServer
+from elasticstate.driver.metrics_port import metrics_served
+from elasticstate.driver.overview import overview_of
+from elasticstate.errors import OptionError
+from tests.policy import policy_of
+from tests.unit.core.test_membership import drive
+from tests.unit.driver.test_figures import SCRIPT
+
+DEPLOY = Path(__file__).parents[3] / "deploy" / "prometheus"
+RULES, DASHBOARD = DEPLOY / "alerts.yml", DEPLOY / "dashboard.json"
+NO_PROMTOOL = shutil.which("promtool") is None
+Samples = dict[tuple[str, str], float]
+
+
+def job_state(m: Membership) -> JobState:
+    state = JobState(policy_of(np=2, min_np=1, max_np=2), 0.0)
+    state.membership, state.reason = m, "training"
+    return state
+
+
+def over() -> Membership:
+    return drive(SCRIPT, np=2, min_np=1, max_np=2)[0]
+
+
+def scraped(m: Membership) -> str:
+    registry = CollectorRegistry()
+    registry.register(JobCollector("j", job_state(m)))
+    return generate_latest(registry).decode()
+
+
+def samples(text: str) -> Samples:
+    """Return the value of each sample, by its name and the value of its label."""
+    families = text_string_to_metric_families(text)
+    found = [(s.name, "".join(s.labels.values()), s.value) for family in families for s in family.samples]
+    return {(name, label): value for name, label, value in found}
+
+
+def test_metrics_have_the_numbers_of_the_status() -> None:
+    m, _ = drive("\n".join(SCRIPT.strip().splitlines()[:-4]), np=2, min_np=1, max_np=2)
+    overview, _ = overview_of("j", m, "training", 9.0)
+    found = samples(scraped(m))
+    assert found["elasticstate_job_info", "j"] == 1
+    assert found["elasticstate_generation", ""] == overview.generation == 2
+    assert found["elasticstate_world_size", ""] == 2
+    assert found["elasticstate_world_living", ""] == overview.living == 1
+    assert found["elasticstate_failures_total", ""] == overview.figures["failures"] == 2
+    assert found["elasticstate_redone_ticks_total", ""] == 4
+    assert found["elasticstate_ticks_total", ""] == 11, "seven that were kept, and four that were done again"
+    assert found["elasticstate_phase", "forming"] == 1
+    assert sum(found["elasticstate_phase", phase] for phase in ("waiting", "running", "failed", "finished")) == 0
+    assert found["elasticstate_hosts", "joined"] == overview.hosts["joined"] == 1
+    assert found["elasticstate_workers", "member"] == overview.workers["member"] == 1
+    assert found["elasticstate_slots", ""] == 2
+
+
+def test_goodput_and_badput_are_the_wall_time() -> None:
+    m = over()
+    at = next(float(line.split()[0]) for line in SCRIPT.strip().splitlines() if " gate " in line)
+    found = samples(scraped(m))
+    badput = {cause: value for (name, cause), value in found.items() if name == "elasticstate_badput_seconds"}
+    assert found["elasticstate_goodput_seconds", ""] == pytest.approx(figures_of(m, at).times.goodput)
+    total = found["elasticstate_goodput_seconds", ""] + sum(badput.values())
+    assert total == pytest.approx(found["elasticstate_wall_seconds", ""])
+    assert badput["regroup"] > 0
+    assert badput["sync"] == 0, "each cause is there from the start"
+
+
+def test_before_the_first_tick_there_is_no_ratio() -> None:
+    m, _ = drive("0.0 hosts a:2", np=2)
+    names = {name for name, _ in samples(scraped(m))}
+    assert "elasticstate_goodput_ratio" not in names
+    assert "elasticstate_commit_tick" not in names
+    assert "elasticstate_badput_seconds" in names
+
+
+def test_an_address_in_use_is_an_error_of_the_option() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(
+            OptionError, match=rf"^--metrics: '{address}': cannot listen there \(Address already in use"
+        ):
+            MetricsServer(address, "j", job_state(over()))
+
+
+def test_without_the_library_the_option_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "elasticstate.driver.metrics")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+
+    async def serve() -> None:
+        async with metrics_served("127.0.0.1:0", "j", job_state(over()), print):
+            raise AssertionError("served without the library")
+
+    with pytest.raises(OptionError, match=r"^--metrics: requires .*pip install 'elasticstate\[metrics\]'\.$"):
+        asyncio.run(serve())
+
+
+@pytest.mark.parametrize("text", ["x", "70000", "1.2.3.4", "localhost:9100", ""])
+def test_a_bad_address_is_an_error_of_the_option(text: str) -> None:
+    with pytest.raises(OptionError, match="--metrics"):
+        read_options({"np": "1", "metrics": text}, ["true"], {})
+
+
+@pytest.mark.parametrize(("text", "address"), [("9100", "127.0.0.1:9100"), ("0.0.0.0:0", "0.0.0.0:0")])
+def test_the_loopback_interface_is_the_default(text: str, address: str) -> None:
+    assert read_options({"np": "1", "metrics": text}, ["true"], {}).metrics == address
+
+
+def exported() -> set[str]:
+    return {name for name, _ in samples(scraped(over()))}
+
+
+def used(path: Path) -> set[str]:
+    return set(re.findall(r"\belasticstate_\w+", path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("path", [RULES, DASHBOARD], ids=lambda path: path.name)
+def test_alerts_and_dashboard_use_metrics_that_exist(path: Path) -> None:
+    assert used(path)
+    assert used(path) <= exported()
+
+
+def test_each_panel_of_the_dashboard_shows_a_metric() -> None:
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    assert len(panels) >= 6
+    for panel in panels:
+        assert all("elasticstate_" in target["expr"] for target in panel["targets"]), panel["title"]
+        assert panel["targets"]
+
+
+@pytest.mark.skipif(NO_PROMTOOL, reason="promtool is not installed (Debian package prometheus)")
+def test_promtool_accepts_metrics_and_rules() -> None:
+    subprocess.run(["promtool", "check", "metrics"], input=scraped(over()), text=True, check=True)
+    subprocess.run(["promtool", "check", "rules", str(RULES)], check=True)
