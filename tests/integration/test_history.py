@@ -8,6 +8,7 @@ from pathlib import Path
 from job import Hosts, Job
 
 from elasticstate.cli import main
+from elasticstate.core.texts import number_of
 from elasticstate.history.page import duration
 from tests.unit.history.chrome_format import checked, lanes
 
@@ -88,7 +89,7 @@ def check_trace(job: Job, path: Path) -> None:
     for e in job.events("world_formed"):
         assert sorted(rank for number, rank, _, _ in in_trace if number == e["generation"]) == [*range(e["size"])]
     assert [span["name"] for span in spans[f"job {job.events()[0]['job']}", "generations"]] == [
-        f"generation {e['generation']}: {e['size']} workers" for e in job.events("world_formed")
+        f"generation {e['generation']}: {number_of(e['size'], 'worker')}" for e in job.events("world_formed")
     ]
 
 
