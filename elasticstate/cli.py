@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from elasticstate.agent_cli import run_agent
 
             return run_agent(argv[1:])
+        if argv[:1] in (["trace"], ["report"]):
+            return _read_events(argv[0], argv[1:])
         if argv[:1] == ["--launched"]:
             return _launched(*argv[1:])
         if "--reattach" in argv[:3]:
@@ -150,6 +152,12 @@ def _status(argv: Sequence[str]) -> int:
     return 0
 
 
+def _read_events(command: str, argv: Sequence[str]) -> int:
+    from elasticstate.history import commands
+
+    return commands.trace(argv) if command == "trace" else commands.report(argv)
+
+
 def _reattach(argv: Sequence[str]) -> int:
     """Run a new driver for a job whose driver is dead, with the options of that driver (``elasticrun --reattach``)."""
     timeout = option_names()["reattach_timeout_s"]
@@ -199,6 +207,8 @@ examples:
   elasticrun agent --join HOST:7000 --token-file F
   elasticrun status JOB [--json]
   elasticrun status --agent PATH        (ask an agent of this machine, see its --status-socket)
+  elasticrun trace EVENTS -o trace.json         (what happened when, for Perfetto; EVENTS is a file of --events-file)
+  elasticrun report EVENTS... -o report.html    (one HTML page; several jobs are compared)
   elasticrun --check -H h1:4,h2:4       (print what is available here and on these hosts)
   elasticrun --reattach JOB             (start a new driver for a job whose driver is dead)
 
@@ -268,7 +278,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="elasticrun",
         usage="elasticrun -np N [options] COMMAND...\n       elasticrun agent --join HOST:PORT --token-file F\n"
-        "       elasticrun --reattach JOB\n       elasticrun status JOB\n       elasticrun --check [options]",
+        "       elasticrun --reattach JOB\n       elasticrun status JOB\n       elasticrun trace EVENTS -o trace.json\n"
+        "       elasticrun report EVENTS... -o report.html\n       elasticrun --check [options]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),

@@ -54,12 +54,18 @@ def make_file(directory: int, name: str) -> int:
     return fd
 
 
-def write_file(directory: int, name: str, data: bytes) -> None:
+def write_file(directory: int, name: str, data: bytes, mode: int = 0o600) -> None:
     """Replace the content of a file atomically: a reader gets the old or the new content. Raises OSError."""
     fresh = f"{name}.new"
-    with open(make_file(directory, fresh), "wb") as file:
-        file.write(data)
-    os.replace(fresh, name, src_dir_fd=directory, dst_dir_fd=directory)
+    try:
+        with open(make_file(directory, fresh), "wb") as file:
+            file.write(data)
+            os.fchmod(file.fileno(), mode)
+        os.replace(fresh, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(fresh, dir_fd=directory)
+        raise
 
 
 def read_file(directory: int, name: str) -> bytes:

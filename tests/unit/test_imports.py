@@ -33,6 +33,7 @@ PARTS = {
     "errors",
     "extension",
     "failures",
+    "history",
     "horovod",
     "huggingface",
     "kinds",
@@ -92,20 +93,23 @@ ALLOWED = {
     "commits": {"config", "private", "processes"},
     "kinds": {"backends", "core"},
     "config": {"core", "errors", "kinds"},
-    "driver": PARTS - {"agent", "check", "worker", "state", "agent_cli", "cli", "launching", *ON_TOP},
-    "check": PARTS - {"agent", "worker", "state", "agent_cli", "cli", "launching", *ON_TOP},
-    "agent": PARTS - {"driver", "check", "worker", "state", "agent_cli", "cli", "launching", *ON_TOP} | {"_native"},
+    "driver": PARTS - {"agent", "check", "worker", "state", "agent_cli", "cli", "history", "launching", *ON_TOP},
+    "check": PARTS - {"agent", "worker", "state", "agent_cli", "cli", "history", "launching", *ON_TOP},
+    "agent": PARTS - {"driver", "check", "worker", "state", "agent_cli", "cli", "history", "launching", *ON_TOP}
+    | {"_native"},
     "present_world": {"config", "core", "errors"},
-    "worker": PARTS - {"driver", "agent", "check", "agent_cli", "cli", "launching", *ON_TOP} | {"_native"},
-    "state": PARTS - {"driver", "agent", "check", "agent_cli", "cli", "launching", "worker", *ON_TOP} | {"_native"},
+    "worker": PARTS - {"driver", "agent", "check", "agent_cli", "cli", "history", "launching", *ON_TOP} | {"_native"},
+    "state": PARTS - {"driver", "agent", "check", "agent_cli", "cli", "history", "launching", "worker", *ON_TOP}
+    | {"_native"},
     "agent_cli": {"agent", "cli", "config", "errors", "kinds", "machine", "net", "processes", "terminal"},
     "cli": PARTS,
     "discovery": {"config", "core", "errors", "exit_status", "kinds", "machine", "plug_ins", "processes", "threads"},
     "launchers": {"config", "errors", "exit_status", "net", "plug_ins", "processes", "threads", "writing"},
     "plug_ins": {"errors"},
     "other_launchers": {"config", "errors", "machine"},
-    "launching": PARTS - {"agent", "agent_cli", "check", "state", "cli", *ON_TOP},
+    "launching": PARTS - {"agent", "agent_cli", "check", "state", "cli", "history", *ON_TOP},
     "extension": {"compat", "config", "errors", "state", "worker"},
+    "history": {"core", "errors", "exit_status", "private", "terminal"},
     "horovod": {"errors", "extension"},
     "huggingface": {"compat", "errors", "extension"},
     "lightning": {"compat", "errors", "extension"},
@@ -188,6 +192,12 @@ def test_torch_is_imported_only_where_workers_run(source: Path) -> None:
 def test_a_library_for_training_is_imported_only_by_its_plug_in(source: Path) -> None:
     if part(source) != "lightning":
         assert not [imported for imported in imports(source) if imported.split(".")[0] == "lightning"]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_a_library_for_reports_is_imported_only_for_a_report(source: Path) -> None:
+    if name(source) not in ("elasticstate.history.page", "elasticstate.history.plots"):
+        assert not [imported for imported in imports(source) if imported.split(".")[0] in {"jinja2", "matplotlib"}]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=name)

@@ -1,0 +1,1 @@
+"""Histories of jobs, read from event files: ``elasticrun trace`` and ``elasticrun report``."""
