@@ -15,6 +15,7 @@ from elasticstate.core.ending import earlier
 from elasticstate.core.limits import within_limits
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
 from elasticstate.core.stall_check import call_reported
+from elasticstate.core.stragglers import pace_reported
 from elasticstate.exit_status import how_it_ended
 
 EXIT_0 = "exited with 0 without returning from train"
@@ -275,6 +276,8 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
         ticks_at=d.now if event.ticks != worker.ticks else worker.ticks_at,
         commit=event.commit or worker.commit,
     )
+    if event.pace:
+        pace_reported(d, d.workers[worker.id], event.pace)
 
 
 def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:

@@ -21,7 +21,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from elasticstate.core.types import Placement, RootCause
+from elasticstate.core.types import Placement, RootCause, WorkerId
 
 FailureKind = Literal["own", "lost", "reported", "drain"]
 
@@ -69,6 +69,16 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
+class Straggler:
+    """A member that is persistently slower than the others."""
+
+    worker: WorkerId
+    rank: int
+    since: float  # when it was named
+    factor: float  # its own time, divided by the median of the others'
+
+
+@dataclass(frozen=True, slots=True)
 class Running:
     """Phase with a published world. Out: END at a tick or now, or all members are in the exit gate."""
 
@@ -81,6 +91,9 @@ class Running:
     has_calls: bool = False  # some member has reported a collective call
     watched_since: float | None = None  # when the reports of all calls were requested
     stalls: tuple[Stall, ...] = ()  # that were reported
+    has_pace: bool = False  # some member has reported its own time
+    paced: int = 0  # the newest tick whose own times were compared
+    stragglers: tuple[Straggler, ...] = ()  # that were named and have not recovered
 
 
 @dataclass(frozen=True, slots=True)

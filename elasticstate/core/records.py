@@ -102,6 +102,7 @@ class Worker(Struct, frozen=True, gc=False):
     confirmed_at: float | None = None  # verdict OWN
     call: CallReport | None = None  # its newest collective call
     waits_since: float = inf  # when the worker began to wait in that call; inf: the worker does not wait there
+    pace: tuple[tuple[int, int], ...] = ()  # the last points of its own time in the present world; see types.Heartbeat
     uses_run: bool = False
     in_round: bool = False  # started together with others, before the command was known to use ``run``
 

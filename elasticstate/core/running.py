@@ -22,6 +22,7 @@ from elasticstate.core.ending import (
 from elasticstate.core.planned import planned_change, planned_deadlines
 from elasticstate.core.records import Draft, Failure, Finishing, Running, Worker
 from elasticstate.core.stall_check import check_stalls, overdue_stall, shut_down, stall_deadlines
+from elasticstate.core.stragglers import check_pace
 from elasticstate.core.texts import number_of
 from elasticstate.core.worlds import (
     enter,
@@ -46,8 +47,9 @@ def running(d: Draft, phase: Running) -> None:
     elif stall := overdue_stall(d, phase):
         shut_down(d, phase, stall, members)
     else:
-        phase = d.phase = check_stalls(d, _with_notices(d, phase, members), members)
-        planned_change(d, phase, members)
+        phase = check_stalls(d, _with_notices(d, phase, members), members)
+        phase = d.phase = check_pace(d, phase, members)
+        planned_change(d, phase, d.members())
 
 
 def running_deadlines(d: Draft, phase: Running) -> Iterator[tuple[str, float]]:

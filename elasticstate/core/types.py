@@ -198,13 +198,18 @@ class GateEntered:
 
 
 class Heartbeat(Struct, frozen=True, gc=False):
-    """Proof that the worker lived at the agent's last reading, with its place, its ticks and its newest commit."""
+    """Proof that the worker lived at the agent's last reading, with its place, its ticks and its newest commit.
+
+    ``pace``: new points (tick, own time from the begin of the generation to the end of the tick, in microseconds). The
+    own time is the time without the waits for other ranks in collectives.
+    """
 
     worker: WorkerId
     place: str  # boot | regroup | train | gate | done
     generation: int
     ticks: int
     commit: CommitId | None
+    pace: tuple[tuple[int, int], ...] = ()
 
 
 class CommitSealed(Message, frozen=True):

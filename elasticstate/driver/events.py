@@ -10,7 +10,7 @@ _PLACES = {place: place.name.lower() for place in messages.Place}
 
 
 def heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
-    return t.Heartbeat(worker, _PLACES[stamp.place], stamp.generation, stamp.ticks, stamp.commit)
+    return t.Heartbeat(worker, _PLACES[stamp.place], stamp.generation, stamp.ticks, stamp.commit, stamp.pace)
 
 
 def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | None:

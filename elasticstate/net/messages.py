@@ -63,7 +63,7 @@ from elasticstate.net.worker_messages import (
     WorldMessage as WorldMessage,
 )
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 STORE_JOINED = "joined"
@@ -115,6 +115,7 @@ class Stamp(Message, frozen=True):
     generation: int
     ticks: int
     commit: CommitId | None
+    pace: tuple[tuple[int, int], ...] = ()  # new points of its own time; see core.types.Heartbeat
 
 
 class WorkerReport(Message, frozen=True):
