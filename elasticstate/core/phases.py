@@ -34,6 +34,7 @@ class Failure:
     cause: RootCause
     kind: FailureKind
     own_error: bool = False  # an exit with a code other than 0, without a signal
+    hang: bool = False  # no tick for --hang-timeout
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from elasticstate.core.ending import (
     suspects_of,
     verdict_deadlines,
 )
+from elasticstate.core.hangs import report_hang
 from elasticstate.core.planned import planned_change, planned_deadlines
 from elasticstate.core.records import Draft, Failure, Finishing, Running, Worker
 from elasticstate.core.stall_check import check_stalls, overdue_stall, shut_down, stall_deadlines
@@ -74,6 +75,7 @@ def become_running(d: Draft, chosen: list[Worker]) -> None:
     if d.generation > 0 and d.ledger.down_since is None:  # planned: no failure since the last first tick
         d.update_ledger(planned_at=d.now)
     accounting.world_changes(d, chosen)
+    report_hang(d)
     world = make_world(d, chosen)
     enter(d, world)
     d.effects.append(t.PublishWorld(world))

@@ -1,8 +1,4 @@
-"""Types of the core: identifiers, worlds, events (input), effects (output). All values are frozen.
-
-Every type here is plain data that msgspec can also put on the wire; nothing in this module reads a clock, a socket or
-the environment.
-"""
+"""Types of the core: identifiers, worlds, events (input), effects (output). All are frozen data for msgspec."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from elasticstate.core.calls import CallReport as CallReport, CallReported as CallReported, WatchCalls as WatchCalls
+from elasticstate.core.collectives import CollectivesReported as CollectivesReported
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
 from elasticstate.core.message import Message as Message
 
@@ -187,6 +184,7 @@ class FailureReported:
     generation: int
     certain: bool
     error: str
+    hang: bool = False  # the agent reports it: the worker has made no tick for --hang-timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +255,7 @@ Event = (
     | CommitSealed
     | FirstTick
     | CallReported
+    | CollectivesReported
     | TimePassed
     | Several
 )
@@ -311,6 +310,7 @@ class End(Message, frozen=True):
     generation: int
     at_tick: int | None
     cause: str
+    hang: bool = False  # the members report their last collectives
 
 
 @dataclass(frozen=True, slots=True)

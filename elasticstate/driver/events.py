@@ -22,8 +22,10 @@ def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | Non
             return t.HoldAnswered(worker, generation, ticks, in_gate, number)
         case messages.RunUsed():
             return t.WorkerUsesRun(worker)
-        case messages.GenerationFailure(generation, certain, error):
-            return t.FailureReported(worker, generation, certain, error)
+        case messages.GenerationFailure(generation, certain, error, hang):
+            return t.FailureReported(worker, generation, certain, error, hang)
+        case messages.CollectivesReport():
+            return t.CollectivesReported(worker, body)
         case messages.Gate(generation):
             return t.GateEntered(worker, generation)
         case messages.First(generation):

@@ -36,6 +36,7 @@ from elasticstate.net.worker_messages import (
     BackendRequest as BackendRequest,
     BufferGrown as BufferGrown,
     CallReport as CallReport,
+    CollectivesReport as CollectivesReport,
     CommitSealed as CommitSealed,
     CommitSize as CommitSize,
     ConfirmOwnError as ConfirmOwnError,
