@@ -205,6 +205,15 @@ class ControlPage:
         Ticks are 0 while the writer is stopped, or was killed, in the middle of a change of generations.
         """
 
+    def add_point(self, generation: int, tick: int, own_us: int) -> None:
+        """Add a point: the worker's own time from the begin of the generation to the end of a tick, in microseconds."""
+
+    def points(self, since: int) -> tuple[list[tuple[int, int, int]], int]:
+        """Return the points from number ``since`` on that still are on the page, and the number of the next point.
+
+        A point is (generation, tick, own time in microseconds).
+        """
+
     def seal(
         self,
         index: int,
@@ -254,6 +263,16 @@ class GlooSockets:
 
     def broken(self) -> bool:
         """Return True if a pair in one of the groups has lost its connection, or this process has cut all of them."""
+
+def measure_waits() -> bool:
+    """Measure for how long the thread that ends the ticks waits in collectives of Gloo, from now on.
+
+    The sentinel then writes points to the control page. False: this build of torch does not permit it. See
+    native/wait_clock.hpp.
+    """
+
+def waited_ns() -> int:
+    """Return the nanoseconds for which that thread has waited so far; 0 without ``measure_waits``."""
 
 class TickEnd(Enum):
     """Reason why a worker stops at the end of a tick."""

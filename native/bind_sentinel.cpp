@@ -11,6 +11,7 @@
 
 #include "gloo_sockets.hpp"
 #include "sentinel.hpp"
+#include "wait_clock.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -120,6 +121,8 @@ void bind_gloo_sockets(nb::module_ &m) {
 }  // namespace
 
 void bind_sentinel(nb::module_ &m) {
+    m.def("measure_waits", &WaitClock::install, NoGil());
+    m.def("waited_ns", &WaitClock::waited_ns);
     bind_gloo_sockets(m);
     nb::enum_<TickEnd>(m, "TickEnd")
         .value("ENDED", TickEnd::ended)

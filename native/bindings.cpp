@@ -168,6 +168,15 @@ nb::tuple stamp(const ControlPage &page) {
     return nb::make_tuple(found.heartbeat, found.progress, found.place, found.generation, found.ticks);
 }
 
+/// Returns the new points, each as three numbers, and the number of the next one.
+nb::tuple points(const ControlPage &page, std::uint64_t since) {
+    nb::list found;
+    for (const elasticstate::Point &point : page.points(since)) {
+        found.append(nb::make_tuple(point.generation, point.tick, point.own_us));
+    }
+    return nb::make_tuple(found, since);
+}
+
 void bind_control_page(nb::module_ &m) {
     nb::register_exception_translator([](const std::exception_ptr &error, void *) {
         try {
@@ -190,6 +199,13 @@ void bind_control_page(nb::module_ &m) {
         .def("heartbeat", &ControlPage::beat)
         .def("progress", &ControlPage::progress)
         .def("stamp", &stamp)
+        .def(
+            "add_point",
+            [](ControlPage &page, std::uint64_t generation, std::uint64_t tick, std::uint64_t own_us) {
+                page.add_point({generation, tick, own_us});
+            },
+            "generation"_a, "tick"_a, "own_us"_a)
+        .def("points", &points, "since"_a)
         .def("seal", &seal, "index"_a, "owner"_a, "generation"_a, "tick"_a, "layout"_a, "length"_a, "checksum"_a,
              "tag"_a = nb::bytes("\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 16))
         .def("unseal", [](ControlPage &page, std::size_t index) { page.unseal(checked_index(index)); }, "index"_a)

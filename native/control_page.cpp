@@ -6,6 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cerrno>
@@ -116,6 +117,7 @@ void ControlPage::reset() noexcept {
     page_->place.store(0);
     page_->progress.store(0);
     page_->lease.store(0);
+    page_->points.store(0);
     enter(0);
 }
 
@@ -132,6 +134,31 @@ Stamp ControlPage::stamp() const noexcept {
     }
     stamp.ticks = 0;  // they may belong to another generation
     return stamp;
+}
+
+void ControlPage::add_point(const Point &point) noexcept {
+    const std::uint64_t number = page_->points.load(std::memory_order_relaxed);
+    auto &place = page_->ring[number % POINTS];
+    place[0].store(point.generation);
+    place[1].store(point.tick);
+    place[2].store(point.own_us);
+    page_->points.store(number + 1);
+}
+
+/// The writer may be about to overwrite the oldest place: it is not read.
+std::vector<Point> ControlPage::points(std::uint64_t &since) const {
+    const auto oldest = [](std::uint64_t end) { return end < POINTS ? 0 : end - POINTS + 1; };
+    const std::uint64_t end = page_->points.load();
+    std::uint64_t first = std::max(since > end ? 0 : since, oldest(end));  // a new process counts from 0
+    std::vector<Point> found;
+    for (std::uint64_t number = first; number < end; ++number) {
+        const auto &place = page_->ring[number % POINTS];
+        found.push_back({place[0].load(), place[1].load(), place[2].load()});
+    }
+    const std::uint64_t whole = std::min(std::max(first, oldest(page_->points.load())), end);
+    found.erase(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(whole - first));
+    since = end;
+    return found;
 }
 
 void ControlPage::seal(std::size_t index, Seal seal) noexcept {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "hold_word.hpp"
 
@@ -27,6 +28,15 @@ static_assert(sizeof(Seal) == 80);
 /// Place of a seal: words that one process writes while another one may read them.
 using SealWords = std::array<std::atomic<std::uint64_t>, sizeof(Seal) / sizeof(std::uint64_t)>;
 
+/// A worker's own time, in microseconds, from the begin of the generation to the end of a tick; see pace.hpp.
+struct Point {
+    std::uint64_t generation;
+    std::uint64_t tick;
+    std::uint64_t own_us;
+};
+
+constexpr std::size_t POINTS = 64;
+
 /// One page of shared memory for each slot. The worker writes it, its agent reads it, and it outlives the worker.
 ///
 ///     heartbeat       the sentinel adds 1 at each interval
@@ -37,6 +47,7 @@ using SealWords = std::array<std::atomic<std::uint64_t>, sizeof(Seal) / sizeof(s
 ///     is_stale    the slot's files have lost their names: the worker requests new ones. The agent writes it
 ///     seals       of both buffers, two places each: a new seal never overwrites the valid one
 ///     commit_s    seconds that the ticks of this generation spent in commits
+///     points      number of points that were ever written; the newest are in `ring`
 struct ControlLayout {
     std::atomic<std::uint64_t> heartbeat;
     std::atomic<std::uint64_t> progress;
@@ -48,6 +59,8 @@ struct ControlLayout {
     std::atomic<std::uint64_t> is_stale;
     alignas(64) SealWords seals[2][2];
     std::atomic<double> commit_s;
+    std::atomic<std::uint64_t> points;
+    std::atomic<std::uint64_t> ring[POINTS][3];
 };
 static_assert(sizeof(ControlLayout) <= 4096);
 
@@ -91,6 +104,10 @@ public:
     void reset() noexcept;
     /// Returns values of one moment; without ticks while the writer is stopped in the middle of a change.
     Stamp stamp() const noexcept;
+    /// Adds a point. One thread of the worker calls it.
+    void add_point(const Point &point) noexcept;
+    /// Returns the points from number `since` on that still are on the page, and sets `since` to the number of the next.
+    std::vector<Point> points(std::uint64_t &since) const;
     /// Replaces the page by a private copy. Call it in a forked process, which must not write the worker's page.
     /// False: no memory for the copy.
     bool keep_private() noexcept;

@@ -156,6 +156,7 @@ void Sentinel::enter(std::uint64_t generation, std::shared_ptr<Severable> cut) {
     refuse_child();
     const Lock lock(mutex_);
     page_.enter(generation);
+    pace_.begin(generation);
     held_ = false;
     end_tick_.reset();
     cut_ = std::move(cut);
@@ -203,6 +204,7 @@ TickEnd Sentinel::end_of_tick(std::uint64_t ticks) {
         }
         return true;
     });
+    pace_.resume();
     return end;
 }
 

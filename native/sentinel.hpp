@@ -13,6 +13,7 @@
 
 #include "control_page.hpp"
 #include "gloo_sockets.hpp"
+#include "pace.hpp"
 #include "proc_fds.hpp"
 
 namespace elasticstate {
@@ -107,6 +108,7 @@ public:
     /// Ends a tick. Returns its number, from 1, if the worker must call `end_of_tick` with it; 0: continue.
     std::uint64_t count_tick() noexcept {
         const std::uint64_t old = page_.word().add_tick();
+        pace_.tick((old & ~HoldWord::HOLD) + 1);
         const bool looks_up = old == 0 || (old & HoldWord::HOLD) != 0 || page_.lease_is_over();
         return looks_up ? (old & ~HoldWord::HOLD) + 1 : 0;
     }
@@ -154,6 +156,7 @@ private:
     void link_lost();
 
     ControlPage &page_;
+    Pace pace_{page_};  // used by the thread that trains
     void (*const pause_)();
     Descriptor socket_;
     Descriptor wake_fd_;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId
 from elasticstate.net.messages import Place, Stamp
@@ -28,6 +30,7 @@ class Liveness:
         self._seen = self._page.stamp()
         self._has_changed = False
         self._reported: Stamp | None = None
+        self._next_point = 0  # number of the first point on the page that was not reported
 
     def begin(self, now: float) -> None:
         """Start to judge the worker: its Hello has arrived."""
@@ -101,7 +104,9 @@ class Liveness:
         if not self._has_changed and stamp == self._reported:
             return None
         self._has_changed, self._reported = False, stamp
-        return stamp
+        points, self._next_point = self._page.points(self._next_point)
+        pace = tuple((tick, own_us) for generation, tick, own_us in points if generation == stamp.generation)
+        return replace(stamp, pace=pace)
 
 
 def stamps_interval_s(heartbeat_timeout_s: float, workers: int) -> float:

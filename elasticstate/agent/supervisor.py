@@ -95,7 +95,7 @@ class Supervisor:
             handle.doubted_at = None
         elif handle.doubted_at is None:
             handle.doubted_at = now
-            failure = messages.GenerationFailure(handle.liveness.generation, True, doubt)
+            failure = messages.GenerationFailure(handle.liveness.generation, True, doubt, hang=True)
             self._driver.send(messages.FromWorker(handle.process.worker, failure))
         elif now - handle.doubted_at > self._options.failure_grace_s:
             return doubt

@@ -28,6 +28,10 @@ from elasticstate.net.store_listener import StoreListener
 STORE_PROGRAM = str(Path(exec_shim.__file__).parents[1] / "worker" / "plain_store.py")
 
 
+FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "256"}
+"""Variable that lets torch record the last collectives of a process. Each costs about a microsecond."""
+
+
 class WorkerStarter:
     """Starter of workers, each with its files, output and environment."""
 
@@ -105,10 +109,12 @@ class WorkerStarter:
             reserve_bytes=reserve_bytes,
             preemption_signals=spec.options.preemption_signals,
             backend=spec.options.backend,
+            reports_hangs=spec.options.hang_timeout_s is not None,
         )
+        recorder = FLIGHT_RECORDER if own.reports_hangs else {}
         common = environment_of_workers(self._launch.environment, spec.environment)
         plain = {} if place is None else plain_variables(place, spec.job, common)
-        return {**common, **plain, **own.variables()}
+        return {**recorder, **common, **plain, **own.variables()}
 
     async def start_store(self, listener: StoreListener, stderr: int) -> Child:
         """Start the process that serves a store for plain workers (worker/plain_store.py). Raises OSError."""

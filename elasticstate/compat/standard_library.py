@@ -6,12 +6,16 @@
   when the module has ended.
 - ``asyncio.sslproto.SSLProtocol.max_size``: asyncio fills a buffer of this size for each TLS connection (from Python
   3.11 on). Without this name, connections only take more memory.
+- ``sys._current_frames`` is documented, in spite of its name.
 """
 
 from __future__ import annotations
 
 import _thread
 import runpy
+import sys
+import threading
+import traceback
 from asyncio import Handle, sslproto
 from collections.abc import Callable
 
@@ -19,6 +23,12 @@ from elasticstate.compat.absent_names import warn_absent
 
 _RUN = "_run"
 _MAX_SIZE = "max_size"
+
+
+def stack_of(thread: threading.Thread) -> str:
+    """Return the present Python stack of a thread, the innermost frame last; "" if the thread has ended."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "" if frame is None else "".join(traceback.format_stack(frame))
 
 
 def start_thread(function: Callable[..., object], *arguments: object) -> None:

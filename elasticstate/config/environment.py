@@ -82,6 +82,7 @@ class WorkerEnvironment:
     preemption_signals: tuple[int, ...]
     backend: str
     reserve_bytes: int = 0  # the size of a commit of the job, as far as it is known
+    reports_hangs: bool = False  # the job has a --hang-timeout
 
     @property
     def error_file(self) -> str:
@@ -101,6 +102,7 @@ class WorkerEnvironment:
             PREFIX + "COMMITS": self.commits,
             _ERROR_FILE: self.error_file,
             PREFIX + "RESERVE_BYTES": str(self.reserve_bytes),
+            PREFIX + "REPORTS_HANGS": "1" if self.reports_hangs else "",
             PREFIX + "NOTICE_SIGNALS": " ".join(map(str, map(int, self.preemption_signals))),
             PREFIX + "BACKEND": self.backend,
         }
@@ -121,7 +123,14 @@ def worker_environment() -> WorkerEnvironment | None:
         values = {name.lower(): os.environ[PREFIX + name] for name in names}
         reserve_bytes = int(os.environ.get(PREFIX + "RESERVE_BYTES", 0))
         signals = tuple(map(int, os.environ[PREFIX + "NOTICE_SIGNALS"].split()))
-        return WorkerEnvironment(worker=worker, **values, preemption_signals=signals, reserve_bytes=reserve_bytes)
+        reports_hangs = os.environ.get(PREFIX + "REPORTS_HANGS", "") != ""
+        return WorkerEnvironment(
+            worker=worker,
+            **values,
+            preemption_signals=signals,
+            reserve_bytes=reserve_bytes,
+            reports_hangs=reports_hangs,
+        )
     except (KeyError, ValueError):
         raise OptionError(
             f"{PREFIX}SOCKET is set, but other variables of a worker are missing or invalid. Unset {PREFIX}SOCKET, or "

@@ -277,6 +277,22 @@ class Options(HostOptions, HorovodOptions):
     preemption_cooldown_s: float = option(
         600.0, _PREEMPTION, kinds.SECONDS, "--preemption-cooldown", "Seconds before a preempted host is used again."
     )
+    straggler_threshold: float = option(
+        0.2,
+        _CHANGES,
+        kinds.FRACTION,
+        "--straggler-threshold",
+        "Excess of a rank's own time per tick, without waits for other ranks, over the median of the others: 0.2 is a "
+        "fifth. A rank that exceeds it persistently is a straggler.",
+    )
+    straggler_action: str = option(
+        "warn",
+        _CHANGES,
+        kinds.STRAGGLER_ACTION,
+        "--straggler-action",
+        "What follows when a straggler is named: only the warning, or a drain of its worker, one at a time. Its slot "
+        "then stays empty for --preemption-cooldown.",
+    )
     commit_dir: str = option(
         "/dev/shm",
         _COMMITS,

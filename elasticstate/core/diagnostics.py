@@ -123,6 +123,8 @@ def why_empty(slot: Slot, now: float) -> str:
     """Return why a slot has no worker."""
     if slot.finished:
         return "has finished"
+    if slot.failure is None and slot.not_before > now:
+        return f"its worker was drained as a straggler (restart in {slot.not_before - now:.1f} s)"
     if slot.failure is None:
         return "has had no worker yet"
     times = "failed" if slot.failures == 1 else f"failed {slot.failures} times in a row"

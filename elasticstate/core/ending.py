@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from elasticstate.core import accounting, types as t
 from elasticstate.core.diagnostics import names
+from elasticstate.core.hangs import begin_hang
 from elasticstate.core.records import Draft, Failure, Forming, Over, Running, Worker
 from elasticstate.core.slots import stop
 from elasticstate.core.texts import number_of
@@ -70,8 +71,10 @@ def end_now(d: Draft, failure: Failure) -> None:
     generation = d.generation
     cause = failure.cause.reason
     accounting.generation_failed(d)
-    d.effects.append(t.End(generation, None, cause))
+    d.effects.append(t.End(generation, None, cause, failure.hang))
     d.note("end", cause=cause, at="now")
+    if failure.hang:
+        begin_hang(d, d.members())
     d.phase = Forming(
         since=d.now,
         ended=generation,

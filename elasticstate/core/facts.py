@@ -12,9 +12,11 @@ from math import inf
 from elasticstate.core import accounting, partition, plain, retained, types as t
 from elasticstate.core.backoff import host_is_lost, slot_failed, start_preemption_cooldown
 from elasticstate.core.ending import earlier
+from elasticstate.core.hangs import collectives_reported, hang_text, report_hang
 from elasticstate.core.limits import within_limits
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
 from elasticstate.core.stall_check import call_reported
+from elasticstate.core.stragglers import pace_reported
 from elasticstate.exit_status import how_it_ended
 
 EXIT_0 = "exited with 0 without returning from train"
@@ -50,6 +52,9 @@ def apply(d: Draft, event: t.Event) -> None:
         case t.CallReported(name, report):
             if (worker := _member(d, name, report.generation)) is not None:
                 call_reported(d, worker, report)
+        case t.CollectivesReported(name, collectives):
+            if (reporter := d.workers.get(name)) is not None:
+                collectives_reported(d, reporter, collectives)
         case t.HostsDiscovered():
             _hosts_discovered(d, event)
         case t.AgentJoined():
@@ -235,11 +240,14 @@ def _worker_unresponsive(d: Draft, event: t.WorkerUnresponsive) -> None:
     worker = d.workers.get(event.worker)
     if worker is None or worker.gone:
         return
+    report_hang(d)
     d.note("worker_unresponsive", worker=str(worker.id), reason=event.reason)
     if isinstance(d.phase, Finishing):
         return  # the worker's exit decides
     if d.breaks(worker):
-        d.broken.append(Failure(d.root_cause(worker, f"{worker.id} is unresponsive: {event.reason}"), "own"))
+        d.broken.append(
+            Failure(d.root_cause(worker, f"{worker.id} is unresponsive: {event.reason}{hang_text(d, worker)}"), "own")
+        )
     d.put(worker, gone="failed", ready=None)
 
 
@@ -277,6 +285,8 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
     )
     if event.generation == d.generation:
         accounting.commit_stalled(d, event.commit_s)
+    if event.pace:
+        pace_reported(d, d.workers[worker.id], event.pace)
 
 
 def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:
@@ -347,20 +357,22 @@ def _failure_reported(d: Draft, event: t.FailureReported) -> None:
     if worker is None or not live:
         return  # END(now) was sent: every suspect has its answer
     if event.certain:
-        d.broken.append(_what_was_found(d, worker, event.error))
+        d.broken.append(_what_was_found(d, worker, event))
         d.put(worker, reported_at=d.now)
     elif worker.suspect_at is None:
         d.put(worker, suspect_at=d.now, suspect_error=event.error, reported_at=d.now)
 
 
-def _what_was_found(d: Draft, worker: Worker, error: str) -> Failure:
+def _what_was_found(d: Draft, worker: Worker, event: t.FailureReported) -> Failure:
     """Return the failure behind a member's report of a broken generation: the confirmed own error of another member
     that leaves, or the report itself."""
     suspects = d.workers.values() if d.suspects else ()
     confirmed = (w for w in suspects if w.confirmed_at is not None and d.breaks(w))
     first = min(confirmed, key=lambda w: (w.suspect_at or 0.0, w.id), default=None)
+    if first is None and event.hang:
+        return Failure(d.root_cause(worker, f"{worker.id}: {event.error}"), "reported", hang=True)
     if first is None:
-        return Failure(d.root_cause(worker, f"{worker.id} reported a broken generation", error), "reported")
+        return Failure(d.root_cause(worker, f"{worker.id} reported a broken generation", event.error), "reported")
     return Failure(d.root_cause(first, f"{first.id} failed with its own error", first.suspect_error), "own")
 
 

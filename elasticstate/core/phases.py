@@ -21,7 +21,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from elasticstate.core.types import Placement, RootCause
+from elasticstate.core.types import Placement, RootCause, WorkerId
 
 FailureKind = Literal["own", "lost", "reported", "drain"]
 
@@ -34,6 +34,7 @@ class Failure:
     cause: RootCause
     kind: FailureKind
     own_error: bool = False  # an exit with a code other than 0, without a signal
+    hang: bool = False  # no tick for --hang-timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,16 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
+class Straggler:
+    """A member that is persistently slower than the others."""
+
+    worker: WorkerId
+    rank: int
+    since: float  # when it was named
+    factor: float  # its own time, divided by the median of the others'
+
+
+@dataclass(frozen=True, slots=True)
 class Running:
     """Phase with a published world. Out: END at a tick or now, or all members are in the exit gate."""
 
@@ -82,6 +93,9 @@ class Running:
     has_calls: bool = False  # some member has reported a collective call
     watched_since: float | None = None  # when the reports of all calls were requested
     stalls: tuple[Stall, ...] = ()  # that were reported
+    has_pace: bool = False  # some member has reported its own time
+    paced: int = 0  # the newest tick whose own times were compared
+    stragglers: tuple[Straggler, ...] = ()  # that were named and have not recovered
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ class Policy:
     cooldown_range_s: tuple[float, float]
     stall_check_s: float | None
     stall_shutdown_s: float | None
+    straggler_threshold: float  # 0.2: 20 % slower than the others
+    straggler_action: str  # warn or drain
     waiting_notice_s: float = 30.0  # no option: seconds of a wait after which the event file gets a notice
 
     def fewest(self, generation: int) -> int:

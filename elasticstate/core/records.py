@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elasticstate.core.assignment import NEWCOMER
+from elasticstate.core.collectives import Hang
 from elasticstate.core.figures import Losses, Origin
 from elasticstate.core.phases import (
     Failure as Failure,
@@ -102,6 +103,7 @@ class Worker(Struct, frozen=True, gc=False):
     confirmed_at: float | None = None  # verdict OWN
     call: CallReport | None = None  # its newest collective call
     waits_since: float = inf  # when the worker began to wait in that call; inf: the worker does not wait there
+    pace: tuple[tuple[int, int], ...] = ()  # the last points of its own time in the present world; see types.Heartbeat
     uses_run: bool = False
     in_round: bool = False  # started together with others, before the command was known to use ``run``
 
@@ -141,6 +143,7 @@ class Ledger(Struct, frozen=True, gc=False):
     failed_at: tuple[float, ...] = ()  # the times of failed generations, as many as --reset-limit needs
     own_errors: int = 0  # members of the present generation that ended by an error of their own
     own_error: RootCause | None = None  # the first of these errors
+    hang: Hang | None = None  # the last generation that hung
     outage: RootCause | None = None  # the first failure since the last completed tick
     planned_at: float = -inf  # when the world of the last planned change was formed
     hold_not_before: float = -inf

@@ -14,6 +14,7 @@ from elasticstate.core.plain import together, together_deadlines
 from elasticstate.core.records import Draft, Finishing, Forming, Over, Running, Together, Waiting
 from elasticstate.core.running import finishing, running, running_deadlines
 from elasticstate.core.stall_check import end_stalls
+from elasticstate.core.stragglers import end_stragglers
 from elasticstate.core.waiting import waiting, waiting_deadlines
 
 
@@ -30,6 +31,7 @@ def decide(d: Draft) -> None:
                 running(d, before)
                 if isinstance(d.phase, Forming | Finishing):
                     end_stalls(d, before)
+                    end_stragglers(d, before)
             case Finishing():
                 finishing(d, before)
             case Together():

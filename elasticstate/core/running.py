@@ -19,9 +19,11 @@ from elasticstate.core.ending import (
     suspects_of,
     verdict_deadlines,
 )
+from elasticstate.core.hangs import report_hang
 from elasticstate.core.planned import planned_change, planned_deadlines
 from elasticstate.core.records import Draft, Failure, Finishing, Running, Worker
 from elasticstate.core.stall_check import check_stalls, overdue_stall, shut_down, stall_deadlines
+from elasticstate.core.stragglers import check_pace
 from elasticstate.core.texts import number_of
 from elasticstate.core.worlds import (
     enter,
@@ -46,8 +48,9 @@ def running(d: Draft, phase: Running) -> None:
     elif stall := overdue_stall(d, phase):
         shut_down(d, phase, stall, members)
     else:
-        phase = d.phase = check_stalls(d, _with_notices(d, phase, members), members)
-        planned_change(d, phase, members)
+        phase = check_stalls(d, _with_notices(d, phase, members), members)
+        phase = d.phase = check_pace(d, phase, members)
+        planned_change(d, phase, d.members())
 
 
 def running_deadlines(d: Draft, phase: Running) -> Iterator[tuple[str, float]]:
@@ -72,6 +75,7 @@ def become_running(d: Draft, chosen: list[Worker]) -> None:
     if d.generation > 0 and d.ledger.down_since is None:  # planned: no failure since the last first tick
         d.update_ledger(planned_at=d.now)
     accounting.world_changes(d, chosen)
+    report_hang(d)
     world = make_world(d, chosen)
     enter(d, world)
     d.effects.append(t.PublishWorld(world))

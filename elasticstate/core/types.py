@@ -1,8 +1,4 @@
-"""Types of the core: identifiers, worlds, events (input), effects (output). All values are frozen.
-
-Every type here is plain data that msgspec can also put on the wire; nothing in this module reads a clock, a socket or
-the environment.
-"""
+"""Types of the core: identifiers, worlds, events (input), effects (output). All are frozen data for msgspec."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from elasticstate.core.calls import CallReport as CallReport, CallReported as CallReported, WatchCalls as WatchCalls
+from elasticstate.core.collectives import CollectivesReported as CollectivesReported
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
 from elasticstate.core.message import Message as Message
 
@@ -28,10 +25,7 @@ class Placement(Struct, frozen=True, gc=False):
 
 
 class PlainPlace(Struct, frozen=True, array_like=True, gc=False):
-    """Position of a worker in a world of plain workers, for torchrun's environment variables.
-
-    A plain worker does not use ``run``: it reads its position when it starts, and keeps it until it ends.
-    """
+    """Position of a worker that does not use ``run``, for torchrun's environment variables. Valid until its end."""
 
     generation: int  # the number of this world
     rank: int
@@ -188,6 +182,7 @@ class FailureReported:
     generation: int
     certain: bool
     error: str
+    hang: bool = False  # the agent reports it: the worker has made no tick for --hang-timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +195,10 @@ class GateEntered:
 
 
 class Heartbeat(Struct, frozen=True, gc=False):
-    """Proof that the worker lived at the agent's last reading, with its place, its ticks and its newest commit."""
+    """Proof that the worker lived at the agent's last reading, with its place, its ticks and its newest commit.
+
+    ``pace``: new points (tick, time from the begin of the generation to its end without waits for others, in µs).
+    """
 
     worker: WorkerId
     place: str  # boot | regroup | train | gate | done
@@ -208,6 +206,7 @@ class Heartbeat(Struct, frozen=True, gc=False):
     ticks: int
     commit: CommitId | None
     commit_s: float = 0.0  # see WorkerReady
+    pace: tuple[tuple[int, int], ...] = ()
 
 
 class CommitSealed(Message, frozen=True):
@@ -257,6 +256,7 @@ Event = (
     | CommitSealed
     | FirstTick
     | CallReported
+    | CollectivesReported
     | TimePassed
     | Several
 )
@@ -311,6 +311,7 @@ class End(Message, frozen=True):
     generation: int
     at_tick: int | None
     cause: str
+    hang: bool = False  # the members report their last collectives
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,7 @@ def enter(d: Draft, world: t.World) -> None:
             confirmed_at=None,
             call=None,
             waits_since=inf,
+            pace=(),
         )
         age += newcomer
     d.update_ledger(next_age=age, own_errors=0, own_error=None, is_broken=False)

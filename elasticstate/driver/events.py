@@ -10,7 +10,9 @@ _PLACES = {place: place.name.lower() for place in messages.Place}
 
 
 def heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
-    return t.Heartbeat(worker, _PLACES[stamp.place], stamp.generation, stamp.ticks, stamp.commit, stamp.commit_s)
+    return t.Heartbeat(
+        worker, _PLACES[stamp.place], stamp.generation, stamp.ticks, stamp.commit, stamp.commit_s, stamp.pace
+    )
 
 
 def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | None:
@@ -23,8 +25,10 @@ def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | Non
             return t.HoldAnswered(worker, generation, ticks, in_gate, number)
         case messages.RunUsed():
             return t.WorkerUsesRun(worker)
-        case messages.GenerationFailure(generation, certain, error):
-            return t.FailureReported(worker, generation, certain, error)
+        case messages.GenerationFailure(generation, certain, error, hang):
+            return t.FailureReported(worker, generation, certain, error, hang)
+        case messages.CollectivesReport():
+            return t.CollectivesReported(worker, body)
         case messages.Gate(generation, commit_s):
             return t.GateEntered(worker, generation, commit_s)
         case messages.First(generation, train_s, sync_s):

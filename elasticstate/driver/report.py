@@ -72,6 +72,9 @@ class Report:
             "waiting": _waiting,
             "stall": _stall,
             "stall_ended": lambda f: f"stall ended after {f['seconds']:.1f} s: {f['reason']}: {f['call']}",
+            "straggler": _straggler,
+            "hang": _hang,
+            "straggler_ended": lambda f: f"straggler {_slot_name(f['worker'])} (rank {f['rank']}): {f['reason']}",
             "driver_restarted": _driver_restarted,
             "warning": lambda f: f"warning: {f['text']}",
             "world_formed": self._world_formed,
@@ -233,6 +236,22 @@ def _waiting(f: Fields) -> str:
 def _stall(f: Fields) -> str:
     ranks = ranks_text(f["waiting"])
     return f"stall: {ranks} have waited for up to {f['seconds']:.1f} s in {f['call']}; missing: {f['who']}"
+
+
+def _hang(f: Fields) -> str:
+    stacks = [f"rank {rank} is in {_innermost(stack)}" for rank, stack in f["stacks"].items() if stack]
+    return "; ".join([f"generation {f['ended']} hung: {f['text']}", *stacks[:_SHOWN]])
+
+
+def _innermost(stack: str) -> str:
+    """Return the last frame of a stack."""
+    frames = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
+    return frames[-1] if frames else stack
+
+
+def _straggler(f: Fields) -> str:
+    who = f"{_slot_name(f['worker'])} (rank {f['rank']})"
+    return f"straggler: {who} took {f['factor']:.2f} times the own time of the others in the last {f['ticks']} ticks"
 
 
 def _driver_restarted(f: Fields) -> str:

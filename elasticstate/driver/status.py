@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from elasticstate.core.diagnostics import hosts_in_cooldown, last_heartbeat, why_empty
 from elasticstate.core.figures import JobFigures
 from elasticstate.core.membership import Membership, waiting_for
-from elasticstate.core.records import Over, Worker
+from elasticstate.core.records import Over, Running, Worker
+from elasticstate.core.stragglers import straggler_lines
 from elasticstate.core.texts import number_of
 
 
@@ -44,6 +45,7 @@ def _lines(
     yield from _section("not in the world:", about)
     yield from _section("in cooldown:", hosts_in_cooldown(m, now))
     yield from _section("waiting for:", waiting_for(m, now))
+    yield from _section("stragglers:", straggler_lines(m.phase, now) if isinstance(m.phase, Running) else ())
     yield from _section("output that cannot be written:", outputs)
 
 

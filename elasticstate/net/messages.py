@@ -36,6 +36,7 @@ from elasticstate.net.worker_messages import (
     BackendRequest as BackendRequest,
     BufferGrown as BufferGrown,
     CallReport as CallReport,
+    CollectivesReport as CollectivesReport,
     CommitSealed as CommitSealed,
     CommitSize as CommitSize,
     ConfirmOwnError as ConfirmOwnError,
@@ -116,6 +117,7 @@ class Stamp(Message, frozen=True):
     ticks: int
     commit: CommitId | None
     commit_s: float = 0.0  # seconds that the ticks of ``generation`` spent in commits
+    pace: tuple[tuple[int, int], ...] = ()  # new points of its own time; see core.types.Heartbeat
 
 
 class WorkerReport(Message, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from elasticstate.core.collectives import CollectivesReport as CollectivesReport
 from elasticstate.core.types import (
     CallReport as CallReport,
     CommitId,
@@ -83,6 +84,7 @@ class GenerationFailure(Message, frozen=True):
     generation: int
     certain: bool
     error: str
+    hang: bool = False  # the agent reports it, because the worker makes no ticks
 
 
 class Gate(Message, frozen=True):
@@ -147,6 +149,7 @@ FromWorkerBody = (
     | GrowBuffer
     | CommitSealed
     | CallReport
+    | CollectivesReport
     | WorkerPreemptionNotice
     | BackendRequest
 )

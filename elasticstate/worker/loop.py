@@ -87,7 +87,7 @@ class WorkerLoop:
         self._names: Callable[[], int] = lambda: 0  # of the state's values, when there is a state
         self._read_ahead: Callable[[WorldView], None] = lambda view: None  # the same
         page = self._page = self._storage.page  # the stamps stay on this page if the commits move
-        self._sentinel = _sentinel = Sentinel(link, worker, page)
+        self._sentinel = _sentinel = Sentinel(link, worker, page, environment.reports_hangs)
         self._session = WorkerSession(self._sentinel, page, str(environment.worker))
         self._backend = contexts.choose(environment.backend)
         self._regrouper = Regrouper(environment, self._sentinel, self._backend)

@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 from elasticstate import _native
+from elasticstate.compat import flight_recorder, standard_library
+from elasticstate.core.collectives import Collective
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
 from elasticstate.net import messages, worker_codec
@@ -44,6 +46,7 @@ class Severable(Protocol):
 
 
 _SWEEP_INTERVAL_S = 0.003
+_LONGEST_STACK = 4000  # characters
 
 
 class Sentinel:
@@ -52,9 +55,13 @@ class Sentinel:
     Raises OSError if no descriptors are available.
     """
 
-    def __init__(self, connection: Connection, worker: WorkerId, page: _native.ControlPage) -> None:
+    def __init__(
+        self, connection: Connection, worker: WorkerId, page: _native.ControlPage, reports_hangs: bool = False
+    ) -> None:
+        """``reports_hangs``: report the last collectives to the agent when a generation has ended because it hangs."""
         self._worker = worker
         self._page = page
+        self._reports_hangs = reports_hangs
         self._native = _native.Sentinel(page, connection.detach())
         self._commit: CommitId | None = None
         self._previous: CommitId | None = None
@@ -64,6 +71,7 @@ class Sentinel:
         self._cutter: threading.Thread | None = None
         self._ticked_at = 0.0  # when the last tick ended
         self._formed_at = 0.0  # when the process groups of the present generation existed
+        self._reporter: threading.Thread | None = None
 
     # --------------------------------------------------------------------------------------------------- start and stop
 
@@ -125,12 +133,16 @@ class Sentinel:
     @property
     def cause(self) -> str:
         """Cause of the last generation's end; "" if none has ended."""
+        end = self._last_end()
+        return "" if end is None else end.cause
+
+    def _last_end(self) -> messages.End | None:
         message = self._native.cause
         if not message:
-            return ""
+            return None
         end = worker_codec.decode_to_worker(message)
         assert isinstance(end, messages.End)
-        return end.cause
+        return end
 
     @property
     def is_leaving(self) -> bool:
@@ -197,6 +209,19 @@ class Sentinel:
         if context.severs_in_python:
             self._cutter = threading.Thread(target=self._cut, args=(world.generation, context), daemon=True)
             self._cutter.start()
+        if self._reports_hangs:
+            arguments = (world.generation, time.time_ns())
+            self._reporter = threading.Thread(target=self._report_hang, args=arguments, daemon=True)
+            self._reporter.start()
+
+    def _report_hang(self, generation: int, since_ns: int) -> None:
+        """Report the last collectives when the generation has ended because it hangs. The main thread may be stuck."""
+        if self._native.wait_end(generation):
+            end = self._last_end()
+            if end is not None and end.hang:
+                stack = standard_library.stack_of(threading.main_thread())[-_LONGEST_STACK:]
+                entered = tuple(Collective(*record) for record in flight_recorder.last_collectives(since_ns))
+                self.send(messages.CollectivesReport(generation, entered, stack))
 
     def _cut(self, generation: int, context: Severable) -> None:
         """Cut from Python, on a separate thread, from the end of the generation until it has been left."""
@@ -262,7 +287,12 @@ class Sentinel:
 
     def leave(self) -> None:
         """Stop the cutting: nothing of the generation remains in this process."""
+        if self._reporter is not None and self.has_ended(self.generation):
+            self._reporter.join()  # it may not have begun
         self._native.left()
+        if self._reporter is not None:
+            self._reporter.join()
+            self._reporter = None
         if self._cutter is not None:
             self._cutter.join()
             self._cutter = None

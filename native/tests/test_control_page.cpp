@@ -168,6 +168,36 @@ void who_is_stopped_in_the_middle_of_a_change_has_no_ticks() {
     CHECK(page.stamp().generation == 0 && page.stamp().ticks == 1);
 }
 
+void points_are_whole_and_the_newest_stay() {
+    ControlPage page(std::nullopt);
+    std::atomic<bool> done{false};
+    std::atomic<std::uint64_t> seen{0};
+    std::uint64_t written = 0;
+    std::jthread writer([&] {
+        while (written < ROUNDS || seen < MEETINGS) {
+            ++written;
+            page.add_point({written, 2 * written, 3 * written});
+        }
+        done = true;
+    });
+    std::uint64_t since = 0, last = 0;
+    while (!done) {
+        for (const Point &point : page.points(since)) {
+            CHECK(point.generation > last);
+            CHECK(point.tick == 2 * point.generation && point.own_us == 3 * point.generation);
+            last = point.generation;
+            ++seen;
+        }
+    }
+    writer.join();
+    since = 0;
+    CHECK(page.points(since).size() == POINTS - 1 && since == written);
+    CHECK(page.points(since).empty());
+    page.reset();
+    page.add_point({1, 2, 3});
+    CHECK(page.points(since).size() == 1);  // of a new process
+}
+
 void what_is_no_page_is_refused() {
     bool refused = false;
     try {
@@ -195,5 +225,6 @@ int main() {
     the_last_seal_counts_whoever_it_belongs_to();
     a_reset_forgets_all_but_seals_even_in_the_middle_of_a_change();
     who_is_stopped_in_the_middle_of_a_change_has_no_ticks();
+    points_are_whole_and_the_newest_stay();
     what_is_no_page_is_refused();
 }

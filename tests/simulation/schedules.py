@@ -62,6 +62,7 @@ def random_policy(rng: random.Random) -> Policy:
         max_no_progress=rng.randint(2, 4),
         cooldown_range_s=(2.0, rng.choice((2.0, 16.0))),
         waiting_notice_s=2.0,
+        straggler_action=rng.choice(("warn", "drain")),
         spares=rng.choice((0, 0, 1, 2)),
     )
 
@@ -253,7 +254,15 @@ class EventMaker:
             self.commits[worker.id] = t.CommitId(m.generation, worker.ticks + 1)
         ticks = worker.ticks + self.rng.choice((0, 1, 1, 3))
         commit_s = self.rng.choice((0.0, 0.0, 0.2, 5.0))
-        return t.Heartbeat(worker.id, "train", worker.joined, ticks, self.commits.get(worker.id), commit_s)
+        commit = self.commits.get(worker.id)
+        return t.Heartbeat(worker.id, "train", worker.joined, ticks, commit, commit_s, self._pace(worker))
+
+    def _pace(self, worker: Worker) -> tuple[tuple[int, int], ...]:
+        """Return points of the worker's own time. Workers in odd slots are slower, mostly."""
+        tick, own_us = worker.pace[-1] if worker.pace else (5, 0)
+        slow = worker.id.slot % 2 and self.rng.random() < 0.9
+        each_us = (130_000 if slow else 100_000) + self.rng.randint(0, 5_000)
+        return tuple((tick + i, own_us + i * each_us) for i in range(1, self.rng.choice((1, 8, 16))))
 
     def _sealed(self, m: Membership) -> t.Event:
         worker = self._any(m)

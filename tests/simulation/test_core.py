@@ -26,7 +26,7 @@ MUST_BE_REACHED = (
     *("verdict", "postponed leave", "cooldown gave way", "forming", "below min-np", "job succeeded", "job failed"),
     *(f"end: {name}" for name in ENDS),
     *("note host_cooldown", "note agent_lost", "note waiting", "note warning", "note training_resumed"),
-    *("note stall", "note stall_ended"),
+    *("note stall", "note stall_ended", "note straggler", "note straggler_ended", "straggler drained"),
     *(
         "note worker_unresponsive",
         "note host_removed",
@@ -62,6 +62,8 @@ def run_schedule(seed: int, length: int, reached: Counter[str]) -> list[object]:
             _what_is_stale_has_no_effect(rng, m, now)
         checker.reached["below min-np"] += m.phase_name == "WAITING" and m.generation > 0
         checker.reached["retained commit awaited"] += "which retains the newest commit" in transition.reason
+        drains = (worker.draining for worker in m.workers.values())
+        checker.reached["straggler drained"] += any(reason.startswith("straggler") for reason in drains)
         checker.reached["lease waited for"] += (
             "until the workers on unreachable hosts have stopped" in transition.reason
         )

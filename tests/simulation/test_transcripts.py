@@ -49,6 +49,7 @@ SCENARIOS = (
     "slot_backoff",
     "stall",
     "stall_shutdown",
+    "straggler",
     "start",
     "state_lost",
 )

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elasticstate._native import measure_waits
 from elasticstate.compat.process_groups import set_default_group_timeout
 from elasticstate.config import WorkerEnvironment
+from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
 from elasticstate.worker.contexts.context import Fault, Rendezvous
 from elasticstate.worker.contexts.gloo_groups import GlooGroups
@@ -18,7 +20,11 @@ from elasticstate.worker.contexts.groups import TorchGroups
 class GlooBackend:
     """The Gloo backend (see context.Backend). None of its objects outlives a generation."""
 
-    def prepare(self, environment: WorkerEnvironment, send: Callable[[FromWorkerBody], None]) -> None: ...
+    def prepare(self, environment: WorkerEnvironment, send: Callable[[FromWorkerBody], None]) -> None:
+        if not measure_waits():
+            logger.warning(
+                "this build of torch does not permit to measure waits in collectives, so no straggler is named"
+            )
 
     def context(self) -> GlooContext:
         return GlooContext()

@@ -49,7 +49,9 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _value(text: str) -> Any:
-    return None if text == "off" else float(text) if "." in text else int(text)
+    if text.isalpha():
+        return None if text == "off" else text
+    return float(text) if "." in text else int(text)
 
 
 def _worker(name: str) -> t.WorkerId:
@@ -60,6 +62,16 @@ def _worker(name: str) -> t.WorkerId:
 
 def _commit(text: str | None) -> t.CommitId | None:
     return t.CommitId(*map(int, text.split("."))) if text else None
+
+
+def _pace(text: str) -> tuple[tuple[int, int], ...]:
+    """Parse ``5-15:100:700``: each of the ticks 5 to 15 takes 100 ms of the worker's own time, after 700 ms before."""
+    if not text:
+        return ()
+    ticks, each_ms, before_ms = text.split(":")
+    begin, end = map(int, ticks.split("-"))
+    own_ms = (int(before_ms) + int(each_ms) * number for number in range(1, end - begin + 2))
+    return tuple((tick, ms * 1000) for tick, ms in zip(range(begin, end + 1), own_ms, strict=True))
 
 
 def _joined(host: str, words: list[str]) -> t.AgentJoined:
@@ -112,7 +124,8 @@ def parse_event(words: list[str]) -> t.Event:
         case "gate":
             return t.GateEntered(worker, generation, commit_s)
         case "heartbeat":
-            return t.Heartbeat(worker, given.get("place", "train"), generation, ticks, commit, commit_s)
+            place, pace = given.get("place", "train"), _pace(given.get("pace", ""))
+            return t.Heartbeat(worker, place, generation, ticks, commit, commit_s, pace)
         case "sealed":
             assert commit is not None
             return t.CommitSealed(worker, commit)

@@ -114,6 +114,18 @@ def test_news_are_signs_of_life_and_commits_and_each_is_told_once(worker: Worker
     assert worker.liveness.changed_stamp() is None, "a seal of another owner is none"
 
 
+def test_points_of_the_present_generation_are_reported_once(worker: Worker) -> None:
+    worker.page.add_point(1, 5, 100)
+    worker.page.add_point(1, 6, 250)
+    worker.heartbeat(1.0, ticks=6)
+    assert worker.liveness.changed_stamp() == Stamp(Place.TRAIN, 1, 6, None, pace=((5, 100), (6, 250)))
+    worker.page.add_point(1, 7, 300)
+    worker.page.enter(2)
+    worker.page.add_point(2, 5, 40)
+    worker.heartbeat(2.0)
+    assert worker.liveness.changed_stamp() == Stamp(Place.TRAIN, 2, 0, None, pace=((5, 40),))
+
+
 def test_stamps_are_sent_each_second_less_often_in_a_large_world_and_several_times_within_the_timeout() -> None:
     assert stamps_interval_s(10.0, 0) == stamps_interval_s(10.0, 4000) == stamps_interval_s(60.0, 8) == 1.0
     assert stamps_interval_s(10.0, 6000) == 1.5
