@@ -49,8 +49,10 @@ PARTS = {
     "present_world",
     "private",
     "processes",
+    "screen",
     "seals",
     "state",
+    "status_cli",
     "terminal",
     "threads",
     "tracebacks",
@@ -61,6 +63,7 @@ PARTS = {
 PLUG_INS = {"kubernetes", "mpi", "mpi.worker", "ray"}  # tables name them; no other part may import them
 
 LIBRARIES = {"horovod", "huggingface", "lightning", "loggers"}
+COMMANDS = {"agent_cli", "cli", "status_cli"}
 ON_TOP = {*LIBRARIES, "extension"}
 
 # The other parts that a part may import. The command line may import all parts except plug-ins.
@@ -83,6 +86,7 @@ ALLOWED = {
     "private": set[str](),
     "processes": set[str](),
     "ray": {"compat", "config", "core", "discovery", "errors", "exit_status", "launchers", "net", "threads"},
+    "screen": {"config"},
     "seals": set[str](),
     "terminal": set[str](),
     "threads": {"compat"},
@@ -92,19 +96,20 @@ ALLOWED = {
     "commits": {"config", "private", "processes"},
     "kinds": {"backends", "core"},
     "config": {"core", "errors", "kinds"},
-    "driver": PARTS - {"agent", "check", "worker", "state", "agent_cli", "cli", "launching", *ON_TOP},
-    "check": PARTS - {"agent", "worker", "state", "agent_cli", "cli", "launching", *ON_TOP},
-    "agent": PARTS - {"driver", "check", "worker", "state", "agent_cli", "cli", "launching", *ON_TOP} | {"_native"},
+    "driver": PARTS - {"agent", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP},
+    "check": PARTS - {"agent", "worker", "state", *COMMANDS, "launching", *ON_TOP},
+    "agent": PARTS - {"driver", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP} | {"_native"},
     "present_world": {"config", "core", "errors"},
-    "worker": PARTS - {"driver", "agent", "check", "agent_cli", "cli", "launching", *ON_TOP} | {"_native"},
-    "state": PARTS - {"driver", "agent", "check", "agent_cli", "cli", "launching", "worker", *ON_TOP} | {"_native"},
+    "worker": PARTS - {"driver", "agent", "check", *COMMANDS, "launching", *ON_TOP} | {"_native"},
+    "state": PARTS - {"driver", "agent", "check", *COMMANDS, "launching", "worker", *ON_TOP} | {"_native"},
     "agent_cli": {"agent", "cli", "config", "errors", "kinds", "machine", "net", "processes", "terminal"},
+    "status_cli": {"cli", "config", "driver", "errors", "kinds", "net", "terminal"},
     "cli": PARTS,
     "discovery": {"config", "core", "errors", "exit_status", "kinds", "machine", "plug_ins", "processes", "threads"},
     "launchers": {"config", "errors", "exit_status", "net", "plug_ins", "processes", "threads", "writing"},
     "plug_ins": {"errors"},
     "other_launchers": {"config", "errors", "machine"},
-    "launching": PARTS - {"agent", "agent_cli", "check", "state", "cli", *ON_TOP},
+    "launching": PARTS - {"agent", "check", "state", *COMMANDS, *ON_TOP},
     "extension": {"compat", "config", "errors", "state", "worker"},
     "horovod": {"errors", "extension"},
     "huggingface": {"compat", "errors", "extension"},
