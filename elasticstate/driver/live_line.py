@@ -87,21 +87,21 @@ class LiveLine:
         parts = [f"generation {m.generation}", f"{number_of(len(members), 'worker')} on {number_of(hosts, 'host')}"]
         ticks = ticks_of(m)
         if ticks:
-            parts += [f"tick {ticks:,}", f"{self._rate(ticks, now)} ticks/s"]
+            parts += [f"tick {ticks:,}", *self._rate(ticks, now)]
         if self._state.committed_at is not None:
             parts.append(f"commit {max(0.0, now - self._state.committed_at):.1f} s ago")
         goodput = figures_of(m, now).goodput
         return parts if goodput is None else [*parts, f"goodput {goodput:.1%}"]
 
-    def _rate(self, ticks: int, now: float) -> str:
-        """Return the ticks per second between the reports of the last seconds."""
+    def _rate(self, ticks: int, now: float) -> list[str]:
+        """Return the ticks per second between the reports of the last seconds, if there are two."""
         looks = self._looks
         if not looks or looks[-1][1] != ticks:
             looks.append((now, ticks))
         (since, before), (until, _) = looks[0], looks[-1]
         if now - until > _NO_TICKS_S:
             until = now
-        return f"{(ticks - before) / (until - since):.1f}" if until > since else "?"
+        return [f"{(ticks - before) / (until - since):.1f} ticks/s"] if until > since else []
 
 
 def _has_keys(screen: Screen) -> bool:

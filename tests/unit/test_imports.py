@@ -203,6 +203,14 @@ def test_the_library_of_the_metrics_is_imported_only_with_their_option(source: P
     assert not users or name(source) == "elasticstate.driver.metrics_port"
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_the_library_for_terminals_is_imported_only_to_show_something_there(source: Path) -> None:
+    found = {imported for imported in imports(source) if imported.split(".")[0] == "rich"}
+    assert not found or name(source) in {"elasticstate.screen.painter", "elasticstate.status_cli"}
+    users = {imported for imported in imports(source) if imported.startswith("elasticstate.screen.painter.")}
+    assert not users or name(source) == "elasticstate.screen.__main__"
+
+
 def test_driver_agent_and_command_line_run_without_torch() -> None:
     modules = [
         name(source).removesuffix(".__init__")
