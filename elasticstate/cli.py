@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticstate import other_launchers
 from elasticstate.config import (
@@ -20,7 +20,10 @@ from elasticstate.config import (
 from elasticstate.errors import OptionError
 from elasticstate.kinds import FLAG, Kind
 from elasticstate.machine import version
-from elasticstate.terminal import complain, hold_standard_descriptors, printable
+from elasticstate.terminal import complain, hold_standard_descriptors
+
+if TYPE_CHECKING:
+    from elasticstate.screen.screen import Screen
 
 DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Options)}
 
@@ -52,15 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: Options, must_reattach: bool = False) -> int:
     from elasticstate.launchers.early_agent import early_agent
     from elasticstate.processes import keep_owner_access
+    from elasticstate.screen.screen import screen_for
 
     keep_owner_access()
     named = {text.partition(":")[0] for text in options.hosts}
     elsewhere = options.hosts or options.hostfile or options.host_discovery_script or options.listen
-    with early_agent(not must_reattach and ("localhost" in named or not elsewhere)):
-        return _drive(options, must_reattach)
+    is_needed = not must_reattach and ("localhost" in named or not elsewhere)
+    with screen_for(options) as screen, early_agent(is_needed):
+        return _drive(options, must_reattach, screen)
 
 
-def _drive(options: Options, must_reattach: bool) -> int:
+def _drive(options: Options, must_reattach: bool, screen: Screen | None) -> int:
     import asyncio
     import gc
 
@@ -72,7 +77,7 @@ def _drive(options: Options, must_reattach: bool) -> int:
         driver_part(options.backend).require_installation(options.start_timeout_s)
 
     async def run() -> int:
-        return await Driver(options, must_reattach).run()
+        return await Driver(options, must_reattach, screen).run()
 
     gc.freeze()  # modules stay for ever: no collection examines them again, so none takes long
     try:
@@ -129,27 +134,9 @@ def _status(argv: Sequence[str]) -> int:
         from elasticstate.agent_cli import agent_status
 
         return agent_status(argv)
-    names = [word for word in argv if word != "--json"]
-    if len(names) != 1 or names[0].startswith("-"):
-        raise OptionError(
-            f"status: {' '.join(argv)!r}: must be the name of one job. Use elasticrun status JOB [--json]."
-        )
-    import asyncio
+    from elasticstate.status_cli import job_status
 
-    from elasticstate.driver.record import find_job
-    from elasticstate.net.control import ask_status
-
-    record = find_job(names[0])
-    if record is None:
-        complain("elasticrun", f"no job {names[0]!r} of this user runs on this machine")
-        return 1
-    try:
-        text = asyncio.run(ask_status(record.address, record.token, DEFAULTS["connect_timeout_s"], "--json" in argv))
-        sys.stdout.write(printable(text))
-    except ConnectionError as error:
-        complain("elasticrun", f"the driver of job {names[0]!r} does not answer: {error}")
-        return 1
-    return 0
+    return job_status(argv)
 
 
 def _read_events(command: str, argv: Sequence[str]) -> int:
@@ -205,7 +192,7 @@ examples:
   elasticrun -np 2 --max-np 8 --host-discovery-script ./discover.sh train.py
   elasticrun -np 8 --min-np 4 --listen 0.0.0.0:7000 --token-file F train.py
   elasticrun agent --join HOST:7000 --token-file F
-  elasticrun status JOB [--json]
+  elasticrun status JOB [--json] [--watch [S]]
   elasticrun status --agent PATH        (ask an agent of this machine, see its --status-socket)
   elasticrun trace EVENTS -o trace.json         (what happened when, for Perfetto; EVENTS is a file of --events-file)
   elasticrun report EVENTS... -o report.html    (one HTML page; several jobs are compared)
@@ -278,7 +265,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="elasticrun",
         usage="elasticrun -np N [options] COMMAND...\n       elasticrun agent --join HOST:PORT --token-file F\n"
-        "       elasticrun --reattach JOB\n       elasticrun status JOB\n       elasticrun trace EVENTS -o trace.json\n"
+        "       elasticrun --reattach JOB\n       elasticrun status JOB [--watch]\n"
+        "       elasticrun trace EVENTS -o trace.json\n"
         "       elasticrun report EVENTS... -o report.html\n       elasticrun --check [options]",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -27,6 +27,11 @@ def agent_variable(mark: str) -> tuple[str, str]:
     return PREFIX + "AGENT", mark
 
 
+def has_cursor_control() -> bool:
+    """Return False if the terminal cannot move its cursor, according to TERM."""
+    return os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+
 _PLAIN_VARIABLES = PREFIX + "PLAIN_VARIABLES"
 _NO_LIMIT = 2**31 - 1  # for TORCHELASTIC_MAX_RESTARTS, which must be a number
 

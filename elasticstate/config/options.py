@@ -337,6 +337,13 @@ class Options(HostOptions, HorovodOptions):
         "ranks.",
     )
     tag_output: bool = option(True, _OUTPUT, kinds.FLAG, "--tag-output", "Put [host:slot] before each line.")
+    live: bool = option(
+        True,
+        _OUTPUT,
+        kinds.FLAG,
+        "--live",
+        "On a terminal: one line below all output, with the world, ticks per second and the age of the newest commit.",
+    )
     events_file: str | None = option(
         None, _OUTPUT, kinds.PATH, "--events-file", "File to which each event is appended as a line of JSON."
     )

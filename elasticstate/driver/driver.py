@@ -22,6 +22,7 @@ from elasticstate.driver.event_queue import EventQueue
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.driver.launch_results import LaunchResults
+from elasticstate.driver.live_line import LiveLine
 from elasticstate.driver.main_loop import MainLoop
 from elasticstate.driver.metrics_port import metrics_served
 from elasticstate.driver.output_troubles import OutputTroubles
@@ -33,6 +34,7 @@ from elasticstate.driver.status import status_text
 from elasticstate.driver.stop_signals import StopSignals
 from elasticstate.errors import OptionError
 from elasticstate.processes import allow_many_descriptors
+from elasticstate.screen.screen import Screen
 from elasticstate.threads import in_thread
 
 
@@ -55,8 +57,11 @@ class Driver:
     Raises OptionError for unusable options.
     """
 
-    def __init__(self, options: Options, must_reattach: bool = False) -> None:
-        """``must_reattach``: raise OptionError if there is no dead driver; False: start a new job in that case."""
+    def __init__(self, options: Options, must_reattach: bool = False, screen: Screen | None = None) -> None:
+        """``must_reattach``: raise OptionError if there is no dead driver; False: start a new job in that case.
+
+        ``screen``: for a live line.
+        """
         if reason := commit_directory.refuse(options.commit_dir):
             raise OptionError(
                 f"--commit-dir: {options.commit_dir!r}: cannot hold commits: {reason}. Choose another directory."
@@ -70,6 +75,7 @@ class Driver:
         self._journal = Journal(self._report, self._state)
         self._outputs = OutputTroubles(self._report, self._journal.event)
         self._queue = EventQueue()
+        self._live_line = LiveLine(screen, self._state)
         self._signals = StopSignals(self._state, self._queue, self._report)
 
     async def run(self) -> int:
@@ -90,7 +96,9 @@ class Driver:
         if parts.reattachment is None:
             self._report.started(self._options, spec.one_thread_each(self._options), self._state.stepped_at)
         try:
-            await parts.main_loop.run(parts.reattachment)
+            # the agents of an earlier driver write to the terminal where that driver was started
+            async with self._live_line.shown(has_other_writers=parts.reattachment is not None):
+                await parts.main_loop.run(parts.reattachment)
         except Exception:
             if parts.keeper.record.agents:
                 self._report.log(

@@ -22,12 +22,16 @@ class JobState:
         self.commit_bytes = 0  # size of a commit of the largest worker
         self.stores: dict[str, str] = {}  # by host: address of the store for the next world of plain workers
         self.stepped_at = now
+        self.committed_at: float | None = None  # when this driver received the newest commit
         self._policy = policy
 
     def step(self, event: t.Event, now: float) -> tuple[t.Effect, ...]:
         """Pass an event to the core. Return the effects."""
         self.stepped_at = now
+        newest = self.membership.ledger.highest
         self.membership, effects, self.reason = step(self.membership, event, now)
+        if self.membership.ledger.highest != newest:
+            self.committed_at = now
         return effects
 
     def reattach(self, reattachment: Reattachment, now: float) -> tuple[t.Effect, ...]:

@@ -55,7 +55,7 @@ def test_all_options_of_the_design_are_there_and_no_others() -> None:
     options = section(3).split("Options of torchrun")[0].replace("--lr", "")
     named = set(re.findall(r"--[a-z-]+", options))
     ours = {name for option in config.option_names().values() for name in option.names if name.startswith("--")}
-    assert ours | {"--version", "--reattach", "--check", "--json"} == named - LATER_OPTIONS
+    assert ours | {"--version", "--reattach", "--check", "--json", "--watch"} == named - LATER_OPTIONS
 
 
 def test_every_event_of_the_design_is_written_somewhere_and_no_other() -> None:

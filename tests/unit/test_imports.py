@@ -50,8 +50,10 @@ PARTS = {
     "present_world",
     "private",
     "processes",
+    "screen",
     "seals",
     "state",
+    "status_cli",
     "terminal",
     "threads",
     "tracebacks",
@@ -62,6 +64,7 @@ PARTS = {
 PLUG_INS = {"kubernetes", "mpi", "mpi.worker", "ray"}  # tables name them; no other part may import them
 
 LIBRARIES = {"horovod", "huggingface", "lightning", "loggers"}
+COMMANDS = {"agent_cli", "cli", "history", "status_cli"}
 ON_TOP = {*LIBRARIES, "extension"}
 
 # The other parts that a part may import. The command line may import all parts except plug-ins.
@@ -84,6 +87,7 @@ ALLOWED = {
     "private": set[str](),
     "processes": set[str](),
     "ray": {"compat", "config", "core", "discovery", "errors", "exit_status", "launchers", "net", "threads"},
+    "screen": {"config"},
     "seals": set[str](),
     "terminal": set[str](),
     "threads": {"compat"},
@@ -93,21 +97,20 @@ ALLOWED = {
     "commits": {"config", "private", "processes"},
     "kinds": {"backends", "core"},
     "config": {"core", "errors", "kinds"},
-    "driver": PARTS - {"agent", "check", "worker", "state", "agent_cli", "cli", "history", "launching", *ON_TOP},
-    "check": PARTS - {"agent", "worker", "state", "agent_cli", "cli", "history", "launching", *ON_TOP},
-    "agent": PARTS - {"driver", "check", "worker", "state", "agent_cli", "cli", "history", "launching", *ON_TOP}
-    | {"_native"},
+    "driver": PARTS - {"agent", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP},
+    "check": PARTS - {"agent", "worker", "state", *COMMANDS, "launching", *ON_TOP},
+    "agent": PARTS - {"driver", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP} | {"_native"},
     "present_world": {"config", "core", "errors"},
-    "worker": PARTS - {"driver", "agent", "check", "agent_cli", "cli", "history", "launching", *ON_TOP} | {"_native"},
-    "state": PARTS - {"driver", "agent", "check", "agent_cli", "cli", "history", "launching", "worker", *ON_TOP}
-    | {"_native"},
+    "worker": PARTS - {"driver", "agent", "check", *COMMANDS, "launching", *ON_TOP} | {"_native"},
+    "state": PARTS - {"driver", "agent", "check", *COMMANDS, "launching", "worker", *ON_TOP} | {"_native"},
     "agent_cli": {"agent", "cli", "config", "errors", "kinds", "machine", "net", "processes", "terminal"},
+    "status_cli": {"cli", "config", "driver", "errors", "kinds", "net", "terminal"},
     "cli": PARTS,
     "discovery": {"config", "core", "errors", "exit_status", "kinds", "machine", "plug_ins", "processes", "threads"},
     "launchers": {"config", "errors", "exit_status", "net", "plug_ins", "processes", "threads", "writing"},
     "plug_ins": {"errors"},
     "other_launchers": {"config", "errors", "machine"},
-    "launching": PARTS - {"agent", "agent_cli", "check", "state", "cli", "history", *ON_TOP},
+    "launching": PARTS - {"agent", "check", "state", *COMMANDS, *ON_TOP},
     "extension": {"compat", "config", "errors", "state", "worker"},
     "history": {"core", "errors", "exit_status", "private", "terminal"},
     "horovod": {"errors", "extension"},
@@ -206,6 +209,14 @@ def test_the_library_of_the_metrics_is_imported_only_with_their_option(source: P
     users = {imported for imported in imports(source) if imported.startswith("elasticstate.driver.metrics.")}
     assert not found or name(source) == "elasticstate.driver.metrics"
     assert not users or name(source) == "elasticstate.driver.metrics_port"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_the_library_for_terminals_is_imported_only_to_show_something_there(source: Path) -> None:
+    found = {imported for imported in imports(source) if imported.split(".")[0] == "rich"}
+    assert not found or name(source) in {"elasticstate.screen.painter", "elasticstate.status_cli"}
+    users = {imported for imported in imports(source) if imported.startswith("elasticstate.screen.painter.")}
+    assert not users or name(source) == "elasticstate.screen.__main__"
 
 
 def test_driver_agent_and_command_line_run_without_torch() -> None:

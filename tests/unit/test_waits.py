@@ -22,6 +22,11 @@ OPTIONS = {"config.options", "config.horovod_options"}
 ALLOWED = {
     # intervals between two looks; nothing ends by them
     "core.policy: waiting_notice_s": "a wait that lasts longer is reported",
+    "driver.live_line: _INTERVAL_S": "between two updates of the live line",
+    "driver.live_line: _NO_TICKS_S": "no wait: after this time without ticks the shown rate falls",
+    "screen.__main__: _STALE_MS": "after this time without an update the live line is removed",
+    "screen.screen: _ANSWER_S": "for a terminal to be clean before Ctrl-Z stops the driver; it stops in any case",
+    "status_cli: _INTERVAL_S": "default of status --watch",
     "agent.host_lock: _LOOK_INTERVAL_S": "between two attempts to lock; --heartbeat-timeout decides",
     "agent.orphans: _REAP_INTERVAL_S": "between two searches for orphans that have ended",
     "agent.template: _LOOK_INTERVAL_S": "between two looks at its CPU time; --heartbeat-timeout decides",

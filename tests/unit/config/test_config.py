@@ -58,7 +58,14 @@ def test_every_option_has_a_line_of_help_and_a_twin_for_each_long_name() -> None
 
 @pytest.mark.parametrize("name", option_names())
 def test_the_twin_of_an_option_is_read(name: str) -> None:
-    samples = {"hosts": "a:3", "backend": "gloo", "cooldown_range_s": "1 2", "tag_output": "0", "verbose": "yes"}
+    samples = {
+        "hosts": "a:3",
+        "backend": "gloo",
+        "cooldown_range_s": "1 2",
+        "tag_output": "0",
+        "live": "0",
+        "verbose": "yes",
+    }
     samples |= {"verify_sync": "on", "ssh_check_host_keys": "off", "env": "HF_TOKEN,NCCL_*"}
     samples |= {"horovod": "1", "tick_records": "off", "min_np": "1", "max_np": "7", "job_name": "j"}
     samples |= {"preemption_signals": "USR1,SIGTERM"}

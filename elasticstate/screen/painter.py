@@ -1,0 +1,112 @@
+"""Bytes for a terminal: output passes unchanged, and one line stays below it.
+
+The line is drawn in the row below the cursor, and is erased before the next output. So the row of the cursor is empty
+above the line while no output is open, and has what the user types. Output is never parsed for its meaning, so
+colours, progress bars and lines without an end are those of the sender. Only these facts are taken from it: how many
+rows below the cursor belong to it (nested progress bars move the cursor up), how wide its open line is, and if it ends
+inside a sequence. Only one thing is added to it: a line that is written over a progress bar erases the bar first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from os import terminal_size
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+_SEPARATOR = " · "
+_SAVE, _RESTORE, _PLAIN = b"\x1b7", b"\x1b8", b"\x1b[0m"
+_INDEX = b"\x1bD"  # one row down in the same column; the screen scrolls if there is none
+_ERASE_BELOW = b"\x1b[J"
+_OPEN_BYTES = 4096  # of a line without an end that are kept
+_LONGEST_SEQUENCE = 300
+_UNFINISHED = re.compile(
+    rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*)?|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
+)
+"""A sequence of escape (ECMA-48) or of UTF-8 that lacks its end."""
+_LINE_OVER_BAR = re.compile(rb"\r(?=[^\r\n]+\n)")
+_VERTICAL = re.compile(rb"\x1b\[(\d*)A|\n|\x1b\[[\d;]*[HfJ]|\x1bc")
+
+
+def _over_bars(data: bytes, is_over_bar: bool) -> bytes:
+    """Erase each progress bar before a whole line that is written over it: the line may be shorter."""
+    return _LINE_OVER_BAR.sub(b"\r\x1b[K", b"\r" * is_over_bar + data)
+
+
+class Painter:
+    """State of a terminal with a line at its bottom. Each method returns the bytes to write, in one piece."""
+
+    def __init__(self, size: Callable[[], terminal_size]) -> None:
+        self._size = size
+        self._parts: Sequence[str] = ()
+        self._drawn = 0  # rows below the cursor where the line is; 0: nowhere
+        self._below = 0  # rows below the cursor that belong to the output
+        self._open = b""  # output since the last newline
+        self._is_row_empty = False  # the row of the cursor, as far as known
+        self._unfinished = b""
+        self._console = Console(force_terminal=True, legacy_windows=False, highlight=False)
+
+    def line(self, parts: Sequence[str]) -> bytes:
+        """Show these parts, as many of them as fit. No parts: no line."""
+        self._parts = parts
+        return self._erased() + self._draw()
+
+    def output(self, data: bytes) -> bytes:
+        """Show output, above the line."""
+        erased, is_over_bar = self._erased(), self._open.endswith(b"\r")
+        self._follow(data)
+        return erased + _over_bars(data, is_over_bar) + self._draw()
+
+    def _follow(self, data: bytes) -> None:
+        before, data = self._unfinished, self._unfinished + data
+        unfinished = _UNFINISHED.search(data, max(0, len(data) - _LONGEST_SEQUENCE))
+        self._unfinished = unfinished.group() if unfinished is not None else b""
+        for move in _VERTICAL.finditer(data):
+            if move.group() == b"\n":
+                self._is_row_empty = not self._below
+                self._below = max(0, self._below - 1)
+            elif move.group().endswith(b"A"):
+                self._below += max(1, int(move.group(1) or 1))
+            else:
+                self._below = 0
+        _, end, rest = data.rpartition(b"\n")
+        self._open = (rest if end else self._open + data[len(before) :])[-_OPEN_BYTES:]
+        self._is_row_empty = self._is_row_empty and not self._open
+
+    def _erased(self) -> bytes:
+        rows, self._drawn = self._drawn, 0
+        if not rows:
+            return b""
+        if self._is_row_empty and not self._below:  # keys that were pressed may have moved the cursor into the line
+            return b"\r" + _SAVE + _PLAIN + _ERASE_BELOW + _RESTORE
+        return _SAVE + b"\x1b[%dB\r" % rows + _PLAIN + _ERASE_BELOW + _RESTORE
+
+    def _draw(self) -> bytes:
+        size, rows = self._size(), self._below + 1
+        if not self._parts or self._unfinished or rows >= size.lines or size.columns < 2 or self._is_at_edge(size):
+            return b""
+        self._drawn = rows
+        room = _INDEX * rows + b"\x1b[%dA" % rows
+        return room + _SAVE + b"\x1b[%dB\r" % rows + _PLAIN + self._text(size.columns - 1) + _RESTORE
+
+    def _is_at_edge(self, size: terminal_size) -> bool:
+        """Return True if the next character goes to a new row, which a move of the cursor would prevent."""
+        if not self._open:
+            return False
+        width = Text.from_ansi(self._open.rpartition(b"\r")[2].decode(errors="replace")).cell_len
+        return width > 0 and width % size.columns == 0
+
+    def _text(self, columns: int) -> bytes:
+        text = Text.assemble((self._parts[0], "bold"))
+        text.truncate(columns, overflow="ellipsis")
+        for part in self._parts[1:]:
+            if text.cell_len + cell_len(_SEPARATOR + part) > columns:
+                break
+            text.append(_SEPARATOR, "dim").append(part)
+        self._console.width = columns
+        with self._console.capture() as capture:
+            self._console.print(text, end="", no_wrap=True, crop=True)
+        return capture.get().encode(errors="replace")
