@@ -4,7 +4,9 @@ asyncio's own ``slow_callback_duration`` measures wall-clock time, which include
 callback is slow if its thread computed, or slept in a blocking call, for longer than the limit. The kernel reports how
 long the thread was ready to run and had no core (/proc/PID/schedstat; Documentation/scheduler/sched-stats.rst), and how
 long other virtual machines had the cores of this one ("steal" in proc_stat(5)). The start of a process or a thread does
-not count, neither its wait for a core of the new one (vfork(2); threading.Thread.start) nor its work in the kernel.
+not count, neither its wait for a core of the new one (vfork(2); threading.Thread.start) nor its work in the kernel. Nor
+does the work of waitpid(2): the kernel removes the files of the ended process in /proc, for whose locks all readers of
+/proc compete. Its wait for a process that lives does count.
 """
 
 from __future__ import annotations
@@ -51,14 +53,16 @@ def watch_loops(path: str) -> Iterator[None]:
     def stolen_s() -> float:
         return int(os.pread(cores, 200, 0).split(maxsplit=9)[8]) / _TICKS_PER_S
 
-    def timed(start: Callable[..., object]) -> Callable[..., object]:
+    def timed(start: Callable[..., object], its_waits: bool = True) -> Callable[..., object]:
         def timed_start(*arguments: Any, **named: Any) -> object:
             nonlocal starting_s, starting_cpu_s
             computed, began = time.thread_time(), time.monotonic()
-            started = start(*arguments, **named)
-            starting_s += time.monotonic() - began
-            starting_cpu_s += time.thread_time() - computed
-            return started
+            try:
+                return start(*arguments, **named)
+            finally:
+                computed = time.thread_time() - computed
+                starting_s += time.monotonic() - began if its_waits else computed
+                starting_cpu_s += computed
 
         return timed_start
 
@@ -80,11 +84,11 @@ def watch_loops(path: str) -> Iterator[None]:
                 process = f"{os.getpid()} {' '.join(sys.argv)[-200:]}"
                 os.write(report, f"{times} in {process}: {_named(handle)}\n".encode())
 
-    starters = ((subprocess.Popen, "__init__"), (threading.Thread, "start"), thread_starter())
+    starters = ((subprocess.Popen, "__init__"), (threading.Thread, "start"), thread_starter(), (os, "waitpid"))
     originals: list[tuple[Any, str, Any]] = [(kind, name, getattr(kind, name)) for kind, name in starters]
     previous = signal.signal(signal.SIGCONT, note_continued)
     for kind, name, start in originals:
-        setattr(kind, name, timed(start))
+        setattr(kind, name, timed(start, its_waits=kind is not os))
     set_callback_runner(watched)
     try:
         yield

@@ -38,6 +38,20 @@ _thread.start_new_thread = start_with_much_work
 def starts_a_thread():
     start_thread(is_quick)
 
+waitpid = os.waitpid
+
+def wait_with_much_work(*arguments):
+    computes()
+    return waitpid(*arguments)
+
+os.waitpid = wait_with_much_work
+
+def reaps():
+    os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0)
+
+def waits_for_a_process():
+    os.waitpid(os.posix_spawn("/bin/sleep", ["sleep", "0.3"], {}), 0)
+
 def is_stopped():  # by somebody else, for longer than the limit
     pid = os.getpid()
     if os.fork() == 0:
@@ -86,6 +100,8 @@ with watch_loops(sys.argv[1]):
         ("is_quick", False),
         ("starts_a_process", False),
         ("starts_a_thread", False),
+        ("reaps", False),
+        ("waits_for_a_process", True),
         ("is_stopped", False),
         ("has_no_core", False),
         ("has_no_core_between_callbacks", False),
