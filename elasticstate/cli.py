@@ -127,10 +127,10 @@ def _status(argv: Sequence[str]) -> int:
         from elasticstate.agent_cli import agent_status
 
         return agent_status(argv)
-    names = [word for word in argv if word != "--json"]
+    names = [word for word in argv if word not in ("--json", "--token")]
     if len(names) != 1 or names[0].startswith("-"):
         raise OptionError(
-            f"status: {' '.join(argv)!r}: must be the name of one job. Use elasticrun status JOB [--json]."
+            f"status: {' '.join(argv)!r}: must be the name of one job. Use elasticrun status JOB [--json | --token]."
         )
     import asyncio
 
@@ -141,6 +141,9 @@ def _status(argv: Sequence[str]) -> int:
     if record is None:
         complain("elasticrun", f"no job {names[0]!r} of this user runs on this machine")
         return 1
+    if "--token" in argv:
+        sys.stdout.write(f"{record.token}\n")
+        return 0
     try:
         text = asyncio.run(ask_status(record.address, record.token, DEFAULTS["connect_timeout_s"], "--json" in argv))
         sys.stdout.write(printable(text))
@@ -198,6 +201,7 @@ examples:
   elasticrun -np 8 --min-np 4 --listen 0.0.0.0:7000 --token-file F train.py
   elasticrun agent --join HOST:7000 --token-file F
   elasticrun status JOB [--json]
+  elasticrun status JOB --token         (the job's token, for actions in the --dashboard)
   elasticrun status --agent PATH        (ask an agent of this machine, see its --status-socket)
   elasticrun --check -H h1:4,h2:4       (print what is available here and on these hosts)
   elasticrun --reattach JOB             (start a new driver for a job whose driver is dead)

@@ -49,7 +49,7 @@ def test_tags_are_turned_off() -> None:
         ),
         ([], "COMMAND is missing"),
         (["-np", "1", "--events-file", "/nowhere/e", "c"], "--events-file: '/nowhere/e': cannot be written"),
-        (["status"], "status: '': must be the name of one job. Use elasticrun status JOB [--json]."),
+        (["status"], "status: '': must be the name of one job. Use elasticrun status JOB [--json | --token]."),
     ],
 )
 def test_a_mistake_is_told_in_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
