@@ -20,7 +20,7 @@ from elasticstate.discovery import host_source
 from elasticstate.driver import spec
 from elasticstate.driver.agent_messages import AgentMessages
 from elasticstate.driver.agents import Agents
-from elasticstate.driver.dashboard.port import Dashboard
+from elasticstate.driver.dashboard.port import Dashboard, require_library
 from elasticstate.driver.dashboard.view import view_of
 from elasticstate.driver.effects import Effects
 from elasticstate.driver.event_queue import EventQueue
@@ -87,6 +87,8 @@ class Driver:
 
     async def _run(self) -> int:
         allow_many_descriptors()
+        if self._options.dashboard is not None:
+            await in_thread(require_library)
         directory = await in_thread(lock_job, self._job)
         try:
             parts = self._begin(directory)

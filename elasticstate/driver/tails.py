@@ -18,10 +18,10 @@ class Tails:
 
     async def of(self, worker: WorkerId, timeout_s: float) -> messages.OutputTail | None:
         """Return the last lines of a worker; None if its agent does not answer in time."""
-        if worker not in self._awaited:
-            self._awaited[worker] = asyncio.get_running_loop().create_future()
+        awaited = self._awaited.get(worker)
+        if awaited is None:
+            awaited = self._awaited[worker] = asyncio.get_running_loop().create_future()
             self._send(worker.host, messages.FetchOutput(worker))
-        awaited = self._awaited[worker]
         try:
             return await asyncio.wait_for(asyncio.shield(awaited), timeout_s)
         except asyncio.TimeoutError:

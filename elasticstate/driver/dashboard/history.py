@@ -30,6 +30,8 @@ class History(msgspec.Struct):
     lines: dict[str, View] = {}
     numbers: int = 0  # of failures and lines so far
     cause: str = _FIRST  # why the newest world is changed
+    loss: str = ""  # the first failure of a member or a host since the newest world: the cause behind ``cause``
+    left: list[str] = []  # slots of the workers that the newest world has lost
     unresponsive: dict[str, str] = {}  # by worker: why its agent kills it
     has_news: bool = False  # since the file was written
 
@@ -49,6 +51,7 @@ class History(msgspec.Struct):
                 self.unresponsive[fields["worker"].partition("#")[0]] = fields["reason"]
             case "agent_lost":
                 reason = f"host {fields['host']} lost: its agent {fields['reason']}"
+                self.loss = self.loss or reason
                 self._add_failure({"reason": reason, "at": at, "generation": fields["generation"]})
             case "root_cause":
                 self._root_cause(fields, at)
@@ -59,6 +62,8 @@ class History(msgspec.Struct):
         why = self.unresponsive.pop(worker, "")
         about = {"reason": f"{failure.reason} ({why})" if why else failure.reason, "worker": worker}
         rank = {} if failure.rank is None else {"rank": failure.rank}
+        if rank and worker not in self.left:  # else: the newest world was formed because of it
+            self.loss = self.loss or str(about["reason"])
         error = failure.error.rstrip()[-_LONGEST_ERROR:]
         self._add_failure({**about, **rank, "at": at, "generation": failure.generation, "error": error})
 
@@ -72,12 +77,12 @@ class History(msgspec.Struct):
             "at": at,
             "size": fields["size"],
             "hosts": fields["hosts"],
-            "cause": self.cause,
+            "cause": self.loss or self.cause,
             "joined": listed(joined, shown=_SHOWN) if joined and self.cause != _FIRST else "",
             "left": listed(left, shown=_SHOWN) if left else "",
         }
-        self.cause = "end of the generation"
-        self.unresponsive.clear()
+        self.cause, self.loss = "end of the generation", ""
+        self.left = [name.partition("#")[0] for name in left]
         _shorten(self.generations, _MOST_GENERATIONS)
         self.has_news = True
 

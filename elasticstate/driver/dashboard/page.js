@@ -25,6 +25,7 @@ function span(s) {
   return s < 172800 ? `${(s / 3600).toFixed(1)} h` : `${(s / 86400).toFixed(1)} d`;
 }
 const age = (at) => at === undefined ? "none yet" : `${span(now() - at)} ago`;
+const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
 const percent = (x) => `${(100 * x).toFixed(1)} %`;
 function bytes(n) {
   const units = ["B", "kB", "MB", "GB", "TB"];
@@ -47,8 +48,8 @@ function merge(target, patch) { // RFC 7396
 function numbers() {
   const f = view.figures, w = view.world, c = view.commit, list = $("numbers");
   const shown = [
-    ["generation", `${w.generation}`, f.failures === 1 ? "1 failure" : `${f.failures} failures`],
-    ["workers", `${w.living} of ${w.size}`, `${Object.values(view.hosts).filter((h) => h.slots).length} hosts`],
+    ["generation", `${w.generation}`, count(f.failures, "failure")],
+    ["workers", `${w.living} of ${w.size}`, count(Object.values(view.hosts).filter((h) => h.slots).length, "host")],
     ["ticks per second", rate(), `${f.ticks} ticks, ${f.ticks_lost} redone`],
     ["goodput", f.goodput === undefined ? "none yet" : percent(f.goodput), `of ${span(f.wall_s)}`],
     ["downtime", f.downtime_s === undefined ? "unknown" : span(f.downtime_s), `${f.commits_lost} commits lost`],
@@ -170,7 +171,8 @@ function paint(slot, cell) {
 function paintHost(name) {
   const host = view.hosts[name], head = rows.get(name);
   if (!head) return;
-  setText(head.children[1], host.why ? `${host.state}: ${host.why}` : host.state);
+  const state = host.why ? `${host.state}: ${host.why}` : host.state;
+  setText(head.children[1], isDense() && host.state === "joined" ? "" : state);
   head.title = `${name}: ${host.state}`;
   head.children[2].disabled = isOver || host.state !== "joined";
 }
@@ -180,14 +182,14 @@ function map(patch) {
   $("map").dataset.painted = $("map").dataset.shape;
   for (const [slot, cell] of cells) if (all || (patch.workers && slot in patch.workers)) paint(slot, cell);
   for (const name of rows.keys()) if (all || (patch.hosts && name in patch.hosts)) paintHost(name);
-  const count = Object.fromEntries(STATES.map((state) => [state, 0]));
-  for (const slot of cells.keys()) count[worker(slot).state]++;
-  const words = STATES.filter((s) => count[s]).map((s) => `${count[s]} ${s}`).join("|");
+  const number = Object.fromEntries(STATES.map((state) => [state, 0]));
+  for (const slot of cells.keys()) number[worker(slot).state]++;
+  const words = STATES.filter((s) => number[s]).map((s) => `${number[s]} ${s}`).join("|");
   if ($("legend").dataset.words !== words) {
     $("legend").dataset.words = words;
-    $("legend").replaceChildren(...STATES.filter((s) => count[s]).map((s) => {
+    $("legend").replaceChildren(...STATES.filter((s) => number[s]).map((s) => {
       const item = make("span");
-      item.append(make("i", "", { class: s, "aria-hidden": "true" }), `${count[s]} ${s}`);
+      item.append(make("i", "", { class: s, "aria-hidden": "true" }), `${number[s]} ${s}`);
       return item;
     }));
   }
@@ -244,7 +246,7 @@ function list(parent, items, build = (text) => make("li", text)) {
 function cooldowns() {
   const hosts = Object.entries(view.hosts).sort(([, a], [, b]) => a.order - b.order);
   const inUse = hosts.filter(([, h]) => h.slots);
-  const lines = [`${inUse.length} hosts with ${inUse.reduce((n, [, h]) => n + h.slots, 0)} slots`];
+  const lines = [`${count(inUse.length, "host")}, ${count(inUse.reduce((n, [, h]) => n + h.slots, 0), "slot")}`];
   for (const [name, h] of hosts) {
     if (h.cooldown_until > now()) lines.push(`${name}: in cooldown for ${span(h.cooldown_until - now())}: ${h.cooldown}`);
     else if (h.state !== "joined") lines.push(`${name}: ${h.state}${h.why ? `: ${h.why}` : h.report ? `: ${h.report}` : ""}`);

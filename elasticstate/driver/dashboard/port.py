@@ -28,7 +28,6 @@ class Dashboard:
 
     def __init__(self, address: str, last_port: int, directory: JobDirectory, report: Report) -> None:
         """``last_port``: of the previous driver; 0: none. It is used again if the option leaves the port open."""
-        _require_library()
         self._host, port = split_address(address)
         try:
             self._listening = listening_socket(self._host, port or last_port)
@@ -71,7 +70,8 @@ class Dashboard:
             await asyncio.sleep(_WRITE_INTERVAL_S)
 
 
-def _require_library() -> None:
+def require_library() -> None:
+    """Import aiohttp. This takes a while: never call it on an event loop. Raises OptionError."""
     try:
         import elasticstate.driver.dashboard.server  # noqa: F401
     except ModuleNotFoundError as error:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import ClientSession, ClientTimeout
 from hypothesis import given, strategies as st
@@ -23,6 +24,7 @@ from elasticstate.driver.job_state import JobState
 from elasticstate.driver.overview import overview_of
 from elasticstate.driver.tails import Tails
 from elasticstate.errors import OptionError
+from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
 from elasticstate.net.listening import listening_socket, port_of
 from tests.policy import policy_of
@@ -102,13 +104,29 @@ def test_the_next_driver_continues_the_history() -> None:
     account = {"generation": 1, "wall_s": 2.0, "goodput_s": 1.0}
     history.event("generation_finished", account, 7.0)
     history.event("world_formed", {**fields, "generation": 2}, 7.0)
-    import msgspec
-
     assert decoded(msgspec.json.encode(history)) == history
     assert decoded(b"{") == History()
     causes = {number: entry["cause"] for number, entry in history.generations.items()}
     assert causes == {"1": "start of the job", "2": "a joined"}
     assert history.generations["1"]["until"] == 7.0
+
+
+def test_the_cause_of_a_world_is_the_failure_and_not_what_a_survivor_reports() -> None:
+    history = History()
+    fields = {"generation": 2, "size": 1, "hosts": 1, "joined": [], "left": ["a:1#1"]}
+    history.event("worker_unresponsive", {"worker": "a:1#1", "reason": "no heartbeat for 2 s"}, 1.0)
+    history.event("end", {"generation": 1, "cause": "a:0#1 reported a broken generation"}, 1.0)
+    history.failure(WorkerFailure("a:1 ended: SIGKILL", "a", 1, 1, 1, signal=9, error="Traceback"), 1.0)
+    history.event("world_formed", fields, 2.0)
+    cause = "a:1 ended: SIGKILL (no heartbeat for 2 s)"
+    assert history.generations["2"]["cause"] == cause
+    (failure,) = history.failures.values()
+    about = {"worker": "a:1", "rank": 1, "generation": 1}
+    assert failure == {"reason": cause, **about, "at": 1.0, "error": "Traceback"}
+    history.failure(WorkerFailure("a:1 ended: SIGKILL", "a", 1, 1, 2, signal=9), 3.0)
+    history.event("end", {"generation": 2, "cause": "a:2#1 joins"}, 4.0)
+    history.event("world_formed", {**fields, "generation": 3, "left": []}, 5.0)
+    assert history.generations["3"]["cause"] == "a:2#1 joins", "a late end of a worker that had left already"
 
 
 def test_the_history_is_bounded() -> None:
