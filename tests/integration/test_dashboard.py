@@ -29,6 +29,7 @@ from elasticstate.driver.tails import Tails
 from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
 from elasticstate.net.listening import listening_socket, port_of
+from elasticstate.net.names import own_addresses
 from tests.unit.driver.test_dashboard import state_after
 
 pytestmark = pytest.mark.skipif(NO_CHROMIUM, reason=WHY)
@@ -167,9 +168,9 @@ def hostile(value: Any) -> Any:
 
 
 @contextmanager
-def served(view: View) -> Iterator[str]:
+def served(view: View, address: str = "127.0.0.1") -> Iterator[str]:
     """Serve a view of no job, from a thread. Yield the address."""
-    loop, listening = asyncio.new_event_loop(), listening_socket("127.0.0.1", 0)
+    loop, listening = asyncio.new_event_loop(), listening_socket(address, 0)
     tails = Tails(lambda _, message: tails.received(messages.OutputTail(message.worker, EVIL, EVIL)))
     worker = WorkerId("a", 0, 1)
     controls = Controls(lambda: view, lambda slot: worker, tails, lambda host: EVIL, lambda: EVIL)
@@ -186,7 +187,7 @@ def served(view: View) -> Iterator[str]:
 
     server = run(started())
     try:
-        yield f"http://127.0.0.1:{port_of(listening)}/"
+        yield f"http://{address}:{port_of(listening)}/"
     finally:
         run(server.close())
         loop.call_soon_threadsafe(loop.stop)
@@ -215,4 +216,16 @@ def test_texts_of_a_job_never_become_a_part_of_the_page() -> None:
         assert page.evaluate("document.scripts.length") == 1
         assert page.evaluate("document.images.length") == 0
         assert page.evaluate("window.hacked") is None
+    assert not errors
+
+
+@pytest.mark.skipif(not own_addresses(), reason="this machine has only the loopback interface")
+def test_a_page_beyond_loopback_asks_for_the_token_first() -> None:
+    view, errors = view_of("j", state_after(6), History(), 9.0, 1000.0), list[str]()
+    with served(view, own_addresses()[0]) as url, opened(url, errors) as page:
+        expect(page.get_by_role("dialog", name="This page needs the token")).to_be_visible(timeout=TIMEOUT_MS)
+        expect(page.get_by_role("gridcell")).to_have_count(0)
+        confirm(page, "Open", "t" * 40)
+        expect(page.get_by_role("status")).to_have_text("Live", timeout=TIMEOUT_MS)
+        expect(page.get_by_role("gridcell")).to_have_count(2)
     assert not errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
 from elasticstate.net.listening import listening_socket, port_of
+from elasticstate.net.names import own_addresses
 from tests.policy import policy_of
 from tests.unit.core.test_membership import drive
 from tests.unit.driver.test_figures import SCRIPT
@@ -256,6 +258,23 @@ def test_each_route_on_loopback(method: str, path: str, status: int) -> None:
 
     served = on_server(ask)
     assert (served.drained, served.ends) == ([], 0)
+
+
+@pytest.mark.skipif(not own_addresses(), reason="this machine has only the loopback interface")
+@pytest.mark.parametrize(("method", "path", "status"), ROUTES)
+def test_each_route_beyond_loopback_needs_the_token(method: str, path: str, status: int) -> None:
+    async def ask(session: ClientSession, url: str) -> None:
+        without = ({}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {TOKEN}x"}, {"Cookie": TOKEN})
+        for headers in without:
+            async with session.request(method, url + path, headers=headers) as answer:
+                assert answer.status == (200 if path == "/" else 401), headers
+                text = await answer.text()
+                assert not re.search(r"training|a:0", text), "a stranger sees the job"
+        async with session.request(method, url + path, headers={"Authorization": f"Bearer {TOKEN}"}) as answer:
+            assert answer.status == (400 if path == "/drain" else 200)
+
+    served = on_server(ask, own_addresses()[0])
+    assert (served.drained, served.ends) == ([], int(path == "/end"))
 
 
 def test_an_action_with_the_token_is_carried_out() -> None:
