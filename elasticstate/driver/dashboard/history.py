@@ -23,7 +23,7 @@ _FIRST = "start of the job"
 
 
 class History(msgspec.Struct):
-    """Past of a job, newest last. ``Report`` calls ``event``, ``failure`` and ``line``."""
+    """Past of a job, newest last. The dashboard passes on what ``Report`` writes."""
 
     generations: dict[str, View] = {}
     failures: dict[str, View] = {}
@@ -33,7 +33,6 @@ class History(msgspec.Struct):
     loss: str = ""  # the first failure of a member or a host since the newest world: the cause behind ``cause``
     left: list[str] = []  # slots of the workers that the newest world has lost
     unresponsive: dict[str, str] = {}  # by worker: why its agent kills it
-    has_news: bool = False  # since the file was written
 
     def event(self, name: str, fields: dict[str, Any], at: float) -> None:
         match name:
@@ -84,13 +83,11 @@ class History(msgspec.Struct):
         self.cause, self.loss = "end of the generation", ""
         self.left = [name.partition("#")[0] for name in left]
         _shorten(self.generations, _MOST_GENERATIONS)
-        self.has_news = True
 
     def _update(self, fields: dict[str, Any], **values: float) -> None:
         generation = str(fields["generation"])
         if generation in self.generations:
             self.generations[generation] = {**self.generations[generation], **values}
-            self.has_news = True
 
     def _root_cause(self, fields: dict[str, Any], at: float) -> None:
         error = str(fields.get("error") or "").rstrip()[-_LONGEST_ERROR:]
@@ -104,7 +101,6 @@ class History(msgspec.Struct):
         self.numbers += 1
         to[str(self.numbers)] = entry
         _shorten(to, most)
-        self.has_news = True
 
 
 def _shorten(entries: dict[str, View], most: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,6 +13,7 @@ from elasticstate.driver.dashboard.history import History, decoded
 from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Report
 from elasticstate.errors import OptionError
+from elasticstate.failures import WorkerFailure
 from elasticstate.kinds import split_address
 from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.threads import in_thread
@@ -42,7 +43,20 @@ class Dashboard:
         self.history = decoded(directory.history()) if directory.found is not None else History()
         self._directory = directory
         self._report = report
-        report.watch(self.history)
+        self._has_news = asyncio.Event()
+        report.watch(self)
+
+    def event(self, name: str, fields: dict[str, Any], at: float) -> None:
+        self.history.event(name, fields, at)
+        self._has_news.set()
+
+    def failure(self, failure: WorkerFailure, at: float) -> None:
+        self.history.failure(failure, at)
+        self._has_news.set()
+
+    def line(self, text: str, at: float) -> None:
+        self.history.line(text, at)
+        self._has_news.set()
 
     @asynccontextmanager
     async def served(self, controls: Controls, token: str) -> AsyncIterator[None]:
@@ -63,10 +77,10 @@ class Dashboard:
 
     async def _write_regularly(self) -> None:
         while True:
-            if self.history.has_news:
-                self.history.has_news = False
-                with suppress(OSError):  # the next dashboard shows less
-                    await in_thread(self._directory.write_history, msgspec.json.encode(self.history))
+            await self._has_news.wait()
+            self._has_news.clear()
+            with suppress(OSError):  # the next dashboard shows less
+                await in_thread(self._directory.write_history, msgspec.json.encode(self.history))
             await asyncio.sleep(_WRITE_INTERVAL_S)
 
 
