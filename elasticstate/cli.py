@@ -193,6 +193,7 @@ examples:
   elasticrun -np 8 --min-np 4 --listen 0.0.0.0:7000 --token-file F train.py
   elasticrun agent --join HOST:7000 --token-file F
   elasticrun status JOB [--json] [--watch [S]]
+  elasticrun status JOB --token         (the job's token, for actions in the --dashboard)
   elasticrun status --agent PATH        (ask an agent of this machine, see its --status-socket)
   elasticrun trace EVENTS -o trace.json         (what happened when, for Perfetto; EVENTS is a file of --events-file)
   elasticrun report EVENTS... -o report.html    (one HTML page; several jobs are compared)

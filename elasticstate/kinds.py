@@ -118,7 +118,7 @@ def split_address(text: str) -> tuple[str, int]:
     return match["six"] or match["host"], int(match["port"] or 0)
 
 
-def _metrics(text: str) -> str:
+def _page_address(text: str) -> str:
     """Read ``port`` or ``address:port``. The default of the address is the loopback interface. Raises ValueError."""
     address = f"127.0.0.1:{text}" if text.isdecimal() else text
     if split_address(address)[1] == 0 and not address.endswith(":0"):
@@ -233,7 +233,9 @@ PORT = Kind("PORT", "a port number from 1 to 65535", _port)
 MODULES = Kind("MODULES", "names of Python modules, separated by commas", _modules)
 NAMES = Kind("NAMES", "names of environment variables, separated by commas; * matches any characters", _patterns)
 ADDRESS = Kind("ADDR[:PORT]", "an IP address of this machine (0.0.0.0: all), with or without a port", _address)
-METRICS = Kind("[ADDR:]PORT", "a port (0: chosen by the system), perhaps after an IP address of this machine", _metrics)
+PAGE = Kind(
+    "[ADDR:]PORT", "a port (0: chosen by the system), perhaps after an IP address of this machine", _page_address
+)
 STREAMS = Kind("0|1|2|3", "0, 1 (stdout), 2 (stderr) or 3 (both)", _streams)
 RANKS = Kind("RANKS", "ranks and ranges of ranks, separated by commas, for example 0,4-7", _ranks)
 SELECTOR = Kind("SELECTOR", "a label selector, for example app=agents", _matching(re.compile(r"\S.*")))

@@ -30,7 +30,8 @@ def job_status(argv: Sequence[str]) -> int:
     """Print the status of a job. Exit status 1: there is no such job, or its driver does not answer."""
     parser = Parser(
         prog="elasticrun status",
-        usage="elasticrun status JOB [--json] [--watch [S]]\n       elasticrun status --agent PATH [--ready]",
+        usage="elasticrun status JOB [--json] [--watch [S]]\n       elasticrun status JOB --token\n"
+        "       elasticrun status --agent PATH [--ready]",
         description="Print the world of a running job of this user on this machine, its figures, the missing workers, "
         "and what the job waits for.",
         epilog="Exit status: 0 printed, with --watch: the job has ended; 1 no such job, or no answer; 130 Ctrl-C.",
@@ -48,6 +49,7 @@ def job_status(argv: Sequence[str]) -> int:
         help="Print the status every S seconds until the job ends (default: 1), on a terminal in the same place. While "
         "the driver does not answer, the command waits for it or for the next driver of the job.",
     )
+    add("--token", action="store_true", help="Print the job's token, which the --dashboard asks for before it acts.")
     add("--agent", metavar="PATH", help="Ask the agent of this machine that has this --status-socket instead.")
     given = parser.parse_args(argv)
     if len(given.job) != 1 or not given.job[0]:
@@ -61,6 +63,9 @@ def job_status(argv: Sequence[str]) -> int:
     if record is None:
         complain("elasticrun", f"no job {job!r} of this user runs on this machine")
         return 1
+    if given.token:
+        sys.stdout.write(f"{record.token}\n")
+        return 0
     if interval_s is not None:
         return _Watch(job, given.json, interval_s).run(record)
     try:

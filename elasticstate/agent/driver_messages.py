@@ -74,6 +74,8 @@ class DriverMessages:
                 self._calls.watch(message, asyncio.get_running_loop().time())
             case messages.Fetch(slot, offset):
                 self._tasks.begin(self._supply.send_result(slot, offset, self._driver))
+            case messages.FetchOutput(worker):
+                self._driver.send(self._outputs.tail(worker))
             case _:
                 self._outputs.complain(f"received an unexpected message from the driver: {type(message).__name__}")
 

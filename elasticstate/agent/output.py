@@ -14,7 +14,7 @@ from typing import IO
 
 from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
-from elasticstate.net.messages import OutputTrouble
+from elasticstate.net.messages import OutputTail, OutputTrouble
 from elasticstate.net.output_watch import Watch
 from elasticstate.terminal import message
 from elasticstate.writing import BLOCKED_S, Writer
@@ -23,6 +23,8 @@ _LONGEST_LINE_BYTES = 64 * 1024
 _CHUNK_BYTES = 64 * 1024
 _TAIL_LINES = 20
 _MOMENT_S = 0.2  # a worker that waits longer for its output is reported; the end of a worker waits no longer for output
+_SHOWN_LINES = 100  # of each stream, in the dashboard
+_SHOWN_CHARACTERS = 16 * 1024  # likewise
 _ENDS = ("out", "err")  # suffixes of log files
 
 
@@ -84,7 +86,11 @@ class Pump:
     @property
     def last_lines(self) -> str:
         """The last lines that the stream has carried."""
-        lines = deque(self._tail.decode(errors="replace").splitlines(), maxlen=_TAIL_LINES)
+        return self.lines(_TAIL_LINES)
+
+    def lines(self, most: int) -> str:
+        """Return up to ``most`` of the last lines that the stream has carried."""
+        lines = deque(self._tail.decode(errors="replace").splitlines(), maxlen=most)
         return "\n".join(lines)
 
     async def run(self, pipe: IO[bytes]) -> None:
@@ -168,6 +174,12 @@ class Outputs:
     def ended(self, worker: WorkerId) -> None:
         """Forget a worker whose output is complete."""
         self._pumps.pop(worker, None)
+
+    def tail(self, worker: WorkerId) -> OutputTail:
+        """Return the last lines of a worker."""
+        pumps = self._pumps.get(worker, ())
+        stdout, stderr = (pump.lines(_SHOWN_LINES)[-_SHOWN_CHARACTERS:] for pump in pumps) if pumps else ("", "")
+        return OutputTail(worker, stdout, stderr)
 
     def complain(self, text: str) -> None:
         """Write a line of the agent itself."""

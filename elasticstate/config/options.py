@@ -350,9 +350,16 @@ class Options(HostOptions, HorovodOptions):
     metrics: str | None = option(
         None,
         _OUTPUT,
-        kinds.METRICS,
+        kinds.PAGE,
         "--metrics",
         "Port, on the loopback interface or ADDR, at which Prometheus reads metrics: http://127.0.0.1:PORT/metrics.",
+    )
+    dashboard: str | None = option(
+        None,
+        _OUTPUT,
+        kinds.PAGE,
+        "--dashboard",
+        "Port, on the loopback interface or ADDR, of a web page that shows the job: http://127.0.0.1:PORT/.",
     )
     job_name: str | None = option(
         None, _OUTPUT, kinds.NAME, "--job-name", "Name for elasticrun status and --reattach (default: a generated one)."

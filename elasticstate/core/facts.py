@@ -282,6 +282,7 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
         ticks=event.ticks,
         ticks_at=d.now if event.ticks != worker.ticks else worker.ticks_at,
         commit=event.commit or worker.commit,
+        commit_at=worker.commit_at if event.commit in (None, worker.commit) else d.now,
     )
     if event.generation == d.generation:
         accounting.commit_stalled(d, event.commit_s)
@@ -294,7 +295,7 @@ def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:
     if worker is not None:
         _record_commit(d, event.commit)
         retained.record_retained(d, worker.id.slot_id, event.commit)
-        d.put(worker, commit=event.commit)
+        d.put(worker, commit=event.commit, commit_at=d.now)
 
 
 def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
@@ -318,6 +319,7 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         ready_at=d.now,
         reported_at=d.now,
         commit=event.commit,
+        commit_at=worker.commit_at if event.commit == worker.commit else d.now,
         uses_run=True,
         late=False,
         in_gate=False,

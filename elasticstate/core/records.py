@@ -92,6 +92,7 @@ class Worker(Struct, frozen=True, gc=False):
     ticks: int = 0
     ticks_at: float = -inf  # when ``ticks`` last changed
     commit: CommitId | None = None  # the newest that was reported
+    commit_at: float = -inf  # when the first report of ``commit`` arrived
     lacked: bool = False  # the worker lacked the state when its newest world began
     draining: str = ""  # why the worker drains
     draining_since: float = inf

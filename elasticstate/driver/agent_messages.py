@@ -12,6 +12,7 @@ from elasticstate.driver.journal import Journal
 from elasticstate.driver.launch_results import LaunchResults
 from elasticstate.driver.output_troubles import OutputTroubles
 from elasticstate.driver.reattach import Reattachment
+from elasticstate.driver.tails import Tails
 from elasticstate.net import messages
 
 
@@ -28,6 +29,7 @@ class AgentMessages:
         outputs: OutputTroubles,
         launch_results: LaunchResults | None,
         reattachment: Reattachment | None,
+        tails: Tails,
     ) -> None:
         self._agents = agents
         self._backend = backend
@@ -36,6 +38,7 @@ class AgentMessages:
         self._journal = journal
         self._outputs = outputs
         self._launch_results = launch_results  # only for launch()
+        self._tails = tails
         self._reattachment = reattachment  # only for a driver that reattaches
 
     def agent_event(self, event: t.Event) -> None:
@@ -78,6 +81,8 @@ class AgentMessages:
                 self._journal.agent_warning(host, text)
             case messages.OutputTrouble():
                 self._outputs.update(host, message)
+            case messages.OutputTail():
+                self._tails.received(message)
             case messages.Fetched():
                 if self._launch_results is not None:
                     self._launch_results.received(host, message)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+import time
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 import msgspec
@@ -12,11 +14,14 @@ import msgspec
 from elasticstate import commits as commit_directory
 from elasticstate.backends import DriverBackend, DriverServices, driver_part
 from elasticstate.config import Options
+from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
 from elasticstate.discovery import host_source
 from elasticstate.driver import spec
 from elasticstate.driver.agent_messages import AgentMessages
 from elasticstate.driver.agents import Agents
+from elasticstate.driver.dashboard.port import Dashboard, require_library
+from elasticstate.driver.dashboard.view import view_of
 from elasticstate.driver.effects import Effects
 from elasticstate.driver.event_queue import EventQueue
 from elasticstate.driver.job_state import JobState
@@ -32,6 +37,7 @@ from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.status import status_text
 from elasticstate.driver.stop_signals import StopSignals
+from elasticstate.driver.tails import Tails
 from elasticstate.errors import OptionError
 from elasticstate.processes import allow_many_descriptors
 from elasticstate.screen.screen import Screen
@@ -49,6 +55,8 @@ class _DriverParts:
     main_loop: MainLoop
     reattachment: Reattachment | None  # None: the job is new
     launch_results: LaunchResults | None  # only for launch()
+    tails: Tails
+    dashboard: Dashboard | None
 
 
 class Driver:
@@ -85,12 +93,18 @@ class Driver:
 
     async def _run(self) -> int:
         allow_many_descriptors()
+        if self._options.dashboard is not None:
+            await in_thread(require_library)
         directory = await in_thread(lock_job, self._job)
         try:
             parts = self._begin(directory)
         except BaseException:
             directory.give_back()
             raise
+        async with self._dashboard_served(parts):
+            return await self._run_parts(parts)
+
+    async def _run_parts(self, parts: _DriverParts) -> int:
         self._signals.listen()
         self._loop.add_signal_handler(signal.SIGUSR1, lambda: self._report.log(self._status(as_json=False)))
         if parts.reattachment is None:
@@ -152,15 +166,61 @@ class Driver:
         )
         results = LaunchResults(options.call_directory, agents.send) if options.call_directory is not None else None
         agents.listen(record.ports)
-        record = msgspec.structs.replace(record, ports=agents.ports)
+        dashboard = (
+            Dashboard(options.dashboard, record.dashboard_port, directory, self._report) if options.dashboard else None
+        )
+        port = dashboard.port if dashboard is not None else 0
+        record = msgspec.structs.replace(record, ports=agents.ports, dashboard_port=port)
         keeper = Keeper(directory, record, self._journal.warn)
         keeper.watch()
         reattachment = Reattachment(record, directory.seen_at) if last is not None else None
         state, queue, journal, report = self._state, self._queue, self._journal, self._report
-        agent_messages = AgentMessages(agents, backend, state, queue, journal, self._outputs, results, reattachment)
+        tails = Tails(agents.send)
+        agent_messages = AgentMessages(
+            agents, backend, state, queue, journal, self._outputs, results, reattachment, tails
+        )
         effects = Effects(self._job, options, agents, backend, state, journal, report)
         main_loop = MainLoop(options, source, agents, keeper, state, queue, effects, journal, report)
-        return _DriverParts(directory, keeper, agents, backend, main_loop, reattachment, results)
+        return _DriverParts(directory, keeper, agents, backend, main_loop, reattachment, results, tails, dashboard)
+
+    def _dashboard_served(self, parts: _DriverParts) -> AbstractAsyncContextManager[None]:
+        if parts.dashboard is None:
+            return nullcontext()
+        from elasticstate.driver.dashboard.server import Controls
+
+        ahead_s = time.time() - self._loop.time()
+        history, state = parts.dashboard.history, self._state
+        controls = Controls(
+            view=lambda: view_of(self._job, state, history, self._loop.time(), ahead_s),
+            worker_in=self._worker_in,
+            tails=parts.tails,
+            drain=self._drain,
+            end=self._end,
+        )
+        return parts.dashboard.served(controls, parts.keeper.record.token)
+
+    def _worker_in(self, slot_id: t.SlotId) -> t.WorkerId | None:
+        slot = self._state.membership.slots.get(slot_id)
+        return slot.worker if slot is not None else None
+
+    def _drain(self, host: str) -> str:
+        """Drain a host for the dashboard. Return why not, or ""."""
+        found = self._state.membership.hosts.get(host)
+        if self._state.outcome is not None:
+            return "The job is ending already."
+        if found is None or found.agent != "joined":
+            return f"Host {host!r} has no agent now."
+        if found.draining:
+            return f"Host {host!r} drains already."
+        self._queue.post(t.HostDraining(host, "the dashboard"))
+        return ""
+
+    def _end(self) -> str:
+        """End the job for the dashboard. Return why not, or ""."""
+        if self._state.outcome is not None:
+            return "The job is ending already."
+        self._signals.stop(signal.SIGTERM, "the dashboard")
+        return ""
 
     async def _clean_up(self, parts: _DriverParts) -> None:
         """End all processes of the job, and remove all its files."""

@@ -38,8 +38,8 @@ class Overview(Struct, frozen=True):
 def overview_of(job: str, m: Membership, reason: str, now: float) -> tuple[Overview, JobFigures]:
     """Return the overview, and the figures in it. ``m`` never changes, so any thread may call this function."""
     figures = figures_of(m, now)
-    hosts = Counter(_host_state(host, now) for host in m.hosts.values())
-    workers = Counter(_worker_state(m, worker) for worker in m.workers.values())
+    hosts = Counter(host_state(host, now) for host in m.hosts.values())
+    workers = Counter(worker_state(m, worker) for worker in m.workers.values())
     overview = Overview(
         job=job,
         phase=m.phase_name.partition("(")[0].lower(),
@@ -59,7 +59,7 @@ def overview_of(job: str, m: Membership, reason: str, now: float) -> tuple[Overv
     return overview, figures
 
 
-def _host_state(host: Host, now: float) -> str:
+def host_state(host: Host, now: float) -> str:
     if host.draining:
         return "draining"
     if not host.slots:
@@ -71,7 +71,7 @@ def _host_state(host: Host, now: float) -> str:
     return "lost" if host.loss else "starting"
 
 
-def _worker_state(m: Membership, worker: Worker) -> str:
+def worker_state(m: Membership, worker: Worker) -> str:
     if worker.gone:
         return "stopping"
     if worker.draining:

@@ -24,6 +24,7 @@ from elasticstate.errors import OptionError
 from elasticstate.private import is_still, open_directory, open_file, read_file, write_file
 
 _RECORD = "driver.json"
+_HISTORY = "history.json"
 _DRIVER_LOCK = "driver.lock"
 _LOCK_TIMEOUT_S = 0.2  # another process may lock the directory for a moment, to check if the job is dead
 _LONGEST_BYTES = 107 - len("/agent-999-99999")  # the kernel's limit for the path of a Unix socket
@@ -56,6 +57,7 @@ class Record(msgspec.Struct, frozen=True):
     restarts: int = 0  # failed worlds of plain workers
     past: PastFigures = NO_PAST  # when the record was written, by the core's clock
     clocks: tuple[float, float] = (0.0, 0.0)  # at that time: the core's clock, and Unix time
+    dashboard_port: int = 0  # 0: no dashboard yet
     is_over: bool = False  # the job has ended and its commits are being removed: no driver may reattach
 
     @property
@@ -109,6 +111,17 @@ class JobDirectory:
     def write(self, record: Record) -> None:
         """Replace the record. A reader sees either the old record or the new one."""
         write_file(self._lock, _RECORD, msgspec.json.encode(record))
+
+    def write_history(self, data: bytes) -> None:
+        """Replace the history of the job, which the next driver's dashboard continues. Raises OSError."""
+        write_file(self._lock, _HISTORY, data)
+
+    def history(self) -> bytes:
+        """Return the history of the job; empty if there is none."""
+        try:
+            return read_file(self._lock, _HISTORY)
+        except OSError:
+            return b""
 
     def sign_of_life(self) -> None:
         """Record that the driver lives, for the next driver."""

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from elasticstate.config import Options
 from elasticstate.core.figures import JobFigures, losses_text
@@ -39,6 +39,16 @@ class Outcome:
     root_cause: RootCause | None = None
 
 
+class Watcher(Protocol):
+    """Callbacks for what a report writes. ``at``: Unix time."""
+
+    def event(self, name: str, fields: Fields, at: float, /) -> None: ...
+
+    def failure(self, failure: WorkerFailure, at: float, /) -> None: ...
+
+    def line(self, text: str, at: float, /) -> None: ...
+
+
 class Report:
     """Writer of log lines and events. Call ``event`` for each event, then ``summary`` once.
 
@@ -55,6 +65,7 @@ class Report:
         self._world = ""  # log line of a world in which training has not resumed yet
         self._reason = ""
         self._terminal = Writer(2)
+        self._watcher: Watcher | None = None
         self._events: Writer | None = None
         self.writers = {"stderr": [self._terminal]}
         if events_file:
@@ -81,6 +92,10 @@ class Report:
             "training_resumed": self._training_resumed,
         }
 
+    def watch(self, watcher: Watcher) -> None:
+        """Call the watcher for each event, failure of a worker, and log line from now on."""
+        self._watcher = watcher
+
     # --------------------------------------------------------------------------------------------------- the events
 
     def started(self, options: Options, has_one_thread_each: bool, at: float) -> None:
@@ -103,7 +118,10 @@ class Report:
         ``at``: time of the event on the monotonic clock; None: now.
         """
         ago_s = 0.0 if at is None else time.monotonic() - at
-        self._write({"time": round(time.time() - ago_s, 6), "event": name, "job": self._job, **fields})
+        unix = round(time.time() - ago_s, 6)
+        self._write({"time": unix, "event": name, "job": self._job, **fields})
+        if self._watcher is not None:
+            self._watcher.event(name, fields, unix)
         if name in self._lines:
             text = self._lines[name](fields)
             if text:
@@ -124,6 +142,8 @@ class Report:
     def log(self, text: str) -> None:
         """Write a log line, now or as soon as the terminal can be written."""
         self._terminal.put(message("elasticrun", text).encode(errors="replace"))
+        if self._watcher is not None:
+            self._watcher.line(text, time.time())
 
     def _worker_exited(self, f: Fields) -> str:
         how = self._ends[f["worker"]] = status_of(f["exit_code"], f["signal"])
@@ -131,6 +151,8 @@ class Report:
         self._expected.discard(f["worker"])
         if not expected and len(self.failures) < _MOST_FAILURES:
             self.failures.append(_failure(f, how))
+        if not expected and self._watcher is not None:
+            self._watcher.failure(_failure(f, how), time.time())
         if expected and not self._verbose:
             return ""
         rank = f" (rank {f['rank']})" if f["rank"] is not None else ""

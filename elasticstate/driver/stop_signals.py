@@ -30,8 +30,12 @@ class StopSignals:
     def _received(self, number: signal.Signals) -> None:
         if self._state.outcome is not None:
             self.second.set()
-            return
-        self._report.log(f"{number.name}: stopping the workers. A second signal kills them at once.")
-        self._state.outcome = Outcome(128 + number, f"was stopped by {number.name}")
+        else:
+            self.stop(number, number.name)
+
+    def stop(self, number: signal.Signals, by: str) -> None:
+        """Stop the job as this signal does. ``by``: what asks for it."""
+        self._report.log(f"{by}: stopping the workers. A second signal kills them at once.")
+        self._state.outcome = Outcome(128 + number, f"was stopped by {by}")
         self._state.reason = self._state.outcome.word
         self._queue.wake()

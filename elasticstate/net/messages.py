@@ -64,7 +64,7 @@ from elasticstate.net.worker_messages import (
     WorldMessage as WorldMessage,
 )
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 STORE_JOINED = "joined"
@@ -195,6 +195,14 @@ class Fetched(Message, frozen=True):
     size: int  # of the whole result, in bytes; 0: the worker has returned nothing
 
 
+class OutputTail(Message, frozen=True):
+    """The last lines of a worker's stdout and stderr; empty if the worker has ended."""
+
+    worker: WorkerId
+    stdout: str
+    stderr: str
+
+
 class AskStatus(Message, frozen=True):
     """First message of ``elasticrun status``, instead of a Hello. The driver answers with text, then disconnects."""
 
@@ -215,6 +223,7 @@ FromAgent = (
     | AgentWarning
     | OutputTrouble
     | Fetched
+    | OutputTail
 )
 
 
@@ -237,6 +246,12 @@ class Fetch(Message, frozen=True):
 
     slot: int
     offset: int
+
+
+class FetchOutput(Message, frozen=True):
+    """Request for the last lines of a worker's output. The agent answers with OutputTail."""
+
+    worker: WorkerId
 
 
 class ToWorkers(Message, frozen=True):
@@ -285,6 +300,7 @@ ToAgent = (
     JobSpec
     | StartWorker
     | Fetch
+    | FetchOutput
     | StopWorker
     | ToWorkers
     | WorldsOnHost

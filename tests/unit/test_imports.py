@@ -219,6 +219,17 @@ def test_the_library_for_terminals_is_imported_only_to_show_something_there(sour
     assert not users or name(source) == "elasticstate.screen.__main__"
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_the_library_of_the_dashboard_is_imported_only_with_its_option(source: Path) -> None:
+    server = "elasticstate.driver.dashboard.server"
+    found = {imported for imported in imports(source) if imported.split(".")[0] == "aiohttp"}
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    at_once = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    at_once |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    assert not found or name(source) == server
+    assert server not in at_once
+
+
 def test_driver_agent_and_command_line_run_without_torch() -> None:
     modules = [
         name(source).removesuffix(".__init__")

@@ -1,0 +1,428 @@
+"use strict";
+// All texts of the job are untrusted: they enter the page as textContent only.
+const $ = (id) => document.getElementById(id);
+const DENSE = 64; // slots from which the map shows only ranks
+const RATE_S = 15; // time over which ticks per second are counted
+const SILENT_MS = 6000; // the driver sends something each second
+const STATES = ["member", "ready", "booting", "draining", "stopping", "empty"];
+let view = {}, token = "", ahead = 0, isOver = false, samples = [], cells = new Map(), rows = new Map();
+let selected = "", outputs = null;
+
+function make(tag, text = "", attributes = {}) {
+  const element = document.createElement(tag);
+  element.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
+}
+function setText(element, text) { if (element.textContent !== text) element.textContent = text; }
+const now = () => Date.now() / 1000 + ahead;
+const clock = (at) => new Date(at * 1000).toLocaleTimeString([], { hour12: false });
+function span(s) {
+  if (s < 0) s = 0;
+  if (s < 10) return `${s.toFixed(1)} s`;
+  if (s < 120) return `${Math.round(s)} s`;
+  if (s < 7200) return `${Math.round(s / 60)} min`;
+  return s < 172800 ? `${(s / 3600).toFixed(1)} h` : `${(s / 86400).toFixed(1)} d`;
+}
+const age = (at) => at === undefined ? "none yet" : `${span(now() - at)} ago`;
+const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
+const percent = (x) => `${(100 * x).toFixed(1)} %`;
+function bytes(n) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let unit = 0;
+  while (n >= 1000 && unit < 4) { n /= 1000; unit++; }
+  return `${n.toFixed(n < 10 && unit ? 1 : 0)} ${units[unit]}`;
+}
+const plain = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+function merge(target, patch) { // RFC 7396
+  if (!plain(patch)) return patch;
+  const result = plain(target) ? target : {};
+  for (const [key, value] of Object.entries(patch)) {
+    if (value === null) delete result[key]; else result[key] = merge(result[key], value);
+  }
+  return result;
+}
+
+// ------------------------------------------------------------------------------------------------------ the numbers
+
+function numbers() {
+  const f = view.figures, w = view.world, c = view.commit, list = $("numbers");
+  const shown = [
+    ["generation", `${w.generation}`, count(f.failures, "failure")],
+    ["workers", `${w.living} of ${w.size}`, count(Object.values(view.hosts).filter((h) => h.slots).length, "host")],
+    ["ticks per second", rate(), `${f.ticks} ticks, ${f.ticks_lost} redone`],
+    ["goodput", f.goodput === undefined ? "none yet" : percent(f.goodput), `of ${span(f.wall_s)}`],
+    ["downtime", f.downtime_s === undefined ? "unknown" : span(f.downtime_s), `${f.commits_lost} commits lost`],
+    ["newest commit", c ? c.id : "none yet", c ? [c.bytes ? `${bytes(c.bytes)} a worker` : "", c.at ? age(c.at) : "", `stall ${span(c.stall_s)}`].filter(Boolean).join(", ") : ""],
+  ];
+  if (!list.children.length) {
+    for (const [title] of shown) {
+      const group = make("div"), value = make("dd");
+      value.append(make("span"), make("small"));
+      group.append(make("dt", title), value);
+      list.append(group);
+    }
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    svg.setAttribute("class", "spark"); svg.setAttribute("viewBox", "0 0 100 24");
+    svg.setAttribute("preserveAspectRatio", "none"); svg.setAttribute("aria-hidden", "true");
+    svg.append(document.createElementNS("http://www.w3.org/2000/svg", "polyline"));
+    list.children[2].append(svg);
+  }
+  shown.forEach(([, value, more], i) => {
+    const [first, second] = list.children[i].querySelectorAll("span, small");
+    setText(first, value); setText(second, more);
+  });
+  const rates = samples.slice(1).map((s, i) => (s[1] - samples[i][1]) / (s[0] - samples[i][0]));
+  const most = Math.max(...rates, 1e-9);
+  const points = rates.map((r, i) => `${(100 * i / Math.max(1, rates.length - 1)).toFixed(1)},${(23 - 22 * Math.max(0, r) / most).toFixed(1)}`);
+  list.querySelector("polyline").setAttribute("points", points.join(" "));
+}
+function sample(at) {
+  samples.push([at, view.figures.ticks]);
+  if (samples.length > 120) samples.shift();
+}
+function rate() {
+  const last = samples[samples.length - 1], first = samples.find((s) => s[0] >= last[0] - RATE_S);
+  return last[0] - first[0] < 0.9 ? "…" : Math.max(0, (last[1] - first[1]) / (last[0] - first[0])).toFixed(2);
+}
+function times() {
+  const f = view.figures, parts = [["goodput", f.goodput_s], ...Object.entries(f.badput_s).sort((a, b) => b[1] - a[1])];
+  const table = $("time"), bar = $("time-bar");
+  table.replaceChildren(...parts.map(([name, s]) => {
+    const row = make("tr");
+    row.append(make("th", name.replaceAll("_", " "), { scope: "row" }), make("td", s.toFixed(1)), make("td", percent(s / Math.max(f.wall_s, 1e-9))));
+    return row;
+  }));
+  bar.replaceChildren(...parts.map(([name, s]) => {
+    const part = make("span", "", { class: name === "goodput" ? "good" : "bad", title: name.replaceAll("_", " ") });
+    part.style.flexGrow = s;
+    return part;
+  }));
+}
+
+// ---------------------------------------------------------------------------------------------------------- the map
+
+const isDense = () => $("map").classList.contains("dense");
+function mapShape() {
+  const map = $("map"), hosts = Object.entries(view.hosts);
+  const slots = new Map(hosts.map(([name, host]) => [name, host.slots]));
+  for (const key of Object.keys(view.workers)) {
+    const at = key.lastIndexOf(":"), host = key.slice(0, at);
+    slots.set(host, Math.max(slots.get(host) || 0, Number(key.slice(at + 1)) + 1));
+  }
+  const shown = hosts.filter(([name]) => slots.get(name)).sort(([, a], [, b]) => a.order - b.order).map(([name]) => name);
+  const total = shown.reduce((sum, name) => sum + slots.get(name), 0);
+  const shape = JSON.stringify(shown.map((name) => [name, slots.get(name)]));
+  if (map.dataset.shape === shape) return;
+  map.dataset.shape = shape;
+  map.classList.toggle("dense", total > DENSE);
+  const focused = document.activeElement && document.activeElement.dataset.slot;
+  cells.clear(); rows.clear();
+  map.replaceChildren(...shown.map((name) => {
+    const row = make("div", "", { role: "row" }), head = make("div", "", { role: "rowheader" });
+    head.append(make("span", name), make("small"));
+    const drain = make("button", "Drain …", { type: "button", "aria-label": `Drain host ${name}` });
+    drain.tabIndex = -1;
+    drain.addEventListener("click", () => askDrain(name));
+    head.append(drain);
+    row.append(head);
+    rows.set(name, head);
+    for (let i = 0; i < slots.get(name); i++) {
+      const cell = make("div", "", { role: "gridcell", "data-slot": `${name}:${i}`, tabindex: -1 });
+      cells.set(`${name}:${i}`, cell);
+      row.append(cell);
+    }
+    return row;
+  }));
+  if (!cells.has(selected)) selected = "";
+  const first = cells.get(selected) || cells.values().next().value;
+  if (first) first.tabIndex = 0;
+  if (focused && cells.has(focused)) focusCell(cells.get(focused));
+}
+const worker = (slot) => view.workers[slot] || { state: "empty", why: "has had no worker yet" };
+function about(slot) {
+  const w = worker(slot), words = [slot, w.state];
+  if (w.rank !== undefined) words.push(`rank ${w.rank}`);
+  if (w.state === "empty") words.push(w.why);
+  else {
+    words.push(`in ${w.place}`, `tick ${w.tick}`, `heartbeat ${age(w.seen)}`);
+    words.push(w.commit ? `commit ${w.commit} ${w.commit_at ? age(w.commit_at) : ""}`.trim() : "no commit yet");
+    if (w.why) words.push(w.why);
+  }
+  return words.join(", ");
+}
+function paint(slot, cell) {
+  const w = worker(slot), dense = isDense();
+  const classes = w.state + (slot === selected ? " selected" : "");
+  if (cell.className !== classes) cell.className = classes;
+  cell.setAttribute("aria-selected", slot === selected);
+  if (dense) {
+    setText(cell, w.state === "member" ? `${w.rank}` : w.state === "empty" ? "–" : w.state[0].toUpperCase());
+    cell.title = `${slot} ${w.state}`;
+    cell.setAttribute("aria-label", `${slot}, ${w.state}${w.rank === undefined ? "" : `, rank ${w.rank}`}`);
+    return;
+  }
+  const lines = [w.rank === undefined ? `slot ${slot.slice(slot.lastIndexOf(":") + 1)}` : `rank ${w.rank}`, w.state];
+  if (w.state === "empty") lines.push(w.why);
+  else lines.push(`tick ${w.tick}`, `heartbeat ${age(w.seen)}`, w.commit ? `commit ${w.commit_at ? age(w.commit_at) : w.commit}` : "no commit yet");
+  if (cell.children.length !== lines.length) cell.replaceChildren(...lines.map((_, i) => make(i ? "div" : "b")));
+  lines.forEach((line, i) => setText(cell.children[i], line));
+}
+function paintHost(name) {
+  const host = view.hosts[name], head = rows.get(name);
+  if (!head) return;
+  const state = host.why ? `${host.state}: ${host.why}` : host.state;
+  setText(head.children[1], isDense() && host.state === "joined" ? "" : state);
+  head.title = `${name}: ${host.state}`;
+  head.children[2].disabled = isOver || host.state !== "joined";
+}
+function map(patch) {
+  if (patch.hosts || patch.workers) mapShape();
+  const all = $("map").dataset.painted !== $("map").dataset.shape;
+  $("map").dataset.painted = $("map").dataset.shape;
+  for (const [slot, cell] of cells) if (all || (patch.workers && slot in patch.workers)) paint(slot, cell);
+  for (const name of rows.keys()) if (all || (patch.hosts && name in patch.hosts)) paintHost(name);
+  const number = Object.fromEntries(STATES.map((state) => [state, 0]));
+  for (const slot of cells.keys()) number[worker(slot).state]++;
+  const words = STATES.filter((s) => number[s]).map((s) => `${number[s]} ${s}`).join("|");
+  if ($("legend").dataset.words !== words) {
+    $("legend").dataset.words = words;
+    $("legend").replaceChildren(...STATES.filter((s) => number[s]).map((s) => {
+      const item = make("span");
+      item.append(make("i", "", { class: s, "aria-hidden": "true" }), `${number[s]} ${s}`);
+      return item;
+    }));
+  }
+}
+function focusCell(cell) {
+  for (const other of $("map").querySelectorAll("[tabindex='0']")) other.tabIndex = -1;
+  cell.tabIndex = 0;
+  cell.focus();
+}
+function move(event) {
+  const cell = event.target.closest("[role=gridcell]");
+  if (!cell) return;
+  const row = [...cell.parentElement.querySelectorAll("[role=gridcell]")], i = row.indexOf(cell);
+  const beside = (r) => r && (r.querySelectorAll("[role=gridcell]")[i] || r.querySelector("[role=gridcell]:last-child"));
+  const to = {
+    ArrowRight: () => row[i + 1], ArrowLeft: () => row[i - 1], Home: () => row[0], End: () => row[row.length - 1],
+    ArrowDown: () => beside(cell.parentElement.nextElementSibling), ArrowUp: () => beside(cell.parentElement.previousElementSibling),
+    Enter: () => (select(cell.dataset.slot), cell), " ": () => (select(cell.dataset.slot), cell),
+  }[event.key];
+  if (!to) return;
+  event.preventDefault();
+  const next = to();
+  if (next) focusCell(next);
+}
+function select(slot) {
+  if (outputs) outputs.abort();
+  const before = selected;
+  selected = slot;
+  for (const s of [before, slot]) if (cells.has(s)) paint(s, cells.get(s));
+  const host = slot.slice(0, slot.lastIndexOf(":"));
+  const drain = make("button", `Drain host ${host} …`, { type: "button" });
+  drain.addEventListener("click", () => askDrain(host));
+  const stdout = make("pre", "", { tabindex: "0", role: "log", "aria-live": "off", "aria-label": `stdout of ${slot}` });
+  const stderr = make("pre", "", { tabindex: "0", role: "log", "aria-live": "off", "aria-label": `stderr of ${slot}` });
+  $("detail").replaceChildren(make("p", about(slot)), drain, make("h3", "stdout"), stdout, make("h3", "stderr"), stderr);
+  outputs = new AbortController();
+  follow(`output?slot=${encodeURIComponent(slot)}`, (kind, message) => {
+    for (const [pre, text] of [[stdout, message.stdout], [stderr, message.stderr]]) {
+      const atEnd = pre.scrollTop + pre.clientHeight >= pre.scrollHeight - 8;
+      setText(pre, text || "(nothing)");
+      if (atEnd) pre.scrollTop = pre.scrollHeight;
+    }
+  }, outputs.signal);
+}
+
+// ------------------------------------------------------------------------------------------------- history and lists
+
+function list(parent, items, build = (text) => make("li", text)) {
+  const key = JSON.stringify(items);
+  if (parent.dataset.key === key) return;
+  parent.dataset.key = key;
+  parent.replaceChildren(...items.map(build));
+}
+function cooldowns() {
+  const hosts = Object.entries(view.hosts).sort(([, a], [, b]) => a.order - b.order);
+  const inUse = hosts.filter(([, h]) => h.slots);
+  const lines = [`${count(inUse.length, "host")}, ${count(inUse.reduce((n, [, h]) => n + h.slots, 0), "slot")}`];
+  for (const [name, h] of hosts) {
+    if (h.cooldown_until > now()) lines.push(`${name}: in cooldown for ${span(h.cooldown_until - now())}: ${h.cooldown}`);
+    else if (h.state !== "joined") lines.push(`${name}: ${h.state}${h.why ? `: ${h.why}` : h.report ? `: ${h.report}` : ""}`);
+  }
+  list($("cooldowns"), lines);
+}
+function generations() {
+  const all = Object.entries(view.generations);
+  const seconds = (g) => (g.until || now()) - g.at;
+  $("generations").replaceChildren(...all.slice().reverse().map(([number, g]) => {
+    const row = make("tr"), change = [g.joined && `joined: ${g.joined}`, g.left && `left: ${g.left}`].filter(Boolean).join("; ");
+    const resumed = g.downtime_s === undefined ? "" : span(g.downtime_s) + (g.ticks_lost ? `, ${g.ticks_lost} ticks redone` : "");
+    row.append(make("th", number, { scope: "row" }), ...[clock(g.at), span(seconds(g)), g.wall_s ? percent(g.goodput_s / g.wall_s) : "",
+      `${g.size} on ${g.hosts} ${g.hosts === 1 ? "host" : "hosts"}`, g.cause, change, resumed].map((text) => make("td", text)));
+    return row;
+  }));
+  $("timeline").replaceChildren(...all.map(([number, g], i) => {
+    const part = make("span", "", { class: i % 2 ? "planned" : "good", title: `generation ${number}: ${g.cause}` });
+    part.style.flexGrow = Math.max(seconds(g), 0.01);
+    return part;
+  }));
+}
+function keyed(parent, entries, build) {
+  const known = new Map([...parent.children].map((child) => [child.dataset.id, child]));
+  for (const [id, child] of known) if (!(id in entries)) child.remove();
+  for (const [id, entry] of Object.entries(entries)) {
+    if (known.has(id)) continue;
+    const child = build(entry);
+    child.dataset.id = id;
+    parent.append(child);
+  }
+}
+function failures() {
+  $("no-failures").hidden = Object.keys(view.failures).length > 0;
+  keyed($("failures"), view.failures, (f) => {
+    const place = [f.rank === undefined ? "" : `rank ${f.rank}`, f.generation ? `generation ${f.generation}` : ""].filter(Boolean).join(", ");
+    const title = `${clock(f.at)}  ${f.reason}${place ? ` (${place})` : ""}`;
+    if (!f.error) return make("p", title);
+    const details = make("details");
+    details.append(make("summary", title), make("pre", f.error, { tabindex: "0" }));
+    return details;
+  });
+}
+function lines() {
+  const parent = $("lines"), atEnd = parent.scrollTop + parent.clientHeight >= parent.scrollHeight - 8;
+  keyed(parent, view.lines, (entry) => {
+    const item = make("li");
+    item.append(make("time", clock(entry.at)), entry.text);
+    return item;
+  });
+  if (atEnd) parent.scrollTop = parent.scrollHeight;
+}
+function head() {
+  const job = view.job;
+  document.title = `${job.name}: ${job.phase}`;
+  setText($("name"), job.name); setText($("phase"), job.phase); setText($("ask-job"), job.name);
+  $("phase").className = `badge ${job.phase}`;
+  setText($("reason"), job.reason);
+  $("end").disabled = job.is_over || isOver;
+}
+function render(patch) {
+  if (patch.job) head();
+  numbers();
+  if (patch.figures) times();
+  map(patch);
+  if (patch.generations) generations();
+  if (patch.failures) failures();
+  if (patch.lines) lines();
+  $("waiting").hidden = !view.waiting.length;
+  list($("waiting").querySelector("ul"), view.waiting);
+  $("stragglers").hidden = !(view.stragglers && view.stragglers.length);
+  list($("stragglers").querySelector("ul"), view.stragglers || []);
+  cooldowns();
+}
+setInterval(() => { // ages grow without any message
+  if (!view.job || isOver) return;
+  if (!isDense()) for (const [slot, cell] of cells) paint(slot, cell);
+  if (selected && $("detail").firstElementChild) setText($("detail").firstElementChild, about(selected));
+  numbers(); cooldowns();
+  const row = $("generations").firstElementChild, newest = Object.values(view.generations).pop();
+  if (row && newest && !newest.until) setText(row.children[2], span(now() - newest.at));
+}, 1000);
+
+// ------------------------------------------------------------------------------------------------------- the streams
+
+const headers = () => token ? { Authorization: `Bearer ${token}` } : {};
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+class Refused extends Error {}
+
+async function read(path, received, signal) { // server-sent events; EventSource cannot send the token
+  const ending = new AbortController(), stop = () => ending.abort();
+  if (signal) signal.addEventListener("abort", stop);
+  let watch = setTimeout(stop, SILENT_MS);
+  try {
+    const response = await fetch(path, { headers: headers(), signal: ending.signal, cache: "no-store" });
+    if (response.status === 401) throw new Refused(await response.text());
+    if (!response.ok) throw new Error(await response.text());
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let rest = ""; ;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      clearTimeout(watch);
+      watch = setTimeout(stop, SILENT_MS);
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const [first, data] = part.split("\n");
+        if (data) received(first.slice(7), JSON.parse(data.slice(6)));
+      }
+    }
+  } finally {
+    clearTimeout(watch);
+    if (signal) signal.removeEventListener("abort", stop);
+  }
+}
+async function follow(path, received, signal) { // connects again, for example after a restart of the driver
+  while (!(signal && signal.aborted) && !isOver) {
+    try { await read(path, received, signal); } catch (error) {
+      if (error instanceof Refused && !signal) await askToSee();
+    }
+    if (!signal && !isOver) connection("Connection lost. Trying again …", true);
+    await pause(1000);
+  }
+}
+function connection(text, isLost) {
+  setText($("connection"), text);
+  $("connection").classList.toggle("lost", isLost);
+}
+function message(kind, { now: at, content }) {
+  ahead = at - Date.now() / 1000;
+  if (kind === "over") {
+    isOver = true;
+    connection("The job has ended.", false);
+    $("end").disabled = true;
+    for (const name of rows.keys()) paintHost(name);
+    return;
+  }
+  if (kind === "view") {
+    view = content; samples = [];
+    for (const id of ["failures", "lines"]) $(id).replaceChildren();
+    delete $("map").dataset.painted;
+  } else view = merge(view, content);
+  sample(at);
+  connection("Live", false);
+  render(kind === "view" ? view : content);
+}
+
+// ------------------------------------------------------------------------------------------------------- the actions
+
+function ask(title, text, action, perform) { // perform(): resolves to "" or why not
+  $("ask-title").textContent = title; $("ask-text").textContent = text; $("ask-do").textContent = action;
+  $("ask-error").textContent = ""; $("token").value = token;
+  return new Promise((resolve) => {
+    const done = () => { $("ask").close(); resolve(); };
+    $("ask").querySelector("form").onsubmit = async (event) => {
+      event.preventDefault();
+      token = $("token").value.trim();
+      const refusal = await perform().catch((error) => String(error));
+      if (refusal) { $("ask-error").textContent = refusal; $("token").focus(); } else done();
+    };
+    $("ask-cancel").onclick = done; $("ask").oncancel = () => resolve();
+    $("ask").showModal();
+    (token ? $("ask-do") : $("token")).focus();
+  });
+}
+async function act(path, body) {
+  const response = await fetch(path, { method: "POST", headers: { ...headers(), "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  if (response.status === 401) { token = ""; return "This is not the token of the job."; }
+  return response.ok ? "" : response.text();
+}
+const askDrain = (host) => ask(`Drain host ${host}?`, "Its workers leave at the end of a tick, as after a preemption notice. Nothing is lost.", "Drain", () => act("drain", { host }));
+const askToSee = () => ask("This page needs the token", "It is not opened over the loopback interface.", "Open", async () => "");
+$("end").addEventListener("click", () => ask("End the job?", "All workers are stopped, as by SIGTERM to elasticrun.", "End the job", () => act("end", {})));
+$("map").addEventListener("keydown", move);
+$("map").addEventListener("click", (event) => {
+  const cell = event.target.closest("[role=gridcell]");
+  if (cell) { focusCell(cell); select(cell.dataset.slot); }
+});
+follow("events", message);

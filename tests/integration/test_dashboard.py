@@ -1,0 +1,231 @@
+"""The dashboard of a real job, read and used in a real browser, through a kill, a join, a drain, a hang and a restart
+of the driver. The page is loaded once."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import NO_CHROMIUM, TIMEOUT_MS, WHY, opened
+from job import Hosts, Job
+from playwright.sync_api import Locator, Page, expect
+
+from elasticstate.core.types import WorkerId
+from elasticstate.driver.dashboard.history import History
+from elasticstate.driver.dashboard.merge_patch import View
+from elasticstate.driver.dashboard.server import Controls, DashboardServer
+from elasticstate.driver.dashboard.view import view_of
+from elasticstate.driver.tails import Tails
+from elasticstate.failures import WorkerFailure
+from elasticstate.net import messages
+from elasticstate.net.listening import listening_socket, port_of
+from elasticstate.net.names import own_addresses
+from tests.unit.driver.test_dashboard import state_after
+
+pytestmark = pytest.mark.skipif(NO_CHROMIUM, reason=WHY)
+
+FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2", "--heartbeat-timeout", "2")
+FAST = (*FAST, "--cooldown-range", "0", "0")
+SCRIPT = {"steps": 10, "step_seconds": 0.05}
+
+
+def url_of(job: Job, count: int = 1) -> str:
+    """Return the address that this start of ``elasticrun`` has printed among its first lines."""
+    pattern = r"^elasticrun: dashboard: (http://127\.0\.0\.1:\d+/)$"
+    urls: list[str] = job.wait_for("address", lambda: (u := re.findall(pattern, job.output, re.M))[count - 1 :] and u)
+    return urls[count - 1]
+
+
+def soon(locator: Locator, text: str | re.Pattern[str]) -> None:
+    expect(locator).to_contain_text(text, timeout=TIMEOUT_MS)
+
+
+def members(page: Page, count: int) -> None:
+    """Wait until the map shows so many members, each with its rank, ticks and ages."""
+    cells = page.get_by_role("gridcell").filter(has_text="member")
+    expect(cells).to_have_count(count, timeout=TIMEOUT_MS)
+    for rank in range(count):
+        cell = cells.filter(has_text=f"rank {rank}")
+        soon(cell, re.compile(r"tick [1-9]\d*heartbeat [\d.]+ s agocommit [\d.]+ s ago"))
+
+
+def generation(page: Page, cause: str) -> None:
+    """Wait until the newest world has this cause."""
+    soon(page.get_by_role("region", name="Generations").locator("tbody tr").first, cause)
+
+
+def confirm(page: Page, action: str, token: str) -> None:
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Token of the job").fill(token)
+    dialog.get_by_role("button", name=action, exact=True).click()
+
+
+def test_a_page_shows_a_job_through_all_its_changes(tmp_path: Path) -> None:
+    hosts, name, errors = Hosts(tmp_path).set("localhost:2"), f"dashboard-{uuid.uuid4().hex[:8]}", list[str]()
+    options = ("-np", "2", "--min-np", "1", *hosts.options, "--dashboard", "0", "--job-name", name)
+    with Job(tmp_path, *options, *FAST, until=tmp_path / "stop", **SCRIPT) as job:
+        url = url_of(job)
+        assert job.output.splitlines()[0] == f"elasticrun: dashboard: {url}"
+        with opened(url, errors) as page:
+            expect(page.get_by_role("heading", level=1)).to_have_text(f"{name} running", timeout=TIMEOUT_MS)
+            expect(page.get_by_role("status")).to_have_text("Live")
+            page.evaluate("window.loaded = 'once'")
+            members(page, 2)
+            a_worker_is_killed(job, page)
+            a_host_joins_and_is_drained(hosts, name, page)
+            a_worker_hangs(job, page)
+            the_driver_is_restarted(job, name, url, page)
+            the_output_of_a_worker_is_shown(page)
+            page.get_by_role("button", name="End the job …").click()
+            confirm(page, "End the job", token_of(name))
+            expect(page.get_by_role("status")).to_have_text("The job has ended.", timeout=TIMEOUT_MS)
+            assert page.evaluate("window.loaded") == "once"
+        job.finish(status=128 + signal.SIGTERM)
+    assert not errors
+
+
+def token_of(name: str) -> str:
+    command = [sys.executable, "-m", "elasticstate", "status", name, "--token"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def a_worker_is_killed(job: Job, page: Page) -> None:
+    job.kill(1)
+    failures = page.get_by_role("region", name="Failures")
+    soon(failures, re.compile(r"localhost:1 ended: SIGKILL \(rank \d, generation \d+\)"))
+    soon(page.get_by_role("region", name="Generations").locator("tbody tr", has_text="left: localhost:1#1"), "SIGKILL")
+    members(page, 2)
+    soon(page.get_by_role("region", name="Numbers"), "1 failure")
+
+
+def a_host_joins_and_is_drained(hosts: Hosts, name: str, page: Page) -> None:
+    hosts.set("localhost:2", "127.0.0.2:1")
+    members(page, 3)
+    generation(page, "joined: 127.0.0.2:0#1")
+    page.get_by_role("button", name="Drain host 127.0.0.2", exact=True).click()
+    confirm(page, "Drain", "x" * 40)
+    expect(page.get_by_role("alert")).to_have_text("This is not the token of the job.", timeout=TIMEOUT_MS)
+    confirm(page, "Drain", token_of(name))
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    members(page, 2)
+    generation(page, "left: 127.0.0.2:0#1")
+    soon(page.get_by_role("region", name="Discovery and cooldowns"), "127.0.0.2: in cooldown")
+    soon(page.get_by_role("log", name="Lines of elasticrun"), "host 127.0.0.2 drains: preemption notice: the dashboard")
+    hosts.set("localhost:2")
+
+
+def a_worker_hangs(job: Job, page: Page) -> None:
+    job.kill(1, number=signal.SIGSTOP)
+    failures = page.get_by_role("region", name="Failures")
+    soon(failures, re.compile(r"localhost:1 ended: SIGKILL \(no heartbeat .*rank \d"))
+    members(page, 2)
+
+
+def the_driver_is_restarted(job: Job, name: str, url: str, page: Page) -> None:
+    rows = page.get_by_role("region", name="Generations").locator("tbody tr")
+    before = rows.count()
+    job.kill_driver()
+    expect(page.get_by_role("status")).to_have_text("Connection lost. Trying again …", timeout=TIMEOUT_MS)
+    job.start("--reattach", name)
+    assert url_of(job, 2) == url
+    expect(page.get_by_role("status")).to_have_text("Live", timeout=TIMEOUT_MS)
+    soon(page.get_by_role("log", name="Lines of elasticrun"), "driver 2 reattached")
+    members(page, 2)
+    assert rows.count() >= before, "the history of the first driver is lost"
+    soon(page.get_by_role("region", name="Failures"), "SIGKILL")
+
+
+def the_output_of_a_worker_is_shown(page: Page) -> None:
+    """By the keyboard alone."""
+    page.get_by_role("gridcell", name="").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    detail = page.get_by_role("region", name="Selected worker")
+    soon(detail, re.compile(r"localhost:1, member, rank \d, in train, tick \d+"))
+    expect(detail.get_by_role("log", name="stdout of localhost:1")).to_be_visible()
+
+
+# ------------------------------------------------------------------------------------------------------ hostile texts
+
+EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+
+
+def hostile(value: Any) -> Any:
+    """Return a view in which each text is hostile, too, except states."""
+    if isinstance(value, dict):
+        return {key: hostile(inner) if key not in ("state", "phase") else inner for key, inner in value.items()}
+    return value + EVIL if isinstance(value, str) else [EVIL] if isinstance(value, list) else value
+
+
+@contextmanager
+def served(view: View, address: str = "127.0.0.1") -> Iterator[str]:
+    """Serve a view of no job, from a thread. Yield the address."""
+    loop, listening = asyncio.new_event_loop(), listening_socket(address, 0)
+    tails = Tails(lambda _, message: tails.received(messages.OutputTail(message.worker, EVIL, EVIL)))
+    worker = WorkerId("a", 0, 1)
+    controls = Controls(lambda: view, lambda slot: worker, tails, lambda host: EVIL, lambda: EVIL)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(60)
+
+    async def started() -> DashboardServer:
+        server = DashboardServer(controls, "t" * 40)
+        await server.start(listening)
+        return server
+
+    server = run(started())
+    try:
+        yield f"http://{address}:{port_of(listening)}/"
+    finally:
+        run(server.close())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_texts_of_a_job_never_become_a_part_of_the_page() -> None:
+    history, state = History(), state_after(6)
+    history.failure(WorkerFailure("failed", "a", 0, error="Traceback"), 1.0)
+    history.line("a line", 1.0)
+    fields = {"generation": 1, "size": 2, "hosts": 1, "joined": [], "left": ["a:0#1"]}
+    history.event("world_formed", fields, 1.0)
+    view = hostile(view_of("j", state, history, 9.0, 1000.0))
+    view["hosts"][f"h{EVIL}"] = {**view["hosts"]["a"], "state": "lost", "why": EVIL}
+    errors = list[str]()
+    with served(view) as url, opened(url, errors) as page:
+        expect(page.get_by_role("heading", level=1)).to_contain_text(f"j{EVIL}", timeout=TIMEOUT_MS)
+        for name in ("Failures", "Generations", "Discovery and cooldowns"):
+            soon(page.get_by_role("region", name=name), EVIL)
+        page.get_by_role("gridcell").first.click()
+        soon(page.get_by_role("log", name="stdout of a:0"), EVIL)
+        page.get_by_role("button", name="End the job …").click()
+        confirm(page, "End the job", "t" * 40)
+        soon(page.get_by_role("alert"), EVIL)
+        assert page.evaluate("document.scripts.length") == 1
+        assert page.evaluate("document.images.length") == 0
+        assert page.evaluate("window.hacked") is None
+    assert not errors
+
+
+@pytest.mark.skipif(not own_addresses(), reason="this machine has only the loopback interface")
+def test_a_page_beyond_loopback_asks_for_the_token_first() -> None:
+    view, errors = view_of("j", state_after(6), History(), 9.0, 1000.0), list[str]()
+    with served(view, own_addresses()[0]) as url, opened(url, errors) as page:
+        expect(page.get_by_role("dialog", name="This page needs the token")).to_be_visible(timeout=TIMEOUT_MS)
+        expect(page.get_by_role("gridcell")).to_have_count(0)
+        confirm(page, "Open", "t" * 40)
+        expect(page.get_by_role("status")).to_have_text("Live", timeout=TIMEOUT_MS)
+        expect(page.get_by_role("gridcell")).to_have_count(2)
+    assert not errors
