@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from elasticstate.core.phases import Phase, Running
 from elasticstate.core.time_account import CAUSES
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.overview import overview_of
@@ -54,6 +55,7 @@ class JobCollector(Collector):
         yield _counter("failures", "Unplanned ends of generations.", figures.failures)
         yield _counter("redone_ticks", "Ticks that were done again.", figures.losses.ticks)
         yield _counter("lost_commits", "Commits of all workers that were lost.", figures.losses.commits)
+        yield _stragglers(self._state.membership.phase)
         if figures.losses.downtime_s is not None:
             yield _gauge("downtime_seconds", "Time without training between worlds.", figures.losses.downtime_s)
         if overview.commit is not None:
@@ -91,6 +93,15 @@ def _gauge(name: str, help: str, value: float) -> Metric:
 
 def _counter(name: str, help: str, value: float) -> Metric:
     return CounterMetricFamily(f"elasticstate_{name}", help, value)
+
+
+def _stragglers(phase: Phase) -> Metric:
+    help = "Own time per tick of a persistently slow rank, divided by the median of the others'."
+    family = GaugeMetricFamily("elasticstate_straggler_factor", help, labels=["host", "slot", "rank"])
+    for straggler in phase.stragglers if isinstance(phase, Running) else ():
+        host, slot = straggler.worker.slot_id
+        family.add_metric([host, str(slot), str(straggler.rank)], straggler.factor)
+    return family
 
 
 def _by(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -9,7 +9,8 @@ from math import isfinite
 
 from elasticstate.core.diagnostics import why_empty
 from elasticstate.core.membership import Membership
-from elasticstate.core.records import Host, Over, Slot, Worker
+from elasticstate.core.phases import Phase
+from elasticstate.core.records import Host, Over, Running, Slot, Worker
 from elasticstate.driver.dashboard.history import History
 from elasticstate.driver.dashboard.merge_patch import View
 from elasticstate.driver.job_state import JobState
@@ -33,6 +34,7 @@ def view_of(job: str, state: JobState, history: History, now: float, ahead_s: fl
         "hosts": {name: _host(host, now, ahead_s) for name, host in m.hosts.items()},
         "workers": _workers(m, now, ahead_s),
         "waiting": list(overview.waiting_for),
+        "stragglers": _stragglers(m.phase),
         "generations": dict(history.generations),
         "failures": dict(history.failures),
         "lines": dict(history.lines),
@@ -44,6 +46,12 @@ def view_of(job: str, state: JobState, history: History, now: float, ahead_s: fl
         stall_s = round(figures.times.commit_stall, 2)
         view["commit"] = {"id": id, "bytes": state.commit_bytes, "stall_s": stall_s, **_time("at", at, ahead_s)}
     return view
+
+
+def _stragglers(phase: Phase) -> list[str]:
+    """Return one line for each persistently slow rank."""
+    found = phase.stragglers if isinstance(phase, Running) else ()
+    return [f"{s.worker} (rank {s.rank}): {s.factor:.2f} times the own time of the others" for s in found]
 
 
 def _host(host: Host, now: float, ahead_s: float) -> View:

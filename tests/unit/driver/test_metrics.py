@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from elasticstate.config import read_options
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.membership import Membership
+from elasticstate.core.phases import Running, Straggler
+from elasticstate.core.types import WorkerId
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.metrics import JobCollector, MetricsServer
 from elasticstate.driver.metrics_port import metrics_served
 from elasticstate.driver.overview import overview_of
 from elasticstate.errors import OptionError
 from tests.policy import policy_of
-from tests.unit.core.test_membership import drive
+from tests.unit.core.test_membership import RUNNING, drive
 from tests.unit.driver.test_figures import SCRIPT
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "prometheus"
@@ -126,8 +129,21 @@ def test_the_loopback_interface_is_the_default(text: str, address: str) -> None:
     assert read_options({"np": "1", "metrics": text}, ["true"], {}).metrics == address
 
 
+def with_straggler() -> Membership:
+    m, _ = drive(RUNNING)
+    assert isinstance(m.phase, Running)
+    straggler = Straggler(WorkerId("b", 1, 2), 1, 0.0, 1.5)
+    return replace(m, phase=replace(m.phase, stragglers=(straggler,)))
+
+
 def exported() -> set[str]:
-    return {name for name, _ in samples(scraped(over()))}
+    return {name for m in (over(), with_straggler()) for name, _ in samples(scraped(m))}
+
+
+def test_a_straggler_has_the_factor_of_its_own_time() -> None:
+    found = samples(scraped(with_straggler()))
+    assert [found[key] for key in found if key[0] == "elasticstate_straggler_factor"] == [1.5]
+    assert 'elasticstate_straggler_factor{host="b",rank="1",slot="1"} 1.5' in scraped(with_straggler())
 
 
 def used(path: Path) -> set[str]:
