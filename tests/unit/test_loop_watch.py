@@ -41,7 +41,8 @@ def starts_a_thread():
 waitpid = os.waitpid
 
 def wait_with_much_work(*arguments):
-    computes()
+    if sys.argv[2] == "reaps":
+        computes()
     return waitpid(*arguments)
 
 os.waitpid = wait_with_much_work
