@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -88,6 +88,7 @@ class Session:
         self.ticks += 1
 
     def progress(self) -> None: ...
+    def record_commit_time(self, seconds: float) -> None: ...
     def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None: ...
 
 
@@ -201,14 +202,24 @@ def fork(prefix: Path, marks: Marks) -> int:
     return pid
 
 
-def wait_for(pid: int, marks: Marks, tick: int) -> float:
-    """Wait until a writer has begun to commit ``tick``. Return the time at which it began."""
-    while True:
-        if marks.begun >= tick:
-            return marks.at
+def wait_for(pid: int, reached: Callable[[], bool]) -> None:
+    """Wait until a writer has come so far."""
+    while not reached():
         if os.waitpid(pid, os.WNOHANG) != (0, 0):
             raise RuntimeError("a writer has ended by itself")
         time.sleep(5e-5)  # leaves both cores to the writer
+
+
+def begin_of(pid: int, marks: Marks, tick: int) -> float:
+    """Wait until a writer has begun to commit ``tick``. Return the time at which it began."""
+    wait_for(pid, lambda: marks.begun >= tick)
+    return marks.at
+
+
+def end_of(pid: int, marks: Marks, tick: int) -> float:
+    """Wait until a writer has committed ``tick``. Return the time at which it ended."""
+    wait_for(pid, lambda: marks.ended >= tick)
+    return marks.at
 
 
 def measure(prefix: Path, marks: Marks) -> float:
@@ -216,10 +227,8 @@ def measure(prefix: Path, marks: Marks) -> float:
     pid = fork(prefix, marks)
     took = []
     for tick in range(1, 20):
-        started = wait_for(pid, marks, tick)
-        while marks.ended < tick:
-            time.sleep(5e-5)
-        took.append(marks.at - started)
+        started = begin_of(pid, marks, tick)
+        took.append(end_of(pid, marks, tick) - started)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return median(took[5:])
@@ -237,7 +246,7 @@ def main(folder: str, kills: int, seed: int) -> None:
         first = newest.tick + 1 if newest is not None else 1
         marks.start(first - 1)
         pid = fork(prefix, marks)
-        begun_at = wait_for(pid, marks, first + rng.randrange(3))
+        begun_at = begin_of(pid, marks, first + rng.randrange(3))
         until = begun_at + rng.random() * commit_s
         time.sleep(max(0.0, until - time.monotonic()))
         os.kill(pid, signal.SIGKILL)
