@@ -290,8 +290,8 @@ class Options(HostOptions, HorovodOptions):
         _CHANGES,
         kinds.STRAGGLER_ACTION,
         "--straggler-action",
-        "What follows when a straggler is named: only the warning, or a drain of its worker, one at a time. Its slot "
-        "then stays empty for --preemption-cooldown.",
+        "Action after the warning about a straggler: none (warn), or a drain of its worker (drain), one at a time. "
+        "A drained slot stays empty for --preemption-cooldown.",
     )
     commit_dir: str = option(
         "/dev/shm",

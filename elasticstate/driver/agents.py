@@ -54,9 +54,7 @@ class Agents:
         self._away: dict[str, AgentHandle] = {}  # by id: unreachable, but perhaps alive
         self._stopped: set[str] = set()  # ids of agents that were lost while they stopped
         self._has_news = False  # the agents that have dialled in have changed
-        self._rivals: dict[
-            str, AgentStream
-        ] = {}  # by host: an agent that has dialled in while another one is connected
+        self._rivals: dict[str, AgentStream] = {}  # by host: dialled in while another agent of the host is connected
         self._named: frozenset[str] = frozenset()  # hosts that discovery has named so far, beside agents that dial in
         self._leaving: frozenset[str] = frozenset()  # those of them that it does not name any more
         self._silence: asyncio.Task[None] | None = None

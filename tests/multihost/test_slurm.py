@@ -114,7 +114,7 @@ def test_a_second_allocation_joins(slurm: Slurm, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     variables = f"--export=ALL,ADDRESS=127.0.0.1:{port},TOKEN_FILE={tmp_path / 'token'}"
     with Batch(slurm, tmp_path / "first", "first.sbatch", variables, "--exclusive", script=RESUMING) as first:
-        first.wait_for(": 2 workers on 1 host; joined: n1:")  # both slots are the same to the first world
+        first.wait_for(": 2 workers on 1 host; joined: n1:")  # with slot 0 or 1, whichever started last
         with Batch(slurm, tmp_path / "join", "join.sbatch", variables, "--exclusive", "--cpus-per-task=1") as joining:
             first.wait_for(": 3 workers on 2 hosts; joined: n2:0")
             first.stop()
