@@ -29,6 +29,11 @@ def names(workers: Sequence[Worker]) -> str:
     return listed(shown, count=len(workers))
 
 
+def leavers(m: Draft | Membership) -> list[Worker]:
+    """Return the workers whose exits are awaited, because the core has told them to leave or to stop."""
+    return [worker for worker in m.workers.values() if worker.gone == "stopped"]
+
+
 def waiting_for(m: Draft | Membership, now: float) -> tuple[str, ...]:
     """Return one line for each host, slot or worker that the job waits for now. Return () while all members train."""
     members = living_members(m)
@@ -46,7 +51,7 @@ def waiting_for(m: Draft | Membership, now: float) -> tuple[str, ...]:
             gate = outside if inside and gate_since is not None else ()
             return (*suspects, *gate, *stall_lines(m, phase, now))
         case Finishing():
-            return tuple(f"{w.id} has not exited" for w in members)
+            return tuple(f"{w.id} has not exited" for w in members or leavers(m))
         case _:
             return ()
 

@@ -100,7 +100,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Finishing:
-    """Phase with an open exit gate: the members exit in their own time. Out: all have exited."""
+    """Phase with an open exit gate: the members exit in their own time. Out: they and all other workers have exited."""
 
     since: float
     failure: Failure | None = None

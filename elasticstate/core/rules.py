@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from elasticstate.core.forming import forming, forming_deadlines
 from elasticstate.core.plain import together, together_deadlines
 from elasticstate.core.records import Draft, Finishing, Forming, Over, Running, Together, Waiting
-from elasticstate.core.running import finishing, running, running_deadlines
+from elasticstate.core.running import finishing, finishing_deadlines, running, running_deadlines
 from elasticstate.core.stall_check import end_stalls
 from elasticstate.core.stragglers import end_stragglers
 from elasticstate.core.waiting import waiting, waiting_deadlines
@@ -52,5 +52,7 @@ def deadlines_of_phase(d: Draft) -> Iterator[tuple[str, float]]:
             yield from forming_deadlines(d, d.phase)
         case Running():
             yield from running_deadlines(d, d.phase)
+        case Finishing():
+            yield from finishing_deadlines(d, d.phase)
         case Together():
             yield from together_deadlines(d, d.phase)

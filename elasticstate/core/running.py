@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from elasticstate.core import accounting, types as t
-from elasticstate.core.diagnostics import names
+from elasticstate.core.diagnostics import leavers, names
 from elasticstate.core.ending import (
     become_over,
     drain_deadlines,
@@ -137,7 +137,7 @@ def _behind(members: list[Worker]) -> list[Worker]:
 
 
 def become_finishing(d: Draft) -> None:
-    """Enter Finishing: all members are in the exit gate. The core leaves Finishing when all have exited."""
+    """Enter Finishing: all members are in the exit gate. The core leaves Finishing when all workers have exited."""
     if isinstance(d.phase, Running) and d.phase.hold_since is not None:
         d.effects.append(t.Release(d.generation))
         d.note("release", cause="all members are in the exit gate")
@@ -154,8 +154,18 @@ def finishing(d: Draft, phase: Finishing) -> None:
     if failure is not phase.failure:
         accounting.generation_failed(d)
         d.phase = replace(phase, failure=failure)
-    members = d.members()
-    if not members:
+    awaited = d.members() or (leavers(d) if d.now < _awaited_until(d, phase) else [])
+    if not awaited:
         become_over(d, failure is None, failure.cause if failure else None)
         return
-    d.reason = f"exit gate open: waiting for the exit of {names(members)}"
+    d.reason = f"exit gate open: waiting for the exit of {names(awaited)}"
+
+
+def finishing_deadlines(d: Draft, phase: Finishing) -> Iterator[tuple[str, float]]:
+    """Yield the time after which no leaver is awaited."""
+    if not d.members() and leavers(d):
+        yield "leavers", _awaited_until(d, phase)
+
+
+def _awaited_until(d: Draft, phase: Finishing) -> float:
+    return phase.since + d.policy.stop_timeout_s

@@ -109,6 +109,26 @@ def test_train_returning_everywhere_before_tick_k_opens_the_gate() -> None:
     assert m.phase_name == "FINISHING(1)"
 
 
+def test_the_job_ends_when_a_worker_that_left_earlier_has_exited_too_or_after_the_stop_time_out() -> None:
+    script = """
+        2.0 draining a:2#1
+        2.1 answer a:0#1 in=1 ticks=3 + answer a:1#1 in=1 ticks=3 + answer a:2#1 in=1 ticks=3
+        2.2 ready a:0#1 in=1 commit=1.3 + ready a:1#1 in=1 commit=1.3 + ready a:2#1 in=1 commit=1.3
+        2.3 gate a:0#1 in=2 + gate a:1#1 in=2
+        2.4 exit a:0#1 code=0 + exit a:1#1 code=0
+    """
+    m, effects = drive(RUNNING + script.strip(), stop_timeout_s=10.0)
+    assert kinds(effects) == ["worker_exited", "worker_exited"]
+    assert waiting_for(m, 2.4) == ("a:2#1 has not exited",)
+    _, effects = drive("2.5 exit a:2#1 code=0", m)
+    assert kinds(effects) == ["worker_exited", "EndJob"]
+    assert ended(effects).succeeded
+
+    assert next_deadline(m) == 12.3
+    _, effects = drive("12.3 time", m)
+    assert ended(effects).succeeded
+
+
 def test_the_gate_time_out_ends_the_generation() -> None:
     _, effects = drive(RUNNING + "2.0 gate a:0#1 in=1\n5.0 time", gate_timeout_s=3.0)
     end = only(effects, t.End)

@@ -144,28 +144,30 @@ class ApiServer:
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         url = urlsplit(handler.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
-        self.requests.append(handler.path)
+        with self._changed:  # a request that is not refused is one that the cuts from now on end
+            self.requests.append(handler.path)
+            refusal, cuts = self._refusal, self._cuts
         self.authorizations.add(handler.headers.get("Authorization", ""))
-        if self._refusal is not None:
-            _send(handler, *_status(*self._refusal))
+        if refusal is not None:
+            _send(handler, *_status(*refusal))
         elif url.path in self._documents:
             _send(handler, 200, self._documents[url.path])
         elif url.path != self.path:
             _send(handler, *_status(404, "NotFound"))
         elif query.get("watch", "").lower() in ("1", "true"):
-            self._serve_watch(handler, query)
+            self._serve_watch(handler, query, cuts)
         else:
             with self._changed:
                 items = [pod for pod in self._pods.values() if _matches(pod, query)]
                 metadata = {"resourceVersion": str(self._version)}
             _send(handler, 200, {"kind": "PodList", "apiVersion": "v1", "metadata": metadata, "items": items})
 
-    def _serve_watch(self, handler: BaseHTTPRequestHandler, query: Mapping[str, str]) -> None:
+    def _serve_watch(self, handler: BaseHTTPRequestHandler, query: Mapping[str, str], cuts: int) -> None:
         handler.send_response(200)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Transfer-Encoding", "chunked")
         handler.end_headers()
-        version, cuts = int(query["resourceVersion"]), self._cuts
+        version = int(query["resourceVersion"])
         with suppress(OSError):  # the client has gone
             while True:
                 with self._changed:
