@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -11,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import elasticstate._native
+from tests.sources import PACKAGE, ROOT, SOURCES, of_each, text_of, tree_of
 
-PACKAGE = Path(elasticstate._native.__file__).parent
-SOURCES = sorted(PACKAGE.rglob("*.py"))
 PARTS = {
     "agent",
     "agent_cli",
@@ -140,9 +139,14 @@ def part_of(module: str) -> str:
     return ".".join(words[:2]) if ".".join(words[:2]) in PLUG_INS else words[0]
 
 
-def imports(source: Path) -> Iterator[str]:
-    """Yield the dotted names that a source imports, except imports for type checkers."""
-    tree = ast.parse(source.read_text(encoding="utf-8"))
+@functools.cache
+def imports(source: Path) -> tuple[str, ...]:
+    """Return the dotted names that a source imports, except imports for type checkers."""
+    return tuple(_imports(source))
+
+
+def _imports(source: Path) -> Iterator[str]:
+    tree = tree_of(source)
     only_for_types = {
         id(node)
         for branch in ast.walk(tree)
@@ -164,7 +168,19 @@ def test_the_sources_are_found() -> None:
     assert {part(source) for source in SOURCES} >= {"core", "errors", "kinds", "net"}
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+def test_a_rule_names_each_source_that_breaks_it() -> None:
+    @of_each(SOURCES[:3])
+    def is_the_second(source: Path) -> None:
+        assert source == SOURCES[1]
+
+    with pytest.raises(AssertionError) as raised:
+        is_the_second()
+    assert [line.split(":")[0] for line in str(raised.value).splitlines() if line.startswith("elasticstate/")] == [
+        str(source.relative_to(ROOT)) for source in (SOURCES[0], SOURCES[2])
+    ]
+
+
+@of_each()
 def test_a_module_imports_only_the_parts_it_may(source: Path) -> None:
     if part(source) == "__init__":
         return  # the public names of every part, loaded lazily: another test checks that
@@ -178,32 +194,32 @@ def test_a_module_imports_only_the_parts_it_may(source: Path) -> None:
             assert part_of(imported) in allowed, f"{name(source)} imports {imported}"
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+@of_each()
 def test_only_the_table_of_backends_names_a_plug_in(source: Path) -> None:
     """Also as a text, for example for importlib."""
     if part(source) not in PLUG_INS and part(source) != "backends":
-        assert not re.search(r"elasticstate[./]mpi\b", source.read_text(encoding="utf-8"))
+        assert not re.search(r"elasticstate[./]mpi\b", text_of(source))
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+@of_each()
 def test_torch_is_imported_only_where_workers_run(source: Path) -> None:
     if part(source) not in WITH_TORCH:
         assert not [imported for imported in imports(source) if imported.split(".")[0] in {"torch", "numpy"}]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+@of_each()
 def test_a_library_for_training_is_imported_only_by_its_plug_in(source: Path) -> None:
     if part(source) != "lightning":
         assert not [imported for imported in imports(source) if imported.split(".")[0] == "lightning"]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+@of_each()
 def test_a_library_for_reports_is_imported_only_for_a_report(source: Path) -> None:
     if name(source) not in ("elasticstate.history.page", "elasticstate.history.plots"):
         assert not [imported for imported in imports(source) if imported.split(".")[0] in {"jinja2", "matplotlib"}]
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+@of_each()
 def test_the_library_of_the_metrics_is_imported_only_with_their_option(source: Path) -> None:
     found = {imported for imported in imports(source) if "prometheus_client" in imported}
     users = {imported for imported in imports(source) if imported.startswith("elasticstate.driver.metrics.")}
@@ -211,7 +227,7 @@ def test_the_library_of_the_metrics_is_imported_only_with_their_option(source: P
     assert not users or name(source) == "elasticstate.driver.metrics_port"
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+@of_each()
 def test_the_library_for_terminals_is_imported_only_to_show_something_there(source: Path) -> None:
     found = {imported for imported in imports(source) if imported.split(".")[0] == "rich"}
     assert not found or name(source) in {"elasticstate.screen.painter", "elasticstate.status_cli"}
@@ -219,11 +235,11 @@ def test_the_library_for_terminals_is_imported_only_to_show_something_there(sour
     assert not users or name(source) == "elasticstate.screen.__main__"
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+@of_each()
 def test_the_library_of_the_dashboard_is_imported_only_with_its_option(source: Path) -> None:
     server = "elasticstate.driver.dashboard.server"
     found = {imported for imported in imports(source) if imported.split(".")[0] == "aiohttp"}
-    tree = ast.parse(source.read_text(encoding="utf-8"))
+    tree = tree_of(source)
     at_once = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
     at_once |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     assert not found or name(source) == server
@@ -242,17 +258,17 @@ def test_driver_agent_and_command_line_run_without_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+@of_each()
 def test_sockets_are_opened_only_in_net(source: Path) -> None:
     if part(source) != "net" and name(source) not in WITH_SOCKETS:
         assert not SOCKET_MODULES.intersection(imported.split(".")[0] for imported in imports(source))
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+@of_each()
 def test_the_environment_is_read_only_in_config(source: Path) -> None:
     if part(source) == "config" or name(source) in WITHOUT_CONFIG:
         return
-    nodes = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
+    nodes = list(ast.walk(tree_of(source)))
     # Writing is allowed: each world sets RANK, WORLD_SIZE, … for the libraries that look there.
     written = {
         id(node.value) for node in nodes if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
@@ -263,11 +279,11 @@ def test_the_environment_is_read_only_in_config(source: Path) -> None:
             assert id(node) in written, f"{name(source)}:{node.lineno} reads the environment"
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+@of_each()
 def test_no_file_is_longer_than_one_reads_in_a_sitting(source: Path) -> None:
-    assert len(source.read_text(encoding="utf-8").splitlines()) <= 400
+    assert len(text_of(source).splitlines()) <= 400
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name)
+@of_each()
 def test_a_name_says_what_a_module_is_for(source: Path) -> None:
     assert not {"util", "utils", "common", "helpers"}.intersection(name(source).split("."))

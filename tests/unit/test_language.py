@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import elasticstate
 from elasticstate.config import option_names
+from tests.sources import PACKAGE, ROOT, SOURCES, of_each, tree_of
 
-PACKAGE = Path(elasticstate.__file__).parent
-ROOT = PACKAGE.parent
-SOURCES = sorted(PACKAGE.rglob("*.py"))
 DOCUMENTED = [path for name in ("elasticstate", "tests", "examples") for path in sorted((ROOT / name).rglob("*.py"))]
 
 BAD_BEGINNING = re.compile(r"(Of|Whether|Who|What|How|When)\b")
@@ -108,9 +105,9 @@ def test_the_help_of_an_option_is_made_of_sentences(name: str) -> None:
     assert text.endswith(".")
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@of_each()
 def test_no_name_has_a_retired_word(source: Path) -> None:
-    tree = ast.parse(source.read_text(encoding="utf-8"))
+    tree = tree_of(source)
     modules = [part.removesuffix(".py") for part in source.relative_to(PACKAGE).parts]
     nodes = list(classes_and_functions(tree))
     names = [*modules, *(node.name for node in nodes), *attributes(tree)]
@@ -119,15 +116,15 @@ def test_no_name_has_a_retired_word(source: Path) -> None:
     assert [name for name in homes if name.strip("_").lower() in RETIRED_NAMES] == []
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@of_each()
 def test_no_text_has_a_retired_phrase(source: Path) -> None:
-    tree = ast.parse(source.read_text(encoding="utf-8"))
+    tree = tree_of(source)
     assert [text for text in texts(tree) if RETIRED_PHRASES.search(text)] == []
 
 
-@pytest.mark.parametrize("source", DOCUMENTED, ids=lambda path: str(path.relative_to(ROOT)))
+@of_each(DOCUMENTED)
 def test_no_docstring_begins_with_a_relative_word(source: Path) -> None:
-    tree = ast.parse(source.read_text(encoding="utf-8"))
+    tree = tree_of(source)
     assert [text.splitlines()[0] for text in docstrings(tree) if BAD_BEGINNING.match(text.lstrip())] == []
 
 
@@ -137,8 +134,8 @@ LIBRARIES = {"horovod", "huggingface", "lightning"}
 def test_no_two_classes_have_the_same_name() -> None:
     """Exempt: packages for other libraries, which have the names of their libraries."""
     homes: dict[str, list[str]] = {}
-    for source in PACKAGE.rglob("*.py"):
-        for node in ast.parse(source.read_text(encoding="utf-8")).body:
+    for source in SOURCES:
+        for node in tree_of(source).body:
             if isinstance(node, ast.ClassDef) and LIBRARIES.isdisjoint(source.relative_to(PACKAGE).parts):
                 homes.setdefault(node.name, []).append(source.relative_to(PACKAGE).as_posix())
     assert not {name: places for name, places in homes.items() if len(places) > 1}

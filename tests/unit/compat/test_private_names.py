@@ -6,12 +6,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.sources import PACKAGE, SOURCES, of_each, tree_of
 
-import elasticstate
-
-PACKAGE = Path(elasticstate.__file__).parent
-SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] != "compat"]
+OUTSIDE = [path for path in SOURCES if path.relative_to(PACKAGE).parts[0] != "compat"]
 DOCUMENTED = {"__future__", "os._exit"}
 
 
@@ -44,9 +41,9 @@ def foreign_names(tree: ast.Module) -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@of_each(OUTSIDE)
 def test_private_names_of_libraries_are_used_in_compat_alone(source: Path) -> None:
-    names = set(foreign_names(ast.parse(source.read_text(encoding="utf-8"))))
+    names = set(foreign_names(tree_of(source)))
     assert {name for name in names - DOCUMENTED if is_private(name)} == set()
 
 
