@@ -24,23 +24,25 @@ hosts:  ## Debian packages for the tests on several hosts, with Slurm, kubectl a
 	    slurm-wlm munge $$(command -v kubectl >/dev/null || echo kubernetes-client) $$(command -v chromium >/dev/null || echo chromium) \
 	  || echo "cannot be installed: the tests on several hosts are skipped"; fi
 
-# Jobs wait often, for each other and for faults to be detected: four of them run at a time. Simulations and unit tests
-# mostly compute: they run beside the jobs, with what the jobs leave of the processors, and so does the one job that takes
-# minutes and has no fault by time. The longest files come first. All tests of a file run in one process, as they share
-# jobs. Each pytest gets SIGINT from the trap, as the shell starts background commands with SIGINT ignored. Compiled
+# Jobs wait often, for each other and for faults to be detected: four of them run at a time. Simulations, unit tests and
+# lint mostly compute: they run beside the jobs, with what the jobs leave of the processors, and so does the one job that
+# takes minutes and has no fault by time. The longest files come first. All tests of a file run in one process, as they
+# share jobs. Each part gets SIGINT from the trap, as the shell starts background commands with SIGINT ignored. Compiled
 # Python files are kept, because each job starts many processes.
 STEADY := tests/integration/test_steady.py
 JOBS := tests/chaos tests/security tests/multihost tests/integration tests/docs
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 BESIDE := setsid env --default-signal=INT
 PYTEST := $(BIN)/python -m pytest --failures-file .failures.log --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
-test: lint  ## lint, then all tests; the last lines name what failed
+test: setup  ## lint and all tests; the last lines name what failed
 	@rm -f .failures.log; \
 	$(BESIDE) $(PYTEST) -n 4 $(JOBS) --ignore=$(STEADY) & jobs=$$!; \
 	$(BESIDE) nice -n 10 $(PYTEST) -n 2 tests/simulation $(STEADY) tests/unit > .unit.log 2>&1 & unit=$$!; \
-	trap 'kill -INT $$jobs $$unit; wait; exit 130' INT TERM; \
-	status=; for each in $$jobs $$unit; do wait $$each; status=$$status$$?; done; \
-	cat .unit.log; if test -f .failures.log; then cat .failures.log; fi; test $$status = 00
+	$(BESIDE) nice -n 10 sh -c "$(LINT)" > .lint.log 2>&1 & lint=$$!; \
+	trap 'kill -INT $$jobs $$unit -$$lint; wait; exit 130' INT TERM; \
+	status=; for each in $$jobs $$unit $$lint; do wait $$each; status=$$status$$?; done; \
+	cat .unit.log .lint.log; if test -f .failures.log; then cat .failures.log; fi; test $$status = 000
 
 chaos: setup  ## 10,000 simulated schedules; all faults at a job (odd seeds: with a spare): make chaos MINUTES=30 SEED=7
 	$(BIN)/python -m pytest -q tests/simulation --schedules 10000
@@ -65,9 +67,7 @@ bench-gpu: setup  ## commits from a GPU next to torch's own copies
 	$(BIN)/python tests/bench/bench_gpu.py
 
 lint: setup  ## ruff and mypy --strict
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(LINT)
 
 # The build requirements come first and pip builds with them: build isolation would fetch them again for each build.
 $(INSTALLED): pyproject.toml setup.py constraints.txt CMakeLists.txt $(wildcard native/*)
