@@ -16,6 +16,7 @@ from elasticstate.core.accounting import follow
 from elasticstate.core.activity import activity_of
 from elasticstate.core.ending import end_now
 from elasticstate.core.figures import NO_PAST, Losses, Origin, PastFigures
+from elasticstate.core.layouts import ShardLayout
 from elasticstate.core.membership import Transition, new_membership
 from elasticstate.core.partition import record_incarnation
 from elasticstate.core.plain import reattach_round, reattach_world
@@ -46,6 +47,8 @@ class Remains:
     first_round: tuple[t.Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
     restarts: int = 0  # failed worlds of plain workers
     past: PastFigures = NO_PAST  # of the earlier drivers
+    layouts: tuple[ShardLayout, ...] = ()  # of the generations whose commits may be the line
+    replicated: t.CommitId | None = None  # the newest commit whose replication is complete
     seen_at: float = inf  # the last time at which the previous driver is known to have lived; inf: not known
 
     @property
@@ -69,6 +72,8 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
         failures=past.failures,
         total=past.losses,
     )
+    line = world.line if world is not None else None
+    d.update_shards(layouts=remains.layouts, replicated=remains.replicated, replicated_at=now, line=line, line_at=now)
     _hosts(d, remains)
     _slots(d, remains)
     d.reason = "a new driver reattached"
