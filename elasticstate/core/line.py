@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from elasticstate.core import types as t
 from elasticstate.core.layouts import ShardLayout
-from elasticstate.core.records import Draft, Host, Membership, Over, Running
+from elasticstate.core.records import Draft, Host, Membership, Over, Running, Worker
 from elasticstate.core.retained import has_job_state
 
 _LAYOUTS_KEPT = 16
@@ -43,8 +43,7 @@ def shards_attached(d: Draft, event: t.ShardsAttached) -> None:
     if event.generation != d.generation or slot is None or slot.attached[0] >= event.generation or not event.digest:
         return
     worker = d.workers.get(event.worker)
-    is_member = event.worker.incarnation <= slot.incarnation if worker is None else d.breaks(worker)
-    if d.world is None or not is_member:
+    if d.world is None or not (_was_member(d.world, event.worker) if worker is None else d.breaks(worker)):
         return
     d.put_slot(slot_id, attached=(event.generation, event.digest))
     _record_start(d, event)
@@ -54,6 +53,10 @@ def shards_attached(d: Draft, event: t.ShardsAttached) -> None:
         digests = tuple((slot_id, slot.attached[1]) for slot_id, slot in slots)
         layouts = (*d.shards.layouts, ShardLayout(event.generation, digests))
         d.update_shards(layouts=_that_count(d, layouts), line=t.CommitId(event.generation, 0), line_at=d.now)
+
+
+def _was_member(world: t.World, worker: t.WorkerId) -> bool:
+    return any(placement.worker == worker for placement in world.members)
 
 
 def _record_start(d: Draft, event: t.ShardsAttached) -> None:
@@ -79,7 +82,11 @@ def _that_count(d: Draft, layouts: tuple[ShardLayout, ...]) -> tuple[ShardLayout
 
 def find_line(m: Draft | Membership) -> tuple[t.CommitId, tuple[t.ShardSource, ...]] | None:
     """Return the commit line and its readable copies; None: no commit is reachable."""
-    return _newest_whole(m, _copies(m, [host for host in m.hosts.values() if host.agent == "joined"]))
+    return _newest_whole(m, _copies(m, _reachable(m)))
+
+
+def _reachable(m: Draft | Membership) -> list[Host]:
+    return [host for host in m.hosts.values() if host.agent == "joined"]
 
 
 def _newest_whole(m: Draft | Membership, copies: Copies) -> tuple[t.CommitId, tuple[t.ShardSource, ...]] | None:
@@ -124,21 +131,44 @@ def _in_stores(hosts: list[Host]) -> Iterator[tuple[str, t.SlotId, t.CommitId]]:
 
 
 def awaited_copies(m: Draft | Membership) -> list[t.CopyOf]:
-    """Return the copies that unreachable hosts hold, as last reported, of a newer commit than the line; [] if the next
-    world should not wait for them.
+    """Return the copies that complete a newer commit than the line, and that may be on unreachable hosts, or in slots
+    whose workers are late; [] if the next world should not wait for them.
 
     As with retained commits, an older line is enough while a member of the newest world lives.
     """
     if not is_sharded(m):
         return []
-    line = find_line(m)
+    reachable = _copies(m, _reachable(m))
+    line = _newest_whole(m, reachable)
     if line is not None and any(has_job_state(m, worker) for worker in m.workers.values()):
         return []
-    best = _newest_whole(m, _copies(m, list(m.hosts.values())))
+    best = _newest_whole(m, _possible_copies(m))
     if best is None or (line is not None and best[0] <= line[0]):
         return []
-    reached = {source.digest for source in best[1] if m.hosts[source.copy.host].agent == "joined"}
-    return [source.copy for source in best[1] if source.digest not in reached]
+    return [source.copy for source in best[1] if source.digest not in reachable.get(best[0], {})]
+
+
+def _possible_copies(m: Draft | Membership) -> Copies:
+    """Return the copies on all hosts. A slot of an unreachable host, or of a worker that is not READY, may hold newer
+    commits than the last report says: each of its generation that another slot holds."""
+    found = _copies(m, list(m.hosts.values()))
+    layouts = {layout.generation: layout for layout in m.shards.layouts}
+    for commit, copies in found.items():
+        for slot_id, digest in layouts[commit.generation].digests:
+            slot = m.slots.get(slot_id)
+            if slot is None or slot.retained is None or slot.retained >= commit or slot_id.host not in m.hosts:
+                continue
+            worker = m.workers.get(slot.worker) if slot.worker is not None else None
+            is_late = worker is not None and worker.ready is None and worker.joined >= commit.generation
+            if is_late or m.hosts[slot_id.host].agent != "joined":
+                copies.setdefault(digest, []).append(t.CopyOf(slot_id.host, slot_id, commit))
+    return found
+
+
+def exiting(d: Draft) -> list[Worker]:
+    """Return the members of the newest world that are being killed, or leave: at their ends, agents report what is in
+    their buffers."""
+    return [w for w in d.workers.values() if w.gone and d.breaks(w) and d.hosts[w.id.host].agent == "joined"]
 
 
 def hosts_of(copies: list[t.CopyOf]) -> list[str]:
@@ -152,7 +182,7 @@ def needed_hosts(d: Draft) -> set[str]:
     if not is_sharded(d) or isinstance(d.phase, Over):
         return set()
     if not isinstance(d.phase, Running):
-        found = _copies(d, [host for host in d.hosts.values() if host.agent == "joined"])
+        found = _copies(d, _reachable(d))
         return {copy.host for copies in found.values() for same in copies.values() for copy in same}
     if d.phase.first_tick or d.world is None:
         return set()

@@ -8,12 +8,12 @@ from itertools import islice
 from math import inf
 
 from elasticstate.core import types as t
-from elasticstate.core.diagnostics import missing
+from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.ending import (
     become_over,
     fail_job,
 )
-from elasticstate.core.line import awaited_copies, find_line, hosts_of, is_sharded
+from elasticstate.core.line import awaited_copies, exiting, find_line, hosts_of, is_sharded
 from elasticstate.core.partition import may_train_on, unreachable_hosts, unreachable_until
 from elasticstate.core.plain import (
     first_rounds,
@@ -107,7 +107,7 @@ def waiting_deadlines(d: Draft, phase: Waiting) -> Iterator[tuple[str, float]]:
     yield "join window", window_end
     if d.now >= window_end:
         if is_sharded(d):
-            yield "shards", _shards_until(d, phase, awaited_copies(d))
+            yield "shards", _shards_until(d, phase, awaited_copies(d), exiting(d))
         else:
             yield "retained commit", _retained_until(d, phase, awaited(d))
         if may_train_on(d) or _is_lost(d, choose(d)):
@@ -170,11 +170,12 @@ def _form_from_line(d: Draft, chosen: list[Worker]) -> bool:
 
     The job ends if no commit is reachable, and no awaited host has returned in time.
     """
-    awaited_ = awaited_copies(d)
-    if awaited_ and isinstance(d.phase, Waiting) and d.phase.retained_since is None:
+    awaited_, ends = awaited_copies(d), exiting(d)
+    if (awaited_ or ends) and isinstance(d.phase, Waiting) and d.phase.retained_since is None:
         _await_retained(d, d.now)
-    if awaited_ and not (isinstance(d.phase, Waiting) and d.now >= _shards_until(d, d.phase, awaited_)):
-        d.reason = f"waiting for {_missing_shards(awaited_)}"
+    has_waited = isinstance(d.phase, Waiting) and d.now >= _shards_until(d, d.phase, awaited_, ends)
+    if (awaited_ or ends) and not has_waited:
+        d.reason = f"waiting for {_missing_shards(awaited_) if awaited_ else f'the exit of {names(ends)}'}"
         return False
     found = find_line(d)
     if found is not None:
@@ -201,10 +202,11 @@ def _too_late(d: Draft) -> str:
     return f"not back within --regroup-timeout of {d.policy.regroup_timeout_s:g} s"
 
 
-def _shards_until(d: Draft, phase: Waiting, copies: list[t.CopyOf]) -> float:
-    """Return the time until which the core waits for hosts with shards of a newer commit than the line. If they are
-    unreachable and may be alive, and no commit is left without them, it waits until their workers have given up."""
-    if not copies or phase.retained_since is None:
+def _shards_until(d: Draft, phase: Waiting, copies: list[t.CopyOf], ends: list[Worker]) -> float:
+    """Return the time until which the core waits for hosts with shards of a newer commit than the line, and for the
+    ``ends`` of workers. If the hosts are unreachable and may be alive, and no commit is left without them, the core
+    waits until their workers have given up."""
+    if not (copies or ends) or phase.retained_since is None:
         return inf
     until = phase.retained_since + d.policy.regroup_timeout_s
     if not set(unreachable_hosts(d)).isdisjoint(hosts_of(copies)) and find_line(d) is None:
