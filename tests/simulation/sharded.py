@@ -125,13 +125,13 @@ class LineJudge(Judge):
         digests = next(dict(layout.digests) for layout in layouts if layout.generation == commit.generation)
         for host, copies in self.job.stores.kept.items():
             for slot_id, kept in copies:
-                if kept == commit and self.job.agents.get(host) == "up" and host not in self.job.partition:
+                if kept == commit:
                     keepers.setdefault(digests[slot_id], set()).add(host)
         if set(keepers) != set(digests.values()):
-            assert self.lost or self.job.restart.is_down, f"{commit} counts as replicated, but only on {keepers}"
+            assert self.lost, f"{commit} counts as replicated, but only on {keepers}"
             return
         self.replicas = min(len(hosts) for hosts in keepers.values()) - 1
-        self.replicated, self.lost = commit, set()
+        self.replicated, self.lost = commit, {*self.job.partition.cuts, *self.job.lost}
         self.job.reached["replicated"] += 1
         self.job.reached[f"replicas {self.replicas}"] += 1
 
