@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elasticstate.config import launched_local_rank, worker_environment
-from elasticstate.core.types import Placement, WorkerId
+from elasticstate.core.types import CommitId, Placement, ShardSource, WorkerId
 from elasticstate.errors import NotInWorldError
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ class WorldView:
     fresh: bool = False  # all members are new processes
     near: tuple[int, ...] = ()  # those of ``lacking`` that read the root's commit from the memory of their host
     root_slot: int = 0  # of the root, on its host
+    line: CommitId | None = None  # the commit from which a sharded job starts
+    sources: tuple[tuple[ShardSource, str], ...] = ()  # its copies, each with the address of its host's copy server
 
     @property
     def rank(self) -> int:

@@ -208,8 +208,8 @@ class Agent:
             launch, spec, place, storage, outputs, attachment.local_address, self._template, attachment.warn
         )
         stores = PlainStores(attachment.local_address, starter.start_store, driver.send, outputs.complain)
-        worker_messages = WorkerMessages(handles, driver, socket, allocator, tasks, stores, supervisor.calls)
         reporter = HostReporter(storage, stores)
+        worker_messages = WorkerMessages(handles, driver, socket, allocator, tasks, stores, reporter, supervisor.calls)
         workers = Workers(
             handles, starter, driver, socket, supervisor, reporter, outputs, storage, spec.options.stop_timeout_s
         )

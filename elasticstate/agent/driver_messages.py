@@ -68,6 +68,11 @@ class DriverMessages:
                 self._publish(worlds)
             case messages.BackendOrder(data):
                 self._tasks.begin(self._backend.order(data))
+            case messages.ReplicateOrder(commit, targets):
+                for slot_id, _ in targets:
+                    self._driver.send(messages.Dropped(slot_id, commit))
+            case messages.ForgetCopiesOrder():
+                pass
             case messages.Acknowledgement(number):
                 self._supervisor.renew_lease(number)
             case messages.WatchCalls():

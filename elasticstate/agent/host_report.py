@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from elasticstate.agent.host_storage import HostStorage
-from elasticstate.agent.liveness import newest_commit
+from elasticstate.agent.liveness import sealed_commits
 from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.core.types import CommitId, PlainPlace, WorkerId
@@ -21,6 +21,7 @@ class HostReporter:
         self._exits: list[messages.Exited] = []  # since this host received its last world
         self._incarnations: dict[int, int] = {}
         self._placed = 0  # newest world of plain workers
+        self._attached: dict[int, tuple[WorkerId, messages.Attached]] = {}  # by slot: the newest report
         self._gate = 0  # newest generation whose exit gate is open
         self._ended = 0  # newest generation that was ended at once, not at a tick
         self.held: int | None = None  # generation on hold, if any
@@ -30,6 +31,9 @@ class HostReporter:
             self._placed = place.generation
             self.has_a_world()
         self._incarnations[worker.slot] = worker.incarnation
+
+    def attached(self, worker: WorkerId, message: messages.Attached) -> None:
+        self._attached[worker.slot] = worker, message
 
     def ended(self, exited: messages.Exited) -> None:
         self._exits.append(exited)
@@ -54,8 +58,9 @@ class HostReporter:
 
     def host_report(self, handles: Mapping[WorkerId, WorkerHandle], now: float) -> messages.HostReport:
         """Return the report for a driver, including the workers that live here."""
+        found = list(self._in_memory())
         return messages.HostReport(
-            commits=tuple(self._in_memory()),
+            commits=tuple((slot, newest) for slot, newest, _ in found),
             workers=tuple(_report(worker, handle, now) for worker, handle in handles.items()),
             exits=tuple(self._exits),
             incarnations=tuple(self._incarnations.items()),
@@ -63,14 +68,16 @@ class HostReporter:
             ended=self._ended,
             store=self._stores.next_address,
             store_joined=self._stores.joined,
+            previous=tuple((slot, previous) for slot, _, previous in found if previous is not None),
+            attached=tuple(self._attached.values()),
         )
 
-    def _in_memory(self) -> Iterator[tuple[int, CommitId]]:
-        """Yield slot and newest commit, whichever worker wrote it: a booting worker may not have found it yet."""
+    def _in_memory(self) -> Iterator[tuple[int, CommitId, CommitId | None]]:
+        """Yield slot and commits, whichever worker wrote them: a booting worker may not have found them yet."""
         for slot, files in sorted(self._storage.slots().items()):
-            commit = newest_commit(files.page, self._storage.owner(slot))
-            if commit is not None:
-                yield slot, commit
+            newest, previous = sealed_commits(files.page, self._storage.owner(slot))
+            if newest is not None:
+                yield slot, newest, previous
 
 
 def _report(worker: WorkerId, handle: WorkerHandle, now: float) -> messages.WorkerReport:

@@ -93,10 +93,16 @@ class Liveness:
         return _place(self._seen[2])
 
     @property
+    def commits(self) -> tuple[CommitId, ...]:
+        """The commits in the buffers, the newest first."""
+        return tuple(commit for commit in sealed_commits(self._seals, self._owner) if commit is not None)
+
+    @property
     def latest(self) -> Stamp:
         """The stamp as last read from the page."""
         _, _, place, generation, ticks = self._seen
-        return Stamp(_place(place), generation, ticks, newest_commit(self._seals, self._owner), self._page.commit_s)
+        newest, previous = sealed_commits(self._seals, self._owner)
+        return Stamp(_place(place), generation, ticks, newest, self._page.commit_s, previous=previous)
 
     def changed_stamp(self) -> Stamp | None:
         """Return the stamp if there was a heartbeat, or any change of the stamp, since the last call; else None."""
@@ -118,10 +124,11 @@ def stamps_interval_s(heartbeat_timeout_s: float, workers: int) -> float:
     return min(interval_s * max(1.0, workers / _STAMPS_PER_S), heartbeat_timeout_s / _FEWEST_STAMPS_PER_TIMEOUT)
 
 
-def newest_commit(page: ControlPage, owner: bytes) -> CommitId | None:
-    """Return the newest commit whose seal is on the page."""
+def sealed_commits(page: ControlPage, owner: bytes) -> tuple[CommitId | None, CommitId | None]:
+    """Return the newest commit and the previous commit whose seals are on the page."""
     seals = (page.sealed(index, owner) for index in (0, 1))
-    return max((CommitId(*seal[:2]) for seal in seals if seal is not None), default=None)
+    commits = sorted((CommitId(*seal[:2]) for seal in seals if seal is not None), reverse=True)
+    return commits[0] if commits else None, commits[1] if len(commits) > 1 else None
 
 
 def _place(number: int) -> Place:

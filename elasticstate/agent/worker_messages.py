@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from elasticstate.agent.calls import Calls
 from elasticstate.agent.driver_connection import DriverConnection
+from elasticstate.agent.host_report import HostReporter
 from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.running_tasks import RunningTasks
 from elasticstate.agent.storage_allocator import StorageAllocator
@@ -27,6 +28,7 @@ class WorkerMessages:
         allocator: StorageAllocator,
         tasks: RunningTasks,
         stores: PlainStores,
+        reporter: HostReporter,
         calls: Calls,
     ) -> None:
         self._handles = handles
@@ -35,6 +37,7 @@ class WorkerMessages:
         self._allocator = allocator
         self._tasks = tasks
         self._stores = stores
+        self._reporter = reporter
         self._calls = calls
 
     def received(self, worker: WorkerId, message: messages.FromWorkerBody) -> None:
@@ -49,6 +52,9 @@ class WorkerMessages:
                 self._driver.send(messages.FromWorker(worker, message))
             case messages.GrowBuffer(index, size):
                 self._tasks.begin(self._grow_buffer(handle, index, size))
+            case messages.Attached():
+                self._reporter.attached(worker, message)
+                self._driver.send(messages.FromWorker(worker, message))
             case messages.CallReport():
                 self._calls.received(handle, message, asyncio.get_running_loop().time())
             case _:

@@ -95,7 +95,8 @@ class Workers:
         self._socket.disconnect(process.worker)
         written = error_file.read(handle.error_file, self._storage.directory.fd)
         error, time_ns = cause_of_death(ending, written, count_oom_kills(), handle.oom_kills)
-        self._report_exit(messages.Exited(process.worker, process.pid, ending.exit_code, ending.signal, error, time_ns))
+        end = (ending.exit_code, ending.signal, error, time_ns, handle.liveness.commits)
+        self._report_exit(messages.Exited(process.worker, process.pid, *end))
 
     def _report_exit(self, exited: messages.Exited) -> None:
         self._reporter.ended(exited)

@@ -314,6 +314,14 @@ class Options(HostOptions, HorovodOptions):
     tick_records: bool = option(
         True, _COMMITS, kinds.FLAG, "--tick-records", "Record each tick, so that a failure repeats none if possible."
     )
+    replicas: int | None = option(
+        None,
+        _COMMITS,
+        kinds.NUMBER,
+        "--replicas",
+        "Number of other hosts that keep a copy of each shard of a sharded state (default: 1 if a shard is on one host "
+        "of several, else 0).",
+    )
     log_dir: str | None = option(
         None,
         _OUTPUT,

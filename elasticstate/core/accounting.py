@@ -61,9 +61,10 @@ def generation_failed(d: Draft) -> None:
     d.update_ledger(account=d.ledger.account.with_failure(d.now), failures=d.ledger.failures + 1)
 
 
-def world_changes(d: Draft, chosen: Sequence[Worker]) -> None:
-    """Count what the change to a world of ``chosen`` costs, except the time."""
-    best, ledger = newest(chosen), d.ledger
+def world_changes(d: Draft, chosen: Sequence[Worker], line: t.CommitId | None = None) -> None:
+    """Count what the change to a world of ``chosen`` costs, except the time. ``line``: the commit that it starts from,
+    if not from the newest of ``chosen``."""
+    best, ledger = newest(chosen) if line is None else line, d.ledger
     position, is_known = _position(d, best)
     if d.generation > 0:
         commits, all_commits = _lost_commits(d, best)

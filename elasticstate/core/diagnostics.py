@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from elasticstate.core.line import awaited_copies
 from elasticstate.core.records import (
     Draft,
     Finishing,
@@ -40,6 +41,9 @@ def waiting_for(m: Draft | Membership, now: float) -> tuple[str, ...]:
     match m.phase:
         case Waiting(retained_since=retained_since):
             holders = [f"{slot_id} retains the newest commit {commit}" for slot_id, commit in awaited(m)]
+            holders += [
+                f"host {copy.host} has shards of {copy.slot} of commit {copy.commit}" for copy in awaited_copies(m)
+            ]
             return (*(holders if retained_since is not None else ()), *missing(m, now))
         case Forming(ended=ended):
             late = [w for w in members if w.ready is None and not w.late]

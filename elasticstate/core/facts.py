@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import accounting, partition, plain, retained, types as t
+from elasticstate.core import accounting, line, partition, plain, replication, retained, types as t
 from elasticstate.core.backoff import host_is_lost, slot_failed, start_preemption_cooldown
 from elasticstate.core.ending import earlier
 from elasticstate.core.hangs import collectives_reported, hang_text, report_hang
-from elasticstate.core.limits import within_limits
-from elasticstate.core.records import Draft, Failure, Finishing, Forming, Host, Running, Worker
+from elasticstate.core.named_hosts import hosts_discovered
+from elasticstate.core.records import Draft, Failure, Finishing, Forming, Running, Worker
 from elasticstate.core.stall_check import call_reported
 from elasticstate.core.stragglers import pace_reported
 from elasticstate.exit_status import how_it_ended
@@ -49,6 +49,12 @@ def apply(d: Draft, event: t.Event) -> None:
             _gate_entered(d, event)
         case t.FirstTick():
             _first_tick(d, event)
+        case t.ShardsAttached():
+            line.shards_attached(d, event)
+        case t.CopyKept():
+            replication.copy_kept(d, event)
+        case t.CopyDropped():
+            replication.copy_dropped(d, event)
         case t.CallReported(name, report):
             if (worker := _member(d, name, report.generation)) is not None:
                 call_reported(d, worker, report)
@@ -56,7 +62,7 @@ def apply(d: Draft, event: t.Event) -> None:
             if (reporter := d.workers.get(name)) is not None:
                 collectives_reported(d, reporter, collectives)
         case t.HostsDiscovered():
-            _hosts_discovered(d, event)
+            hosts_discovered(d, event)
         case t.AgentJoined():
             _agent_joined(d, event)
         case t.AgentLost():
@@ -73,29 +79,6 @@ def apply(d: Draft, event: t.Event) -> None:
 # ------------------------------------------------------------------------------------------------ hosts and agents
 
 
-def _hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
-    found, warning = within_limits(event.hosts, d.policy.max_np)
-    if warning:
-        d.warn(warning)
-    for name, known in list(d.hosts.items()):
-        if name not in found and known.is_named:
-            d.put_host(known, slots=0, is_named=False)
-            if known.slots:
-                d.note("host_removed", host=name)
-    for order, (name, slots) in enumerate(found.items()):
-        before = d.hosts.get(name) or Host(name)
-        if (before.order, before.slots, before.is_named) != (order, slots, True) or name not in d.hosts:
-            d.put_host(before, order=order, slots=slots, is_named=True, slots_ever=max(before.slots_ever, slots))
-        if slots and not before.slots:
-            if before.notices:  # the name belongs to another machine now, or the host may be used again
-                d.put_host(d.hosts[name], notices=0, cooldown_until=-inf, gives_way_at=-inf)
-            if before.agent == "stopping":  # its end starts no preemption cooldown any more
-                d.put_host(d.hosts[name], draining="")
-            d.note("host_added", host=name, slots=slots)
-        elif before.slots and not slots:
-            d.note("host_removed", host=name)
-
-
 def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     host = d.hosts.get(event.host)
     if host is None or host.agent == "stopping":  # an unreachable agent has returned in the other's place
@@ -103,7 +86,8 @@ def _agent_joined(d: Draft, event: t.AgentJoined) -> None:
     if host is None or host.agent not in ("asked", "none"):
         return
     d.put_host(host, agent="joined", may_live_until=-inf, report="agent connected", reported_at=d.now, loss="")
-    retained.replace_commits(d, host.name, dict(event.commits))
+    retained.replace_commits(d, host.name, dict(event.commits), dict(event.previous))
+    replication.host_reports(d, host.name, event.kept)
     d.note("agent_joined", host=host.name)
     for worker in (*(t.WorkerId(host.name, *known) for known in event.incarnations), *(w for w, _ in event.workers)):
         partition.record_incarnation(d, worker)
@@ -138,8 +122,9 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         elif d.breaks(worker):
             d.update_ledger(is_broken=True)
         _remove_worker(d, worker, exit_code=None, signal=None)
+    replication.host_lost(d, host.name, expected)
     if expected:
-        retained.replace_commits(d, host.name, {})  # a stopped agent has removed its workers' commits
+        retained.replace_commits(d, host.name, {}, {})  # a stopped agent has removed its workers' commits
     else:
         host_is_lost(d, host, workers, notice)
     if notice and host.slots:
@@ -160,6 +145,9 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
     worker = d.workers.get(event.worker)
     if worker is None:
         return
+    if event.commits:
+        newest, previous = (*event.commits, None)[:2]
+        retained.record_both(d, worker.id.slot_id, newest, previous)
     cause = _cause_of_exit(d, worker, event)
     if d.in_round(worker):
         _member_of_round_exited(d, worker, event, cause)
@@ -271,7 +259,7 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
         return
     _record_commit(d, event.commit)
     if event.commit is not None:
-        retained.record_retained(d, worker.id.slot_id, event.commit)
+        retained.record_both(d, worker.id.slot_id, event.commit, event.previous)
     if worker.ready is not None or event.generation != worker.joined:
         d.put(worker, reported_at=d.now, place=event.place)
         return
@@ -306,7 +294,7 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         plain.command_uses_run(d, worker.id)
     _record_commit(d, event.commit)
     _record_commit(d, event.previous)
-    retained.record_retained(d, worker.id.slot_id, event.commit, event.sealed)
+    retained.record_both(d, worker.id.slot_id, event.commit, event.previous, event.sealed)
     if not d.ledger.ever_ready:
         d.update_ledger(ever_ready=True)
     if worker.ready is not None:

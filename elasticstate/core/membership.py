@@ -20,8 +20,10 @@ from typing import NamedTuple
 from elasticstate.core.accounting import follow
 from elasticstate.core.diagnostics import waiting_for
 from elasticstate.core.facts import apply
+from elasticstate.core.layouts import Shards
 from elasticstate.core.policy import Policy
 from elasticstate.core.records import Count, Draft, Ledger, Membership, Over, Waiting
+from elasticstate.core.replication import replicate, replication_deadlines
 from elasticstate.core.rules import deadlines_of_phase, decide
 from elasticstate.core.slots import mark_draining, slot_deadlines, start_and_stop, stop_overdue_boots
 from elasticstate.core.time_account import TimeAccount
@@ -44,7 +46,7 @@ def new_membership(policy: Policy, began_at: float | None = None) -> Membership:
     ``began_at``: the account of time begins here; None: with the first step.
     """
     ledger = Ledger(account=TimeAccount(since=began_at))
-    return Membership(policy, Waiting(since=0.0), {}, {}, {}, None, ledger, {}, Count(), {})
+    return Membership(policy, Waiting(since=0.0), {}, {}, {}, None, ledger, {}, Count(), {}, Shards())
 
 
 def step(m: Membership, event: Event, now: float) -> Transition:
@@ -61,13 +63,14 @@ def step(m: Membership, event: Event, now: float) -> Transition:
     stop_overdue_boots(d)
     decide(d)
     start_and_stop(d)
+    replicate(d)
     follow(d)
     return Transition(d.freeze(_deadlines(d)), tuple(d.effects), d.reason)
 
 
 def _deadlines(d: Draft) -> dict[str, float]:
     """Return the future deadlines, by name."""
-    named = itertools.chain(deadlines_of_phase(d), slot_deadlines(d))
+    named = itertools.chain(deadlines_of_phase(d), slot_deadlines(d), replication_deadlines(d))
     return {name: at for name, at in named if d.now < at < inf}
 
 

@@ -42,6 +42,7 @@ class Policy:
     stall_shutdown_s: float | None
     straggler_threshold: float  # 0.2: 20 % slower than the others
     straggler_action: str  # warn or drain
+    replicas: int | None  # None: 1 if the hosts of the world hold different shards, else 0
     waiting_notice_s: float = 30.0  # no option: seconds of a wait after which the event file gets a notice
 
     def fewest(self, generation: int) -> int:

@@ -16,6 +16,7 @@ from elasticstate.core.accounting import follow
 from elasticstate.core.activity import activity_of
 from elasticstate.core.ending import end_now
 from elasticstate.core.figures import NO_PAST, Losses, Origin, PastFigures
+from elasticstate.core.layouts import ShardLayout
 from elasticstate.core.membership import Transition, new_membership
 from elasticstate.core.partition import record_incarnation
 from elasticstate.core.plain import reattach_round, reattach_world
@@ -46,6 +47,8 @@ class Remains:
     first_round: tuple[t.Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
     restarts: int = 0  # failed worlds of plain workers
     past: PastFigures = NO_PAST  # of the earlier drivers
+    layouts: tuple[ShardLayout, ...] = ()  # of the generations whose commits may be the line
+    replicated: t.CommitId | None = None  # the newest commit whose replication is complete
     seen_at: float = inf  # the last time at which the previous driver is known to have lived; inf: not known
 
     @property
@@ -69,8 +72,11 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
         failures=past.failures,
         total=past.losses,
     )
+    line = world.line if world is not None else None
+    d.update_shards(layouts=remains.layouts, replicated=remains.replicated, replicated_at=now, line=line, line_at=now)
     _hosts(d, remains)
     _slots(d, remains)
+    _shards(d, remains)
     d.reason = "a new driver reattached"
     failure = None
     if world is not None:
@@ -106,8 +112,22 @@ def _slots(d: Draft, remains: Remains) -> None:
     members = _members_of_record(remains)
     for worker in (*remains.living, *remains.exited, *members):
         record_incarnation(d, worker)
+    taken = {worker.slot_id for worker in remains.living}  # by the next worker of the slot
     for worker in remains.exited.difference(members):
-        _add(d, Worker(worker, started_at=d.now))
+        if worker.slot_id not in taken:
+            _add(d, Worker(worker, started_at=d.now))
+
+
+def _shards(d: Draft, remains: Remains) -> None:
+    """Enter the commits that slots are known to have sealed: at least ``(g, 0)``, when all members had attached. The
+    reports of their agents replace this."""
+    for layout in remains.layouts:
+        for slot_id, _ in layout.digests:
+            if slot_id.host in d.hosts:
+                start, known = t.CommitId(layout.generation, 0), d.slots.get(slot_id)
+                d.put_slot(slot_id, retained=start, sealed=max(start, known.sealed if known else start))
+                host = d.hosts[slot_id.host]
+                d.put_host(host, slots_ever=max(host.slots_ever, slot_id.slot + 1))
 
 
 def _members(d: Draft, remains: Remains, world: t.World) -> Failure | None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from elasticstate.core.assignment import NEWCOMER
 from elasticstate.core.collectives import Hang
 from elasticstate.core.figures import Losses, Origin
+from elasticstate.core.layouts import Shards
 from elasticstate.core.phases import (
     Failure as Failure,
     Finishing as Finishing,
@@ -51,6 +52,7 @@ class Host(Struct, frozen=True, gc=False):
     report: str = ""  # the last report about the host; "": none yet
     reported_at: float = -inf
     loss: str = ""  # why the last agent was lost unexpectedly; "" when another one has connected
+    kept: frozenset[tuple[SlotId, CommitId]] = frozenset()  # the copies in its agent's store, as last reported
 
     def is_in_preemption_cooldown(self, now: float) -> bool:
         """Return True if the host is in cooldown after a preemption notice."""
@@ -68,7 +70,9 @@ class Slot(Struct, frozen=True, gc=False):
     finished: bool = False  # its worker exited with 0 before any worker was READY: the command does not use ``run``
     failure: RootCause | None = None  # the first of the row
     retained: CommitId | None = None  # the newest commit in its storage, as last reported; it outlives the workers
+    previous: CommitId | None = None  # the commit in the other buffer
     sealed: CommitId = CommitId(0, 0)  # the newest commit ever reported for the slot, damaged or not
+    attached: tuple[int, int] = (0, 0)  # the newest generation in which its worker attached shards, and their digest
 
 
 class Worker(Struct, frozen=True, gc=False):
@@ -178,6 +182,7 @@ class Membership:
     deadlines: Mapping[str, float]  # by name: the times at which TimePassed may change something, all in the future
     count: Count  # of the living workers
     living: Mapping[str, int]  # how many workers live on a host
+    shards: Shards
 
     @property
     def generation(self) -> int:
@@ -222,6 +227,7 @@ class Draft:
         self.broken: list[Failure] = []  # facts against the present generation, found in this step
         self.booting, self.ready, self.draining, self.suspects = m.count
         self.living = dict(m.living)
+        self.shards = m.shards
         self._slot_ids: dict[str, set[int]] = {}
         self._members: tuple[World | None, list[Worker]] | None = None  # of this world, until a worker changes
         self._by_discovery: list[Host] | None = None  # until a host changes
@@ -239,6 +245,7 @@ class Draft:
             deadlines,
             Count(self.booting, self.ready, self.draining, self.suspects),
             self.living,
+            self.shards,
         )
 
     @property
@@ -326,6 +333,9 @@ class Draft:
 
     def update_ledger(self, **changes: Any) -> None:
         self.ledger = replace(self.ledger, **changes)
+
+    def update_shards(self, **changes: Any) -> None:
+        self.shards = replace(self.shards, **changes)
 
     def ready_workers(self) -> Iterator[Worker]:
         return (w for w in self.workers.values() if w.ready is not None and not w.gone)

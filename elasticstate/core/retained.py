@@ -14,7 +14,20 @@ from elasticstate.core.records import Draft, Host, Membership, Worker
 
 def record_retained(d: Draft, slot_id: t.SlotId, commit: t.CommitId | None, sealed: t.CommitId | None = None) -> None:
     """Record the newest commit in a slot's commit storage. ``sealed``: the newest that was ever sealed there, which may
-    be damaged by now."""
+    be damaged by now. A newer commit than before lies in the other buffer."""
+    slot = d.slots.get(slot_id)
+    if slot is not None:
+        record_both(d, slot_id, commit, slot.previous if commit == slot.retained else slot.retained, sealed)
+
+
+def record_both(
+    d: Draft,
+    slot_id: t.SlotId,
+    commit: t.CommitId | None,
+    previous: t.CommitId | None,
+    sealed: t.CommitId | None = None,
+) -> None:
+    """Record the commits in both buffers of a slot."""
     slot = d.slots.get(slot_id)
     if slot is None:
         return
@@ -23,27 +36,28 @@ def record_retained(d: Draft, slot_id: t.SlotId, commit: t.CommitId | None, seal
         newest = commit
     if sealed is not None and sealed > newest:
         newest = sealed
-    if newest is not slot.sealed or slot.retained != commit:
-        d.put_slot(slot_id, retained=commit, sealed=newest)
+    if newest is not slot.sealed or slot.retained != commit or slot.previous != previous:
+        d.put_slot(slot_id, retained=commit, previous=previous, sealed=newest)
 
 
-def replace_commits(d: Draft, host: str, commits: dict[int, t.CommitId]) -> None:
-    """Replace the retained commits of a host: the host has ``commits`` in memory, and no others."""
+def replace_commits(d: Draft, host: str, commits: dict[int, t.CommitId], previous: dict[int, t.CommitId]) -> None:
+    """Replace the retained commits of a host: the host has these commits in memory, and no others."""
     for index in sorted(d.slots_of(host).union(commits)):
-        slot_id, commit = t.SlotId(host, index), commits.get(index)
+        slot_id = t.SlotId(host, index)
         if slot_id not in d.slots:
             d.put_slot(slot_id)
-        record_retained(d, slot_id, commit)
+        record_both(d, slot_id, commits.get(index), previous.get(index))
 
 
 def awaited(m: Draft | Membership) -> list[tuple[t.SlotId, t.CommitId]]:
     """Return the slots that retain a newer commit than all READY workers, the newest first, if retained commits decide.
 
-    Slots of draining hosts count until their agent is stopped: the agent removes the commits when it stops.
+    Slots of draining hosts count until their agent is stopped: the agent removes the commits when it stops. A sharded
+    job awaits hosts instead (see line.py).
     """
-    if all(slot.retained is None for slot in m.slots.values()):
+    if m.shards.layouts or all(slot.retained is None for slot in m.slots.values()):
         return []
-    if any(_has_job_state(m, worker) for worker in m.workers.values()):
+    if any(has_job_state(m, worker) for worker in m.workers.values()):
         return []
     ready = [worker.ready.commit for worker in m.workers.values() if worker.ready is not None and not worker.gone]
     best = max((commit for commit in ready if commit is not None), default=t.CommitId(0, 0))
@@ -60,7 +74,7 @@ def _is_given_back(host: Host) -> bool:
     return bool(host.draining) and host.agent == "stopping"
 
 
-def _has_job_state(m: Draft | Membership, worker: Worker) -> bool:
+def has_job_state(m: Draft | Membership, worker: Worker) -> bool:
     """Return True if the worker lives, was in the newest world, and had or received the job's state in that world.
 
     A worker that ended ticks without training has an older state than the others.

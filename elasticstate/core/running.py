@@ -68,15 +68,20 @@ def running_deadlines(d: Draft, phase: Running) -> Iterator[tuple[str, float]]:
     yield from planned_deadlines(d, phase, members)
 
 
-def become_running(d: Draft, chosen: list[Worker]) -> None:
-    """Enter Running: publish a world of ``chosen``. END, at a tick or now, or the exit gate ends this phase."""
+def become_running(
+    d: Draft, chosen: list[Worker], line: t.CommitId | None = None, sources: tuple[t.ShardSource, ...] = ()
+) -> None:
+    """Enter Running: publish a world of ``chosen``. END, at a tick or now, or the exit gate ends this phase.
+
+    ``line`` and ``sources``: the commit from which a sharded job starts, and its copies.
+    """
     before = {w.id for w in chosen if 0 < w.joined == d.generation}
     left = [p.worker for p in d.world.members if p.worker not in before] if d.world is not None else []
     if d.generation > 0 and d.ledger.down_since is None:  # planned: no failure since the last first tick
         d.update_ledger(planned_at=d.now)
-    accounting.world_changes(d, chosen)
+    accounting.world_changes(d, chosen, line)
     report_hang(d)
-    world = make_world(d, chosen)
+    world = make_world(d, chosen, line, sources)
     enter(d, world)
     d.effects.append(t.PublishWorld(world))
     d.note(

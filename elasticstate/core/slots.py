@@ -7,6 +7,7 @@ from math import inf
 
 from elasticstate.core import types as t
 from elasticstate.core.cooldown import FAILURES_IN_A_ROW
+from elasticstate.core.line import awaited_copies, hosts_of, needed_hosts
 from elasticstate.core.partition import may_train_on
 from elasticstate.core.records import (
     NEW_SLOT,
@@ -69,7 +70,7 @@ def start_and_stop(d: Draft) -> None:
                 d.put_host(host, agent="asked", report="agent started", reported_at=d.now)
                 d.effects.append(t.StartAgent(host.name))
         elif host.agent in ("asked", "joined") and not _wanted(host) and not d.living.get(host.name):
-            if host.name in plan.holding_hosts:
+            if host.name in plan.holding_hosts or host.name in needed_hosts(d):
                 continue  # the host's agent keeps the newest commit: discovery may name the host again
             d.put_host(host, agent="stopping")
             d.effects.append(t.StopAgent(host.name, host.draining or f"discovery removed host {host.name}"))
@@ -101,6 +102,8 @@ class _Plan:
         self.holders = holders
         self.hosts = hosts
         self.holding_hosts = {slot_id.host for slot_id, _ in holders}
+        if isinstance(d.phase, Waiting):
+            self.holding_hosts.update(hosts_of(awaited_copies(d)))
         self.awaits_retained = isinstance(d.phase, Waiting) and d.phase.retained_since is not None
         candidates = [host for host in hosts if _wanted(host) or (host.slots and host.name in self.holding_hosts)]
         self._cooling = [host for host in candidates if host.cooldown_until > d.now]

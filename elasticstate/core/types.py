@@ -8,36 +8,18 @@ from msgspec import Struct
 
 from elasticstate.core.calls import CallReport as CallReport, CallReported as CallReported, WatchCalls as WatchCalls
 from elasticstate.core.collectives import CollectivesReported as CollectivesReported
+from elasticstate.core.copies import (
+    CopyDropped as CopyDropped,
+    CopyKept as CopyKept,
+    CopyOf as CopyOf,
+    ForgetCopies as ForgetCopies,
+    Replicate as Replicate,
+    ShardsAttached as ShardsAttached,
+    ShardSource as ShardSource,
+)
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
 from elasticstate.core.message import Message as Message
-
-
-class Placement(Struct, frozen=True, gc=False):
-    """Position of one worker in a world, in the terms of Horovod and torchrun; see DESIGN.md, section 1."""
-
-    worker: WorkerId
-    rank: int
-    local_rank: int  # the slot: the device index, sticky for the life of the worker
-    local_size: int
-    local_leader: bool  # exactly one worker per host and world
-    cross_rank: int  # index of the host
-    cross_size: int  # number of hosts
-
-
-class PlainPlace(Struct, frozen=True, array_like=True, gc=False):
-    """Position of a worker that does not use ``run``, for torchrun's environment variables. Valid until its end."""
-
-    generation: int  # the number of this world
-    rank: int
-    size: int
-    local_rank: int  # position among the workers of its host, without gaps
-    local_size: int
-    group_rank: int  # index of its host
-    group_size: int  # number of hosts
-    restarts: int  # failed worlds before this one
-    max_restarts: int | None  # None: no limit
-    store_host: str  # the host whose agent provides the store
-    store: str = ""  # its "address:port", filled in by the driver
+from elasticstate.core.places import Placement as Placement, PlainPlace as PlainPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +34,8 @@ class World:
     fresh: bool = False  # all members are new processes that have not been in a world before
     is_plain: bool = False  # the members do not use ``run``
     near: tuple[int, ...] = ()  # those of ``lacking`` that read the root's commit from the memory of their common host
+    line: CommitId | None = None  # the commit line; None: nothing is attached, or no attach is complete
+    sources: tuple[ShardSource, ...] = ()  # the readable copies of the line: a slot's own buffer before kept copies
 
     @property
     def size(self) -> int:
@@ -74,12 +58,15 @@ class AgentJoined:
 
     ``commits``: the newest retained commit of each slot. ``workers``: workers that lived on while the agent was
     unreachable, each with the newest generation whose world it received. ``incarnations``: the last one of each slot.
+    ``previous``: the commit in the other buffer of a slot. ``kept``: the copies in the agent's copy store.
     """
 
     host: str
     commits: tuple[tuple[int, CommitId], ...] = ()
     workers: tuple[tuple[WorkerId, int], ...] = ()
     incarnations: tuple[tuple[int, int], ...] = ()
+    previous: tuple[tuple[int, CommitId], ...] = ()
+    kept: tuple[tuple[SlotId, CommitId], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +115,7 @@ class WorkerExited:
     error: str = ""  # the traceback that the worker recorded, or the end of its stderr
     time_ns: int = 0  # unix time of its host: when its exception was raised, or its end was detected; 0: not known
     was_started: bool = True  # False: the process could not be started
+    commits: tuple[CommitId, ...] = ()  # in its slot's buffers after its end, the newest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +186,7 @@ class Heartbeat(Struct, frozen=True, gc=False):
     """Proof that the worker lived at the agent's last reading, with its place, its ticks and its newest commit.
 
     ``pace``: new points (tick, time from the begin of the generation to its end without waits for others, in µs).
+    ``previous``: the commit in the other buffer.
     """
 
     worker: WorkerId
@@ -207,6 +196,7 @@ class Heartbeat(Struct, frozen=True, gc=False):
     commit: CommitId | None
     commit_s: float = 0.0  # see WorkerReady
     pace: tuple[tuple[int, int], ...] = ()
+    previous: CommitId | None = None
 
 
 class CommitSealed(Message, frozen=True):
@@ -255,6 +245,9 @@ Event = (
     | Heartbeat
     | CommitSealed
     | FirstTick
+    | ShardsAttached
+    | CopyKept
+    | CopyDropped
     | CallReported
     | CollectivesReported
     | TimePassed
@@ -394,6 +387,8 @@ Effect = (
     | ConfirmOwnError
     | OpenGate
     | WatchCalls
+    | Replicate
+    | ForgetCopies
     | Note
     | EndJob
 )

@@ -8,11 +8,12 @@ from itertools import islice
 from math import inf
 
 from elasticstate.core import types as t
-from elasticstate.core.diagnostics import missing
+from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.ending import (
     become_over,
     fail_job,
 )
+from elasticstate.core.line import awaited_copies, exiting, find_line, hosts_of, is_sharded
 from elasticstate.core.partition import may_train_on, unreachable_hosts, unreachable_until
 from elasticstate.core.plain import (
     first_rounds,
@@ -105,7 +106,10 @@ def waiting_deadlines(d: Draft, phase: Waiting) -> Iterator[tuple[str, float]]:
     window_end = _window_end(d, stay)
     yield "join window", window_end
     if d.now >= window_end:
-        yield "retained commit", _retained_until(d, phase, awaited(d))
+        if is_sharded(d):
+            yield "shards", _shards_until(d, phase, awaited_copies(d), exiting(d))
+        else:
+            yield "retained commit", _retained_until(d, phase, awaited(d))
         if may_train_on(d) or _is_lost(d, choose(d)):
             yield "unreachable workers have given up", unreachable_until(d)
 
@@ -138,6 +142,8 @@ def form(d: Draft) -> bool:
         _await_retained(d, None)
         d.reason = f"waiting until the workers on unreachable hosts have stopped: {listed(unreachable_hosts(d))}"
         return False
+    if is_sharded(d):
+        return _form_from_line(d, chosen)
     slots = awaited(d)
     if slots and isinstance(d.phase, Waiting) and d.phase.retained_since is None:
         _await_retained(d, d.now)
@@ -157,6 +163,55 @@ def form(d: Draft) -> bool:
     else:
         become_running(d, chosen)
     return True
+
+
+def _form_from_line(d: Draft, chosen: list[Worker]) -> bool:
+    """Make a world of ``chosen`` from the commit line. Return False to wait for hosts that hold shards of a newer one.
+
+    The job ends if no commit is reachable, and no awaited host has returned in time.
+    """
+    awaited_, ends = awaited_copies(d), exiting(d)
+    if (awaited_ or ends) and isinstance(d.phase, Waiting) and d.phase.retained_since is None:
+        _await_retained(d, d.now)
+    has_waited = isinstance(d.phase, Waiting) and d.now >= _shards_until(d, d.phase, awaited_, ends)
+    if (awaited_ or ends) and not has_waited:
+        d.reason = f"waiting for {_missing_shards(awaited_) if awaited_ else f'the exit of {names(ends)}'}"
+        return False
+    found = find_line(d)
+    if found is not None:
+        if awaited_:
+            d.warn(f"{_missing_shards(awaited_)} is given up for {found[0]}: {_too_late(d)}")
+        become_running(d, chosen, *found)
+        return True
+    reason = "StateLostError: no commit is left of which all shards can be read"
+    reason += f"; {_too_late(d)}: {_missing_shards(awaited_)}" if awaited_ else ""
+    newest_whole = d.shards.line if d.shards.line is not None else d.ledger.highest
+    fail_job(d, f"{reason}; the newest commit was {newest_whole}", d.ledger.outage)
+    return True
+
+
+def _missing_shards(copies: list[t.CopyOf]) -> str:
+    slots = listed([str(slot_id) for slot_id in dict.fromkeys(copy.slot for copy in copies)])
+    hosts = hosts_of(copies)
+    return (
+        f"{'host' if len(hosts) == 1 else 'hosts'} {listed(hosts)} with shards of commit {copies[0].commit} ({slots})"
+    )
+
+
+def _too_late(d: Draft) -> str:
+    return f"not back within --regroup-timeout of {d.policy.regroup_timeout_s:g} s"
+
+
+def _shards_until(d: Draft, phase: Waiting, copies: list[t.CopyOf], ends: list[Worker]) -> float:
+    """Return the time until which the core waits for hosts with shards of a newer commit than the line, and for the
+    ``ends`` of workers. If the hosts are unreachable and may be alive, and no commit is left without them, the core
+    waits until their workers have given up."""
+    if not (copies or ends) or phase.retained_since is None:
+        return inf
+    until = phase.retained_since + d.policy.regroup_timeout_s
+    if not set(unreachable_hosts(d)).isdisjoint(hosts_of(copies)) and find_line(d) is None:
+        return max(until, unreachable_until(d))
+    return until
 
 
 def _retained_until(d: Draft, phase: Waiting, slots: list[tuple[t.SlotId, t.CommitId]]) -> float:

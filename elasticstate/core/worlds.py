@@ -37,17 +37,22 @@ def newest(workers: Iterable[Worker]) -> t.CommitId:
 
 def postponed(d: Draft, stay: Sequence[Worker]) -> Worker | None:
     """Return the draining READY worker that must join one more world: it holds a newer commit than all ``stay`` (I3,
-    I15)."""
+    I15). In a sharded job its agent holds the commit."""
+    if d.shards.layouts:
+        return None
     draining = [worker for worker in d.ready_workers() if worker.draining] if d.draining else []
     holder = max(draining, key=lambda w: (held(w), -w.age, w.id), default=None)
     return holder if holder is not None and held(holder) > newest(stay) else None
 
 
 def choose(d: Draft) -> list[Worker]:
-    """Return the members of the next world: at most max_np, oldest first, always with a holder of the newest commit."""
+    """Return the members of the next world: at most max_np, oldest first, always with a holder of the newest commit,
+    unless the job is sharded."""
     found = candidates(d)
-    holder = postponed(d, found) or max(found, key=held)
     chosen = found[: d.policy.max_np]
+    if d.shards.layouts:
+        return chosen
+    holder = postponed(d, found) or max(found, key=held)
     if newest(chosen) < held(holder):
         chosen = [*chosen[: -1 if len(chosen) == d.policy.max_np else None], holder]
     return chosen
@@ -56,14 +61,22 @@ def choose(d: Draft) -> list[Worker]:
 def may_hold_more(d: Draft, ready: Iterable[Worker]) -> list[Worker]:
     """Return living workers that are not READY and were in a generation newer than every commit of the ``ready`` ones.
 
-    They may hold a commit without a report of it. A commit that all members have sealed must not be lost.
+    They may hold a commit without a report of it. A commit that all members have sealed must not be lost. In a sharded
+    job their agents report it.
     """
+    if d.shards.layouts:
+        return []
     best = newest(ready).generation
     return [w for w in d.workers.values() if w.ready is None and not w.gone and w.joined > best]
 
 
-def make_world(d: Draft, chosen: Sequence[Worker]) -> t.World:
-    """Return a world with ranks, root and lacking ranks (I2, I3). The root is the oldest with the newest commit."""
+def make_world(
+    d: Draft, chosen: Sequence[Worker], line: t.CommitId | None, sources: tuple[t.ShardSource, ...]
+) -> t.World:
+    """Return a world with ranks, root and lacking ranks (I2, I3). The root is the oldest with the newest commit.
+
+    If there is a ``line``, all ranks read their state from its ``sources``, and none receives it from the root.
+    """
     in_order = sorted(chosen, key=lambda w: (d.hosts[w.id.host].order, w.id.host, w.id.slot))
     placements = assign([(worker.id, worker.age) for worker in in_order])
     commits = [held(d.workers[placement.worker]) for placement in placements]
@@ -73,6 +86,8 @@ def make_world(d: Draft, chosen: Sequence[Worker]) -> t.World:
     first = d.workers[placements[0].worker].ready
     assert first is not None
     fresh = not any(worker.joined for worker in chosen)
+    if line is not None:
+        return t.World(d.generation + 1, placements, root, (), first.store, fresh, line=line, sources=sources)
     near = [] if best == NOTHING else [rank for rank in lacking if _is_near(d, placements, rank, root)]
     return t.World(d.generation + 1, placements, root, tuple(lacking), first.store, fresh, near=tuple(near))
 
@@ -119,6 +134,10 @@ def enter(d: Draft, world: t.World) -> None:
         )
         age += newcomer
     d.update_ledger(next_age=age, own_errors=0, own_error=None, is_broken=False)
+    if d.shards.layouts:
+        d.update_shards(attached=0, line=world.line, line_at=d.now if world.line != d.shards.line else d.shards.line_at)
+    elif d.shards.attached:
+        d.update_shards(attached=0)
     for host in list(d.hosts.values()):
         if host.may_live_until > -inf:
             d.put_host(host, may_live_until=-inf)  # the old world stands still: reports from it prove nothing

@@ -75,6 +75,10 @@ class AgentMessages:
                 self._state.stores[host] = address
             case messages.StoreJoined(generation):
                 self._queue.post(t.PlainStoreJoined(generation))
+            case messages.Kept(slot, commit):
+                self._queue.post(t.CopyKept(host, slot, commit))
+            case messages.Dropped(slot, commit):
+                self._queue.post(t.CopyDropped(host, slot, commit))
             case messages.HostPreemptionNotice(reason):
                 self._queue.post(t.HostDraining(host, reason))
             case messages.AgentWarning(text):
@@ -92,12 +96,16 @@ class AgentMessages:
         self._outputs.forget(host)
         self._journal.agent_joined(host, self._agents.pid_of(host))
         self._state.stores[host] = report.store
+        self._state.copy_servers[host] = report.copies_address
         if self._reattachment is not None:
             self._reattachment.joined(host, report)
         for exited in report.exits:  # exits first: another worker may live in that slot
             self._worker_exited(host, exited)
         returned = tuple((worker.worker, worker.generation) for worker in report.workers)
-        self._queue.post(t.AgentJoined(host, report.commits, returned, report.incarnations))
+        found = (report.commits, returned, report.incarnations, report.previous, report.kept)
+        self._queue.post(t.AgentJoined(host, *found))
+        for worker_id, attached in report.attached:
+            self._from_worker(worker_id, attached)
         if report.store_joined:
             self._queue.post(t.PlainStoreJoined(report.store_joined))
         for worker in report.workers:
@@ -109,7 +117,7 @@ class AgentMessages:
     def _worker_exited(self, host: str, exited: messages.Exited) -> None:
         self._journal.worker_exited(exited)
         self._backend.worker_ended(host, exited.pid)
-        end = (exited.exit_code, exited.signal, exited.error, exited.time_ns, exited.pid != 0)
+        end = (exited.exit_code, exited.signal, exited.error, exited.time_ns, exited.pid != 0, exited.commits)
         self._queue.post(t.WorkerExited(exited.worker, *end))
 
     def _from_worker(self, worker: t.WorkerId, body: messages.FromWorkerBody) -> None:

@@ -179,7 +179,7 @@ class Driver:
         agent_messages = AgentMessages(
             agents, backend, state, queue, journal, self._outputs, results, reattachment, tails
         )
-        effects = Effects(self._job, options, agents, backend, state, journal, report)
+        effects = Effects(self._job, options, agents, backend, state, queue, journal, report)
         main_loop = MainLoop(options, source, agents, keeper, state, queue, effects, journal, report)
         return _DriverParts(directory, keeper, agents, backend, main_loop, reattachment, results, tails, dashboard)
 

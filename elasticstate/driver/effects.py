@@ -9,10 +9,11 @@ from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.driver import spec
 from elasticstate.driver.agents import Agents
+from elasticstate.driver.event_queue import EventQueue
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.driver.report import Outcome, Report
-from elasticstate.net.messages import ToWorkers
+from elasticstate.net.messages import ForgetCopiesOrder, ReplicateOrder, ToWorkers
 
 
 class Effects:
@@ -25,6 +26,7 @@ class Effects:
         agents: Agents,
         backend: DriverBackend,
         state: JobState,
+        queue: EventQueue,
         journal: Journal,
         report: Report,
     ) -> None:
@@ -33,6 +35,7 @@ class Effects:
         self._agents = agents
         self._backend = backend
         self._state = state
+        self._queue = queue
         self._journal = journal
         self._report = report
 
@@ -61,6 +64,10 @@ class Effects:
                 agents.send(worker.host, ToWorkers((worker,), effect))
             case t.Sever(worker, generation, cause):
                 agents.send(worker.host, ToWorkers((worker,), t.End(generation, None, cause)))
+            case t.Replicate(commit, copies):
+                self._replicate(commit, copies)
+            case t.ForgetCopies(before, besides):
+                agents.send_to_all(ForgetCopiesOrder(before, besides))
             case t.PublishWorld(world):
                 self._publish(world)
             case t.EndJob(succeeded, cause):
@@ -73,9 +80,22 @@ class Effects:
             place = msgspec.structs.replace(place, store=self._state.stores.get(place.store_host, ""))
         return msgspec.structs.replace(effect, reserve_bytes=self._state.commit_bytes, place=place)
 
+    def _replicate(self, commit: t.CommitId, copies: tuple[tuple[t.SlotId, str], ...]) -> None:
+        """Send each agent the orders for its slots."""
+        servers = self._state.copy_servers
+        targets: dict[str, list[tuple[t.SlotId, str]]] = {}
+        for slot_id, host in copies:
+            address = "" if host == slot_id.host else servers.get(host, "")
+            if address or host == slot_id.host:
+                targets.setdefault(slot_id.host, []).append((slot_id, address))
+            else:
+                self._queue.post(t.CopyDropped(host, slot_id, commit))  # its agent serves no copies
+        for host, its in targets.items():
+            self._agents.send(host, ReplicateOrder(commit, tuple(its)))
+
     def _publish(self, world: t.World) -> None:
         workers = self._state.membership.workers.values()
         self._backend.before_world(worker.id for worker in workers if worker.late)
         spec.spare_garbage_collection(world.size)
-        for host, worlds in spec.world_messages(self._job, world, self._options):
+        for host, worlds in spec.world_messages(self._job, world, self._options, self._state.copy_servers):
             self._agents.send(host, worlds)

@@ -10,9 +10,8 @@ _PLACES = {place: place.name.lower() for place in messages.Place}
 
 
 def heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
-    return t.Heartbeat(
-        worker, _PLACES[stamp.place], stamp.generation, stamp.ticks, stamp.commit, stamp.commit_s, stamp.pace
-    )
+    read = (stamp.generation, stamp.ticks, stamp.commit, stamp.commit_s, stamp.pace, stamp.previous)
+    return t.Heartbeat(worker, _PLACES[stamp.place], *read)
 
 
 def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | None:
@@ -33,6 +32,8 @@ def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | Non
             return t.GateEntered(worker, generation, commit_s)
         case messages.First(generation, train_s, sync_s):
             return t.FirstTick(worker, generation, train_s, sync_s)
+        case messages.Attached(generation, digest):
+            return t.ShardsAttached(worker, generation, digest)
         case messages.CallReport():
             return t.CallReported(worker, body)
         case messages.CommitSealed():

@@ -21,6 +21,7 @@ class JobState:
         self.outcome: Outcome | None = None  # None: the job is not over
         self.commit_bytes = 0  # size of a commit of the largest worker
         self.stores: dict[str, str] = {}  # by host: address of the store for the next world of plain workers
+        self.copy_servers: dict[str, str] = {}  # by host: address of the copy server
         self.stepped_at = now
         self.committed_at: float | None = None  # when this driver received the newest commit
         self._policy = policy

@@ -92,13 +92,14 @@ class MainLoop:
     async def _step(self) -> None:
         events = [*self._agents.news(), *self._queue.take()]
         event = t.Several(tuple(events)) if events else t.TimePassed()
-        activity = self._state.membership.ledger.account.activity
+        before = self._state.membership
         effects = self._state.step(event, self._loop.time())
         m = self._state.membership
-        has_new_activity = m.ledger.account.activity != activity
+        has_new_activity = m.ledger.account.activity != before.ledger.account.activity
+        has_new_layout = m.shards.layouts is not before.shards.layouts
         is_first_commit = self._keeper.record.highest is None and m.ledger.highest is not None
         if (
-            effects or is_first_commit or has_new_activity
+            effects or is_first_commit or has_new_activity or has_new_layout
         ):  # write first: the record must not be older than what the agents receive
             await self._keeper.keep(m, self._agents.ports, self._state.stepped_at)
         for effect in effects:

@@ -77,8 +77,9 @@ def newer(old: Record, m: Membership, ports: tuple[int, ...], clocks: tuple[floa
     past = PastFigures(m.ledger.account.until(clocks[0]), m.ledger.failures, m.ledger.total + m.ledger.losses)
     figures = (past.account.activity, past.failures, past.losses)
     old_figures = (old.past.account.activity, old.past.failures, old.past.losses)
-    now = (ports, agents, hosts, first_round, m.ledger.restarts, figures)
-    before = (old.ports, old.agents, old.hosts, old.first_round, old.restarts, old_figures)
+    now = (ports, agents, hosts, first_round, m.ledger.restarts, figures, m.shards.layouts, m.shards.replicated)
+    old_shards = (old.layouts, old.replicated)
+    before = (old.ports, old.agents, old.hosts, old.first_round, old.restarts, old_figures, *old_shards)
     if is_same_world and not is_first_commit and now == before:
         return None
     members = m.world.members if m.world is not None else ()
@@ -94,6 +95,8 @@ def newer(old: Record, m: Membership, ports: tuple[int, ...], clocks: tuple[floa
         highest=m.ledger.highest,
         first_round=first_round,
         restarts=m.ledger.restarts,
+        layouts=m.shards.layouts,
+        replicated=m.shards.replicated,
         past=past,
         clocks=clocks,
     )
@@ -253,6 +256,8 @@ class Reattachment:
             highest=record.highest,
             first_round=record.first_round,
             restarts=record.restarts,
+            layouts=record.layouts,
+            replicated=record.replicated,
             past=record.past.shifted(now - max(0.0, unix - record.clocks[1]) - record.clocks[0]),
             seen_at=now - max(0.0, unix - max(self._seen_at, record.clocks[1])),
             hosts=(*record.hosts, *(t.HostSlots(host, 0) for host in self.back() if host not in named)),

@@ -19,6 +19,7 @@ import msgspec
 from elasticstate.commits import ID_FILE
 from elasticstate.config import Options, usable_runtime_directory
 from elasticstate.core.figures import NO_PAST, PastFigures
+from elasticstate.core.layouts import ShardLayout
 from elasticstate.core.types import CommitId, HostSlots, Placement, World
 from elasticstate.errors import OptionError
 from elasticstate.private import is_still, open_directory, open_file, read_file, write_file
@@ -55,6 +56,8 @@ class Record(msgspec.Struct, frozen=True):
     highest: CommitId | None = None  # newest commit with tick >= 1 that was reported
     first_round: tuple[Placement, ...] = ()  # workers that started together; it is not known if they use ``run``
     restarts: int = 0  # failed worlds of plain workers
+    layouts: tuple[ShardLayout, ...] = ()  # of a sharded job: of the generations whose commits may be the line
+    replicated: CommitId | None = None  # the newest commit whose replication is complete
     past: PastFigures = NO_PAST  # when the record was written, by the core's clock
     clocks: tuple[float, float] = (0.0, 0.0)  # at that time: the core's clock, and Unix time
     dashboard_port: int = 0  # 0: no dashboard yet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -63,8 +63,11 @@ def spare_garbage_collection(workers: int) -> None:
     gc.set_threshold(max(700, 10 * workers), 10, 10)
 
 
-def world_messages(job: str, world: t.World, options: Options) -> Iterator[tuple[str, messages.WorldsOnHost]]:
-    """Yield, by host, the message with the worlds of its members."""
+def world_messages(
+    job: str, world: t.World, options: Options, copy_servers: Mapping[str, str]
+) -> Iterator[tuple[str, messages.WorldsOnHost]]:
+    """Yield, by host, the message with the worlds of its members. ``copy_servers``: by host, the address."""
+    sources = tuple((source, copy_servers.get(source.copy.host, "")) for source in world.sources)
     lacking, near = as_runs(world.lacking), as_runs(world.near)
     root_slot = world.members[world.root].worker.slot
     for host, members in groupby(world.members, key=lambda placement: placement.worker.host):
@@ -89,6 +92,8 @@ def world_messages(job: str, world: t.World, options: Options) -> Iterator[tuple
                             fresh=world.fresh,
                             near=near,
                             root_slot=root_slot,
+                            line=world.line,
+                            sources=sources,
                         ),
                     )
                     for placement in members

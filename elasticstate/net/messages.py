@@ -26,6 +26,7 @@ import signal
 from elasticstate.config import Options
 from elasticstate.core.types import (
     CommitId,
+    SlotId,
     StartWorker as StartWorker,
     StopWorker as StopWorker,
     WatchCalls as WatchCalls,
@@ -33,6 +34,7 @@ from elasticstate.core.types import (
 )
 from elasticstate.net.worker_messages import (
     LASTING as LASTING,
+    Attached as Attached,
     BackendRequest as BackendRequest,
     BufferGrown as BufferGrown,
     CallReport as CallReport,
@@ -64,7 +66,7 @@ from elasticstate.net.worker_messages import (
     WorldMessage as WorldMessage,
 )
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 STORE_JOINED = "joined"
@@ -102,6 +104,7 @@ class Exited(Message, frozen=True):
     signal: int | None
     error: str
     time_ns: int = 0  # unix time by the clock of its host: when the exception was raised, or the end was detected
+    commits: tuple[CommitId, ...] = ()  # in its slot's buffers, the newest first
 
 
 class Unresponsive(Message, frozen=True):
@@ -118,6 +121,7 @@ class Stamp(Message, frozen=True):
     commit: CommitId | None
     commit_s: float = 0.0  # seconds that the ticks of ``generation`` spent in commits
     pace: tuple[tuple[int, int], ...] = ()  # new points of its own time; see core.types.Heartbeat
+    previous: CommitId | None = None  # the commit in the other buffer
 
 
 class WorkerReport(Message, frozen=True):
@@ -141,6 +145,10 @@ class HostReport(Message, frozen=True):
     ended: int = 0  # newest generation that was ended at once, not at a tick
     store: str = ""  # "address:port" of the store for the next world of plain workers whose rank 0 is on this host
     store_joined: int = 0  # the newest world of plain workers of which a worker has joined a store here
+    previous: tuple[tuple[int, CommitId], ...] = ()  # by slot: the commit in the other buffer
+    kept: tuple[tuple[SlotId, CommitId], ...] = ()  # copies in the copy store
+    copies_address: str = ""  # "address:port" of the copy server
+    attached: tuple[tuple[WorkerId, Attached], ...] = ()  # the newest report of each slot, also of a dead worker
 
 
 class Stamps(Message, frozen=True):
@@ -163,6 +171,20 @@ class StoreJoined(Message, frozen=True):
     """A worker of the plain world ``generation`` has joined the store that this host provides."""
 
     generation: int
+
+
+class Kept(Message, frozen=True):
+    """The copy store of this host has a complete, verified copy of the commit of a slot of this or another host."""
+
+    slot: SlotId
+    commit: CommitId
+
+
+class Dropped(Message, frozen=True):
+    """The copy store of this host has no such copy: it is damaged, or could not be made."""
+
+    slot: SlotId
+    commit: CommitId
 
 
 class HostPreemptionNotice(Message, frozen=True):
@@ -219,6 +241,8 @@ FromAgent = (
     | Stamps
     | NextStore
     | StoreJoined
+    | Kept
+    | Dropped
     | HostPreemptionNotice
     | AgentWarning
     | OutputTrouble
@@ -273,6 +297,23 @@ class BackendOrder(Message, frozen=True):
     data: bytes
 
 
+class ReplicateOrder(Message, frozen=True):
+    """Keep copies of a commit of slots of this host: here, and on other hosts.
+
+    The agent that keeps a copy answers with Kept; an agent that cannot make a copy, or send it, with Dropped.
+    """
+
+    commit: CommitId
+    targets: tuple[tuple[SlotId, str], ...]  # slot, and "address:port" of a copy server; "": the store of this host
+
+
+class ForgetCopiesOrder(Message, frozen=True):
+    """Remove the kept copies of all commits older than ``before``, except ``besides``; send no more of them."""
+
+    before: CommitId
+    besides: CommitId | None = None
+
+
 class Shutdown(Message, frozen=True):
     """Stop all workers and exit."""
 
@@ -305,6 +346,8 @@ ToAgent = (
     | ToWorkers
     | WorldsOnHost
     | BackendOrder
+    | ReplicateOrder
+    | ForgetCopiesOrder
     | WatchCalls
     | Shutdown
     | Acknowledgement

@@ -17,6 +17,7 @@ from elasticstate.core.types import (
     OpenGate as OpenGate,
     Placement,
     Release as Release,
+    ShardSource,
     WorkerId,
 )
 
@@ -100,6 +101,13 @@ class First(Message, frozen=True):
     sync_s: float = 0.0  # seconds from the existence of its process groups until then
 
 
+class Attached(Message, frozen=True):
+    """The worker has attached its shards and sealed them as ``(generation, 0)``. ``digest``: of the shards."""
+
+    generation: int
+    digest: int
+
+
 class Synced(Message, frozen=True):
     """Amount of data that ``sync`` moved into this worker (or out of it, on the root), and the time."""
 
@@ -144,6 +152,7 @@ FromWorkerBody = (
     | GenerationFailure
     | Gate
     | First
+    | Attached
     | Synced
     | CommitSize
     | GrowBuffer
@@ -175,6 +184,8 @@ class WorldMessage(Message, frozen=True):
     near: tuple[tuple[int, int], ...] = ()  # those of ``lacking`` that read the root's commit from memory, as runs
     root_slot: int = 0
     records_ticks: bool = False
+    line: CommitId | None = None  # the commit from which a sharded job starts
+    sources: tuple[tuple[ShardSource, str], ...] = ()  # its copies, each with the address of its host's copy server
 
 
 class BufferGrown(Message, frozen=True):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from elasticstate import present_world
 from elasticstate._native import ControlPage
-from elasticstate.core.types import CommitId
+from elasticstate.core.types import CommitId, ShardSource
 from elasticstate.net import messages
 from elasticstate.worker.contexts.context import Context
 from elasticstate.worker.sentinel import Sentinel
@@ -56,6 +56,14 @@ class WorkerSession:
     def root_slot(self) -> int:
         return self.view.root_slot
 
+    @property
+    def line(self) -> CommitId | None:
+        return self.view.line
+
+    @property
+    def sources(self) -> tuple[tuple[ShardSource, str], ...]:
+        return self.view.sources
+
     def check(self) -> None:
         self._sentinel.check()
 
@@ -93,6 +101,10 @@ class WorkerSession:
     def record_commit_time(self, seconds: float) -> None:
         self._sentinel.add_commit_time(seconds)
 
+    def record_attached(self, digest: int) -> None:
+        """Report that this worker has attached its shards, and sealed them as (generation, 0)."""
+        self._sentinel.send(messages.Attached(self.view.generation, digest))
+
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         self._sentinel.send(messages.Synced(self.view.generation, size_bytes, seconds))
 
@@ -115,6 +127,8 @@ class LastWorldSession:
     root = 0
     near: tuple[int, ...] = ()
     root_slot = 0
+    line: CommitId | None = None
+    sources: tuple[tuple[ShardSource, str], ...] = ()
     verify_sync = False
     records_ticks = False
 
@@ -147,6 +161,9 @@ class LastWorldSession:
 
     def record_commit_time(self, seconds: float) -> None:
         """Do nothing: the job's account ends with the exit gate."""
+
+    def record_attached(self, digest: int) -> None:
+        """Do nothing: no world follows."""
 
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         """Do nothing: the job's account ends with the exit gate."""

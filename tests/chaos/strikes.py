@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from job import Hosts, Job
 
-from elasticstate.agent.liveness import newest_commit
+from elasticstate.agent.liveness import sealed_commits
 from elasticstate.commits import owner_of
 from elasticstate.core.types import CommitId
 from tests.chaos.plan import KINDS, Fault
@@ -235,7 +235,7 @@ def _newest_commit(host: Host) -> CommitId:
     for path in Path("/proc", str(host.storage.pid), "root", "dev", "shm").glob("elasticstate-*/*.control"):
         job_id = path.parent.name.split("-", 2)[2].removesuffix(f"-{host.name}")
         with suppress(OSError, ValueError):  # the file is being made or removed
-            commit = newest_commit(page_at(path), owner_of(job_id, host.name, int(path.stem)))
+            commit, _ = sealed_commits(page_at(path), owner_of(job_id, host.name, int(path.stem)))
             found += [commit] if commit is not None else []
     return max(found)
 

@@ -110,6 +110,8 @@ class Job:
         if self.partition.cuts:
             self.partition.time_passes()
         living = list(self.workers.values())
+        if self.copies_act():
+            return
         for _ in range(3):
             kind = self.rng.random()
             if kind < 0.15:
@@ -177,18 +179,34 @@ class Job:
         group = self.groups.get(self.m.generation)
         if group is not None and group.reachable is False:
             group.reachable = any(placement.worker.host == host for placement in group.world.members)
-        found = self.retained_on(host)
-        incarnations = self.restart.host_reports.incarnations.get(host, {})
-        joined = t.AgentJoined(host, found, workers, tuple(incarnations.items()))
+        joined = self.joined(host, workers)
+        messages = (*self.attached_on(host), *messages)
         self.deliver(t.Several((joined, *messages)) if messages else joined)
         is_taken = host in self.m.hosts and self.m.hosts[host].agent == "joined"
         is_over = self.end is not None or self.restart.is_down
         assert is_taken or is_over or host not in self.agents, f"the agent of {host} is neither used nor stopped"
 
-    def retained_on(self, host: str) -> tuple[tuple[int, t.CommitId], ...]:
-        """Return the newest commit in each slot of a host."""
+    def joined(self, host: str, workers: tuple[tuple[t.WorkerId, int], ...]) -> t.AgentJoined:
+        """Return the report of an agent about its host, where these workers live."""
         slots = [(slot_id.slot, retained) for slot_id, retained in self.retained.items() if slot_id.host == host]
-        return tuple((slot, retained.commit[0]) for slot, retained in slots if retained.commit)
+        commits = tuple((slot, retained.commit[0]) for slot, retained in slots if retained.commit)
+        previous = tuple((slot, retained.previous[0]) for slot, retained in slots if retained.previous)
+        incarnations = tuple(self.restart.host_reports.incarnations.get(host, {}).items())
+        return t.AgentJoined(host, commits, workers, incarnations, previous, self.kept_on(host))
+
+    # a sharded job (sharded.py) has more of these
+
+    def copies_act(self) -> bool:
+        return False
+
+    def kept_on(self, host: str) -> tuple[tuple[t.SlotId, t.CommitId], ...]:
+        return ()
+
+    def attached_on(self, host: str) -> list[t.Event]:
+        return []
+
+    def new_worker(self, worker: t.WorkerId, content: Content, retained: Retained) -> Worker:
+        return Worker(worker, self.script, self.groups, self.rng, content, retained)
 
     def workers_on(self, host: str) -> list[Worker]:
         """Return the living workers on a host."""
@@ -196,8 +214,9 @@ class Job:
 
     def _last_lines(self, worker: t.WorkerId) -> list[t.Event]:
         """Return the agent's last reading of a dead worker's slot."""
-        held = self.retained[worker.slot_id].commit if worker.slot_id in self.retained else None
-        return [t.Heartbeat(worker, "train", -1, 0, held[0])] if held is not None else []
+        held = self.retained.get(worker.slot_id, Retained())
+        commit, previous = (sealed[0] if sealed else None for sealed in (held.commit, held.previous))
+        return [t.Heartbeat(worker, "train", -1, 0, commit, previous=previous)] if commit is not None else []
 
     def _time_passes(self) -> None:
         """Advance the clock by a second at most, up to the deadline. Agents report the liveness of their workers."""
@@ -235,9 +254,10 @@ class Job:
 
     def replace(self, transition: Transition) -> None:
         """Carry out the core's effects in their order, unless the driver dies in the middle."""
-        had_commit = self.m.ledger.highest is not None
+        had_commit, layouts = self.m.ledger.highest is not None, self.m.shards.layouts
         self.m, effects = transition.next, transition.effects
-        if effects or (self.m.ledger.highest is not None and not had_commit):
+        has_new_layout = self.m.shards.layouts is not layouts
+        if effects or has_new_layout or (self.m.ledger.highest is not None and not had_commit):
             self.restart.keep()
         dies = self.restart.is_about_to_die and effects and not isinstance(effects[-1], t.EndJob)
         last = self.rng.randrange(len(effects)) if dies else len(effects)
@@ -268,7 +288,7 @@ class Job:
             case t.StartWorker(worker) if self.agents.get(worker.host) == "up" and worker.host not in self.partition:
                 content = Content(str(worker), 0, 0)
                 retained = self.retained.setdefault(worker.slot_id, Retained())
-                self.workers[worker] = Worker(worker, self.script, self.groups, self.rng, content, retained)
+                self.workers[worker] = self.new_worker(worker, content, retained)
                 self.restart.host_reports.started(worker)
             case t.PublishWorld(world):
                 if world.generation - 1 in self.groups:

@@ -118,11 +118,10 @@ class Restart:
             reports = {worker.id: worker.report() for worker in workers}
             host_report = self._reports(host, workers, {name: given for name, (given, _) in reports.items()})
             takeover.joined(host, host_report)
-            joined = t.AgentJoined(
-                host, host_report.commits, tuple((w.id, reports[w.id][0]) for w in workers), host_report.incarnations
-            )
+            joined = job.joined(host, tuple((w.id, reports[w.id][0]) for w in workers))
+            joined_and_attached = [joined, *job.attached_on(host)]
             sent = [message for worker in workers for message in (worker.heartbeat(), *reports[worker.id][1])]
-            events += [*self.host_reports.exits.get(host, []), joined, *sent]
+            events += [*self.host_reports.exits.get(host, []), *joined_and_attached, *sent]
             if host in self.host_reports.notices:
                 events.append(self.host_reports.notices[host])
             for worker in workers:
@@ -178,4 +177,4 @@ class Restart:
         )
         incarnations = tuple(self.host_reports.incarnations.get(host, {}).items())
         gate, ended = self.host_reports.gates.get(host, 0), self.host_reports.ends.get(host, 0)
-        return messages.HostReport(job.retained_on(host), reports, exits, incarnations, gate, ended)
+        return messages.HostReport(job.joined(host, ()).commits, reports, exits, incarnations, gate, ended)

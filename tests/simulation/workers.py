@@ -107,6 +107,7 @@ class Retained:
 
     commit: tuple[t.CommitId, Content] | None = None
     previous: tuple[t.CommitId, Content] | None = None
+    digests: dict[t.CommitId, int] = field(default_factory=dict)  # of the shards in a sharded job's commits
 
 
 @dataclass(eq=False)
@@ -171,7 +172,7 @@ class Worker:
                 if self.is_out:
                     self._restore()
                 elif self.commit is None or self.commit[0] != here:
-                    self._seal(here)
+                    yield from self._commits(here)
             except Failed:
                 self._restore()
                 yield True
@@ -197,6 +198,10 @@ class Worker:
     @property
     def ticks(self) -> int:
         return self.sentinel.word & (HOLD - 1)
+
+    def _commits(self, commit: t.CommitId) -> Iterator[bool]:
+        self._seal(commit)
+        yield True
 
     def _seal(self, commit: t.CommitId) -> None:
         self.retained.previous, self.retained.commit = self.retained.commit, (commit, self.content)
@@ -260,17 +265,28 @@ class Worker:
         group = self.groups[generation]
         world = group.world
         yield from self._collective("init")
-        if world.lacking:
-            yield from self._collective("sync")
-            members = [placement.worker for placement in world.members]
-            if members.index(self.id) in world.lacking:
-                self.content = Content("half written", 0, 0)
-                yield True
-                self.content = group.arrived["sync"][members[world.root]]
-        self._seal(t.CommitId(generation, 0))
-        group.synced[self.id] = self.content
-        assert len(set(group.synced.values())) == 1, f"I11: different states begin to train in {generation}"
+        yield from self._receive(group, world)
+        yield from self._seal_start(group)
         yield True
+
+    def _receive(self, group: Group, world: t.World) -> Iterator[bool]:
+        if not world.lacking:
+            return
+        yield from self._collective("sync")
+        members = [placement.worker for placement in world.members]
+        if members.index(self.id) in world.lacking:
+            self.content = Content("half written", 0, 0)
+            yield True
+            self.content = group.arrived["sync"][members[world.root]]
+
+    def _seal_start(self, group: Group) -> Iterator[bool]:
+        self._seal(t.CommitId(group.world.generation, 0))
+        self._begins(group)
+        yield from ()
+
+    def _begins(self, group: Group) -> None:
+        group.synced[self.id] = self.content
+        assert len(set(group.synced.values())) == 1, "I11: different states begin to train"
 
     def _train(self, generation: int) -> Iterator[bool]:
         yield from self._sync(generation)
@@ -294,8 +310,7 @@ class Worker:
                 self.content = Content(self.content.origin, batches, history)
                 yield True
                 if batches % self.script.every == 0:
-                    self._seal(t.CommitId(generation, self.ticks + 1))
-                    yield True
+                    yield from self._commits(t.CommitId(generation, self.ticks + 1))
             yield from self._tick(generation)
         if self.script.uneven:
             yield from self._follow_the_last(generation)
@@ -404,5 +419,6 @@ class Worker:
         return given, [message for message in self.lasting if getattr(message, "generation", -1) == given]
 
     def heartbeat(self) -> t.Heartbeat:
-        commit = self.commit[0] if self.commit else None
-        return t.Heartbeat(self.id, self.sentinel.place, self.sentinel.generation, self.ticks, commit)
+        commit, previous = (held[0] if held else None for held in (self.commit, self.retained.previous))
+        place, generation = self.sentinel.place, self.sentinel.generation
+        return t.Heartbeat(self.id, place, generation, self.ticks, commit, previous=previous)

@@ -111,6 +111,8 @@ ALLOWED = {
     # the contract: DESIGN.md, sections 3 and 4; these delay a start, and give way
     "core.cooldown: MAX_BACKOFF_S": "restarted after 0, 1, 2, 4 ... 60 s",
     "core.cooldown: SAME_DEATH_S": "deaths within 1 s on one host count once",
+    "core.replication: _FIRST_PAUSE_S": "after 0.5, 1, 2 ... 30 s",
+    "core.replication: _LONGEST_PAUSE_S": "after 0.5, 1, 2 ... 30 s",
     "core.ending: QUIET_S": "not before the new world's first tick or 1 s",
 }
 ALLOWED_NATIVE = {

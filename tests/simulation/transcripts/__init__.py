@@ -74,12 +74,25 @@ def _pace(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((tick, ms * 1000) for tick, ms in zip(range(begin, end + 1), own_ms, strict=True))
 
 
+def _commits(text: str) -> tuple[t.CommitId, ...]:
+    return tuple(t.CommitId(*map(int, word.split("."))) for word in text.split(",") if word)
+
+
+def _slot(name: str) -> t.SlotId:
+    host, _, slot = name.rpartition(":")
+    return t.SlotId(host, int(slot))
+
+
 def _joined(host: str, words: list[str]) -> t.AgentJoined:
-    """Parse the words after the host. ``0=1.6``: slot 0 retains this commit. ``a:1#1=2``: this worker lives, and world
-    2 is the last one it received."""
-    found = [(int(slot), t.CommitId(*map(int, text.split(".")))) for slot, text in _pairs(words) if "#" not in slot]
-    workers = [(_worker(name), int(generation)) for name, generation in _pairs(words) if "#" in name]
-    return t.AgentJoined(host, tuple(found), tuple(workers))
+    """Parse the words after the host. ``0=1.6,1.5``: slot 0 retains these commits. ``a:1#1=2``: this worker lives, and
+    world 2 is the last one it received. ``b:0=1.5``: the agent keeps a copy of this commit of slot b:0."""
+    pairs = list(_pairs(words))
+    commits = [(int(slot), _commits(text)) for slot, text in pairs if ":" not in slot]
+    workers = [(_worker(name), int(generation)) for name, generation in pairs if "#" in name]
+    kept = [(_slot(name), _commits(text)[0]) for name, text in pairs if ":" in name and "#" not in name]
+    found = tuple((slot, held[0]) for slot, held in commits)
+    previous = tuple((slot, held[1]) for slot, held in commits if len(held) > 1)
+    return t.AgentJoined(host, found, tuple(workers), (), previous, tuple(kept))
 
 
 def parse_event(words: list[str]) -> t.Event:
@@ -99,18 +112,21 @@ def parse_event(words: list[str]) -> t.Event:
         return events[kind]()
     if kind == "store-joined":
         return t.PlainStoreJoined(int(rest[0]))
+    if kind in ("kept", "dropped"):
+        copy = (rest[0], _slot(rest[1]), _commits(rest[2])[0])
+        return t.CopyKept(*copy) if kind == "kept" else t.CopyDropped(*copy)
     worker, given = _worker(rest[0]), dict(_pairs(rest[1:]))
     generation, ticks, commit = int(given.get("in", "0")), int(given.get("ticks", "0")), _commit(given.get("commit"))
     paused_s, commit_s, train_s, sync_s = (float(given.get(key, "0")) for key in ("paused", "commits", "train", "sync"))
     match kind:
         case "ready":
             sealed, store = _commit(given.get("sealed")), f"{worker.host}:5000"
-            begin = (worker, generation, commit, None, store, ticks, paused_s)
+            begin = (worker, generation, commit, _commit(given.get("previous")), store, ticks, paused_s)
             return t.WorkerReady(*begin, sealed=sealed, commit_s=commit_s)
         case "exit":
             code, signal = (int(given[key]) if key in given else None for key in ("code", "signal"))
             end = (given.get("error", ""), int(given.get("at", "0")), "unstarted" not in given)
-            return t.WorkerExited(worker, code, signal, *end)
+            return t.WorkerExited(worker, code, signal, *end, _commits(given.get("held", "")))
         case "run":
             return t.WorkerUsesRun(worker)
         case "unresponsive":
@@ -125,7 +141,10 @@ def parse_event(words: list[str]) -> t.Event:
             return t.GateEntered(worker, generation, commit_s)
         case "heartbeat":
             place, pace = given.get("place", "train"), _pace(given.get("pace", ""))
-            return t.Heartbeat(worker, place, generation, ticks, commit, commit_s, pace)
+            previous = _commit(given.get("previous"))
+            return t.Heartbeat(worker, place, generation, ticks, commit, commit_s, pace, previous)
+        case "attached":
+            return t.ShardsAttached(worker, generation, int(given["digest"]))
         case "sealed":
             assert commit is not None
             return t.CommitSealed(worker, commit)
@@ -150,7 +169,12 @@ def describe(effect: t.Effect) -> str:
             lacking = (
                 f"state from {world.root} to {list(world.lacking)}" if world.lacking else "all members hold the state"
             )
-            return f"PublishWorld {world.generation}: {' | '.join(' '.join(m) for m in hosts.values())}, {lacking}"
+            start = lacking if world.line is None else f"line {world.line} from {_sources(world)}"
+            return f"PublishWorld {world.generation}: {' | '.join(' '.join(m) for m in hosts.values())}, {start}"
+        case t.Replicate(commit, copies):
+            return f"Replicate {commit}: {', '.join(f'{slot_id} on {host}' for slot_id, host in copies)}"
+        case t.ForgetCopies(before, besides):
+            return f"ForgetCopies before {before}{f', except {besides}' if besides else ''}"
         case t.End(generation, at_tick, cause):
             return f"End {generation} {'now' if at_tick is None else f'at tick {at_tick}'}: {cause}"
         case t.Sever(worker, generation, cause):
@@ -172,6 +196,11 @@ def describe(effect: t.Effect) -> str:
             return f"{type(effect).__name__} {generation}"
         case t.WatchCalls(generation, on):
             return f"WatchCalls {generation}: {'on' if on else 'off'}"
+
+
+def _sources(world: t.World) -> str:
+    copies = (source.copy for source in world.sources)
+    return ", ".join(str(c.slot) if c.host == c.slot.host else f"{c.slot} on {c.host}" for c in copies)
 
 
 def main() -> int:

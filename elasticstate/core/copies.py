@@ -1,0 +1,67 @@
+"""Copies of commits of sharded jobs: where workers read shards, and which copies agents keep. See core/line.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticstate.core.ids import CommitId, SlotId, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOf:
+    """Copy of the commit of a slot, in the memory of a host: the slot's own buffer there, or a kept copy."""
+
+    host: str
+    slot: SlotId
+    commit: CommitId
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSource:
+    """Copy from which a worker may read the shards that belong to a digest."""
+
+    digest: int  # of the shards; equal digests: the same shards
+    copy: CopyOf
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsAttached:
+    """The worker has attached its shards, and has sealed them as ``(generation, 0)``. ``digest``: of these shards."""
+
+    worker: WorkerId
+    generation: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyKept:
+    """The agent of ``host`` keeps a copy of the commit of ``slot``, complete and verified."""
+
+    host: str
+    slot: SlotId
+    commit: CommitId
+
+
+@dataclass(frozen=True, slots=True)
+class CopyDropped:
+    """The agent of ``host`` has no such copy: the copy is damaged, or could not be made."""
+
+    host: str
+    slot: SlotId
+    commit: CommitId
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Keep copies of a commit: of each of these slots, on this host. A slot's own host copies its buffer."""
+
+    commit: CommitId
+    copies: tuple[tuple[SlotId, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetCopies:
+    """All agents remove the kept copies of commits older than ``before``, except those of ``besides``."""
+
+    before: CommitId
+    besides: CommitId | None = None

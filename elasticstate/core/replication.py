@@ -1,0 +1,160 @@
+"""Replication of a sharded job: each shard digest of a commit is kept on ``--replicas`` + 1 hosts.
+
+Agents keep the copies: a slot's own host copies its buffer, other hosts receive a copy. One commit is replicated at a
+time. When all its copies are reported, agents forget the older ones, so the replication before stays whole meanwhile.
+A lost host, or an agent that could not make a copy, ends a replication; the next one has a newer commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from elasticstate.core import types as t
+from elasticstate.core.layouts import Replication, ShardLayout
+from elasticstate.core.records import Draft, Membership, Running
+
+_FIRST_PAUSE_S = 0.5  # before another attempt; it doubles
+_LONGEST_PAUSE_S = 30.0
+
+# -------------------------------------------------------------------------------------------------------------- facts
+
+
+def host_reports(d: Draft, host: str, kept: tuple[tuple[t.SlotId, t.CommitId], ...]) -> None:
+    """Record all copies that a connected agent keeps. It may have missed that it should forget some."""
+    if kept or d.hosts[host].kept:
+        d.put_host(d.hosts[host], kept=frozenset(kept))
+    done = d.shards.replicated
+    if done is not None and any(commit < done for _, commit in kept):
+        _forget(d, done, None)
+
+
+def host_lost(d: Draft, host: str, with_copies: bool) -> None:
+    """Record the loss of an agent. ``with_copies``: it has removed its copies."""
+    if with_copies and d.hosts[host].kept:
+        d.put_host(d.hosts[host], kept=frozenset())
+    present = d.shards.replication
+    if present is not None and any(host in (keeper, slot_id.host) for slot_id, keeper in present.copies):
+        _give_up(d, present)
+
+
+def copy_kept(d: Draft, event: t.CopyKept) -> None:
+    host = d.hosts.get(event.host)
+    if host is None or host.agent != "joined":
+        return
+    d.put_host(host, kept=host.kept | {(event.slot, event.commit)})
+    present = d.shards.replication
+    if present is None or event.commit != present.commit:
+        return
+    missing = present.missing - {(event.slot, event.host)}
+    if missing:
+        d.update_shards(replication=Replication(present.commit, present.copies, missing))
+        return
+    d.update_shards(replication=None, replicated=present.commit, replicated_at=d.now, failures=0, not_before=-inf)
+    _forget(d, present.commit, None)
+
+
+def copy_dropped(d: Draft, event: t.CopyDropped) -> None:
+    host = d.hosts.get(event.host)
+    if host is None:
+        return
+    if (event.slot, event.commit) in host.kept:
+        d.put_host(host, kept=host.kept - {(event.slot, event.commit)})
+    present = d.shards.replication
+    if present is not None and event.commit == present.commit and (event.slot, event.host) in present.copies:
+        _give_up(d, present)
+
+
+def _give_up(d: Draft, present: Replication) -> None:
+    pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**d.shards.failures)
+    d.update_shards(replication=None, failures=d.shards.failures + 1, not_before=d.now + pause_s)
+    _forget(d, t.CommitId(present.commit.generation, present.commit.tick + 1), d.shards.replicated)
+
+
+def _forget(d: Draft, before: t.CommitId, besides: t.CommitId | None) -> None:
+    for host in list(d.hosts.values()):
+        if host.agent == "joined" and any(commit < before and commit != besides for _, commit in host.kept):
+            left = frozenset(kept for kept in host.kept if kept[1] >= before or kept[1] == besides)
+            d.put_host(host, kept=left)
+    d.effects.append(t.ForgetCopies(before, besides))
+
+
+# --------------------------------------------------------------------------------------------------------------- rule
+
+
+def replicate(d: Draft) -> None:
+    """Record the newest commit that all members have sealed, and begin to replicate it if no replication is in
+    progress."""
+    layout = _present_layout(d)
+    if layout is None:
+        return
+    commit = _sealed_by_all(d, layout)
+    if commit is not None and (d.shards.line is None or commit > d.shards.line):
+        d.update_shards(line=commit, line_at=d.now)
+    shards = d.shards
+    is_new = commit is not None and (shards.replicated is None or commit > shards.replicated)
+    if commit is None or not is_new or shards.replication is not None or d.now < shards.not_before:
+        return
+    copies = frozenset(_placed(d, layout))
+    if copies:
+        d.update_shards(replication=Replication(commit, copies, copies))
+        d.effects.append(t.Replicate(commit, tuple(sorted(copies))))
+
+
+def replication_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
+    """Yield the time of the next attempt."""
+    if d.shards.layouts and d.shards.replication is None:
+        yield "replication", d.shards.not_before
+
+
+def replicas_of(m: Draft | Membership, layout: ShardLayout) -> int:
+    """Return the number of other hosts that keep a copy of each digest: 0 if each digest is on enough hosts anyway.
+
+    Default: 1 if the world is on several hosts, and some digest is on one of them only.
+    """
+    hosts: dict[int, set[str]] = {}
+    for slot_id, digest in layout.digests:
+        hosts.setdefault(digest, set()).add(slot_id.host)
+    fewest = min(map(len, hosts.values()))
+    if m.policy.replicas is None:
+        return int(fewest == 1 and len({slot_id.host for slot_id, _ in layout.digests}) > 1)
+    return m.policy.replicas if fewest <= m.policy.replicas else 0
+
+
+def _present_layout(d: Draft) -> ShardLayout | None:
+    """Return the layout of the present world, if all its members live and have attached."""
+    layouts = d.shards.layouts
+    if not layouts or layouts[-1].generation != d.generation or not isinstance(d.phase, Running):
+        return None
+    return layouts[-1] if d.world is not None and len(d.members()) == d.world.size else None
+
+
+def _sealed_by_all(d: Draft, layout: ShardLayout) -> t.CommitId | None:
+    """Return the newest commit that all slots of the layout hold, as last reported."""
+    common: set[t.CommitId | None] = set()
+    for number, (slot_id, _) in enumerate(layout.digests):
+        held = {d.slots[slot_id].retained, d.slots[slot_id].previous}
+        common = common & held if number else held
+        if not common:
+            return None
+    return max((commit for commit in common if commit and commit.generation == layout.generation), default=None)
+
+
+def _placed(d: Draft, layout: ShardLayout) -> Iterator[tuple[t.SlotId, str]]:
+    """Yield the copies of a commit with this layout: for each digest, on its own hosts first, then on others, in the
+    order of discovery from the first of its own hosts on. So the load of the hosts is even."""
+    count = 1 + replicas_of(d, layout)
+    names = [host.name for host in d.by_discovery() if host.agent == "joined" and host.slots and not host.draining]
+    if count == 1 or len(names) < 2:
+        return
+    positions = {name: position for position, name in enumerate(names)}
+    slots: dict[int, dict[str, t.SlotId]] = {}
+    for slot_id, digest in layout.digests:
+        slots.setdefault(digest, {}).setdefault(slot_id.host, slot_id)
+    for own in slots.values():
+        first = next(iter(own))
+        keepers = list(own)[:count]
+        yield from ((own[name], name) for name in keepers)
+        at = positions.get(first, -1) + 1
+        others = [name for name in (*names[at:], *names[:at]) if name not in own]
+        yield from ((own[first], name) for name in others[: count - len(keepers)])

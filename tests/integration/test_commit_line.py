@@ -1,0 +1,102 @@
+"""The commit line of a sharded job, through real workers, agents and drivers: the workers report digests of shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job import Job
+
+SCRIPT = """
+import json, os, sys, time
+import torch, torch.distributed as dist
+import elasticstate as elastic
+from elasticstate.core.types import CommitId
+from elasticstate.state.base import committer_of
+
+logs = sys.argv[1]
+state = elastic.TorchState(model=torch.nn.Linear(2, 2), step=0)
+
+@elastic.run
+def train(state):
+    committer = committer_of(state)
+    session, start = committer.session, CommitId(elastic.generation(), 0)
+    if committer.commits[0] != start:
+        committer.seal(start)
+    session.record_attached(100 * elastic.size() + elastic.rank() + 1)
+    dist.barrier()
+    sources = [(s.digest, s.copy.host, s.copy.slot, s.copy.commit, address) for s, address in session.sources]
+    line = {"what": "attached", "time": time.time(), "generation": start.generation, "rank": elastic.rank(),
+            "size": elastic.size(), "pid": os.getpid(), "line": session.line, "sources": sources}
+    with open(os.path.join(logs, f"{os.getpid()}.jsonl"), "a") as file:
+        print(json.dumps(line), file=file)
+    while True:
+        dist.barrier()
+        state.step += 1
+        state.commit()
+        time.sleep(0.02)
+train(state)
+"""
+
+
+def attached(job: Job, generation: int, size: int) -> list[dict[str, Any]]:
+    """Return what the members of a world wrote, by rank, when all have attached."""
+    lines: list[dict[str, Any]] = job.wait_for(
+        f"generation {generation} with {size} members",
+        lambda: (
+            [line for line in job.log("attached") if line["generation"] == generation][size - 1 : size]
+            and sorted(
+                (line for line in job.log("attached") if line["generation"] == generation), key=lambda x: x["rank"]
+            )
+        ),
+    )
+    return lines
+
+
+@pytest.fixture
+def name() -> str:
+    return f"line-{uuid.uuid4().hex[:8]}"
+
+
+def test_each_world_starts_from_the_line_also_with_a_new_driver(tmp_path: Path, name: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "logs")]
+    hosts = (
+        "-np",
+        "2",
+        "--min-np",
+        "1",
+        "-H",
+        "localhost:1,127.0.0.2:1",
+        "--join-window",
+        "30",
+        "--min-interrupt-distance",
+        "0.2",
+    )
+    with Job(tmp_path, *hosts, "--replicas", "0", "--job-name", name, command=command) as job:
+        first = attached(job, 1, 2)
+        assert [line["line"] for line in first] == [None, None]
+        os.kill(first[1]["pid"], signal.SIGKILL)
+        alone = attached(job, 2, 1)[0]
+        assert alone["line"][0] == 1, "a commit of the first world"
+        assert {(digest, host) for digest, host, *_ in alone["sources"]} == {(201, "localhost"), (202, "127.0.0.2")}
+        assert all(source[3] == alone["line"] for source in alone["sources"])
+        both = attached(job, 3, 2)
+        assert both[0]["line"] == both[1]["line"]
+        assert both[0]["line"][0] == 2
+        assert [source[0] for source in both[0]["sources"]] == [101], "one slot has all shards of a world of one"
+        job.kill_driver()
+        os.kill(both[1]["pid"], signal.SIGKILL)
+        job.start("--reattach", name)
+        job.wait_for_event("driver_restarted")
+        again = attached(job, 4, 1)[0]
+        assert again["line"][0] == 3, "a commit of the world before"
+        assert {source[0] for source in again["sources"]} == {201, 202}
+        job.process.send_signal(signal.SIGINT)
+        job.finish(130)

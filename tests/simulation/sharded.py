@@ -1,0 +1,314 @@
+"""A model of a sharded job: workers that attach shards, agents that keep copies, and a judge of the commit line.
+
+A worker destroys its older commit when it begins a new one, as state/snapshot.py does. The judge knows all buffers and
+copy stores, so it knows which commits can really be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from elasticstate.core import types as t
+from elasticstate.core.layouts import ShardLayout
+from elasticstate.core.membership import Transition
+from elasticstate.core.policy import Policy
+from tests.simulation.job import HOSTS, Job
+from tests.simulation.judge import Judge
+from tests.simulation.test_core import stale_facts_have_no_effect
+from tests.simulation.workers import Content, Failed, Group, Retained, Worker
+
+Held = tuple[Content, int]
+"""Content of a commit, and the digest of its shards."""
+
+
+@dataclass
+class Stores:
+    """The copy stores of all agents, and the buffers that they read."""
+
+    retained: dict[t.SlotId, Retained]
+    kept: dict[str, dict[tuple[t.SlotId, t.CommitId], Held]] = field(default_factory=dict)
+    attached: dict[str, dict[t.SlotId, t.ShardsAttached]] = field(default_factory=dict)
+
+    def read(self, copy: t.CopyOf) -> Held | None:
+        """Return the content of a copy; None: it cannot be read."""
+        own = self.retained.get(copy.slot) if copy.host == copy.slot.host else None
+        for sealed in (own.commit, own.previous) if own is not None else ():
+            if sealed is not None and sealed[0] == copy.commit and own is not None:
+                return sealed[1], own.digests.get(copy.commit, 0)
+        return self.kept.get(copy.host, {}).get((copy.slot, copy.commit))
+
+
+@dataclass(eq=False)
+class ShardedWorker(Worker):
+    """A worker whose state has attached values. ``shards``: number of different digests; None: one for each rank."""
+
+    stores: Stores = field(default_factory=lambda: Stores({}))
+    shards: int | None = None
+    unread: int = 0  # sources that were gone when the worker wanted to read them
+    digest: int = 0
+
+    def _receive(self, group: Group, world: t.World) -> Iterator[bool]:
+        if world.line is None:
+            yield from super()._receive(group, world)
+            return
+        yield True
+        self._go_to(world.line, world.sources)
+        yield True
+        by_digest: dict[int, list[t.ShardSource]] = {}
+        for source in world.sources:
+            by_digest.setdefault(source.digest, []).append(source)
+        for digest, sources in by_digest.items():
+            found = [held for source in sources if (held := self.stores.read(source.copy)) is not None]
+            if not found:
+                self.unread += 1
+                raise Failed
+            assert all(held == (self.content, digest) for held in found), f"other shards than named: {found}"
+            yield True
+
+    def _go_to(self, line: t.CommitId, sources: tuple[t.ShardSource, ...]) -> None:
+        """Make the plain values of the line the live state."""
+        retained = self.retained
+        if retained.commit is not None and retained.previous is not None and retained.previous[0] == line:
+            retained.commit, retained.previous = retained.previous, None
+        if retained.commit is not None and retained.commit[0] == line:
+            self.content = retained.commit[1]
+            return
+        found = [held for source in sources if (held := self.stores.read(source.copy)) is not None]
+        if not found:
+            self.unread += 1
+            raise Failed
+        self.content = found[0][0]
+
+    def _seal_start(self, group: Group) -> Iterator[bool]:
+        """Attach: seal (g, 0), report the digest, wait for all."""
+        members = [placement.worker for placement in group.world.members]
+        count = min(self.shards or len(members), len(members))
+        self.digest = 100 * count + members.index(self.id) % count + 1
+        start = t.CommitId(group.world.generation, 0)
+        yield from self._commits(start)
+        self._begins(group)
+        report = t.ShardsAttached(self.id, start.generation, self.digest)
+        self.up.append(report)
+        self.stores.attached.setdefault(self.id.host, {})[self.id.slot_id] = report
+        yield True
+        yield from self._collective("attach")
+
+    def _commits(self, commit: t.CommitId) -> Iterator[bool]:
+        self.retained.previous = None
+        yield True
+        self.retained.digests[commit] = self.digest
+        self._seal(commit)
+        yield True
+
+
+class LineJudge(Judge):
+    """Judge of a sharded job."""
+
+    job: ShardedJob
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.lost: set[str] = set()  # hosts that were lost since the last complete replication
+        self.replicated: t.CommitId | None = None
+        self.replicas = 0  # of that commit
+
+    def see(self, transition: Transition) -> None:
+        super().see(transition)
+        shards = transition.next.shards
+        if shards.replicated is not None and shards.replicated != self.replicated:
+            self._replication_is_complete(shards.replicated, shards.layouts)
+        self.job.reached["line awaited"] += "with shards of commit" in transition.reason
+
+    def _replication_is_complete(self, commit: t.CommitId, layouts: tuple[ShardLayout, ...]) -> None:
+        keepers: dict[int, set[str]] = {}
+        digests = next(dict(layout.digests) for layout in layouts if layout.generation == commit.generation)
+        for host, copies in self.job.stores.kept.items():
+            for slot_id, kept in copies:
+                if kept == commit:
+                    keepers.setdefault(digests[slot_id], set()).add(host)
+        if set(keepers) != set(digests.values()):
+            assert self.lost, f"{commit} counts as replicated, but only on {keepers}"
+            return
+        self.replicas = min(len(hosts) for hosts in keepers.values()) - 1
+        self.replicated, self.lost = commit, {*self.job.partition.cuts, *self.job.lost}
+        self.job.reached["replicated"] += 1
+        self.job.reached[f"replicas {self.replicas}"] += 1
+
+    def host_is_lost(self, host: str) -> None:
+        self.lost.add(host)
+
+    def readable(self, hosts: Sequence[str] = ()) -> t.CommitId | None:
+        """Return the newest commit whose shards can all be read on ``hosts``, or on those that the core reaches."""
+        job = self.job
+        agents = job.m.hosts
+        hosts = hosts or [
+            h for h, at in job.agents.items() if at == "up" and agents[h].agent == "joined" and self._up(h)
+        ]
+        newest = None
+        for layout in job.m.shards.layouts:
+            commits = {
+                sealed[0]
+                for slot_id, _ in layout.digests
+                if (held := job.retained.get(slot_id)) is not None
+                for sealed in (held.commit, held.previous)
+                if sealed is not None
+            }
+            commits |= {commit for copies in job.stores.kept.values() for _, commit in copies}
+            for commit in (commit for commit in commits if commit.generation == layout.generation):
+                copies = [
+                    (digest, t.CopyOf(host, slot_id, commit)) for slot_id, digest in layout.digests for host in hosts
+                ]
+                found = {digest for digest, copy in copies if job.stores.read(copy) is not None}
+                if found == {digest for _, digest in layout.digests}:
+                    newest = commit if newest is None else max(newest, commit)
+        return newest
+
+    def _up(self, host: str) -> bool:
+        return host not in self.job.partition and host not in self.job.lost
+
+    def nothing_made_is_lost(self, world: t.World) -> None:
+        """Check I19: each source of the line can be read, no readable commit is newer, and replicas have kept it."""
+        job = self.job
+        if world.line is None:
+            assert not job.m.shards.layouts, "a sharded job starts from its line"
+            return
+        job.reached["line"] += 1
+        moving = {w.id.slot_id for w in job.workers.values() if w.exit is None and w.sentinel.generation > 0}
+        moving -= {placement.worker.slot_id for placement in world.members}  # late, or not known as dead yet
+        for source in world.sources:
+            if self._up(source.copy.host) and source.copy.slot not in moving:
+                held = job.stores.read(source.copy)
+                assert held is not None, f"{source} cannot be read"
+                assert held[1] == source.digest, f"{source} has the shards {held[1]}"
+        job.reached["line from a kept copy"] += any(s.copy.host != s.copy.slot.host for s in world.sources)
+        own = {placement.worker.slot_id for placement in world.members}
+        job.reached["line from a slot that left"] += any(s.copy.slot not in own for s in world.sources)
+        newest = self.readable()
+        if not moving and not job.exits and not job.lost and not job.partition.cuts:
+            assert newest is not None, "the core has named a line"
+            assert world.line >= newest, f"the line is {world.line}, but {newest} can be read"
+            job.reached["newest line"] += 1
+        if self.replicated is not None and len(self.lost) <= self.replicas:
+            assert world.line >= self.replicated, f"{self.replicated} was replicated, but the line is {world.line}"
+            job.reached["replicas kept the line"] += bool(self.lost)
+
+    def draining_worker_holds_nothing_back(self, draining_worker: t.WorkerId) -> None:
+        """Leave I15 out: the agent keeps the commits of a worker that has left."""
+
+    def end(self, end: t.EndJob) -> None:
+        if end.succeeded or end.root_cause is None or "StateLostError" not in end.root_cause.reason:
+            super().end(end)
+            return
+        job = self.job
+        job.reached["line lost"] += 1
+        assert self.replicated is None or len(self.lost) > self.replicas, f"{self.lost} were lost: {end}"
+        newest = self.readable() if not job.exits and not job.lost else None
+        assert newest is None or self._has_waited(), f"{end}, but {newest} can be read"
+        away = self.readable([host for host in HOSTS if host not in job.lost]) if not job.exits else None
+        assert away is None or self._has_waited(), f"{end}, but {away} can be read on hosts that may return"
+
+
+class ShardedJob(Job):
+    """A job whose workers attach shards."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        rng = self.rng
+        self.policy = self._with_replicas(self.policy, rng.choice((None, None, 0, 1, 1, 2)))
+        self.m = replace(self.m, policy=self.policy)
+        self.script.uneven = False
+        self.shards = rng.choice((None, None, 1, 2))
+        self.stores = Stores(self.retained)
+        self.judge: LineJudge = LineJudge(self)
+        self.orders: list[tuple[t.CommitId, t.SlotId, str]] = []
+
+    def _with_replicas(self, policy: Policy, replicas: int | None) -> Policy:
+        return replace(policy, replicas=replicas)
+
+    def new_worker(self, worker: t.WorkerId, content: Content, retained: Retained) -> Worker:
+        self.stores.retained = self.retained
+        parts = (worker, self.script, self.groups, self.rng, content, retained)
+        return ShardedWorker(*parts, stores=self.stores, shards=self.shards)
+
+    def host_is_cleared(self, host: str) -> None:
+        super().host_is_cleared(host)
+        self.stores.retained = self.retained
+        self.stores.kept.pop(host, None)
+        self._agent_is_gone(host)
+
+    def _stop_agent(self, host: str, *, with_commits: bool) -> None:
+        super()._stop_agent(host, with_commits=with_commits)
+        self._agent_is_gone(host)
+
+    def _agent_is_gone(self, host: str) -> None:
+        self.stores.attached.pop(host, None)
+        self.orders = [order for order in self.orders if host not in (order[1].host, order[2])]
+        self.judge.host_is_lost(host)
+
+    def deliver(self, event: t.Event) -> None:
+        if isinstance(event, t.AgentLost):
+            self.judge.host_is_lost(event.host)
+        super().deliver(event)
+        if self.end is None and not self.restart.is_down and self.rng.random() < 0.01:
+            stale_facts_have_no_effect(self.rng, self.m, self.now)
+
+    def kept_on(self, host: str) -> tuple[tuple[t.SlotId, t.CommitId], ...]:
+        return tuple(self.stores.kept.get(host, ()))
+
+    def attached_on(self, host: str) -> list[t.Event]:
+        return list(self.stores.attached.get(host, {}).values())
+
+    def _carry_out(self, effect: t.Effect) -> None:
+        match effect:
+            case t.Replicate(commit, copies):
+                self.reached["replication begun"] += 1
+                self.orders += [(commit, *copy) for copy in copies if self._is_served(copy[0].host)]
+            case t.ForgetCopies(before, besides):
+                self._forget(before, besides)
+            case _:
+                super()._carry_out(effect)
+
+    def _is_served(self, host: str) -> bool:
+        return self.agents.get(host) == "up" and self._reaches(host)
+
+    def _forget(self, before: t.CommitId, besides: t.CommitId | None) -> None:
+        for host, kept in self.stores.kept.items():
+            if self._is_served(host):
+                for key in [key for key in kept if key[1] < before and key[1] != besides]:
+                    del kept[key]
+        self.orders = [order for order in self.orders if order[0] >= before or order[0] == besides]
+
+    def copies_act(self) -> bool:
+        """Let an agent carry out one order."""
+        if not self.orders or self.rng.random() < 0.7:
+            return False
+        order = self.orders.pop(self.rng.randrange(len(self.orders)))
+        commit, slot_id, host = order
+        self.stores.retained = self.retained
+        source = self.stores.read(t.CopyOf(slot_id.host, slot_id, commit))
+        if source is None or self.rng.random() < 0.02:
+            self._report(slot_id.host, t.CopyDropped(slot_id.host, slot_id, commit))
+            self.reached["copy dropped"] += 1
+        elif self.agents.get(host) != "up":
+            self._report(slot_id.host, t.CopyDropped(slot_id.host, slot_id, commit))
+        else:
+            self.stores.kept.setdefault(host, {})[slot_id, commit] = source
+            self._report(host, t.CopyKept(host, slot_id, commit))
+        return True
+
+    def _report(self, host: str, event: t.Event) -> None:
+        if self._is_served(host) and not self.restart.is_down:
+            self.deliver(event)
+
+
+def play(seed: int, actions: int) -> dict[str, int]:
+    """Play one schedule. Return the counted situations."""
+    job = ShardedJob(seed)
+    try:
+        job.run(actions)
+    except AssertionError as error:
+        raise AssertionError(f"{job.story()}\n{error}") from error
+    job.reached.update(job.books.reached)
+    job.reached["sources gone"] += sum(w.unread for w in job.workers.values() if isinstance(w, ShardedWorker))
+    return job.reached
