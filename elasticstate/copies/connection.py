@@ -7,7 +7,6 @@ from contextlib import closing
 
 from elasticstate.copies import wire
 from elasticstate.copies.library import Library, Notify
-from elasticstate.copies.store import IncomingCopy
 from elasticstate.copies.wire import Wire
 from elasticstate.errors import CopyError
 
@@ -72,10 +71,8 @@ class CopyConnection:
             self._wire.send(wire.FetchedBytes(data))
 
     def _read(self, request: wire.ReadRanges) -> None:
-        """Send ranges from the file. Afterwards the peer compares checksums.
-
-        The kernel may send a byte long after the last look at the seal here. If the worker has overwritten the byte by
-        then, the checksum at the peer is wrong, because the one here is that of the unchanged bytes.
+        """Send ranges. The peer compares checksums: it detects damage on the way, and bytes that a worker overwrites
+        between the two passes over them.
         """
         with closing(self._library.open_verified(request.slot, request.commit, self._go_on)) as source:
             source.check_ranges(request.ranges)
@@ -84,8 +81,8 @@ class CopyConnection:
             for offset, length in request.ranges:
                 for at in range(offset, offset + length, wire.PIECE_BYTES):
                     end = min(at + wire.PIECE_BYTES, offset + length)
-                    self._wire.send_file(source.fd, at, end - at)
                     found = source.checksum(at, end, found)
+                    self._wire.send_bytes(source.memory, at, end)
             reason = ""
             try:
                 source.check_unchanged()
@@ -99,20 +96,15 @@ class CopyConnection:
         if incoming is None:
             self._wire.send(wire.CopyWanted(0, is_kept=True))
             return
-        turn = incoming.take()
-        self._wire.send(wire.CopyWanted(incoming.offset))
-        try:
-            self._fill(incoming, turn)
-        except CopyError as error:
-            # The peer is sending: a refusal between its bytes has no meaning to it.
-            raise ConnectionError(str(error)) from error
-        store.finish(incoming, turn)
+        with incoming.owned(self._wire.cut, self._go_on):
+            self._wire.send(wire.CopyWanted(incoming.offset))
+            try:
+                while len(part := incoming.next_part(wire.PIECE_BYTES)):
+                    self._wire.fill(part)
+                    incoming.advance(len(part))
+            except CopyError as error:
+                # The peer is sending: a refusal between its bytes has no meaning to it.
+                raise ConnectionError(str(error)) from error
+            store.finish(incoming)
         self._on_kept(sealed.slot, sealed.commit)
         self._wire.send(wire.CopyComplete())
-
-    def _fill(self, incoming: IncomingCopy, turn: int) -> None:
-        piece = memoryview(bytearray(wire.PIECE_BYTES))
-        while (left := incoming.sealed.length - incoming.offset) > 0:
-            part = piece[: min(left, len(piece))]
-            self._wire.fill(part)
-            incoming.write(part, turn)

@@ -7,7 +7,6 @@ sent: it does not change, so a broken connection continues where it was.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -169,17 +168,16 @@ class Pusher:
         incoming = store.begin(sealed, parts_of(source.header()).size_bytes, go_on)
         if incoming is None:
             return False
-        turn = incoming.take()
-        incoming.restart(turn)
         try:
-            piece = memoryview(bytearray(wire.PIECE_BYTES))
-            while incoming.offset < sealed.length:
-                if not go_on():
-                    raise CopyError("the driver has ordered a newer commit")
-                part = piece[: min(len(piece), sealed.length - incoming.offset)]
-                incoming.write(part[: os.preadv(source.fd, [part], incoming.offset)], turn)
-            source.check_unchanged()
-            store.finish(incoming, turn)
+            with incoming.owned(lambda: None, go_on):
+                incoming.restart()
+                while len(part := incoming.next_part(wire.PIECE_BYTES)):
+                    if not go_on():
+                        raise CopyError("the driver has ordered a newer commit")
+                    source.copy_into(part, incoming.offset)
+                    incoming.advance(len(part))
+                source.check_unchanged()
+                store.finish(incoming)
         except BaseException:
             store.abandon(incoming)
             raise
@@ -213,7 +211,7 @@ class Pusher:
     def _push(self, connection: Wire, delivery: _Delivery, order: _Order) -> None:
         source = self._library.open_verified(delivery.slot, order.commit, lambda: not order.cancelled.is_set())
         with closing(source):
-            connection.send(wire.PushCopy(source.sealed, os.fstat(source.fd).st_size))
+            connection.send(wire.PushCopy(source.sealed, len(source.memory)))
             wanted = connection.receive(wire.CopyWanted)
             if wanted.is_kept:
                 return
@@ -222,6 +220,6 @@ class Pusher:
                 size = min(self._rate.piece_bytes, source.sealed.length - offset)
                 if not self._rate.wait(size, order.cancelled.wait) or order.cancelled.is_set():
                     raise CopyError("the order is cancelled")
-                connection.send_file(source.fd, offset, size)
+                connection.send_bytes(source.memory, offset, offset + size)
                 offset += size
             connection.receive(wire.CopyComplete)

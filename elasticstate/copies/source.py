@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from elasticstate._native import ControlPage, checksum
 from elasticstate.commits import owner_of
@@ -29,15 +30,21 @@ class SealedSlot(Protocol):
 
 
 class Source:
-    """A copy that is open for reading. It owns its descriptor."""
+    """A copy that is open for reading, mapped. ``close`` it: a copy that is open keeps its memory."""
 
-    def __init__(self, sealed: Sealed, fd: int, is_unchanged: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        sealed: Sealed,
+        memory: Any,
+        release: Callable[[], None] = lambda: None,
+        is_unchanged: Callable[[], bool] | None = None,
+    ) -> None:
         """``is_unchanged``: returns False once the bytes may change; None: they never change."""
         self.sealed = sealed
-        self.fd = fd
+        self.memory = memory
         self.is_fixed = is_unchanged is None
+        self._release = release
         self._is_unchanged = is_unchanged
-        self._mapped: Any = None
 
     @property
     def place(self) -> tuple[SlotId, int]:
@@ -45,10 +52,15 @@ class Source:
         return self.sealed.slot, self.sealed.index
 
     def close(self) -> None:
-        os.close(self.fd)
+        self.memory = None
+        self._release()
 
     def read(self, offset: int, length: int) -> bytes:
-        return os.pread(self.fd, length, offset)
+        return bytes(self.memory[offset : offset + length])
+
+    def copy_into(self, target: memoryview, offset: int) -> None:
+        """Copy the bytes from this offset on."""
+        target[:] = memoryview(self.memory)[offset : offset + len(target)]
 
     def header(self) -> bytes:
         return read_header(self.read, self.sealed.length)
@@ -65,11 +77,8 @@ class Source:
             raise CopyError(f"{self.sealed} is gone: its worker has written another commit to this buffer")
 
     def checksum(self, begin: int, end: int, start: int = 0) -> int:
-        """Return the CRC-32C of bytes of the file, continued from ``start``, without the GIL."""
-        if self._mapped is None:
-            # No process shortens the file, so SIGBUS cannot occur.
-            self._mapped = mmap.mmap(self.fd, self.sealed.length, mmap.MAP_SHARED, mmap.PROT_READ)
-        return checksum(self._mapped, begin, end, start)
+        """Return the CRC-32C of bytes, continued from ``start``, without the GIL."""
+        return checksum(self.memory, begin, end, start)
 
     def is_intact(self, go_on: Callable[[], bool]) -> bool:
         """Return True if the checksum of the seal is correct. Raises CopyError when ``go_on`` returns False."""
@@ -81,12 +90,21 @@ class Source:
         return found == self.sealed.checksum
 
 
+class _Mapped(NamedTuple):
+    """The mapping of a buffer, which is made once: each new one would cause page faults for all of its pages."""
+
+    file: tuple[int, int, int]  # device, inode, length
+    memory: Any
+
+
 class SlotBuffers:
     """The sealed buffers of this host's slots. Safe on any thread."""
 
     def __init__(self, job_id: str, host: str, slots: Mapping[int, SealedSlot]) -> None:
         self._job_id, self.host = job_id, host
         self._slots = slots
+        self._lock = threading.Lock()
+        self._mapped: dict[tuple[int, int], _Mapped] = {}
 
     def open(self, slot: SlotId, commit: CommitId) -> Source | None:
         """Open the buffer that holds this commit; None if there is none."""
@@ -96,7 +114,7 @@ class SlotBuffers:
         for index in (0, 1):
             sealed = self._sealed(files, slot, index)
             if sealed is not None and sealed.commit == commit:
-                with suppress(OSError):  # the slot has got other files
+                with suppress(OSError, ValueError):  # the slot has got other files
                     return self._source(files, sealed)
         return None
 
@@ -105,7 +123,24 @@ class SlotBuffers:
             now = self._sealed(files, sealed.slot, sealed.index)
             return now is not None and now.content == sealed.content
 
-        return Source(sealed, files.duplicate(sealed.index), is_unchanged)
+        fd = files.duplicate(sealed.index)
+        try:
+            return Source(sealed, self._map(fd, sealed), is_unchanged=is_unchanged)
+        finally:
+            os.close(fd)
+
+    def _map(self, fd: int, sealed: Sealed) -> Any:
+        """Return the mapped buffer. No process shortens it, so SIGBUS cannot occur. Raises OSError or ValueError."""
+        key, found = (sealed.slot.slot, sealed.index), os.fstat(fd)
+        file = found.st_dev, found.st_ino, found.st_size
+        if found.st_size < sealed.length:
+            raise ValueError(f"the buffer has {found.st_size} bytes, its seal covers {sealed.length}")
+        with self._lock:
+            mapped = self._mapped.get(key)
+            if mapped is None or mapped.file != file:
+                memory = mmap.mmap(fd, found.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+                mapped = self._mapped[key] = _Mapped(file, memory)
+            return mapped.memory
 
     def _sealed(self, files: SealedSlot, slot: SlotId, index: int) -> Sealed | None:
         found = files.page.sealed(index, owner_of(self._job_id, self.host, slot.slot))

@@ -40,6 +40,7 @@ ALLOWED = {
     "agent.driver_connection: _FIRST_PAUSE_S": "between two attempts to dial; --orphan-timeout decides",
     "agent.driver_connection: _LONGEST_PAUSE_S": "the same",
     "copies.library: _LOOK_INTERVAL_S": "between two signs of life to a peer that waits",
+    "copies.incoming: _LOOK_INTERVAL_S": "the same",
     "copies.connection: _SIGN_INTERVAL_S": "the same",
     "copies.server: _NO_DESCRIPTOR_PAUSE_S": "when the process has no descriptors left",
     "copies.rate: _BURST_S": "no wait: the bytes of this time are sent at once",
