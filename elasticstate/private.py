@@ -16,12 +16,14 @@ _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a planted 
 _OTHERS = 0o077
 
 
-def open_directory(path: str | Path) -> int:
+def open_directory(path: str | Path, parent: int | None = None) -> int:
     """Open a directory that belongs to this user and that no other user may read or write.
+
+    ``parent``: descriptor of the directory that a relative path starts from; None: the current directory.
 
     Raises OSError; PermissionError if the directory belongs to another user or others may use it.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     if not is_private(os.fstat(fd)):
         os.close(fd)
         raise PermissionError(f"{path} is not a private directory of this user (owner {os.getuid()}, mode 0700)")

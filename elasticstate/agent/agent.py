@@ -23,6 +23,7 @@ from pathlib import Path
 from elasticstate.agent.deleted_files import watch_files
 from elasticstate.agent.driver_connection import DriverConnection
 from elasticstate.agent.driver_messages import DriverMessages
+from elasticstate.agent.host_copies import open_copies
 from elasticstate.agent.host_lock import lock_host
 from elasticstate.agent.host_report import HostReporter
 from elasticstate.agent.host_storage import HostStorage
@@ -47,6 +48,7 @@ from elasticstate.agent.workers import Workers
 from elasticstate.backends import AgentBackend, AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
 from elasticstate.config import agent_variable
+from elasticstate.copies.service import HostCopies
 from elasticstate.core.texts import number_of
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import OptionError
@@ -84,6 +86,7 @@ class _AgentParts:
     supply: Supply
     backend: AgentBackend
     stores: PlainStores
+    copies: HostCopies
     service: Service
 
 
@@ -194,6 +197,17 @@ class Agent:
         )
         storage = HostStorage(attachment.commits, spec.job_id, launch.host, outputs.complain)
         key = storage_key(launch.token, spec.job_id)
+        copies = open_copies(
+            storage,
+            spec.job_id,
+            launch.host,
+            key,
+            attachment.local_address,
+            launch.connect_timeout_s,
+            lambda slot, commit: None,
+            lambda slot, commit: None,
+            outputs.complain,
+        )
         supply = Supply(storage, handles, key, spec.call, tasks.begin, attachment.warn)
         allocator = StorageAllocator(storage, launch.host, lambda: len(handles), outputs.complain)
         worker_messages: WorkerMessages
@@ -230,7 +244,7 @@ class Agent:
         timeout_s, preemption = spec.options.driver_timeout_s, attachment.preemption
         service = Service(driver, timeout_s, messages, workers, supervisor, reporter, preemption, outputs, place)
         socket.open()
-        return _AgentParts(storage, allocator, socket, supply, backend, stores, service)
+        return _AgentParts(storage, allocator, socket, supply, backend, stores, copies, service)
 
     async def _serve(self, place: JobPlace, attachment: _Attachment, parts: _AgentParts) -> int:
         """Serve until the job ends, then clean up. Return the exit status."""
@@ -239,7 +253,9 @@ class Agent:
         self._job = attachment.spec.job
         attachment.preemption.begin(options, self._launch, place.mark)
         cleaning = asyncio.ensure_future(clean_regularly(commits, options.driver_timeout_s))
-        watching = asyncio.ensure_future(watch_files(parts.supply, place, parts.socket, attachment.warn))
+        watching = asyncio.ensure_future(
+            watch_files(parts.supply, commits, parts.copies, place, parts.socket, attachment.warn)
+        )
         end = await parts.service.run()
         cleaning.cancel()
         watching.cancel()
@@ -248,6 +264,7 @@ class Agent:
         parts.stores.close()
         parts.allocator.close()
         parts.backend.close()
+        await in_thread(parts.copies.close)
         parts.storage.close()
         await in_thread(commits.close if end.keeps_commits else commits.remove)
         await attachment.driver.close()

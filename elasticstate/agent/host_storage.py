@@ -10,12 +10,14 @@ without a worker moves at once. A worker sees a flag in its control page, and re
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 from elasticstate._native import ControlPage
-from elasticstate.agent.storage_allocator import grow
+from elasticstate.allocation import grow
 from elasticstate.commits import CommitDirectory, buffer_file, control_file, owner_of, result_file
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CommitStorageError
@@ -34,6 +36,8 @@ class SlotFiles:
         self._page_fd = page
         self.page = ControlPage(page)
         self.is_lost = False  # the files have lost their names
+        self._closing = threading.Lock()
+        self._is_closed = False
 
     @property
     def descriptors(self) -> list[int]:
@@ -43,10 +47,19 @@ class SlotFiles:
     def have_names(self) -> bool:
         return all(os.fstat(fd).st_nlink for fd in self.descriptors)
 
+    def duplicate(self, index: int) -> int:
+        """Return a new descriptor of a buffer. Safe on any thread. Raises OSError when the files are closed."""
+        with self._closing:
+            if self._is_closed:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            return os.dup(self.buffers[index])
+
     def close(self) -> None:
         """Close the descriptors. Processes that have mapped the files keep their mappings."""
-        for fd in self.descriptors:
-            os.close(fd)
+        with self._closing:
+            self._is_closed = True
+            for fd in self.descriptors:
+                os.close(fd)
 
 
 class HostStorage:
@@ -65,7 +78,9 @@ class HostStorage:
                 self._results[slot] = directory.open_file(result_file(slot), os.O_RDWR)
 
     def close(self) -> None:
-        for fd in (*(fd for files in self._slots.values() for fd in files.descriptors), *self._results.values()):
+        for files in self._slots.values():
+            files.close()
+        for fd in self._results.values():
             os.close(fd)
         self._slots.clear()
         self._results.clear()

@@ -7,58 +7,23 @@ costs as much as to write it: seconds for each GB. It is done in a separate thre
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from elasticstate.allocation import grow
 from elasticstate.commits import buffer_file
 from elasticstate.machine import format_bytes
 
 if TYPE_CHECKING:
     from elasticstate.agent.host_storage import HostStorage
 
-_FALLOC_FL_KEEP_SIZE = 1
 # Steps between two powers of two: a buffer is up to 1/16 larger than requested, and seldom has to grow again.
 _STEPS = 16
 _SMALLEST_STEP_BYTES = 1 << 16
 _THREADS = 4
-
-_fallocate = ctypes.CDLL(None, use_errno=True).fallocate64  # os has only posix_fallocate, which also changes the length
-_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-
-
-def grow(fd: int, size_bytes: int) -> int:
-    """Make the file at least this long, with all its blocks allocated. Return its length. A file never shrinks.
-
-    Raises OSError; then the file is unchanged.
-    """
-    before = os.fstat(fd).st_size
-    if before >= size_bytes:
-        return before
-    try:
-        _allocate_blocks(fd, before, size_bytes)
-    except OSError:
-        os.ftruncate(fd, before)
-        raise
-    os.ftruncate(fd, size_bytes)
-    return size_bytes
-
-
-def _allocate_blocks(fd: int, begin: int, end: int) -> None:
-    """Allocate blocks without changing the length.
-
-    A failed allocation truncates the file again, and a process that maps the file meanwhile must not lose a page.
-    """
-    while _fallocate(fd, _FALLOC_FL_KEEP_SIZE, begin, end - begin) != 0:
-        number = ctypes.get_errno()
-        if number == errno.EOPNOTSUPP:
-            os.posix_fallocate(fd, begin, end - begin)
-            return
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
 
 
 def rounded_up(size_bytes: int) -> int:

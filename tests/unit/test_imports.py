@@ -17,12 +17,14 @@ from tests.sources import PACKAGE, ROOT, SOURCES, of_each, text_of, tree_of
 PARTS = {
     "agent",
     "agent_cli",
+    "allocation",
     "backends",
     "check",
     "config",
     "cli",
     "commits",
     "compat",
+    "copies",
     "core",
     "discovery",
     "driver",
@@ -68,8 +70,10 @@ ON_TOP = {*LIBRARIES, "extension"}
 
 # The other parts that a part may import. The command line may import all parts except plug-ins.
 ALLOWED = {
+    "allocation": set[str](),
     "backends": {"plug_ins"},
     "compat": {"_native", "errors", "log"},
+    "copies": {"_native", "allocation", "commits", "core", "errors", "net", "private", "seals"},
     "core": {"exit_status"},
     "kubernetes": {"config", "core", "discovery", "errors", "threads"},
     "error_chain": set[str](),
@@ -121,7 +125,11 @@ ALLOWED = {
 WITH_TORCH = {"compat", "mpi.worker", "present_world", "worker", "state", *ON_TOP}
 BY_PUBLIC_NAMES = LIBRARIES  # written as packages of third parties would be: with the public names and extension.py
 WITHOUT_CONFIG = {"elasticstate.mpi.holder"}  # passes its environment on, and imports no module of this package
-WITH_SOCKETS = {"elasticstate.mpi.relay"}  # carries the bytes of a protocol of others
+WITH_SOCKETS = {
+    "elasticstate.copies.server",  # these two: threads and sendfile, and no event loop
+    "elasticstate.copies.wire",
+    "elasticstate.mpi.relay",  # carries the bytes of a protocol of others
+}
 SOCKET_MODULES = {"socket", "socketserver", "ssl", "asyncio.streams", "http", "urllib"}
 
 

@@ -1,0 +1,225 @@
+"""Replication of commits: an agent keeps copies of its slots' commits, and sends them to agents of other hosts.
+
+One thread does both, outside the training path. A copy is made from the buffer while the worker trains. If the worker
+overwrites the buffer meanwhile, the copy is dropped, and the driver orders a newer commit. Only a complete copy is
+sent: it does not change, so a broken connection continues where it was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+
+import msgspec
+
+from elasticstate.copies import wire
+from elasticstate.copies.library import Library, Notify
+from elasticstate.copies.rate import Rate
+from elasticstate.copies.sealed import parts_of
+from elasticstate.copies.source import Source
+from elasticstate.copies.wire import Wire
+from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.errors import CopyError
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+_SEND_BYTES = 4 << 20
+
+
+class Target(msgspec.Struct, frozen=True, array_like=True):
+    """A host that is to keep a copy, and the "ip:port" of its copy server."""
+
+    host: str
+    address: str
+
+
+Targets = Mapping[int, Sequence[Target]]
+"""Targets of each slot of this host whose commit is to be kept here, too."""
+
+
+class _Order:
+    def __init__(self, commit: CommitId, targets: Targets) -> None:
+        self.commit, self.targets = commit, targets
+        self.cancelled = threading.Event()
+
+
+class _Delivery:
+    """The copy of one slot on its way to one target."""
+
+    def __init__(self, slot: SlotId, target: Target) -> None:
+        self.slot, self.target = slot, target
+        self.pause_s = _FIRST_PAUSE_S
+        self.due = 0.0
+
+
+class Pusher:
+    """Carries out the newest order. All methods are safe on any thread, and return at once, except ``close``."""
+
+    def __init__(
+        self,
+        library: Library,
+        key: bytes,
+        timeout_s: float,
+        rate_bytes_per_s: float | None,
+        on_kept: Notify,
+        on_dropped: Notify,
+        log: Callable[[str], None],
+    ) -> None:
+        """``on_kept`` and ``on_dropped`` are called on the thread: a copy is kept here, or could not be made."""
+        self._library, self._key, self._timeout_s = library, key, timeout_s
+        self._rate = Rate(rate_bytes_per_s, _SEND_BYTES)
+        self._on_kept, self._on_dropped, self._log = on_kept, on_dropped, log
+        self._changed = threading.Condition()
+        self._next: _Order | None = None
+        self._current: _Order | None = None
+        self._connection: Wire | None = None
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def replicate(self, commit: CommitId, targets: Targets) -> None:
+        """Keep copies of a commit, and send them to their targets. The previous order is cancelled."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._cancel()
+            self._next = _Order(commit, targets)
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="elasticstate-copies-pusher", daemon=True)
+                self._thread.start()
+
+    def forget(self, before: CommitId) -> None:
+        """Cancel an order about an older commit."""
+        with self._changed:
+            orders = [order for order in (self._current, self._next) if order is not None]
+            if any(order.commit < before for order in orders):
+                self._cancel()
+
+    def close(self) -> None:
+        """Cancel the order, and wait for the thread."""
+        with self._changed:
+            self._is_closed = True
+            self._cancel()
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _cancel(self) -> None:
+        self._next = None
+        if self._current is not None:
+            self._current.cancelled.set()
+        if self._connection is not None:
+            self._connection.cut()
+
+    # --------------------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None or self._is_closed)
+                order, self._current, self._next = self._next, self._next, None
+            if order is None:
+                return
+            self._carry_out(order)
+
+    def _carry_out(self, order: _Order) -> None:
+        kept = [SlotId(self._library.buffers.host, slot) for slot in sorted(order.targets)]
+        kept = [slot for slot in kept if self._keep(slot, order)]
+        deliveries = [_Delivery(slot, target) for slot in kept for target in order.targets[slot.slot]]
+        while deliveries and not order.cancelled.is_set():
+            next_one = min(deliveries, key=lambda delivery: delivery.due)
+            if order.cancelled.wait(max(0.0, next_one.due - time.monotonic())):
+                return
+            if self._deliver(next_one, order):
+                deliveries.remove(next_one)
+
+    # ------------------------------------------------------------------------------------------- copies on this host
+
+    def _keep(self, slot: SlotId, order: _Order) -> bool:
+        """Keep a copy of a slot's commit in the store. Return False if that is not possible."""
+        try:
+            source = self._library.buffers.open(slot, order.commit)
+            if source is None:
+                self._require_kept(slot, order.commit)
+                return True
+            with closing(source):
+                if self._copy(source, order):
+                    self._on_kept(slot, order.commit)
+        except (CopyError, OSError) as error:
+            if not order.cancelled.is_set():
+                self._log(f"commit {order.commit} of slot {slot} is not replicated: {error}")
+                self._on_dropped(slot, order.commit)
+            return False
+        return True
+
+    def _require_kept(self, slot: SlotId, commit: CommitId) -> None:
+        if (slot, commit) not in self._library.store.kept():
+            raise CopyError("its worker has written newer commits to both buffers")
+
+    def _copy(self, source: Source, order: _Order) -> bool:
+        """Copy a buffer into the store. Return False if the store has the copy. Raises CopyError, OSError."""
+        store, sealed = self._library.store, source.sealed
+
+        def go_on() -> bool:
+            return not order.cancelled.is_set()
+
+        incoming = store.begin(sealed, parts_of(source.header()).size_bytes, go_on)
+        if incoming is None:
+            return False
+        try:
+            with incoming.owned(lambda: None, go_on):
+                incoming.restart()
+                while len(part := incoming.next_part(wire.PIECE_BYTES)):
+                    if not go_on():
+                        raise CopyError("the driver has ordered a newer commit")
+                    source.copy_into(part, incoming.offset)
+                    incoming.advance(len(part))
+                source.check_unchanged()
+                store.finish(incoming)
+        except BaseException:
+            store.abandon(incoming)
+            raise
+        return True
+
+    # -------------------------------------------------------------------------------------------- copies elsewhere
+
+    def _deliver(self, delivery: _Delivery, order: _Order) -> bool:
+        """Send a copy to its target. Return False if it has to be tried again later."""
+        try:
+            connection = wire.dial(delivery.target.address, self._key, self._timeout_s)
+            with self._changed:
+                self._connection = connection
+            try:
+                self._push(connection, delivery, order)
+            finally:
+                with self._changed:
+                    self._connection = None
+                connection.close()
+        except (OSError, CopyError) as error:
+            if order.cancelled.is_set():
+                return False
+            if delivery.pause_s == _FIRST_PAUSE_S:
+                target = f"{delivery.target.host} ({delivery.target.address})"
+                self._log(f"commit {order.commit} of slot {delivery.slot} cannot be sent to host {target}: {error}")
+            delivery.due = time.monotonic() + delivery.pause_s
+            delivery.pause_s = min(2 * delivery.pause_s, _LONGEST_PAUSE_S)
+            return False
+        return True
+
+    def _push(self, connection: Wire, delivery: _Delivery, order: _Order) -> None:
+        source = self._library.open_verified(delivery.slot, order.commit, lambda: not order.cancelled.is_set())
+        with closing(source):
+            connection.send(wire.PushCopy(source.sealed, len(source.memory)))
+            wanted = connection.receive(wire.CopyWanted)
+            if wanted.is_kept:
+                return
+            offset = wanted.offset
+            while offset < source.sealed.length:
+                size = min(self._rate.piece_bytes, source.sealed.length - offset)
+                if not self._rate.wait(size, order.cancelled.wait) or order.cancelled.is_set():
+                    raise CopyError("the order is cancelled")
+                connection.send_bytes(source.memory, offset, offset + size)
+                offset += size
+            connection.receive(wire.CopyComplete)

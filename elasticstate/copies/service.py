@@ -1,0 +1,95 @@
+"""The agent's part of the copies: store, server and pusher of one host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from elasticstate.copies.connection import CopyConnection
+from elasticstate.copies.library import Library, Notify
+from elasticstate.copies.pusher import Pusher, Targets
+from elasticstate.copies.server import CopyServer
+from elasticstate.copies.source import SealedSlot, SlotBuffers
+from elasticstate.copies.store import CopyStore
+from elasticstate.copies.wire import Wire
+from elasticstate.core.ids import CommitId, SlotId
+
+
+class HostCopies:
+    """The copies of one host. Methods return at once, except the constructor (files in memory) and ``close``."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        job_id: str,
+        key: bytes,
+        directory: int,
+        slots: Mapping[int, SealedSlot],
+        timeout_s: float,
+        on_kept: Notify,
+        on_dropped: Notify,
+        log: Callable[[str], None],
+        rate_bytes_per_s: float | None = None,
+    ) -> None:
+        """Adopt the copies that the previous agent of this host has kept.
+
+        ``directory``: descriptor of the commit directory. ``slots``: files of each slot, may change. ``on_kept`` and
+        ``on_dropped``, with slot and commit, are called on any thread when this host has a new copy, and when a copy is
+        damaged or could not be made. ``log`` is called on any thread. ``timeout_s``: for a peer that does not
+        authenticate or sends nothing. ``rate_bytes_per_s``: most bytes to send per second; None: no limit.
+
+        Raises OSError.
+        """
+        self._key, self._timeout_s, self._log = key, timeout_s, log
+        self._on_kept = on_kept
+        self.store = CopyStore(directory, job_id, key)
+        self._library = Library(SlotBuffers(job_id, host, slots), self.store, on_dropped)
+        self._pusher = Pusher(self._library, key, timeout_s, rate_bytes_per_s, on_kept, on_dropped, log)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="elasticstate-copies")
+        self._server: CopyServer | None = None
+
+    def start(self, address: str) -> str:
+        """Serve copies at this address. Return "address:port". Raises OSError."""
+        self._server = CopyServer(address, self._key, self._timeout_s, self._serve, self._log)
+        if self.store.unverified():
+            self._threads.submit(self._library.verify_adopted)
+        return self._server.address
+
+    @property
+    def address(self) -> str:
+        """ "address:port" of the copy server; "" if it does not serve."""
+        return self._server.address if self._server is not None else ""
+
+    def _serve(self, connection: Wire) -> None:
+        CopyConnection(connection, self._library, self._on_kept).serve()
+
+    def replicate(self, commit: CommitId, targets: Targets) -> None:
+        """Keep copies of a commit of these slots, and send them to their targets. Cancels the previous order.
+
+        A slot may have no target. ``on_kept`` or ``on_dropped`` follows for each slot, unless another order is given
+        before. Each target's agent reports its own copy.
+        """
+        self._pusher.replicate(commit, targets)
+
+    def forget(self, before: CommitId) -> None:
+        """Remove all copies of commits older than ``before``."""
+        self._pusher.forget(before)
+        self._threads.submit(self.store.forget, before)
+
+    def kept(self) -> list[tuple[SlotId, CommitId]]:
+        """Return slot and commit of each kept copy, of this host's slots and of others."""
+        return self.store.kept()
+
+    def move_to(self, directory: int) -> None:
+        """Make new copies in another commit directory, because the present one has lost its name. Raises OSError."""
+        self.store.move_to(directory)
+
+    def close(self) -> None:
+        """Close the port, end all threads, and leave the copies to the next agent of this host. Blocks."""
+        self._library.close()
+        self._pusher.close()
+        if self._server is not None:
+            self._server.close()
+        self._threads.shutdown()
+        self.store.close()

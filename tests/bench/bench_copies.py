@@ -1,0 +1,171 @@
+"""Throughput of copies of commits, measured alternately with a raw TCP stream between the same two processes.
+
+The raw stream is the fastest that two processes can do: the sender sends from memory that is in use, the receiver
+throws the bytes away. Replication reserves a file, receives, verifies and publishes a copy. A read ends in memory of
+the reader, with a checksum at both ends; the first read of a buffer verifies the whole buffer, too.
+
+Figures are medians over the rounds of the ratio to the raw stream of the same round. Prints markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from elasticstate.copies.client import CopyClient  # noqa: E402
+from elasticstate.copies.pusher import Target  # noqa: E402
+from elasticstate.core.copies import CopyOf  # noqa: E402
+from elasticstate.core.ids import CommitId, SlotId  # noqa: E402
+from tests.unit.copies.hosts import Host  # noqa: E402
+from tests.unit.copies.made import KEY  # noqa: E402
+
+MB = 1 << 20
+PIECE = MB
+GOAL = 0.6
+WARM_UP = 3  # rounds in which the stores get the files that they use again later
+
+
+def target(directory: str, source: str, size: int) -> None:
+    """Be the other process: keep copies, receive raw streams, and read copies, one command per line of stdin."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    slot = SlotId("source", 0)
+    target = bytearray(size)
+    piece = memoryview(bytearray(PIECE))
+    with Host("target", Path(directory)) as host, CopyClient({"source": source}, KEY, 60.0) as client:
+        print(host.address, listener.getsockname()[1], flush=True)
+        for line in sys.stdin:
+            command, *numbers = line.split()
+            if command == "kept":
+                assert host.report() == ("kept", slot, CommitId(1, int(numbers[0]))), host.log
+            elif command == "raw":
+                connection, _ = listener.accept()
+                with connection:
+                    while connection.recv_into(piece, PIECE, socket.MSG_WAITALL):
+                        pass
+            elif command == "read":
+                begin = time.perf_counter()
+                copy = CopyOf("source", slot, CommitId(1, int(numbers[0])))
+                client.read_into(copy, [(4096, memoryview(target))])
+                print(time.perf_counter() - begin, flush=True)
+                continue
+            elif command == "forget":
+                host.copies.store.forget(CommitId(1, int(numbers[0])))
+            print("done", flush=True)
+
+
+class Measurement:
+    """One run: a source in this process, and the target in a child."""
+
+    def __init__(self, directory: str, size: int) -> None:
+        self.size = size
+        self.host = Host("source", Path(directory))
+        self.worker = self.host.worker()
+        self.tensors = os.urandom(size)
+        arguments = [sys.executable, __file__, "--target", directory, self.host.address, str(size)]
+        self.child = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        address, port = self._line().split()
+        self.target, self.raw_port = Target("target", address), int(port)
+
+    def close(self) -> None:
+        assert self.child.stdin is not None
+        self.child.stdin.close()
+        assert self.child.wait(60) == 0
+        self.host.close()
+
+    def _line(self) -> str:
+        assert self.child.stdout is not None
+        return self.child.stdout.readline()
+
+    def ask(self, command: str) -> str:
+        assert self.child.stdin is not None
+        self.child.stdin.write(command + "\n")
+        self.child.stdin.flush()
+        return self._line()
+
+    def raw(self) -> float:
+        """Send the bytes as they are. Return the seconds."""
+        assert self.child.stdin is not None
+        memory = memoryview(self.tensors)
+        self.child.stdin.write("raw\n")
+        self.child.stdin.flush()
+        with socket.create_connection(("127.0.0.1", self.raw_port)) as connection:
+            begin = time.perf_counter()
+            for at in range(0, self.size, PIECE):
+                connection.sendall(memory[at : at + PIECE])
+            connection.shutdown(socket.SHUT_WR)
+            assert self._line() == "done\n"
+            return time.perf_counter() - begin
+
+    def keep(self, number: int) -> float:
+        """Keep a copy on the own host. Return the seconds."""
+        begin = time.perf_counter()
+        self.host.copies.replicate(CommitId(1, number), {0: []})
+        assert self.host.report()[0] == "kept", self.host.log
+        return time.perf_counter() - begin
+
+    def push(self, number: int) -> float:
+        """Send the copy to the other process. Return the seconds until that process has verified it."""
+        begin = time.perf_counter()
+        self.host.copies.replicate(CommitId(1, number), {0: [self.target]})
+        assert self.ask(f"kept {number}") == "done\n", self.host.log
+        return time.perf_counter() - begin
+
+    def read(self, number: int) -> float:
+        return float(self.ask(f"read {number}"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--target", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.target:
+        target(options.target[0], options.target[1], int(options.target[2]))
+        return
+    found: dict[str, list[float]] = {}
+    raws: list[float] = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-copies-") as directory:
+        run = Measurement(directory, options.megabytes * MB)
+        try:
+            for number in range(1, options.rounds + WARM_UP + 1):
+                run.worker.commit(CommitId(1, number), run.tensors)
+                steps: dict[str, Callable[[], Any]] = {
+                    "first read of a buffer": lambda n=number: run.read(n),  # type: ignore[misc]
+                    "read of a verified buffer": lambda n=number: run.read(n),  # type: ignore[misc]
+                    "own copy": lambda n=number: run.keep(n),  # type: ignore[misc]
+                    "replication": lambda n=number: run.push(n),  # type: ignore[misc]
+                }
+                for name, step in steps.items():
+                    before, taken, after = run.raw(), step(), run.raw()
+                    if number > WARM_UP:
+                        found.setdefault(name, []).append((before + after) / 2 / taken)
+                        raws += [before, after]
+                run.host.copies.store.forget(CommitId(1, number))
+                run.ask(f"forget {number}")
+        finally:
+            run.close()
+    print(f"{options.megabytes} MB, {options.rounds} rounds, {os.cpu_count()} cores, {platform.processor()}")
+    print(f"raw stream: {options.megabytes / 1024 / median(raws):.2f} GB/s\n")
+    print("| | throughput / raw stream | lowest to highest |\n| - | - | - |")
+    for name, ratios in found.items():
+        print(f"| {name} | {median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |")
+    reached = median(found["replication"]) >= GOAL
+    print(f"\nReplication at {GOAL} of the raw stream or more: {'yes' if reached else 'no'}")
+
+
+if __name__ == "__main__":
+    main()

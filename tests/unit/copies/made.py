@@ -1,0 +1,79 @@
+"""Commits made without torch: files in the format of the buffers, and the seals of a slot."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+
+from elasticstate._native import ControlPage, checksum
+from elasticstate.commits import owner_of
+from elasticstate.copies.sealed import Sealed, layout_digest
+from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.seals import commit_tag, part_tag
+
+KEY = b"k" * 32
+JOB = "job"
+HEADER_BYTES = 4096
+RANDOM_BYTES = 64
+SPARE_BYTES = 512  # of the buffer, after the sealed bytes
+
+
+def content(tensors: bytes, objects: bytes = b"objects") -> tuple[bytes, int]:
+    """Return the bytes of a buffer that holds these tensors, and the number of sealed bytes."""
+    end = RANDOM_BYTES + len(tensors)
+    places = {
+        "__metadata__": {"format": "pt"},
+        "elasticstate.random": {"dtype": "U8", "shape": [RANDOM_BYTES], "data_offsets": [0, RANDOM_BYTES]},
+        "x": {"dtype": "U8", "shape": [len(tensors)], "data_offsets": [RANDOM_BYTES, end]},
+        "elasticstate.objects": {
+            "dtype": "U8",
+            "shape": [len(objects) + SPARE_BYTES],
+            "data_offsets": [end, end + len(objects) + SPARE_BYTES],
+        },
+    }
+    text = json.dumps(places).encode().ljust(HEADER_BYTES - 8)
+    header = len(text).to_bytes(8, "little") + text
+    sealed = header + bytes(RANDOM_BYTES) + tensors + objects
+    return sealed + bytes(SPARE_BYTES), len(sealed)
+
+
+def seal_of(slot: SlotId, commit: CommitId, data: bytes, length: int, index: int = 0, job: str = JOB) -> Sealed:
+    """Return the seal that a worker of this job writes for this content."""
+    header, sealed = data[:HEADER_BYTES], data[:length]
+    objects = 0  # the objects begin behind the tensors
+    objects = HEADER_BYTES + json.loads(header[8:])["elasticstate.objects"]["data_offsets"][0]
+    rest = part_tag(KEY, data[HEADER_BYTES : HEADER_BYTES + RANDOM_BYTES], data[objects:length])
+    crc = checksum(sealed, 0, length)
+    owner = owner_of(job, slot.host, slot.slot)
+    tag = commit_tag(KEY, owner, index, commit, length, crc, part_tag(KEY, header), rest)
+    return Sealed(slot, commit, index, layout_digest(header), length, crc, tag)
+
+
+class Worker:
+    """The files of one slot, and what its worker does with them."""
+
+    def __init__(self, host: str, slot: int = 0) -> None:
+        self.slot = SlotId(host, slot)
+        self.page = ControlPage(None)
+        self.buffers = [os.memfd_create(f"buffer-{index}") for index in (0, 1)]
+        self._next = 0
+
+    def close(self) -> None:
+        for fd in self.buffers:
+            os.close(fd)
+
+    def duplicate(self, index: int) -> int:
+        return os.dup(self.buffers[index])
+
+    def commit(self, commit: CommitId, tensors: bytes, before_seal: Callable[[], None] = lambda: None) -> bytes:
+        """Write a commit into the older buffer, as a worker does. Return the whole buffer."""
+        index, self._next = self._next, 1 - self._next
+        data, length = content(tensors)
+        self.page.unseal(index)
+        os.pwrite(self.buffers[index], data, 0)
+        before_seal()
+        sealed = seal_of(self.slot, commit, data, length, index)
+        owner = owner_of(JOB, self.slot.host, self.slot.slot)
+        self.page.seal(index, owner, *commit, sealed.layout, length, sealed.checksum, sealed.tag)
+        return data[:length]
