@@ -55,7 +55,7 @@ from elasticstate.errors import OptionError
 from elasticstate.net.agent_status import AgentStatus
 from elasticstate.net.launch import Launch
 from elasticstate.net.link import AgentSocket
-from elasticstate.net.messages import AgentWarning, JobSpec
+from elasticstate.net.messages import AgentWarning, Dropped, JobSpec, Kept
 from elasticstate.net.trust import storage_key
 from elasticstate.threads import in_thread
 
@@ -204,8 +204,8 @@ class Agent:
             key,
             attachment.local_address,
             launch.connect_timeout_s,
-            lambda slot, commit: None,
-            lambda slot, commit: None,
+            lambda slot, commit: driver.send(Kept(slot, commit)),
+            lambda slot, commit: driver.send(Dropped(slot, commit)),
             outputs.complain,
         )
         supply = Supply(storage, handles, key, spec.call, tasks.begin, attachment.warn)
@@ -222,7 +222,7 @@ class Agent:
             launch, spec, place, storage, outputs, attachment.local_address, self._template, attachment.warn
         )
         stores = PlainStores(attachment.local_address, starter.start_store, driver.send, outputs.complain)
-        reporter = HostReporter(storage, stores)
+        reporter = HostReporter(storage, stores, copies)
         worker_messages = WorkerMessages(handles, driver, socket, allocator, tasks, stores, reporter, supervisor.calls)
         workers = Workers(
             handles, starter, driver, socket, supervisor, reporter, outputs, storage, spec.options.stop_timeout_s
@@ -237,6 +237,7 @@ class Agent:
             allocator,
             backend,
             stores,
+            copies,
             outputs,
             tasks,
             supervisor.calls,

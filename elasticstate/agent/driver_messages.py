@@ -17,7 +17,9 @@ from elasticstate.agent.supply import Supply
 from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.agent.workers import Workers
 from elasticstate.backends import AgentBackend
-from elasticstate.core.types import WorkerId
+from elasticstate.copies.pusher import Target, Targets
+from elasticstate.copies.service import HostCopies
+from elasticstate.core.types import SlotId, WorkerId
 from elasticstate.net import messages, worker_codec
 from elasticstate.net.link import AgentSocket
 
@@ -36,6 +38,7 @@ class DriverMessages:
         allocator: StorageAllocator,
         backend: AgentBackend,
         stores: PlainStores,
+        copies: HostCopies,
         outputs: Outputs,
         tasks: RunningTasks,
         calls: Calls,
@@ -49,6 +52,7 @@ class DriverMessages:
         self._allocator = allocator
         self._backend = backend
         self._stores = stores
+        self._copies = copies
         self._outputs = outputs
         self._tasks = tasks
         self._calls = calls
@@ -69,10 +73,9 @@ class DriverMessages:
             case messages.BackendOrder(data):
                 self._tasks.begin(self._backend.order(data))
             case messages.ReplicateOrder(commit, targets):
-                for slot_id, _ in targets:
-                    self._driver.send(messages.Dropped(slot_id, commit))
-            case messages.ForgetCopiesOrder():
-                pass
+                self._copies.replicate(commit, _by_slot(targets))
+            case messages.ForgetCopiesOrder(before, besides):
+                self._copies.forget(before, besides)
             case messages.Acknowledgement(number):
                 self._supervisor.renew_lease(number)
             case messages.WatchCalls():
@@ -116,3 +119,13 @@ class DriverMessages:
                 handle.audience.rank = world.placement.rank
                 handle.lasting.clear()
             self._socket.send(worker, worker_codec.encode_to_worker(world))
+
+
+def _by_slot(targets: tuple[tuple[SlotId, str], ...]) -> Targets:
+    """Return the targets of each slot; without an address, the copy stays on this host."""
+    found: dict[int, list[Target]] = {}
+    for slot_id, address in targets:
+        others = found.setdefault(slot_id.slot, [])
+        if address:
+            others.append(Target(address, address))
+    return found

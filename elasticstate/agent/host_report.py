@@ -8,6 +8,7 @@ from elasticstate.agent.host_storage import HostStorage
 from elasticstate.agent.liveness import sealed_commits
 from elasticstate.agent.plain_stores import PlainStores
 from elasticstate.agent.worker_handle import WorkerHandle
+from elasticstate.copies.service import HostCopies
 from elasticstate.core.types import CommitId, PlainPlace, WorkerId
 from elasticstate.net import messages
 
@@ -15,9 +16,10 @@ from elasticstate.net import messages
 class HostReporter:
     """Records the events that a host report needs, while the agent runs."""
 
-    def __init__(self, storage: HostStorage, stores: PlainStores) -> None:
+    def __init__(self, storage: HostStorage, stores: PlainStores, copies: HostCopies) -> None:
         self._storage = storage
         self._stores = stores
+        self._copies = copies
         self._exits: list[messages.Exited] = []  # since this host received its last world
         self._incarnations: dict[int, int] = {}
         self._placed = 0  # newest world of plain workers
@@ -70,6 +72,8 @@ class HostReporter:
             store_joined=self._stores.joined,
             previous=tuple((slot, previous) for slot, _, previous in found if previous is not None),
             attached=tuple(self._attached.values()),
+            kept=tuple(self._copies.kept()),
+            copies_address=self._copies.address,
         )
 
     def _in_memory(self) -> Iterator[tuple[int, CommitId, CommitId | None]]:

@@ -72,10 +72,10 @@ class HostCopies:
         """
         self._pusher.replicate(commit, targets)
 
-    def forget(self, before: CommitId) -> None:
-        """Remove all copies of commits older than ``before``."""
+    def forget(self, before: CommitId, besides: CommitId | None = None) -> None:
+        """Remove all copies of commits older than ``before``, except those of ``besides``."""
         self._pusher.forget(before)
-        self._threads.submit(self.store.forget, before)
+        self._threads.submit(self.store.forget, before, besides)
 
     def kept(self) -> list[tuple[SlotId, CommitId]]:
         """Return slot and commit of each kept copy, of this host's slots and of others."""

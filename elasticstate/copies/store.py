@@ -273,13 +273,16 @@ class CopyStore:
             if self._incoming.get(incoming.sealed.slot) is incoming:
                 self._abandon(incoming.sealed.slot)
 
-    def forget(self, before: CommitId) -> list[Key]:
-        """Remove all copies of older commits, and refuse them from now on. Return those removed."""
+    def forget(self, before: CommitId, besides: CommitId | None = None) -> list[Key]:
+        """Remove all copies of older commits except ``besides``, and refuse older ones from now on.
+
+        Return those removed.
+        """
         with self._lock:
             self._forgotten = max(self._forgotten, before)
             for slot in [slot for slot, found in self._incoming.items() if found.sealed.commit < before]:
                 self._abandon(slot)
-            removed = [key for key in sorted(self._kept) if key[1] < before]
+            removed = [key for key in sorted(self._kept) if key[1] < before and key[1] != besides]
             for key in removed:
                 self._drop(*key)
             return removed
