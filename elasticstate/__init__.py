@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from elasticstate.errors import (
         CollectiveError,
         CommitStorageError,
+        CopyError,
         DiscoveryError,
         ElasticError,
         HostsUpdatedInterrupt,
@@ -62,6 +63,7 @@ _HOMES = {
     "elasticstate.errors": (
         "CollectiveError",
         "CommitStorageError",
+        "CopyError",
         "DiscoveryError",
         "ElasticError",
         "HostsUpdatedInterrupt",
@@ -99,6 +101,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "CollectiveError",
     "CommitStorageError",
+    "CopyError",
     "DiscoveryError",
     "ElasticDataLoader",
     "ElasticError",

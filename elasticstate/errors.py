@@ -11,7 +11,8 @@
           ├── StateError            a state cannot be captured, applied or restored
           │    ├── StateLostError       the job has committed, and no worker or host holds a commit any more
           │    ├── StateDivergedError   the members of a world hold different states; names the tensors that differ
-          │    └── CommitStorageError   commits do not fit into --commit-dir; names the bytes needed and the bytes free
+          │    ├── CommitStorageError   commits do not fit into --commit-dir; names the bytes needed and the bytes free
+          │    └── CopyError            a copy of a commit cannot be read; the next copy is tried (internal)
           ├── UsageError            the API was used in a way that cannot work; the message says what to do
           ├── OptionError           an option has an invalid value; names the option, the value and the valid values
           ├── DiscoveryError        the first call of host discovery failed
@@ -64,6 +65,10 @@ class StateDivergedError(StateError):
 
 class CommitStorageError(StateError):
     """Commits do not fit into ``--commit-dir``; the message names the bytes needed, those free, and what to do."""
+
+
+class CopyError(StateError):
+    """A copy of a commit cannot be read: it is gone, damaged, or its owner has changed it. Internal."""
 
 
 class UsageError(ElasticError):

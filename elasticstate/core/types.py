@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from elasticstate.core.calls import CallReport as CallReport, CallReported as CallReported, WatchCalls as WatchCalls
 from elasticstate.core.collectives import CollectivesReported as CollectivesReported
+from elasticstate.core.copies import CopyOf as CopyOf, ShardSource as ShardSource
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
 from elasticstate.core.message import Message as Message
 
