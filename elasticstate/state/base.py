@@ -225,6 +225,8 @@ class State(Joinable):
     # ---------------------------------------------------------------------------------- methods that torch's Join calls
 
     def join_hook(self, **kwargs: Any) -> StateJoinHook:
+        if self._committer.attached is not None:
+            raise UsageError("A state with attached values cannot be in a Join. Give all ranks equally many batches.")
         self._has_joined = True
         return StateJoinHook(self._committer)
 

@@ -6,6 +6,7 @@ import hmac
 import pickle
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -163,6 +164,11 @@ class Buffer:
         part = self.memory[self.frame.random : self.frame.tensors].numpy().tobytes()
         length = int.from_bytes(part[:LENGTH_BYTES], "little")
         return part[LENGTH_BYTES : LENGTH_BYTES + length]
+
+    def transfer_header(self) -> bytes:
+        """Return what ``Snapshot.incoming`` needs to receive this commit."""
+        frame = self.frame
+        return msgspec.msgpack.encode((frame.layout, self.length - frame.objects, frame.sharding))
 
     def contains(self, address: int | None) -> bool:
         start = self.memory.data_ptr()

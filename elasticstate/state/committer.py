@@ -6,191 +6,47 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping
+from typing import Any
 
 import msgspec
 import torch
 
-from elasticstate.compat import aliases
+from elasticstate.compat import aliases, dtensors
 from elasticstate.core.types import CommitId
-from elasticstate.errors import CollectiveError, StateError
+from elasticstate.errors import CollectiveError, StateError, UsageError
 from elasticstate.log import logger
 from elasticstate.state import divergence, rng, value_names
+from elasticstate.state.attached import Attached
 from elasticstate.state.channel import Channel, channel_between
-from elasticstate.state.live_state import LiveState
-from elasticstate.state.peer import Peers
-from elasticstate.state.peer_copies import PeerCopies
-from elasticstate.state.session import Session, SoloSession
-from elasticstate.state.snapshot import Snapshot
-from elasticstate.state.storage import CommitStorage
-from elasticstate.state.tick_record import TickRecords
+from elasticstate.state.commit_writer import CommitWriter
+from elasticstate.state.layout import digest
+from elasticstate.state.reshard import CommitCopies
 from elasticstate.state.values import Captured, Values
 
 
-class Committer:
-    """Commits of one state: their storage, their order, and their exchange between the workers of a world.
-
-    Each commit contains what ``capture`` returns, and the random state of this rank. Commit ids ascend, and one id
-    never has two contents.
-    """
-
-    def __init__(self, live: LiveState) -> None:
-        self._live = live
-        self.snapshot = Snapshot()
-        self.session: Session = SoloSession()
-        self.is_behind = False
-        """True if this rank ended ticks without training, as it had no inputs left: other ranks have a newer state."""
-        self._peers: PeerCopies | None = None  # of commits of the other workers of this host
-        self.is_adopted = False
-        """True if the only commit is one that was copied from another worker before the first world."""
-        self._must_seal = False  # reset callbacks may have changed the live state since the newest commit
-        self._synced_generation = 0
-        self._ticks = TickRecords(live.capture, live.quick_capture, live.owned)
-        self._begun: CommitId | None = None  # the last commit that was begun
-
-    # ----------------------------------------------------------------------------------------------- storage and world
-
-    def use_storage(self, storage: CommitStorage) -> None:
-        """Keep the commits in ``storage`` from now on: hold the commits found there, and forget those made before."""
-        self.snapshot.close()
-        self.snapshot = Snapshot(storage)
-
-    def use_peers(self, peers: Peers) -> None:
-        """Read the commits of other workers of this host from their memory."""
-        self._peers = PeerCopies(peers)
-
-    def use_session(self, session: Session) -> None:
-        """Use the worlds of ``session``. Forget commits made outside a world: they are not commits of the job."""
-        self.settle()
-        newest = self.snapshot.newest
-        if newest is not None and newest.generation == 0:
-            self.snapshot.forget()
-        self.session = session
-
-    def reserve(self, size_bytes: int) -> None:
-        """Allocate memory for commits of this size now, because fresh memory costs more than the copy into it."""
-        self.snapshot.reserve(size_bytes)
-
-    @property
-    def commits(self) -> tuple[CommitId | None, CommitId | None]:
-        """The ids of the newest commit and of the previous commit; None where there is none."""
-        return self.snapshot.newest, self.snapshot.previous
-
-    @property
-    def has_own_commit(self) -> bool:
-        """True if this rank holds a commit that decides on the job's state: not one that a sync is about to replace."""
-        is_replaced = self.is_adopted and self.session.rank in self.session.lacking
-        return self.snapshot.newest is not None and not is_replaced
-
-    @property
-    def commit_bytes(self) -> int:
-        """Size of the newest commit, in bytes."""
-        return self.snapshot.size_bytes
-
-    @property
-    def ticks(self) -> int:
-        """Ticks completed in this generation."""
-        return self.session.ticks
-
-    def progress(self) -> None:
-        """Report progress to the agent without ending a tick."""
-        self.session.progress()
-
-    # ------------------------------------------------------------------------------------------------- making a commit
-
-    def begin(self) -> None:
-        """Begin a commit of the present tick. Tensors on a device are copied in the background after the return.
-
-        Raises what ``State.commit`` raises.
-        """
-        self.settle()
-        self._begin(self.session.commit_id())
-
-    def settle(self) -> None:
-        """Wait until the commit that is being copied from a device, if any, is sealed or discarded."""
-        if self._peers is not None and self._peers.wait():
-            self._record_commits()
-        if not self.snapshot.is_settled:
-            self.snapshot.settle()
-            self._record_commits()
-
-    def seal(self, commit: CommitId) -> None:
-        """Save the live state as ``commit``, and wait until the commit is sealed.
-
-        Raises StateError if ``commit`` is not newer than the newest commit, and CollectiveError if the generation ends
-        before the commit is copied from a device. Also raises what ``State.commit`` raises.
-        """
-        self.settle()
-        self._begin(commit)
-        if not self.snapshot.is_settled:
-            try:
-                self.snapshot.finish()
-            finally:
-                self._record_commits()
-
-    def tick(self) -> None:
-        """End a tick, after recording a commit whose copy is complete. Raises what ``Session.tick`` raises.
-
-        A tick without a commit is recorded, so that ``commit_last_tick`` can make the commit after a failure.
-        """
-        if self.snapshot.is_copied:
-            self.settle()
-        if self._peers is not None:
-            self._peers.close()  # after the first step: it takes a while to unmap much memory
-        if self.session.records_ticks and (commit := self.session.commit_id()) != self._begun:
-            self._ticks.record(commit)
-        self.session.tick()
-
-    def commit_last_tick(self) -> None:
-        """After a failure: make the last tick a commit, if the live state is proven to be the state of that tick.
-
-        Call it when nothing of the generation can write any more, and restore the newest commit afterwards.
-        """
-        self.settle()
-        taken = self._ticks.take(self.snapshot.newest, self.session.generation)
-        if taken is None:
-            return
-        commit, values, private = taken
-        try:
-            self.snapshot.write(values, private, commit)
-        except Exception as error:  # too little storage: the commit before stays whole
-            logger.warning("the state of tick %d cannot be committed: %s", commit.tick, error)
-        finally:
-            self._record_commits()
-
-    def _begin(self, commit: CommitId) -> None:
-        newest = self.snapshot.newest
-        if newest is not None and commit <= newest:
-            raise StateError(
-                f"Commit {commit} is not newer than {newest}, which is sealed. Commit again after the next tick."
-            )
-        self._begun = commit
-        self._ticks.drop()
-        captured = self._live.capture()
-        is_cut = functools.partial(self.session.has_ended, commit.generation)
-        try:
-            self.snapshot.begin(captured, rng.capture(), commit, self._live.optimizer_owned, is_cut)
-        finally:  # a failed write has destroyed the previous commit
-            self._record_commits()
-
-    def _record_commits(self) -> None:
-        self.session.record_commits(*self.commits, self.commit_bytes)
+class Committer(CommitWriter):
+    """Commits of one state, and their exchange between the workers of a world. See CommitWriter."""
 
     # --------------------------------------------------------------------------------------------- restoring a commit
 
     def restore(self) -> None:
         """Make the newest intact commit the live state, with its random state. All gradients become None.
 
-        Raises StateError if there is no intact commit, or if the commit does not fit the live objects.
+        Raises StateError if there is no intact commit, or if the commit does not fit the live objects; UsageError if
+        values are attached.
         """
+        if self.attached is not None:
+            raise UsageError("restore() cannot restore attached values. They get their content when they are attached.")
         self.settle()
         try:
             values = self.snapshot.load_into(self._targets())
         finally:
             self._record_commits()  # a commit may be damaged
-        self._apply(values)
+        commit = self.snapshot.newest
+        assert commit is not None, "the values belong to this commit"
+        self._apply(values, self.snapshot.read_private(commit))
 
     def resume(self) -> bool:
         """Restore the newest intact commit that fits the live objects. Return False if no commit is left."""
@@ -247,17 +103,18 @@ class Committer:
         self._ticks.reset()
         return self._live.load_targets()
 
-    def _apply(self, values: Values) -> None:
-        """Make the newest commit, whose content is ``values``, the live state: the last step of a restore or sync."""
-        commit = self.snapshot.newest
-        assert commit is not None, "the values belong to this commit"
+    def _apply(self, values: Values, private: bytes) -> None:
+        """Make the content of a commit the live state: the last step of a restore or sync.
+
+        ``private``: the random state.
+        """
         self._live.apply(values)
         if kept := self.snapshot.aliases(self._live.capture()):
             raise StateError(
                 f"{self._live.name}.apply() kept {kept[0]!r}, which is memory of the commit. Copy it into a tensor or "
                 "array of the state."
             )
-        rng.apply(self.snapshot.read_private(commit))
+        rng.apply(private)
         self._live.drop_gradients()
         self._must_seal = self.is_behind = False
 
@@ -280,6 +137,9 @@ class Committer:
             self.seal(session.commit_id())
             return False
         if session.generation == self._synced_generation:
+            return False
+        if session.line is not None:  # ``start_from_line`` has done it, and ``attach`` seals (generation, 0)
+            self._synced_generation = session.generation
             return False
         start = CommitId(session.generation, 0)
         channel = None
@@ -307,6 +167,7 @@ class Committer:
         self.settle()
         if session.generation > 0 and session.size > 1:
             group = session.process_group_for(tuple(range(session.size)))
+            exclusions.leave_out(self.attached.names if self.attached is not None else ())
             divergence.check(self.snapshot, Channel(group, 0), session.rank, exclusions)
             return
         try:
@@ -351,7 +212,7 @@ class Committer:
         finally:
             self._record_commits()
         session.record_sync(payload.numel(), time.monotonic() - started)
-        self._apply(values)
+        self._apply(values, self.snapshot.read_private(commit))
 
     def _read(self, commit: CommitId) -> None:
         """Read the root's state from its memory on this host, seal it as ``commit``, and make it the live state."""
@@ -369,7 +230,94 @@ class Committer:
         finally:
             self._record_commits()
         session.record_sync(self.snapshot.size_bytes, time.monotonic() - started + peers.seconds_ahead)
-        self._apply(values)
+        self._apply(values, self.snapshot.read_private(commit))
+
+    # ------------------------------------------------------------------------------------- values attached to a world
+
+    def start_from_line(self) -> bool:
+        """Make the plain values of the commit line the live state. Return False if the world starts from no line.
+
+        This worker's own commit is used if it has that one. Otherwise the values are another worker's, and the random
+        state is derived, as in a sync. Then this worker holds no commit of the line.
+        """
+        session, line = self.session, self.session.line
+        if line is None:
+            return False
+        self.settle()
+        newest, previous = self.commits
+        if newest != line and previous == line:
+            self.snapshot.drop_newest()
+            self._record_commits()
+            self._restore_or_discard()
+        if self.snapshot.newest != line:
+            values, private = self._copies().plain()
+            self._targets()
+            derived = rng.derived(rng.initial_seed(private), session.worker_key, session.generation)
+            self._apply(values, derived)
+        return True
+
+    def attach(self, values: Mapping[str, Any], init: Callable[[], object] | None) -> bool:
+        """Attach values to the present world: see ``TorchState.attach``. Return True if a check must follow."""
+        session = self.session
+        if self.attached is not None:
+            raise UsageError("attach() was called before in this world. Call it once, with all values.")
+        if session.commit_id().tick > 1 and session.generation > 0:
+            raise UsageError("attach() was called after the first tick of this world. Call it before.")
+        if init is None and session.line is None:
+            raise UsageError(
+                "attach() needs init in the first world of a job: init=model.init_weights, or another call."
+            )
+        self.settle()
+        dtensors.clear_mesh_caches()
+        attached = Attached(values)
+        self._compare_attached(attached)
+        if session.line is not None:
+            attached.restore(self._copies())
+        elif init is not None:
+            init()
+            if session.size > 1:
+                attached.spread(session)
+        self.attached = attached
+        self._seal_attached(CommitId(session.generation, 0) if session.generation > 0 else session.commit_id())
+        session.record_attached(attached.digest())
+        self._numbers_of_all([0])  # no rank may overwrite the line before all have sealed this commit
+        return session.verify_sync
+
+    def detach(self) -> None:
+        """Release the attached values: their world is over. Nothing keeps them alive afterwards."""
+        if self.attached is not None:
+            self.attached = None
+            dtensors.clear_mesh_caches()
+
+    def _copies(self) -> CommitCopies:
+        return CommitCopies(self.session.copy_reader(), [source for source, _ in self.session.sources])
+
+    def _compare_attached(self, attached: Attached) -> None:
+        """Raise StateError if the ranks attach different names."""
+        rows = self._numbers_of_all([digest(msgspec.msgpack.encode(attached.names)) >> 1])
+        if any(row != rows[0] for row in rows):
+            raise StateError(
+                f"The ranks attach different values; this rank attaches {', '.join(attached.names)}. Attach the same "
+                "names, in the same order, on every rank."
+            )
+
+    def _numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
+        session = self.session
+        if session.size == 1:
+            return [numbers]
+        return Channel(session.process_group_for(tuple(range(session.size))), 0).numbers_of_all(numbers)
+
+    def _seal_attached(self, start: CommitId) -> None:
+        """Seal the first commit with shards. A world without a line may have sealed the plain values under this id."""
+        is_new = self.snapshot.newest != start
+        self._begin(start, replaces=True)
+        try:
+            self.snapshot.finish()
+            if not is_new:
+                self.snapshot.drop_previous()
+        finally:
+            self._record_commits()
+        self._must_seal = False
 
     # ------------------------------------------------------------------------- ranks with different numbers of batches
 

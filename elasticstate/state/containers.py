@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -46,22 +46,34 @@ def rebuild(tree: Any, values: Captured, live: Any, device: torch.device | None,
     ``device``: for new tensors that were not on the CPU; None is the present device of their type. ``used``: the names
     met so far, which make the generated names equal to those of ``flatten``.
     """
+    return rebuild_with(
+        lambda target, name, here: load_value(target, values, name, here), tree, live, device, path, used
+    )
+
+
+Load = Callable[[object, str, torch.device], Any]
+"""Return the tensor or array of a name, given the live value at its place and the device of a new tensor."""
+
+
+def rebuild_with(load: Load, tree: Any, live: Any, device: torch.device | None, path: str, used: set[str]) -> Any:
+    """Do what ``rebuild`` does, with tensors that ``load`` returns."""
     if isinstance(tree, Leaf):
         path = _free(path, used)
         used.add(path)
         here = device if device is not None and device.type == tree.device_type else torch.device(tree.device_type)
-        return load_value(live, values, path, here)
+        return load(live, path, here)
     if isinstance(tree, Row):
         tree = tree.kind((key, _leaf("cpu")) for key in tree.keys)
     if type(tree) in (dict, OrderedDict):
         inside = live if isinstance(live, dict) else {}
         return type(tree)(
-            (key, rebuild(item, values, inside.get(key), device, f"{path}.{key}", used)) for key, item in tree.items()
+            (key, rebuild_with(load, item, inside.get(key), device, f"{path}.{key}", used))
+            for key, item in tree.items()
         )
     if type(tree) in (list, tuple):
         beside = live if isinstance(live, list | tuple) and len(live) == len(tree) else [None] * len(tree)
         return type(tree)(
-            rebuild(item, values, one, device, f"{path}.{i}", used)
+            rebuild_with(load, item, one, device, f"{path}.{i}", used)
             for i, (item, one) in enumerate(zip(tree, beside, strict=True))
         )
     return tree

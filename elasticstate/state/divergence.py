@@ -29,13 +29,19 @@ class Exclusions:
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._announced: set[str] = set()
+        self._attached: tuple[str, ...] = ()
 
     def add(self, names: Iterable[str]) -> None:
         self._names.update(names)
 
+    def leave_out(self, attached: tuple[str, ...]) -> None:
+        """Leave out attached values, too, of which each rank has its own parts. They are not announced."""
+        self._attached = attached
+
     def __contains__(self, name: object) -> bool:
         parents = itertools.accumulate(str(name).split("."), "{}.{}".format)
-        return bool(self._names) and any(parent in self._names for parent in parents)
+        excluded = self._names.union(self._attached)
+        return bool(excluded) and any(parent in excluded for parent in parents)
 
     def announce(self) -> None:
         """Log each name once."""

@@ -22,14 +22,24 @@ import msgspec
 import numpy as np
 import torch
 
+from elasticstate.commit_header import (
+    METADATA,
+    NO_SHARDING,
+    OBJECTS,
+    RANDOM,
+    VERSION,
+    Metadata,
+    Notes,
+    Shard,
+    Sharding,
+    Stored,
+    decode,
+    sharding_info,
+)
 from elasticstate.errors import StateError
 
 ALIGNMENT_BYTES = 64
 HEADER_GRANULE_BYTES = 4096
-VERSION = 1
-OBJECTS = "elasticstate.objects"
-RANDOM = "elasticstate.random"
-METADATA = "__metadata__"
 MAX_DIMENSIONS = 64
 
 # torch dtypes that the format knows: (its name, what is added to the shape)
@@ -98,28 +108,6 @@ class Layout(msgspec.Struct, array_like=True, frozen=True):
     size_bytes: int
 
 
-class _Stored(msgspec.Struct, frozen=True):
-    """A tensor as the format describes it. Offsets count from the end of the header."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-class _Notes(msgspec.Struct, frozen=True):
-    """Properties that the format cannot describe."""
-
-    version: int
-    kinds: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape) where the stored ones differ
-    tied: dict[str, str]  # name -> the name under which the bytes are stored
-    order: list[str] | None  # all names in capture order; None: capture order is the stored order
-
-
-class _Metadata(msgspec.Struct, frozen=True):
-    format: str  # "pt": the value that other readers of such files expect
-    elasticstate: str  # _Notes as JSON, because the format's metadata contains only strings
-
-
 @dataclass(frozen=True, slots=True)
 class Frame:
     """Offsets of a commit's parts in its buffer, in bytes."""
@@ -128,6 +116,7 @@ class Frame:
     random: int
     tensors: int
     objects: int
+    sharding: Sharding = NO_SHARDING
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -188,14 +177,15 @@ def view(memory: torch.Tensor, entry: Entry, begin: int) -> Any:
 class Header:
     """Header of a layout. Everything except the size of its last part is computed once."""
 
-    def __init__(self, layout: Layout, random_bytes: int) -> None:
+    def __init__(self, layout: Layout, random_bytes: int, sharding: Sharding = NO_SHARDING) -> None:
         self.layout = layout
-        self._start, self._body = _encode(layout, random_bytes)
+        self._start, self._body = _encode(layout, random_bytes, sharding)
         longest = len(self._body) + len(self._last(1 << 62)) + 8
         capacity = round_up(
             longest + longest // 32 + 512, HEADER_GRANULE_BYTES
         )  # after small changes, the other parts stay in place
-        self.frame = Frame(layout, capacity, capacity + random_bytes, capacity + random_bytes + layout.size_bytes)
+        tensors = capacity + random_bytes
+        self.frame = Frame(layout, capacity, tensors, tensors + layout.size_bytes, sharding)
 
     def encode(self, buffer_bytes: int) -> bytes:
         """Return all bytes before the data, for a buffer of ``buffer_bytes`` bytes."""
@@ -204,13 +194,13 @@ class Header:
         return capacity.to_bytes(8, "little") + text.ljust(capacity)
 
     def _last(self, end: int) -> bytes:
-        stored = _Stored("U8", (end - self._start,), (self._start, end))
+        stored = Stored("U8", (end - self._start,), (self._start, end))
         return b"," + msgspec.json.encode({OBJECTS: stored})[1:]
 
 
-def _encode(layout: Layout, random_bytes: int) -> tuple[int, bytes]:
+def _encode(layout: Layout, random_bytes: int, sharding: Sharding) -> tuple[int, bytes]:
     """Return the offset of the objects, and the header up to them."""
-    stored: dict[str, _Stored] = {RANDOM: _Stored("U8", (random_bytes,), (0, random_bytes))}
+    stored: dict[str, Stored] = {RANDOM: Stored("U8", (random_bytes,), (0, random_bytes))}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     tied: dict[str, str] = {}
     owners: dict[tuple[int, int, str, tuple[int, ...]], str] = {}
@@ -226,11 +216,12 @@ def _encode(layout: Layout, random_bytes: int) -> tuple[int, bytes]:
         if not is_complete:
             kinds[entry.name] = (entry.dtype, entry.shape)
         start = random_bytes + entry.offset
-        stored[entry.name] = _Stored(name, shape, (start, start + entry.size_bytes))
+        stored[entry.name] = Stored(name, shape, (start, start + entry.size_bytes))
     names = [entry.name for entry in layout.entries]
     in_order = [name for name in stored if name != RANDOM] == names
-    notes = _Notes(VERSION, kinds, tied, None if in_order else names)
-    metadata = _Metadata("pt", msgspec.json.encode(notes).decode())
+    notes = Notes(VERSION, kinds, tied, None if in_order else names, sharding)
+    info = sharding_info(stored, (RANDOM, OBJECTS), sharding) if sharding.names else ""
+    metadata = Metadata("pt", msgspec.json.encode(notes).decode(), info)
     text = msgspec.json.encode({METADATA: metadata, **stored})
     return random_bytes + layout.size_bytes, text[:-1]
 
@@ -259,23 +250,20 @@ def parse(memory: torch.Tensor) -> tuple[Frame, int]:
     The content is not trusted. Raises ValueError, or StateError for a dtype unknown to torch.
     """
     content = memory.numpy()
-    _require(content.size > 8, "the buffer has no header")
-    capacity = int.from_bytes(content[:8].tobytes(), "little")
-    _require(2 <= capacity <= content.size - 8, "the header is longer than the buffer")
-    header = content[: 8 + capacity].data
-    try:
-        raw = msgspec.json.decode(header[8:], type=dict[str, msgspec.Raw])
-        _require(METADATA in raw, "the header has no metadata")
-        metadata = msgspec.json.decode(raw.pop(METADATA), type=_Metadata)
-        notes = msgspec.json.decode(metadata.elasticstate, type=_Notes)
-        stored = {name: msgspec.json.decode(item, type=_Stored) for name, item in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-    _require(notes.version == VERSION, f"the format version is {notes.version}, not {VERSION}")
-    return _frame(stored, notes, 8 + capacity, content.size), digest(header)
+    return parse_header(content.data, content.size)
 
 
-def _frame(stored: dict[str, _Stored], notes: _Notes, begin: int, size: int) -> Frame:
+def parse_header(content: bytes | memoryview, size_bytes: int) -> tuple[Frame, int]:
+    """Do what ``parse`` does, for a file of ``size_bytes`` bytes of which ``content`` is the beginning."""
+    _require(len(content) > 8, "the buffer has no header")
+    capacity = int.from_bytes(content[:8], "little")
+    _require(2 <= capacity <= len(content) - 8, "the header is longer than the buffer")
+    header = content[: 8 + capacity]
+    notes, stored = decode(header)
+    return _frame(stored, notes, 8 + capacity, size_bytes), digest(header)
+
+
+def _frame(stored: dict[str, Stored], notes: Notes, begin: int, size: int) -> Frame:
     random, objects = stored.pop(RANDOM, None), stored.pop(OBJECTS, None)
     if random is None or objects is None:
         raise ValueError("the header lacks the random state or the objects")
@@ -299,10 +287,21 @@ def _frame(stored: dict[str, _Stored], notes: _Notes, begin: int, size: int) -> 
     names = list(stored) if notes.order is None else notes.order
     _require(len(names) == len(entries) and entries.keys() == set(names), "the order does not contain all names")
     layout = Layout([entries[name] for name in names], tensors_bytes)
-    return Frame(layout, begin, begin + random.data_offsets[1], begin + last)
+    for name, shard in notes.sharding.shards.items():
+        _require(name in entries, f"{name} is the shard of a tensor that does not exist")
+        _check_shard(entries[name], shard)
+    return Frame(layout, begin, begin + random.data_offsets[1], begin + last, notes.sharding)
 
 
-def _entry(name: str, stored: _Stored, notes: _Notes, random_bytes: int) -> Entry:
+def _check_shard(entry: Entry, shard: Shard) -> None:
+    is_inside = len(shard.shape) == len(shard.offsets) == len(entry.shape) and all(
+        0 <= offset <= offset + size <= whole
+        for offset, size, whole in zip(shard.offsets, entry.shape, shard.shape, strict=True)
+    )
+    _require(is_inside, f"{entry.name} is not within its whole tensor")
+
+
+def _entry(name: str, stored: Stored, notes: Notes, random_bytes: int) -> Entry:
     start, end = stored.data_offsets
     _require(random_bytes <= start <= end, f"{name} is out of bounds")
     if name in notes.kinds:

@@ -13,11 +13,16 @@ from elasticstate.state.containers import flatten, rebuild
 from elasticstate.state.values import Captured, is_loaded, load_value
 
 
-class _Walk:
-    """All tensors of a module by name, found in one walk. ``named_parameters`` and similar methods would take three."""
+class Walk:
+    """All tensors of a module by name, found in one walk. ``named_parameters`` and similar methods would take three.
 
-    def __init__(self, name: str, module: torch.nn.Module) -> None:
-        self.parameters_at, self.buffers_at = f"{name}.parameters.", f"{name}.buffers."
+    Args:
+        parameters_at: what the names of parameters begin with.
+        buffers_at: the same for buffers.
+    """
+
+    def __init__(self, module: torch.nn.Module, parameters_at: str, buffers_at: str) -> None:
+        self.parameters_at, self.buffers_at = parameters_at, buffers_at
         self.parameters: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self.none: list[str] = []  # paths of registered buffers that are None
@@ -72,9 +77,13 @@ def is_usual(module: torch.nn.Module) -> bool:
 _WALK_METHODS = ("named_parameters", "named_buffers", "named_modules")
 
 
+def _walk(name: str, module: torch.nn.Module) -> Walk:
+    return Walk(module, f"{name}.parameters.", f"{name}.buffers.")
+
+
 def capture_module(name: str, module: torch.nn.Module, values: dict[str, Any]) -> Any:
     """Put the tensors of a module into ``values``, and return the rest of its state."""
-    walk = _Walk(name, module)
+    walk = _walk(name, module)
     values.update(walk.parameters)
     values.update(walk.buffers)
     return {
@@ -90,7 +99,7 @@ def capture_module(name: str, module: torch.nn.Module, values: dict[str, Any]) -
 
 def load_module(name: str, module: torch.nn.Module, tree: Any, values: Captured) -> None:
     """Write what ``capture_module`` captured into the module, in place where that is possible."""
-    walk = _Walk(name, module)
+    walk = _walk(name, module)
     live = walk.parameters
     saved = [key for key in values if key.startswith(walk.parameters_at)]
     if live.keys() != set(saved):
@@ -119,39 +128,39 @@ def load_module(name: str, module: torch.nn.Module, tree: Any, values: Captured)
         parts[path].set_extra_state(rebuild(extra, values, None, None, f"{name}.extra.{path}", used))
 
 
-def _load_buffers(module: torch.nn.Module, walk: _Walk, tree: Any, values: Captured) -> None:
+def _load_buffers(module: torch.nn.Module, walk: Walk, tree: Any, values: Captured) -> None:
     """Give the module the buffers of the commit, including those that are None, and remove all other buffers."""
     saved = {key.removeprefix(walk.buffers_at): key for key in values if key.startswith(walk.buffers_at)}
     found = {key.removeprefix(walk.buffers_at) for key in walk.buffers}.union(walk.none)
     for path in found.difference(saved, tree["none"]):
-        owner, name = _owner_of_buffer(module, path)
+        owner, name = owner_of_buffer(module, path)
         delattr(owner, name)
     transient = set(tree["transient"])
     for path in tree["none"]:
-        _set_buffer(module, path, None, path in transient)
+        set_buffer(module, path, None, path in transient)
     for path, key in saved.items():
-        owner, name = _owner_of_buffer(module, path)
+        owner, name = owner_of_buffer(module, path)
         live = owner.get_buffer(name) if modules.has_buffer(owner, name) else None
         if live is None or not is_loaded(live, values, key):
-            device = live.device if live is not None else _home(module, tree["devices"].get(key, "cpu"))
-            _set_buffer(module, path, load_value(live, values, key, device), path in transient)
+            device = live.device if live is not None else home_of(module, tree["devices"].get(key, "cpu"))
+            set_buffer(module, path, load_value(live, values, key, device), path in transient)
 
 
-def _owner_of_buffer(module: torch.nn.Module, path: str) -> tuple[torch.nn.Module, str]:
+def owner_of_buffer(module: torch.nn.Module, path: str) -> tuple[torch.nn.Module, str]:
     owner, _, name = path.rpartition(".")
     return module.get_submodule(owner), name
 
 
-def _set_buffer(module: torch.nn.Module, path: str, value: Any, is_transient: bool) -> None:
+def set_buffer(module: torch.nn.Module, path: str, value: Any, is_transient: bool) -> None:
     """Register the buffer or set its value. Buffers may be registered late or change their shape, as caches do."""
-    owner, name = _owner_of_buffer(module, path)
+    owner, name = owner_of_buffer(module, path)
     if modules.has_buffer(owner, name):
         setattr(owner, name, value)
     else:
         owner.register_buffer(name, value, persistent=not is_transient)
 
 
-def _home(module: torch.nn.Module, device_type: str) -> torch.device:
+def home_of(module: torch.nn.Module, device_type: str) -> torch.device:
     for parameter in module.parameters():
         if parameter.device.type == device_type:
             return parameter.device

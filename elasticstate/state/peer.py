@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import msgspec
 import torch
 
 from elasticstate._native import ControlPage
@@ -118,6 +117,11 @@ class PeerCommit:
         self._storage, self._buffer = storage, buffer
         self.content = storage.content(buffer.index)
 
+    @property
+    def has_attached(self) -> bool:
+        """True if the commit has values attached to a world, of which each worker holds its own shards."""
+        return bool(self._buffer.frame.sharding.names)
+
     def is_intact(self) -> bool:
         """Return True if the checksum is correct."""
         return self._buffer.is_intact()
@@ -127,10 +131,9 @@ class PeerCommit:
 
         The random state is derived from that of the owner, as in a sync of this generation.
         """
-        buffer, frame = self._buffer, self._buffer.frame
+        buffer = self._buffer
         private = rng.derived(rng.initial_seed(buffer.private()), worker_key, generation)
-        header = msgspec.msgpack.encode((frame.layout, buffer.length - frame.objects))
-        snapshot.incoming(header, private).copy_(buffer.memory[frame.tensors : buffer.length])
+        snapshot.incoming(buffer.transfer_header(), private).copy_(buffer.memory[buffer.frame.tensors : buffer.length])
         return self.content is not None and self._storage.content(buffer.index) == self.content
 
 

@@ -29,13 +29,16 @@ class PeerCopies:
         self._ahead: _ReadAhead | None = None
 
     def copy_newest(self, snapshot: Snapshot, worker_key: str) -> CommitId | None:
-        """Copy the newest commit of another worker. Return its id; None if there is none, or none that is whole."""
+        """Copy the newest commit of another worker. Return its id; None if there is none, or none that is whole.
+
+        A commit with attached values is not copied: it would count as one of this worker's own shards.
+        """
         try:
             found = self._reader.newest()
         except OSError as error:
             logger.warning("the commits of other workers of this host cannot be read: %s", error)
             self.can_read, found = False, None
-        if found is None:
+        if found is None or found[1].has_attached:
             return None
         commit, source = found
         return commit if source.is_intact() and source.copy_to(snapshot, worker_key, commit.generation) else None

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from elasticstate._native import Pieces
+from elasticstate.commit_header import NO_SHARDING, Sharding
 from elasticstate.errors import StateError
 from elasticstate.state.copy_stream import CopyStreamOf, copy_stream_of, has_copy_stream
 from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Header, lay_out, round_up, view
@@ -43,16 +44,18 @@ class Plan:
         random_bytes: int,
         last: Plan | None,
         copy_stream_of: CopyStreamOf = copy_stream_of,
+        sharding: Sharding = NO_SHARDING,
     ) -> None:
         described = [_describe_tensor(name, tensor) for name, tensor in tensors.items()]
         described += [_describe_array(name, array) for name, array in arrays.items()]
         layout = lay_out(described)
-        if last is not None and last.capacity_for(random_bytes) and last.header.layout == layout:
+        is_same = last is not None and last.header.layout == layout and last.header.frame.sharding == sharding
+        if last is not None and is_same and last.capacity_for(random_bytes):
             self.random_bytes: int = last.random_bytes
             self.header: Header = last.header
         else:
             self.random_bytes = random_capacity(random_bytes)
-            self.header = Header(layout, self.random_bytes)
+            self.header = Header(layout, self.random_bytes, sharding)
         self.layout = self.header.layout
         self._names = list(tensors)
         self._features = [list(map(feature, tensors.values())) for feature in _FEATURES]
@@ -62,10 +65,17 @@ class Plan:
         self.queued: list[tuple[str, Entry]] = []
         self.pieces = self._make_pieces([*tensors.values(), *arrays.values()], copy_stream_of)
 
-    def fits(self, tensors: dict[str, Tensor], arrays: dict[str, np.ndarray[Any, Any]], random_bytes: int) -> bool:
+    def fits(
+        self,
+        tensors: dict[str, Tensor],
+        arrays: dict[str, np.ndarray[Any, Any]],
+        random_bytes: int,
+        sharding: Sharding = NO_SHARDING,
+    ) -> bool:
         """Return True if this plan is valid for these values as they are now. It detects any change made in place."""
         if (
             not self.capacity_for(random_bytes)
+            or sharding != self.header.frame.sharding
             or list(tensors) != self._names
             or _array_features(arrays) != self._arrays
         ):

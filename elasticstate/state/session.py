@@ -7,8 +7,9 @@ from typing import Protocol
 import torch.distributed as dist
 
 from elasticstate.config import refusal_of_other_launchers, worker_environment
-from elasticstate.core.types import CommitId
+from elasticstate.core.types import CommitId, ShardSource
 from elasticstate.errors import UsageError
+from elasticstate.state.shards import CopyReader
 
 
 class Session(Protocol):
@@ -54,6 +55,20 @@ class Session(Protocol):
         """True if ticks without a commit are recorded, so that a failure repeats none."""
 
     @property
+    def line(self) -> CommitId | None:
+        """The commit from which this world starts. None: no values are attached, or nothing is committed yet."""
+
+    @property
+    def sources(self) -> tuple[tuple[ShardSource, str], ...]:
+        """Copies of ``line`` in the order in which to try them, each with the "ip:port" of its copy server."""
+
+    def record_attached(self, digest: int, /) -> None:
+        """Record that this worker has attached values whose shards have this digest, and sealed (generation, 0)."""
+
+    def copy_reader(self) -> CopyReader:
+        """Return the reader of the copies in ``sources``."""
+
+    @property
     def worker_key(self) -> str:
         """Unique id of this worker."""
 
@@ -92,6 +107,8 @@ class SoloSession:
     lacking: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
     root_slot = 0
+    line: CommitId | None = None
+    sources: tuple[tuple[ShardSource, str], ...] = ()
     verify_sync = False
     records_ticks = False  # a failure ends this process, and there are no others
     worker_key = "alone"
@@ -136,6 +153,12 @@ class SoloSession:
     def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
         if newest is not None:
             self._saves = newest.tick
+
+    def record_attached(self, digest: int) -> None:
+        """Do nothing: there is no other world, so nobody reads the shards."""
+
+    def copy_reader(self) -> CopyReader:
+        raise AssertionError("there are no copies outside a job")
 
     def record_commit_time(self, seconds: float) -> None:
         """Do nothing: there is no driver."""

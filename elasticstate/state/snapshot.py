@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from elasticstate._native import checksum, checksums, fill, gather, scatter
+from elasticstate.commit_header import NO_SHARDING, Sharding
 from elasticstate.config import commit_device_memory
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, StateError
@@ -116,6 +117,7 @@ class Snapshot:
         commit: CommitId,
         optimizer_owned: Callable[[], Container[int]] = lambda: (),
         is_cut: Callable[[], bool] = lambda: False,
+        sharding: Sharding = NO_SHARDING,
     ) -> None:
         """Begin ``write``. With tensors on a device, the copy continues in the background; the commit is not held yet.
 
@@ -123,6 +125,7 @@ class Snapshot:
             optimizer_owned: returns the ids of tensors that only an optimizer's ``step`` writes; called only if needed.
             is_cut: returns True if device data may be undefined by now. A commit whose copy ends after that is
                 discarded.
+            sharding: of the tensors in ``captured`` that belong to attached values.
 
         Raises what ``write`` raises.
         """
@@ -130,8 +133,8 @@ class Snapshot:
         tensors, arrays, objects = split_by_kind(captured)
         blob = dumps(objects)
         plan = self._plan
-        if plan is None or not plan.fits(tensors, arrays, len(private)):
-            plan = self._plan = Plan(tensors, arrays, len(private), plan, self._copy_stream_of)
+        if plan is None or not plan.fits(tensors, arrays, len(private), sharding):
+            plan = self._plan = Plan(tensors, arrays, len(private), plan, self._copy_stream_of, sharding)
         buffer = self._older
         found = buffer.begin(plan.header, private, len(blob))
         if plan.odd:
@@ -237,6 +240,10 @@ class Snapshot:
         self._newer.unseal()
         self._newer, self._older = self._older, self._newer
 
+    def drop_previous(self) -> None:
+        """Discard the commit before the newest."""
+        self._older.unseal()
+
     # ------------------------------------------------------------------------------------------------- reading a commit
 
     def load_into(self, live: Captured) -> Values:
@@ -290,17 +297,17 @@ class Snapshot:
         self.settle()
         buffer = self._newer
         return (
-            msgspec.msgpack.encode((buffer.frame.layout, buffer.length - buffer.frame.objects)),
+            buffer.transfer_header(),
             buffer.memory[buffer.frame.tensors : buffer.length],
         )
 
     def incoming(self, header: bytes, private: bytes) -> torch.Tensor:
         """Begin to receive a commit: return the ``uint8[n]`` of the older buffer to fill before ``load_incoming``."""
         self._prepare()
-        layout, objects_bytes = msgspec.msgpack.decode(header, type=tuple[Layout, int])
+        layout, objects_bytes, sharding = msgspec.msgpack.decode(header, type=tuple[Layout, int, Sharding])
         buffer = self._older
         random_bytes = random_capacity(len(private))
-        buffer.begin(Header(layout, random_bytes), private, objects_bytes)
+        buffer.begin(Header(layout, random_bytes, sharding), private, objects_bytes)
         return buffer.memory[buffer.frame.tensors : buffer.length]
 
     def load_incoming(self, live: Captured) -> Incoming:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticstate.compat import optimizers
-from elasticstate.errors import StateError
+from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured, watch_steps
 from elasticstate.state.base import State
 from elasticstate.state.containers import flatten, rebuild
@@ -55,6 +55,48 @@ class TorchState(State):
                 warnings.warn(f"state.{name}: {fault}", stacklevel=callers_line)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             watch_steps()  # before a step is captured for a graph
+
+    def attach(self, *, init: Callable[[], object] | None = None, **values: Any) -> None:
+        """Attach values that belong to this world, such as a sharded model. All ranks call it, once in each world.
+
+        ``commit`` then saves this worker's parts of their tensors, without any collective. The next world makes new
+        values and attaches them: their content comes from the commits, resharded, and no whole tensor is made::
+
+            with torch.device("meta"):
+                model = GPT(config)
+            fully_shard(model, mesh=init_device_mesh(elastic.device().type, (elastic.size(),)))
+            model.to_empty(device=elastic.device())
+            optimizer = torch.optim.AdamW(model.parameters())
+            state.attach(model=model, optimizer=optimizer, init=model.init_weights)
+
+        A tensor of a module or optimizer may be a DTensor with placements ``Shard`` and ``Replicate`` on a mesh of any
+        shape: FSDP2, HSDP, tensor parallelism, or both. The shape of the mesh may change between worlds; the shape and
+        dtype of the whole tensor must not. Parts may be of different sizes, or empty. All other tensors and values are
+        the same on all ranks. The state of an optimizer is created with the placements of its parameters.
+
+        The values are no attributes of the state: keep them in variables of the function. ``restore()`` raises
+        UsageError while values are attached.
+
+        Args:
+            init: called in the first world of a job, to give the tensors their first values. Afterwards, replicas are
+                made equal.
+            **values: modules, torch's own optimizers, and objects with ``state_dict()`` and ``load_state_dict()``.
+
+        Raises:
+            UsageError: the call is outside a ``run`` function, after a tick, or the second one in this world; there is
+                no value or no ``init`` in the first world; a name is that of a value of this state; or a value has no
+                ``state_dict()``.
+            StateError: a tensor is on the meta device, or has a placement such as ``Partial``; an optimizer trains a
+                parameter of no attached module; the ranks attach different names; or the values do not fit the commit.
+            CollectiveError: parts cannot be read. ``run`` makes the next world.
+        """
+        if not values:
+            raise UsageError("attach() has no values. Pass what belongs to this world: attach(model=model, init=…).")
+        for name in values:
+            if name in self._names:
+                raise UsageError(f"attach({name}=…): the state has a value of this name. Choose another name.")
+        if self._committer.attach(values, init):
+            type(self).check(self)
 
     def capture(self) -> dict[str, Any]:
         values: dict[str, Any] = {}

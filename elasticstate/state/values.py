@@ -45,16 +45,17 @@ class Row:
 
 
 class Values(Mapping[str, Any]):
-    """Content of a commit by name. Tensors and arrays are views of its buffer, created on access.
+    """Content of a commit by name, without attached values. Tensors and arrays are views, created on access.
 
     ``loaded``: the live tensors and arrays that already contain the commit's bytes (``Snapshot.load_into``).
     """
 
     def __init__(self, memory: torch.Tensor, frame: Frame, objects: Mapping[str, Any], loaded: dict[str, Array]):
-        self.entries: dict[str, Entry] = {entry.name: entry for entry in frame.layout.entries}
+        attached = frame.sharding
+        self.entries: dict[str, Entry] = {e.name: e for e in frame.layout.entries if e.name not in attached.shards}
         self._memory = memory
         self._tensors = frame.tensors
-        self._objects = objects
+        self._objects = {name: value for name, value in objects.items() if name not in attached.names}
         self._loaded = loaded
 
     def __getitem__(self, name: str) -> Any:

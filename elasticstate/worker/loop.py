@@ -217,7 +217,8 @@ class WorkerLoop:
         """Run one generation. Raises the worker's own exception, recorded, after leaving the generation."""
         try:
             self._enter_or_continue()
-            if self._committer.has_own_commit:  # else: the job's first world, or sync brings the state
+            has_state = self._committer.start_from_line() or self._committer.has_own_commit
+            if has_state:  # else: the job's first world, or sync brings the state
                 self._state.on_reset()
             self._state.sync()
             self._sentinel.begin_training()
@@ -303,8 +304,10 @@ class WorkerLoop:
         self._is_behind = self._committer.is_behind
         if outcome is _Outcome.INTERRUPTED and not self._is_behind and self._save():
             self._committer.drop_gradients()
+            self._committer.detach()
             self._regrouper.leave(by_plan=True)
         else:
+            self._committer.detach()
             self._regrouper.leave()  # nothing of the generation writes any more
             if not self._is_behind:
                 self._committer.commit_last_tick()

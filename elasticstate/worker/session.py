@@ -8,6 +8,7 @@ from elasticstate import present_world
 from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId, ShardSource
 from elasticstate.net import messages
+from elasticstate.state.shards import CopyReader
 from elasticstate.worker.contexts.context import Context
 from elasticstate.worker.sentinel import Sentinel
 
@@ -15,6 +16,8 @@ from elasticstate.worker.sentinel import Sentinel
 class WorkerSession:
     """Session of a worker under ``elasticrun`` (see state.session.Session)."""
 
+    line: CommitId | None = None
+    sources: tuple[tuple[ShardSource, str], ...] = ()
     _context: Context  # context of the present generation
 
     def __init__(self, sentinel: Sentinel, page: ControlPage, worker_key: str) -> None:
@@ -98,6 +101,12 @@ class WorkerSession:
             self._reported_bytes = size_bytes
             self._sentinel.send(messages.CommitSize(size_bytes))
 
+    def record_attached(self, digest: int) -> None:
+        """Do nothing: the driver does not know of attached values yet."""
+
+    def copy_reader(self) -> CopyReader:
+        raise AssertionError("this world has no copies to read")
+
     def record_commit_time(self, seconds: float) -> None:
         self._sentinel.add_commit_time(seconds)
 
@@ -158,6 +167,12 @@ class LastWorldSession:
 
     def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
         """Do nothing: these are no commits of the job."""
+
+    def record_attached(self, digest: int) -> None:
+        """Do nothing: no other world follows, so nobody reads the shards."""
+
+    def copy_reader(self) -> CopyReader:
+        raise AssertionError("no copies are read after the exit gate")
 
     def record_commit_time(self, seconds: float) -> None:
         """Do nothing: the job's account ends with the exit gate."""

@@ -43,6 +43,7 @@ class Session:
     lacking = (1,)
     verify_sync = False
     records_ticks = False
+    line = None
     ticks = 0
 
     def __init__(self, rank: int) -> None:

@@ -74,6 +74,7 @@ class Session:
     worker_key = "alone"
     verify_sync = False
     records_ticks = False
+    line = None
 
     def __init__(self, ticks: int) -> None:
         self.ticks = ticks

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from scripts.slow_device import SlowDevice
 
-from elasticstate.core.types import CommitId
+from elasticstate.core.types import CommitId, ShardSource
 from elasticstate.errors import CollectiveError, CommitStorageError, HostsUpdatedInterrupt
 from elasticstate.state.async_commit import Copy
 from elasticstate.state.base import committer_of
+from elasticstate.state.shards import CopyReader
 from tests.pages import page_at
 from tests.unit.state.overlapping import CommitStorage, Job
 
@@ -32,6 +33,9 @@ class World:
     lacking: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
     root_slot: int = 0
+    line: CommitId | None = None
+    sources: tuple[tuple[ShardSource, str], ...] = ()
+    reader: CopyReader | None = None
     store: dist.HashStore = field(default_factory=dist.HashStore)
 
 
@@ -51,6 +55,7 @@ class Member:
     records_ticks: bool = False
     signs: int = 0
     is_over: bool = False
+    attached: list[int] = field(default_factory=list)  # digests
 
     @property
     def generation(self) -> int:
@@ -75,6 +80,21 @@ class Member:
     @property
     def root_slot(self) -> int:
         return self.world.root_slot
+
+    @property
+    def line(self) -> CommitId | None:
+        return self.world.line
+
+    @property
+    def sources(self) -> tuple[tuple[ShardSource, str], ...]:
+        return self.world.sources
+
+    def copy_reader(self) -> CopyReader:
+        assert self.world.reader is not None
+        return self.world.reader
+
+    def record_attached(self, digest: int) -> None:
+        self.attached.append(digest)
 
     def check(self) -> None:
         if self.is_over:

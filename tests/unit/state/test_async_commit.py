@@ -15,6 +15,7 @@ import pytest
 import torch
 from scripts.slow_device import SlowDevice
 
+from elasticstate.commit_header import NO_SHARDING
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.state import TorchState, async_commit
@@ -250,7 +251,7 @@ LOOKS: dict[str, Callable[[TorchState], object]] = {
     "check": lambda state: state.check(),
     "outgoing": lambda state: committer_of(state).snapshot.outgoing(),
     "incoming": lambda state: committer_of(state).snapshot.incoming(
-        msgspec.msgpack.encode((committer_of(state).snapshot._newer.frame.layout, 9)), b""
+        msgspec.msgpack.encode((committer_of(state).snapshot._newer.frame.layout, 9, NO_SHARDING)), b""
     ),
     "summary": lambda state: committer_of(state).snapshot.summary(),
     "details": lambda state: committer_of(state).snapshot.details(),

@@ -1,0 +1,280 @@
+"""Attached values: modules, optimizers and other objects of one world, whose tensors may be shards.
+
+A commit has the local tensors of this worker, without any collective: not by ``state_dict()``, because that of FSDP2
+makes a model whole again in the middle of a forward pass. The names are those of the parameters:
+``model.layers.0.weight``, ``optimizer.state.model.layers.0.weight.exp_avg``. Everything else is the same on all workers
+and lies in the commit as trees (see containers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from elasticstate.commit_header import NO_SHARDING, Sharding
+from elasticstate.compat import dtensors, modules
+from elasticstate.errors import StateError, UsageError
+from elasticstate.state.async_commit import is_captured
+from elasticstate.state.attached_optimizer import AttachedOptimizer
+from elasticstate.state.channel import Channel, channel_between
+from elasticstate.state.containers import flatten, rebuild_with
+from elasticstate.state.module_state import Walk, home_of, owner_of_buffer, set_buffer
+from elasticstate.state.optimizer_state import is_plain_optimizer
+from elasticstate.state.reshard import CommitCopies
+from elasticstate.state.restore_targets import RestoreTargets
+from elasticstate.state.session import Session
+from elasticstate.state.shards import Piece, digest_of, piece_of
+from elasticstate.state.values import Tree
+
+
+class Attached:
+    """The attached values of one world.
+
+    Args:
+        values: name → module, optimizer or other object with ``state_dict()``.
+
+    Raises:
+        UsageError: a value has no ``state_dict()``.
+        StateError: a tensor is on the meta device, or has placements that cannot be described.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.names = tuple(values)
+        self._modules = {name: AttachedModule(name, v) for name, v in values.items() if isinstance(v, torch.nn.Module)}
+        self._optimizers = {name: AttachedOptimizer(name, v) for name, v in values.items() if is_plain_optimizer(v)}
+        others = {name: v for name, v in values.items() if name not in {*self._modules, *self._optimizers}}
+        self._others = {name: AttachedObject(name, value) for name, value in others.items()}
+        self._pieces: dict[str, tuple[torch.Tensor, Piece]] = {}  # of the last capture
+        self._sharding = NO_SHARDING
+        for name, tensor in self._tensors():
+            if piece_of(name, tensor).local.is_meta:
+                raise StateError(
+                    f"{name} is on the meta device. Call {name.split('.')[0]}.to_empty(device=elastic.device()) before "
+                    "attach()."
+                )
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters and buffers of all modules."""
+        for module in self._modules.values():
+            yield from module.tensors().items()
+
+    # ------------------------------------------------------------------------------------------------- making a commit
+
+    def capture(self) -> tuple[dict[str, Any], Sharding]:
+        """Return the local tensors and the trees by name, and the places of the tensors. CommitCopies nothing."""
+        tensors: dict[str, Any] = {}
+        trees: dict[str, Any] = {name: module.capture(tensors) for name, module in self._modules.items()}
+        names = self._names_of_parameters()
+        trees |= {name: optimizer.capture(tensors, names) for name, optimizer in self._optimizers.items()}
+        trees |= {name: value.capture(tensors) for name, value in self._others.items()}
+        pieces = self._pieces
+        found: dict[str, tuple[torch.Tensor, Piece]] = {}
+        is_same = len(pieces) == len(tensors)
+        for name, tensor in tensors.items():
+            known = pieces.get(name)
+            if known is None or not _is_piece_of(known, tensor):
+                known, is_same = (tensor, piece_of(name, _required_tensor(name, tensor))), False
+            found[name] = known
+        if not is_same:
+            self._pieces = found
+            self._sharding = Sharding(self.names, {name: piece.shard for name, (_, piece) in found.items()})
+        local = {name: piece.local for name, (_, piece) in found.items()}
+        return {**local, **{name: Tree(tree) for name, tree in trees.items()}}, self._sharding
+
+    def digest(self) -> int:
+        """Return the digest of the shards of this worker, as of the last capture."""
+        return digest_of((name, piece) for name, (_, piece) in self._pieces.items())
+
+    def optimizer_owned(self) -> set[int]:
+        """Return the ids of the captured tensors that only an optimizer's ``step`` writes. See async_commit.py."""
+        locals_of = {id(tensor): id(piece.local) for tensor, piece in self._pieces.values()}
+        found: set[int] = set()
+        for optimizer in self._optimizers.values():
+            if not is_captured(optimizer.optimizer):
+                found.update(locals_of[i] for i in optimizer.owned() if i in locals_of)
+        return found
+
+    def _names_of_parameters(self) -> dict[int, str]:
+        return {id(p): name for module in self._modules.values() for name, p in module.parameters.items()}
+
+    # ---------------------------------------------------------------------------------------------------- a new world
+
+    def spread(self, session: Session) -> None:
+        """Give all replicas of a tensor, or of a part of it, the content of the lowest rank that has it.
+
+        All ranks of the world call it. Replicas are found by their places, because a mesh need not contain all of them:
+        with tensor parallelism, a parameter that is not parallel is sharded on the other dimension alone.
+        """
+        pieces = {name: piece_of(name, tensor) for name, tensor in self._tensors()}
+        places = {name: digest_of([(name, piece)]) for name, piece in pieces.items() if piece.local.numel()}
+        everyone = Channel(session.process_group_for(tuple(range(session.size))), 0)
+        holders: dict[int, list[int]] = {}
+        for rank, message in enumerate(everyone.messages_of_all(msgspec.msgpack.encode(list(places.values())))):
+            for place in msgspec.msgpack.decode(message, type=list[int]):
+                holders.setdefault(place, []).append(rank)
+        names: dict[tuple[int, ...], list[str]] = {}
+        for name, place in places.items():
+            names.setdefault(tuple(holders[place]), []).append(name)
+        for ranks in sorted(names):  # in the same order on all ranks, so that none waits for another in a circle
+            if len(ranks) == 1:
+                continue
+            channel = channel_between(session, ranks[0], ranks[1:])
+            for name in sorted(names[ranks]):
+                _broadcast(channel, pieces[name].local)
+
+    def restore(self, copies: CommitCopies) -> None:
+        """Make the content of a commit the content of all attached values. Raises what ``CommitCopies.load`` raises."""
+        trees = copies.trees()
+        if trees.keys() != set(self.names):
+            raise StateError(
+                f"attach() has the values {', '.join(sorted(self.names))}, and the commit has "
+                f"{', '.join(sorted(trees))}. Attach the same values in each world."
+            )
+        targets = RestoreTargets(copies)
+        for name, module in self._modules.items():
+            module.prepare(trees[name].tree, targets)
+        parameters = {name: p for module in self._modules.values() for name, p in module.parameters.items()}
+        for name, optimizer in self._optimizers.items():
+            optimizer.prepare(trees[name].tree, targets, parameters)
+        for name, value in self._others.items():
+            value.prepare(trees[name].tree, targets)
+        targets.load()
+
+
+def _is_piece_of(known: tuple[torch.Tensor, Piece], tensor: Any) -> bool:
+    value, piece = known
+    if value is not tensor:
+        return False
+    local = dtensors.local_of(tensor) if dtensors.is_dtensor(tensor) else tensor
+    return local is piece.local and (local is not tensor or local.shape == piece.shard.shape)
+
+
+def _required_tensor(name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise StateError(f"{name} is a {type(value).__name__}. An attached value may contain tensors, but no arrays.")
+    return value
+
+
+def _broadcast(channel: Channel, tensor: torch.Tensor) -> None:
+    """Send or receive the bytes of a tensor."""
+    value = tensor.detach()
+    content = value.cpu().contiguous()
+    channel.broadcast(content.reshape(-1).view(torch.uint8))
+    if content.data_ptr() != value.data_ptr():
+        value.copy_(content)
+
+
+class AttachedModule:
+    """A module. Its sharded parameters are held: a running forward pass replaces them by whole ones."""
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        self._name = name
+        self._module: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+        self._held: dict[str, torch.Tensor] = {}
+        self.parameters: dict[str, torch.Tensor] = {}
+        """Parameters by name, as of the last walk: each once, under its first name."""
+        self._walk()
+
+    def _walk(self) -> Walk:
+        at = f"{self._name}."
+        walk = Walk(self._module, at, at)
+        names: dict[int, str] = {}
+        for name, tensor in walk.parameters.items():
+            held = self._held.get(name)
+            if held is None or not dtensors.is_dtensor(held) or dtensors.is_dtensor(tensor):
+                held = self._held[name] = tensor
+            names.setdefault(id(held), name)
+        self.parameters = {name: self._held[name] for name in names.values()}
+        return walk
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers by name."""
+        walk = self._walk()
+        return {**self.parameters, **walk.buffers}
+
+    def capture(self, values: dict[str, Any]) -> Any:
+        """Put the tensors into ``values``, and return the rest of the state."""
+        walk = self._walk()
+        at = len(walk.buffers_at)
+        values.update(self.parameters)
+        values.update(walk.buffers)
+        return {
+            "parameters": [name[at:] for name in self.parameters],
+            "buffers": {name[at:]: buffer.device.type for name, buffer in walk.buffers.items()},
+            "none": walk.none,
+            "transient": walk.transient,
+            "extra": {
+                path: flatten(part.get_extra_state(), self._extra_at(path), values)
+                for part, path in walk.with_extra_state.items()
+            },
+        }
+
+    def _extra_at(self, path: str) -> str:
+        return f"{self._name}.extra_state.{path}"
+
+    def prepare(self, tree: Any, targets: RestoreTargets) -> None:
+        """Add the tensors to ``targets``. Buffers that the commit has in another shape are replaced."""
+        walk = self._walk()
+        at = len(walk.buffers_at)
+        if differing := sorted({name[at:] for name in self.parameters} ^ set(tree["parameters"])):
+            raise StateError(
+                f"{self._name} and the commit have different parameters: {', '.join(differing[:5])}. Attach the same "
+                "module as the worker that committed."
+            )
+        for name, parameter in self.parameters.items():
+            targets.add(name, parameter)
+        self._prepare_buffers(walk, tree, targets)
+        parts = dict(self._module.named_modules())
+        for path, extra in tree["extra"].items():
+            value = rebuild_with(targets.tensor, extra, None, None, self._extra_at(path), set())
+            targets.afterwards(_later(parts[path].set_extra_state, value))
+
+    def _prepare_buffers(self, walk: Walk, tree: Any, targets: RestoreTargets) -> None:
+        transient = set(tree["transient"])
+        found = {name.removeprefix(walk.buffers_at) for name in walk.buffers}.union(walk.none)
+        for path in found.difference(tree["buffers"], tree["none"]):
+            owner, key = owner_of_buffer(self._module, path)
+            delattr(owner, key)
+        for path in tree["none"]:
+            set_buffer(self._module, path, None, path in transient)
+        for path, device_type in tree["buffers"].items():
+            owner, key = owner_of_buffer(self._module, path)
+            live = owner.get_buffer(key) if modules.has_buffer(owner, key) else None
+            device = live.device if live is not None else home_of(self._module, device_type)
+            buffer = targets.tensor(live, f"{walk.buffers_at}{path}", device)
+            if buffer is not live:
+                set_buffer(self._module, path, buffer, path in transient)
+
+
+class _HasStateDict(Protocol):
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class AttachedObject:
+    """Another object with ``state_dict()`` and ``load_state_dict()``: a scheduler, or an optimizer of a library."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        if not callable(getattr(value, "state_dict", None)) or not callable(getattr(value, "load_state_dict", None)):
+            raise UsageError(
+                f"attach({name}=…): a {type(value).__name__} has no state_dict() and load_state_dict(). Pass plain "
+                "values to the constructor of the state."
+            )
+        self._name = name
+        self._value: _HasStateDict = value
+
+    def capture(self, values: dict[str, Any]) -> Any:
+        return flatten(self._value.state_dict(), self._name, values)
+
+    def prepare(self, tree: Any, targets: RestoreTargets) -> None:
+        """Load the state after all tensors have been loaded."""
+        rebuilt = rebuild_with(targets.tensor, tree, self._value.state_dict(), None, self._name, set())
+        targets.afterwards(_later(self._value.load_state_dict, rebuilt))
+
+
+def _later(function: Callable[[Any], object], value: Any) -> Callable[[], object]:
+    return lambda: function(value)

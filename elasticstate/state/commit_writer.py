@@ -1,0 +1,208 @@
+"""CommitWriter: the part of a committer that makes commits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container
+
+from elasticstate.commit_header import NO_SHARDING, Sharding
+from elasticstate.core.types import CommitId
+from elasticstate.errors import StateError, UsageError
+from elasticstate.log import logger
+from elasticstate.state import rng
+from elasticstate.state.attached import Attached
+from elasticstate.state.live_state import LiveState
+from elasticstate.state.peer import Peers
+from elasticstate.state.peer_copies import PeerCopies
+from elasticstate.state.session import Session, SoloSession
+from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.storage import CommitStorage
+from elasticstate.state.tick_record import TickRecords
+from elasticstate.state.values import Captured
+
+
+class CommitWriter:
+    """Commits of one state: their storage and their order.
+
+    Each commit contains what ``capture`` returns, the random state of this rank, and its shards of the attached values.
+    Commit ids ascend, and one id never has two contents.
+    """
+
+    def __init__(self, live: LiveState) -> None:
+        self._live = live
+        self.snapshot = Snapshot()
+        self.session: Session = SoloSession()
+        self.attached: Attached | None = None  # values of the present world
+        self.is_behind = False
+        """True if this rank ended ticks without training, as it had no inputs left: other ranks have a newer state."""
+        self._peers: PeerCopies | None = None  # of commits of the other workers of this host
+        self.is_adopted = False
+        """True if the only commit is one that was copied from another worker before the first world."""
+        self._must_seal = False  # reset callbacks may have changed the live state since the newest commit
+        self._synced_generation = 0
+        self._ticks = TickRecords(live.capture, live.quick_capture, live.owned)
+        self._begun: CommitId | None = None  # the last commit that was begun
+
+    # ----------------------------------------------------------------------------------------------- storage and world
+
+    def use_storage(self, storage: CommitStorage) -> None:
+        """Keep the commits in ``storage`` from now on: hold the commits found there, and forget those made before."""
+        self.snapshot.close()
+        self.snapshot = Snapshot(storage)
+
+    def use_peers(self, peers: Peers) -> None:
+        """Read the commits of other workers of this host from their memory."""
+        self._peers = PeerCopies(peers)
+
+    def use_session(self, session: Session) -> None:
+        """Use the worlds of ``session``. Forget commits made outside a world: they are not commits of the job."""
+        self.settle()
+        newest = self.snapshot.newest
+        if newest is not None and newest.generation == 0:
+            self.snapshot.forget()
+        self.session = session
+
+    def reserve(self, size_bytes: int) -> None:
+        """Allocate memory for commits of this size now, because fresh memory costs more than the copy into it."""
+        self.snapshot.reserve(size_bytes)
+
+    @property
+    def commits(self) -> tuple[CommitId | None, CommitId | None]:
+        """The ids of the newest commit and of the previous commit; None where there is none."""
+        return self.snapshot.newest, self.snapshot.previous
+
+    @property
+    def has_own_commit(self) -> bool:
+        """True if this rank holds a commit that decides on the job's state: not one that a sync is about to replace."""
+        is_replaced = self.is_adopted and self.session.rank in self.session.lacking
+        return self.snapshot.newest is not None and not is_replaced
+
+    @property
+    def commit_bytes(self) -> int:
+        """Size of the newest commit, in bytes."""
+        return self.snapshot.size_bytes
+
+    @property
+    def ticks(self) -> int:
+        """Ticks completed in this generation."""
+        return self.session.ticks
+
+    def progress(self) -> None:
+        """Report progress to the agent without ending a tick."""
+        self.session.progress()
+
+    # ------------------------------------------------------------------------------------------------- making a commit
+
+    def begin(self) -> None:
+        """Begin a commit of the present tick. Tensors on a device are copied in the background after the return.
+
+        Raises what ``State.commit`` raises.
+        """
+        self.settle()
+        self._begin(self.session.commit_id())
+
+    def settle(self) -> None:
+        """Wait until the commit that is being copied from a device, if any, is sealed or discarded."""
+        if self._peers is not None and self._peers.wait():
+            self._record_commits()
+        if not self.snapshot.is_settled:
+            self.snapshot.settle()
+            self._record_commits()
+
+    def seal(self, commit: CommitId) -> None:
+        """Save the live state as ``commit``, and wait until the commit is sealed.
+
+        Raises StateError if ``commit`` is not newer than the newest commit, and CollectiveError if the generation ends
+        before the commit is copied from a device. Also raises what ``State.commit`` raises.
+        """
+        self.settle()
+        self._begin(commit)
+        if not self.snapshot.is_settled:
+            try:
+                self.snapshot.finish()
+            finally:
+                self._record_commits()
+
+    def tick(self) -> None:
+        """End a tick, after recording a commit whose copy is complete. Raises what ``Session.tick`` raises.
+
+        A tick without a commit is recorded, so that ``commit_last_tick`` can make the commit after a failure.
+        """
+        if self.snapshot.is_copied:
+            self.settle()
+        if self._peers is not None:
+            self._peers.close()  # after the first step: it takes a while to unmap much memory
+        self._require_attached()
+        if self.attached is None and self.session.records_ticks:
+            commit = self.session.commit_id()
+            if commit != self._begun:
+                self._ticks.record(commit)
+        self.session.tick()
+
+    def commit_last_tick(self) -> None:
+        """After a failure: make the last tick a commit, if the live state is proven to be the state of that tick.
+
+        Call it when nothing of the generation can write any more, and restore the newest commit afterwards.
+        """
+        self.settle()
+        taken = self._ticks.take(self.snapshot.newest, self.session.generation)
+        if taken is None:
+            return
+        commit, values, private = taken
+        try:
+            self.snapshot.write(values, private, commit)
+        except Exception as error:  # too little storage: the commit before stays whole
+            logger.warning("the state of tick %d cannot be committed: %s", commit.tick, error)
+        finally:
+            self._record_commits()
+
+    def _begin(self, commit: CommitId, replaces: bool = False) -> None:
+        """Begin a commit. ``replaces``: it may have the id of the newest one."""
+        newest = self.snapshot.newest
+        if newest is not None and commit <= newest and not (replaces and commit == newest):
+            raise StateError(
+                f"Commit {commit} is not newer than {newest}, which is sealed. Commit again after the next tick."
+            )
+        self._require_attached()
+        self._begun = commit
+        self._ticks.drop()
+        captured, sharding = self._capture()
+        is_cut = functools.partial(self.session.has_ended, commit.generation)
+        try:
+            self.snapshot.begin(captured, rng.capture(), commit, self._optimizer_owned, is_cut, sharding)
+        finally:  # a failed write has destroyed the previous commit
+            self._record_commits()
+
+    def _capture(self) -> tuple[Captured, Sharding]:
+        plain = self._live.capture()
+        if self.attached is None:
+            return plain, NO_SHARDING
+        shards, sharding = self.attached.capture()
+        if taken := plain.keys() & shards.keys():
+            raise StateError(f"state.{min(taken)} and an attached value have the same name. Rename one of them.")
+        return {**plain, **shards}, sharding
+
+    def _optimizer_owned(self) -> Container[int]:
+        owned = self._live.optimizer_owned()
+        return owned if self.attached is None else _Union(owned, self.attached.optimizer_owned())
+
+    def _require_attached(self) -> None:
+        """Raise UsageError if this world starts from shards, and nothing is attached to it yet."""
+        if self.session.line is not None and self.attached is None:
+            raise UsageError(
+                "This job has committed attached values, and nothing is attached in this world. Call state.attach() in "
+                "each world, before the first commit or tick."
+            )
+
+    def _record_commits(self) -> None:
+        self.session.record_commits(*self.commits, self.commit_bytes)
+
+
+class _Union:
+    """Elements of two containers."""
+
+    def __init__(self, *parts: Container[int]) -> None:
+        self._parts = parts
+
+    def __contains__(self, element: object) -> bool:
+        return any(element in part for part in self._parts)

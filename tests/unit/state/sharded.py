@@ -1,0 +1,157 @@
+"""Worlds with attached values: workers that are forked from the test, with real Gloo groups and files as buffers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elasticstate.core.types import CommitId, CopyOf, ShardSource, SlotId
+from elasticstate.errors import CopyError
+from elasticstate.state.shards import CopyHeader
+from elasticstate.state.snapshot import Snapshot
+from tests.unit.state.conftest import FileStorage, Member, World
+
+TIMEOUT_S = 120.0
+
+
+def storage_of(folder: Path, slot: int) -> FileStorage:
+    """Return the commit storage of a slot. Its content outlives its workers."""
+    place = folder / f"slot {slot}"
+    place.mkdir(parents=True, exist_ok=True)
+    return FileStorage(place)
+
+
+class FileCopies:
+    """Copy reader over the buffers of slots of this machine. It counts what is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.bytes_read = 0
+        self.headers_read = 0
+        self.requests = 0
+        self.broken: set[int] = set()  # slots whose copies cannot be read
+
+    def _content(self, copy: CopyOf) -> tuple[torch.Tensor, Any]:
+        if copy.slot.slot in self.broken:
+            raise CopyError("the host does not answer")
+        snapshot = Snapshot(storage_of(self._folder, copy.slot.slot))
+        for buffer in (snapshot._newer, snapshot._older):
+            if buffer.commit == copy.commit:
+                return buffer.memory, buffer
+        raise CopyError(f"the slot holds {snapshot.newest} and {snapshot.previous}")
+
+    def header(self, copy: CopyOf) -> CopyHeader:
+        memory, buffer = self._content(copy)
+        if not buffer.is_intact():
+            raise CopyError("the checksum is wrong")
+        self.headers_read += 1
+        return CopyHeader(memory[: buffer.frame.random].numpy().tobytes(), buffer.length, buffer.checksum)
+
+    def read_into(self, copy: CopyOf, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        memory, buffer = self._content(copy)
+        content = memory.numpy().data
+        self.requests += 1
+        for offset, place in ranges:
+            assert offset + len(place) <= buffer.length
+            place[:] = content[offset : offset + len(place)]
+            self.bytes_read += len(place)
+
+
+def source(digest: int, slot: int, commit: CommitId) -> ShardSource:
+    return ShardSource(digest, CopyOf(f"host{slot}", SlotId(f"host{slot}", slot), commit))
+
+
+class GroupMember(Member):
+    """Member of a world whose groups are torch's own."""
+
+    def process_group_for(self, ranks: tuple[int, ...]) -> Any:
+        return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) < self.size else None
+
+
+Train = Callable[[GroupMember, FileStorage], Any]
+
+
+def in_world(
+    folder: Path,
+    size: int,
+    generation: int,
+    train: Train,
+    line: CommitId | None = None,
+    digests: Sequence[int] = (),
+) -> list[Any]:
+    """Run one world of forked workers, and return what ``train`` returns on each rank.
+
+    ``line``, ``digests``: commit from which the world starts, and the digests of the slots 0, 1, ... that hold it.
+    """
+    store = folder / f"store {generation}"
+    sources = tuple((source(digest, slot, line), "") for slot, digest in enumerate(digests) if line is not None)
+    workers = []
+    for rank in range(size):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            world = World(size, generation, lacking=() if line else tuple(range(1, size)), line=line, sources=sources)
+            world.reader = FileCopies(folder)
+            _run(write, store, GroupMember(world, rank), folder, train)
+        os.close(write)
+        workers.append((pid, read))
+    return _results(workers)
+
+
+def _run(write: int, store: Path, member: GroupMember, folder: Path, train: Train) -> None:
+    """Train in this forked process, and end it."""
+    sys.unraisablehook = sys.__unraisablehook__  # that of pytest keeps exceptions, with all objects of their frames
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(store), member.size),
+            rank=member.rank,
+            world_size=member.size,
+            timeout=timedelta(seconds=60),
+        )
+        answer: tuple[bool, Any] = True, train(member, storage_of(folder, member.rank))
+        dist.destroy_process_group()
+    except BaseException:
+        answer = False, traceback.format_exc()
+    with os.fdopen(write, "wb") as pipe:
+        pickle.dump(answer, pipe)
+    os._exit(0)
+
+
+def _results(workers: Sequence[tuple[int, int]]) -> list[Any]:
+    deadline = time.monotonic() + TIMEOUT_S
+    found: dict[int, bytes] = {read: b"" for _, read in workers}
+    open_pipes = set(found)
+    try:
+        while open_pipes:
+            ready, _, _ = select.select(list(open_pipes), [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{len(open_pipes)} workers have not returned after {TIMEOUT_S} s"
+            for read in ready:
+                part = os.read(read, 1 << 20)
+                found[read] += part
+                if not part:
+                    open_pipes.discard(read)
+    finally:
+        for pid, read in workers:
+            os.close(read)
+            if open_pipes:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    answers = [pickle.loads(content) for content in found.values()]
+    errors = [text for is_good, text in answers if not is_good]
+    assert not errors, "\n".join(errors)
+    return [value for _, value in answers]
