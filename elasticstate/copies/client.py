@@ -63,13 +63,15 @@ class CopyClient:
 
     def header(self, copy: CopyOf) -> bytes:
         """Return all bytes before the random state, which a process of the job has sent unchanged."""
-        return self._open(copy).header
+        return self.open(copy).header
 
     def sealed(self, copy: CopyOf) -> Sealed:
         """Return the seal: length and checksum of the sealed content, and its tag."""
-        return self._open(copy).sealed
+        return self.open(copy).sealed
 
-    def _open(self, copy: CopyOf) -> wire.CopyOpened:
+    def open(self, copy: CopyOf) -> wire.CopyOpened:
+        """Return the seal of a copy, and all bytes before the random state."""
+
         def open_copy(connection: Wire) -> wire.CopyOpened:
             connection.send(wire.OpenCopy(copy.slot, copy.commit))
             return connection.receive(wire.CopyOpened)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 
 from elasticstate import present_world
@@ -11,24 +13,27 @@ from elasticstate.net import messages
 from elasticstate.state.shards import CopyReader
 from elasticstate.worker.contexts.context import Context
 from elasticstate.worker.sentinel import Sentinel
+from elasticstate.worker.world_copies import WorldCopies
 
 
 class WorkerSession:
     """Session of a worker under ``elasticrun`` (see state.session.Session)."""
 
-    line: CommitId | None = None
-    sources: tuple[tuple[ShardSource, str], ...] = ()
     _context: Context  # context of the present generation
 
-    def __init__(self, sentinel: Sentinel, page: ControlPage, worker_key: str) -> None:
+    def __init__(self, sentinel: Sentinel, page: ControlPage, worker_key: str, key: Callable[[], bytes]) -> None:
+        """``key``: returns the job's key for commit tags, when the storage is open."""
         self._sentinel = sentinel
         self._page = page
+        self._key = key
+        self._copies: WorldCopies | None = None  # while this worker reads copies in the present world
         self._reported_bytes = 0
         self.worker_key = worker_key
         self.view: present_world.WorldView = present_world.alone()
 
     def enter(self, view: present_world.WorldView, context: Context) -> None:
         """Use this world from now on."""
+        self._close_copies()
         self.view, self._context = view, context
 
     @property
@@ -101,18 +106,24 @@ class WorkerSession:
             self._reported_bytes = size_bytes
             self._sentinel.send(messages.CommitSize(size_bytes))
 
-    def record_attached(self, digest: int) -> None:
-        """Do nothing: the driver does not know of attached values yet."""
-
-    def copy_reader(self) -> CopyReader:
-        raise AssertionError("this world has no copies to read")
-
     def record_commit_time(self, seconds: float) -> None:
         self._sentinel.add_commit_time(seconds)
 
     def record_attached(self, digest: int) -> None:
         """Report that this worker has attached its shards, and sealed them as (generation, 0)."""
+        self._close_copies()
         self._sentinel.send(messages.Attached(self.view.generation, digest))
+
+    def copy_reader(self) -> CopyReader:
+        if self._copies is None:
+            addresses = {source.copy.host: address for source, address in self.view.sources}
+            self._copies = WorldCopies(addresses, self._key())
+        return self._copies
+
+    def _close_copies(self) -> None:
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
 
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         self._sentinel.send(messages.Synced(self.view.generation, size_bytes, seconds))
@@ -176,9 +187,6 @@ class LastWorldSession:
 
     def record_commit_time(self, seconds: float) -> None:
         """Do nothing: the job's account ends with the exit gate."""
-
-    def record_attached(self, digest: int) -> None:
-        """Do nothing: no world follows."""
 
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         """Do nothing: the job's account ends with the exit gate."""
