@@ -1,0 +1,106 @@
+"""Sharded models on several hosts: lost hosts, growth, and two hosts at once. The shards are those of the line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from job import Hosts, Job, Line
+
+from tests.multihost.network import Network, missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+SCRIPT = Path(__file__).parent / "scripts" / "sharded.py"
+STEPS = 200
+TOLERANCE = 1e-4
+QUICK = (
+    *("--heartbeat-timeout", "2", "--min-interrupt-distance", "0.1", "--join-window", "5"),
+    *("--cooldown-range", "0.2", "0.4", "--connect-timeout", "1", "--orphan-timeout", "20", "--failure-grace", "0.5"),
+)
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    with Network(tmp_path, "a", "b", "c", "e", "f") as network:
+        yield network
+
+
+class ShardedJob(Job):
+    """Job whose script trains a sharded model until the file ``stop`` exists, and at least ``STEPS`` steps."""
+
+    def __init__(self, folder: Path, *options: str, how: str = "fsdp", within: tuple[str, ...] = (), pace: float = 0.0):
+        folder.mkdir(exist_ok=True)
+        script = ["--log", str(folder / "logs"), "--how", how, "--steps", str(STEPS), "--step-seconds", str(pace)]
+        until = ["--until", str(folder / "stop")] if pace else []
+        super().__init__(folder, *options, within=within, command=[sys.executable, str(SCRIPT), *script, *until])
+
+    def losses(self) -> dict[int, float]:
+        """Return the loss of each step. For a step that was trained again, the last loss counts."""
+        return {line["step"]: line["loss"] for line in self.log("step")}
+
+    def trains_with(self, size: int, after: int = 0, steps: int = 10) -> int:
+        """Wait until a world of this size, later than generation ``after``, has committed some steps."""
+
+        def found() -> int:
+            worlds = [e["generation"] for e in self.events("world_formed") if e["size"] == size]
+            late = [g for g in worlds if g > after]
+            counts = {g: len({c["step"] for c in self.log("commit") if c["generation"] == g}) for g in late}
+            return next((g for g in late if counts[g] >= steps), 0)
+
+        return int(self.wait_for(f"{steps} steps with {size} workers after generation {after}", found, timeout=120))
+
+    def check_shards(self) -> None:
+        """Check that each world begins with the full tensors of the step that it begins from, equal on all ranks."""
+        begun: dict[int, list[Line]] = {}
+        for line in self.log("enter"):
+            begun.setdefault(line["generation"], []).append(line)
+        for generation, lines in begun.items():
+            assert len({(line["step"], line["digest"]) for line in lines}) == 1, lines
+            step = lines[0]["step"]
+            if not step:
+                continue
+            known = [e["digest"] for e in self.log("step") if e["step"] == step and e["generation"] < generation]
+            assert lines[0]["digest"] in known, f"generation {generation} does not begin with the state of step {step}"
+
+    def check_losses(self, undisturbed: dict[int, float]) -> float:
+        """Return the largest deviation from the losses of an undisturbed run."""
+        found = self.losses()
+        assert list(undisturbed) == list(range(1, STEPS + 1))
+        return max(abs(found[step] / undisturbed[step] - 1) for step in undisturbed)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of four workers on this machine."""
+    with ShardedJob(tmp_path_factory.mktemp("undisturbed"), "-np", "4") as job:
+        job.finish(0, timeout=120)
+        assert [event["size"] for event in job.events("world_formed")] == [4]
+        return job.losses()
+
+
+def test_fsdp_survives_lost_hosts_and_grows(
+    network: Network, tmp_path: Path, undisturbed: dict[int, float], record_property: Callable[[str, object], None]
+) -> None:
+    hosts = Hosts(tmp_path).set("a:1", "b:1", "c:1", "e:1")
+    options = ("-np", "4", "--min-np", "2", "--max-np", "5", *hosts.options, *QUICK, "--replicas", "2")
+    with ShardedJob(tmp_path, *options, within=tuple(network["d"].storage.enter()), pace=0.1) as job:
+        first = job.trains_with(4)
+        network["b"].power_off()
+        three = job.trains_with(3, after=first)
+        network["b"].power_on()
+        hosts.set("a:1", "b:1", "c:1", "e:1", "f:1")
+        five = job.trains_with(5, after=three)
+        network["a"].power_off()
+        network["e"].power_off()
+        two = job.wait_for_event("world_formed", size=3)  # the first one, after b
+        assert two["generation"] == three
+        job.trains_with(3, after=five)
+        job.stop_file.touch()
+        job.finish(0, timeout=120)
+    job.check_shards()
+    deviation = job.check_losses(undisturbed)
+    record_property("report", f"FSDP2: largest deviation of the loss in {STEPS} steps on 4, 3, 5, 3 hosts: {deviation:.1e}")
+    assert deviation <= TOLERANCE
