@@ -23,6 +23,7 @@ from pathlib import Path
 from elasticstate.agent.deleted_files import watch_files
 from elasticstate.agent.driver_connection import DriverConnection
 from elasticstate.agent.driver_messages import DriverMessages
+from elasticstate.agent.durable_uploads import DurableUploads
 from elasticstate.agent.host_lock import lock_host
 from elasticstate.agent.host_report import HostReporter
 from elasticstate.agent.host_storage import HostStorage
@@ -84,6 +85,7 @@ class _AgentParts:
     supply: Supply
     backend: AgentBackend
     stores: PlainStores
+    durable: DurableUploads
     service: Service
 
 
@@ -213,6 +215,9 @@ class Agent:
         workers = Workers(
             handles, starter, driver, socket, supervisor, reporter, outputs, storage, spec.options.stop_timeout_s
         )
+        environment = environment_of_workers(launch.environment, spec.environment)
+        environment.update([agent_variable(place.mark)])
+        durable = DurableUploads(spec, storage, key, environment, driver)
         messages = DriverMessages(
             driver,
             workers,
@@ -226,11 +231,12 @@ class Agent:
             outputs,
             tasks,
             supervisor.calls,
+            durable,
         )
         timeout_s, preemption = spec.options.driver_timeout_s, attachment.preemption
         service = Service(driver, timeout_s, messages, workers, supervisor, reporter, preemption, outputs, place)
         socket.open()
-        return _AgentParts(storage, allocator, socket, supply, backend, stores, service)
+        return _AgentParts(storage, allocator, socket, supply, backend, stores, durable, service)
 
     async def _serve(self, place: JobPlace, attachment: _Attachment, parts: _AgentParts) -> int:
         """Serve until the job ends, then clean up. Return the exit status."""
@@ -247,6 +253,7 @@ class Agent:
         parts.socket.close()
         parts.stores.close()
         parts.allocator.close()
+        await parts.durable.close()
         parts.backend.close()
         parts.storage.close()
         await in_thread(commits.close if end.keeps_commits else commits.remove)

@@ -314,6 +314,31 @@ class Options(HostOptions, HorovodOptions):
     tick_records: bool = option(
         True, _COMMITS, kinds.FLAG, "--tick-records", "Record each tick, so that a failure repeats none if possible."
     )
+    durable_dir: str | None = option(
+        None,
+        _COMMITS,
+        kinds.PATH,
+        "--durable-dir",
+        "Directory, or URL of fsspec (s3://bucket/run), for durable copies of commits. A job that finds complete "
+        "copies there resumes from the newest one.",
+    )
+    durable_interval_s: float = option(
+        600.0,
+        _COMMITS,
+        kinds.SECONDS,
+        "--durable-interval",
+        "Seconds between the begins of two durable copies.",
+    )
+    durable_keep: int = option(
+        3, _COMMITS, kinds.COUNT, "--durable-keep", "Number of durable copies to keep. Older ones are removed."
+    )
+    durable_timeout_s: float = option(
+        60.0,
+        _COMMITS,
+        kinds.at_least_s(1.0),
+        "--durable-timeout",
+        "Seconds a durable copy may be written or read without progress. After that the attempt has failed.",
+    )
     log_dir: str | None = option(
         None,
         _OUTPUT,

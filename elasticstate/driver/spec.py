@@ -11,6 +11,7 @@ from pathlib import Path
 from elasticstate import backends
 from elasticstate.config import COMMIT_DEVICE_MEMORY, Options, inherited_environment
 from elasticstate.core import types as t
+from elasticstate.durable.storage import absolute
 from elasticstate.net import messages
 from elasticstate.net.runs import as_runs
 
@@ -27,6 +28,7 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
         options=replace(
             options,
             commit_dir=str(Path(options.commit_dir).absolute()),
+            durable_dir=absolute(options.durable_dir) if options.durable_dir else None,
             log_dir=str(Path(options.log_dir).absolute()) if options.log_dir else None,
         ),
         environment=tuple(environment_of_workers(options)),
