@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elasticstate.config import launched_local_rank, worker_environment
-from elasticstate.core.types import Placement, WorkerId
+from elasticstate.core.types import DurableSource, Placement, WorkerId
 from elasticstate.errors import NotInWorldError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class WorldView:
     fresh: bool = False  # all members are new processes
     near: tuple[int, ...] = ()  # those of ``lacking`` that read the root's commit from the memory of their host
     root_slot: int = 0  # of the root, on its host
+    durable: DurableSource | None = None  # no member holds a commit: the root reads the newest durable copy
 
     @property
     def rank(self) -> int:

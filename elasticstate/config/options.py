@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass, fields
 
 from elasticstate import kinds
+from elasticstate.config.durable_options import COMMITS, DurableOptions
 from elasticstate.config.horovod_options import HorovodOptions
 from elasticstate.config.host_options import DISCOVERY, REMOTE, HostOptions
 from elasticstate.config.option import Names, option
@@ -15,13 +16,12 @@ _SIZE = "workers and hosts"
 _TIMES = "time limits, in seconds"
 _CHANGES = "changes of the world"
 _PREEMPTION = "preemption"
-_COMMITS = "commits"
 _OUTPUT = "output"
-_GROUPS = (_SIZE, DISCOVERY, REMOTE, _TIMES, _CHANGES, _PREEMPTION, _COMMITS, _OUTPUT)
+_GROUPS = (_SIZE, DISCOVERY, REMOTE, _TIMES, _CHANGES, _PREEMPTION, COMMITS, _OUTPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(HostOptions, HorovodOptions):
+class Options(HostOptions, DurableOptions, HorovodOptions):
     """All options of a job. Times are in seconds. None means: off, or not given."""
 
     command: tuple[str, ...]
@@ -295,7 +295,7 @@ class Options(HostOptions, HorovodOptions):
     )
     commit_dir: str = option(
         "/dev/shm",
-        _COMMITS,
+        COMMITS,
         kinds.PATH,
         "--commit-dir",
         "Directory of the commit storage, best in memory: two commits for each worker. A commit that does not fit is "
@@ -303,41 +303,16 @@ class Options(HostOptions, HorovodOptions):
     )
     commit_device_memory: int = option(
         0,
-        _COMMITS,
+        COMMITS,
         kinds.BYTES,
         "--commit-device-memory",
         "Bytes of each worker's GPU memory that a commit may use. More memory means that training waits less.",
     )
     verify_sync: bool = option(
-        False, _COMMITS, kinds.FLAG, "--verify-sync", "Compare all states after each sync. A difference is an error."
+        False, COMMITS, kinds.FLAG, "--verify-sync", "Compare all states after each sync. A difference is an error."
     )
     tick_records: bool = option(
-        True, _COMMITS, kinds.FLAG, "--tick-records", "Record each tick, so that a failure repeats none if possible."
-    )
-    durable_dir: str | None = option(
-        None,
-        _COMMITS,
-        kinds.PATH,
-        "--durable-dir",
-        "Directory, or URL of fsspec (s3://bucket/run), for durable copies of commits. A job that finds complete "
-        "copies there resumes from the newest one.",
-    )
-    durable_interval_s: float = option(
-        600.0,
-        _COMMITS,
-        kinds.SECONDS,
-        "--durable-interval",
-        "Seconds between the begins of two durable copies.",
-    )
-    durable_keep: int = option(
-        3, _COMMITS, kinds.COUNT, "--durable-keep", "Number of durable copies to keep. Older ones are removed."
-    )
-    durable_timeout_s: float = option(
-        60.0,
-        _COMMITS,
-        kinds.at_least_s(1.0),
-        "--durable-timeout",
-        "Seconds a durable copy may be written or read without progress. After that the attempt has failed.",
+        True, COMMITS, kinds.FLAG, "--tick-records", "Record each tick, so that a failure repeats none if possible."
     )
     log_dir: str | None = option(
         None,

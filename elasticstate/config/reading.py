@@ -137,6 +137,8 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
         raise OptionError(
             f"--spares: {values['spares']}: requires --max-np, or all workers join the world. Add --max-np."
         )
+    if "durable_dir" in values and "://" not in values["durable_dir"]:
+        values["durable_dir"] = os.path.abspath(values["durable_dir"])
     if "durable_dir" not in values and (lone := [name for name in values if name.startswith("durable_")]):
         option = option_names()[lone[0]].names[0]
         raise OptionError(f"{option} requires --durable-dir. Add --durable-dir, or leave {option} out.")

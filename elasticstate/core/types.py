@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from elasticstate.core.calls import CallReport as CallReport, CallReported as CallReported, WatchCalls as WatchCalls
 from elasticstate.core.collectives import CollectivesReported as CollectivesReported
+from elasticstate.core.durable import DurableSource as DurableSource
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
 from elasticstate.core.message import Message as Message
 
@@ -52,6 +53,7 @@ class World:
     fresh: bool = False  # all members are new processes that have not been in a world before
     is_plain: bool = False  # the members do not use ``run``
     near: tuple[int, ...] = ()  # those of ``lacking`` that read the root's commit from the memory of their common host
+    durable: DurableSource | None = None  # no member holds a commit: the root reads the newest durable copy
 
     @property
     def size(self) -> int:
@@ -155,8 +157,7 @@ class WorkerUsesRun:
 
 @dataclass(frozen=True, slots=True)
 class PlainStoreJoined:
-    """A worker has connected to the store of the plain world ``generation``, as ``init_process_group`` does outside
-    ``run``: the command is plain."""
+    """A worker has connected to the store of the plain world ``generation``, outside ``run``: the command is plain."""
 
     generation: int
 

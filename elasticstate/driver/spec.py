@@ -11,7 +11,6 @@ from pathlib import Path
 from elasticstate import backends
 from elasticstate.config import COMMIT_DEVICE_MEMORY, Options, inherited_environment
 from elasticstate.core import types as t
-from elasticstate.durable.storage import absolute
 from elasticstate.net import messages
 from elasticstate.net.runs import as_runs
 
@@ -28,7 +27,6 @@ def job_spec(job: str, job_id: str, epoch: int, options: Options) -> messages.Jo
         options=replace(
             options,
             commit_dir=str(Path(options.commit_dir).absolute()),
-            durable_dir=absolute(options.durable_dir) if options.durable_dir else None,
             log_dir=str(Path(options.log_dir).absolute()) if options.log_dir else None,
         ),
         environment=tuple(environment_of_workers(options)),
@@ -91,6 +89,7 @@ def world_messages(job: str, world: t.World, options: Options) -> Iterator[tuple
                             fresh=world.fresh,
                             near=near,
                             root_slot=root_slot,
+                            durable=world.durable,
                         ),
                     )
                     for placement in members

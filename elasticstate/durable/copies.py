@@ -70,6 +70,10 @@ class DamagedCopyError(Exception):
     """A copy is not complete, or its bytes are not those that were written. The message says what is wrong."""
 
 
+class IncompleteCopyError(DamagedCopyError):
+    """A copy was never completed, or is being removed: it has no manifest."""
+
+
 def copy_name(milliseconds: int) -> str:
     """Return the name of the copy that was begun at this Unix time."""
     begun = datetime.fromtimestamp(milliseconds // 1000, timezone.utc)
@@ -117,7 +121,7 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
     """Return the manifest of a copy that has all its files in their full sizes. Raises DamagedCopyError, OSError."""
     sizes = storage.sizes(name)
     if MANIFEST not in sizes:
-        raise DamagedCopyError(f"it has no {MANIFEST}: it was not completed")
+        raise IncompleteCopyError(f"it has no {MANIFEST}: it was not completed")
     with storage.open(name, MANIFEST) as source:
         manifest = decode_manifest(source.read_at(0, sizes[MANIFEST]))
     for file in manifest.files:
@@ -138,7 +142,7 @@ def _manifest_or_error(storage: Storage, name: str) -> Manifest | DamagedCopyErr
     try:
         return read_manifest(storage, name)
     except FileNotFoundError as error:  # another process removes it at the same time
-        return DamagedCopyError(str(error))
+        return IncompleteCopyError(str(error))
     except DamagedCopyError as error:
         return error
 

@@ -193,7 +193,7 @@ class UrlStorage:
     """Storage behind a URL that fsspec knows. One PUT of an object store is atomic."""
 
     def __init__(self, url: str) -> None:
-        import fsspec  # type: ignore[import-untyped]
+        import fsspec
 
         self._system: Any
         self._system, root = fsspec.core.url_to_fs(url)

@@ -10,6 +10,7 @@ from elasticstate.core.types import (
     CommitId,
     CommitSealed as CommitSealed,
     ConfirmOwnError as ConfirmOwnError,
+    DurableSource,
     End as End,
     Hold as Hold,
     Leave as Leave,
@@ -175,6 +176,7 @@ class WorldMessage(Message, frozen=True):
     near: tuple[tuple[int, int], ...] = ()  # those of ``lacking`` that read the root's commit from memory, as runs
     root_slot: int = 0
     records_ticks: bool = False
+    durable: DurableSource | None = None
 
 
 class BufferGrown(Message, frozen=True):

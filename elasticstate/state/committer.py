@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import msgspec
 import torch
@@ -23,7 +23,7 @@ from elasticstate.state.live_state import LiveState
 from elasticstate.state.peer import Peers
 from elasticstate.state.peer_copies import PeerCopies
 from elasticstate.state.session import Session, SoloSession
-from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.snapshot import Incoming, Snapshot
 from elasticstate.state.storage import CommitStorage
 from elasticstate.state.tick_record import TickRecords
 from elasticstate.state.values import Captured, Values
@@ -81,8 +81,7 @@ class Committer:
     @property
     def has_own_commit(self) -> bool:
         """True if this rank holds a commit that decides on the job's state: not one that a sync is about to replace."""
-        is_replaced = self.is_adopted and self.session.rank in self.session.lacking
-        return self.snapshot.newest is not None and not is_replaced
+        return self.commits[0] is not None and not (self.is_adopted and self.session.rank in self.session.lacking)
 
     @property
     def commit_bytes(self) -> int:
@@ -93,10 +92,6 @@ class Committer:
     def ticks(self) -> int:
         """Ticks completed in this generation."""
         return self.session.ticks
-
-    def progress(self) -> None:
-        """Report progress to the agent without ending a tick."""
-        self.session.progress()
 
     # ------------------------------------------------------------------------------------------------- making a commit
 
@@ -202,8 +197,7 @@ class Committer:
     @property
     def names(self) -> int:
         """Digest of the names and kinds of the values; 0: this worker does not read commits of other workers."""
-        can_read = self._peers is not None and self._peers.can_read
-        return value_names.number(self._live.value_kinds()) if can_read else 0
+        return value_names.number(self._live.value_kinds()) if self._peers and self._peers.can_read else 0
 
     def adopt(self) -> None:
         """Copy the newest commit of another worker of this host, if there is one, and make it the live state.
@@ -236,6 +230,17 @@ class Committer:
                 self.snapshot.drop_newest()
             return False
         return True
+
+    def receive(self, commit: CommitId, load: Callable[[Callable[[], Captured]], Incoming | None]) -> bool:
+        """Make a commit that ``load(targets)`` puts into the snapshot the live state. Return False if there is none."""
+        try:
+            incoming = load(self._targets)
+            values = self.snapshot.seal_incoming(commit, incoming) if incoming is not None else None
+        finally:
+            self._record_commits()
+        if values is not None:
+            self._apply(values)
+        return values is not None
 
     def drop_gradients(self) -> None:
         """Set gradients to None. A failure inside ``backward`` leaves partial gradients, different on each rank."""
@@ -359,17 +364,11 @@ class Committer:
         assert self._peers is not None, "only a worker that reads commits is in near"
         source = self._peers.wait_for(session.root_slot, commit, session.check)
         peers, started = self._peers, time.monotonic()
-        try:
-            place = self.snapshot, session.worker_key, session.generation
-            incoming = peers.load(source, *place, self._targets()) if source is not None else None
-            if incoming is None:
-                self._peers = None  # the next sync sends the state
-                raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
-            values = self.snapshot.seal_incoming(commit, incoming)
-        finally:
-            self._record_commits()
+        place = self.snapshot, session.worker_key, session.generation
+        if source is None or not self.receive(commit, lambda targets: peers.load(source, *place, targets())):
+            self._peers = None  # the next sync sends the state
+            raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
         session.record_sync(self.snapshot.size_bytes, time.monotonic() - started + peers.seconds_ahead)
-        self._apply(values)
 
     # ------------------------------------------------------------------------- ranks with different numbers of batches
 

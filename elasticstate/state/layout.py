@@ -259,10 +259,15 @@ def parse(memory: torch.Tensor) -> tuple[Frame, int]:
     The content is not trusted. Raises ValueError, or StateError for a dtype unknown to torch.
     """
     content = memory.numpy()
-    _require(content.size > 8, "the buffer has no header")
-    capacity = int.from_bytes(content[:8].tobytes(), "little")
-    _require(2 <= capacity <= content.size - 8, "the header is longer than the buffer")
-    header = content[: 8 + capacity].data
+    return parse_header(content.data, content.size)
+
+
+def parse_header(content: memoryview, size: int) -> tuple[Frame, int]:
+    """Do what ``parse`` does, for the beginning of a buffer of ``size`` bytes that contains at least the header."""
+    _require(len(content) > 8, "the buffer has no header")
+    capacity = int.from_bytes(content[:8], "little")
+    _require(2 <= capacity <= len(content) - 8, "the header is longer than the buffer")
+    header = content[: 8 + capacity]
     try:
         raw = msgspec.json.decode(header[8:], type=dict[str, msgspec.Raw])
         _require(METADATA in raw, "the header has no metadata")
@@ -272,7 +277,7 @@ def parse(memory: torch.Tensor) -> tuple[Frame, int]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from error
     _require(notes.version == VERSION, f"the format version is {notes.version}, not {VERSION}")
-    return _frame(stored, notes, 8 + capacity, content.size), digest(header)
+    return _frame(stored, notes, 8 + capacity, size), digest(header)
 
 
 def _frame(stored: dict[str, _Stored], notes: _Notes, begin: int, size: int) -> Frame:

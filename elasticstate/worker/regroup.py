@@ -145,6 +145,7 @@ def _view(message: messages.WorldMessage) -> present_world.WorldView:
         message.fresh,
         from_runs(message.near),
         message.root_slot,
+        message.durable,
     )
 
 
