@@ -18,9 +18,9 @@ from elasticstate.durable.storage import Chunk, Storage
 
 CHUNK_BYTES = 8 << 20
 _ALIGNMENT_BYTES = 64
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
 _RANDOM, _OBJECTS = "elasticstate.random", "elasticstate.objects"
-_OWN = "elasticstate"  # key of the metadata with the notes of state/layout.py
+OWN = "elasticstate"  # key of the metadata with the notes of state/layout.py
 SHARDING = "DCP_SHARDING_INFO"
 """Key of the metadata in which torch (2.13, torch/distributed/checkpoint/hf_storage.py) looks for offsets of shards."""
 
@@ -50,8 +50,8 @@ def cut(commit: memoryview) -> Cut:
     begin = 8 + capacity
     try:
         stored: dict[str, Any] = msgspec.json.decode(commit[8:begin])
-        metadata: dict[str, str] = stored.pop(_METADATA)
-        notes = msgspec.json.decode(metadata[_OWN], type=_Notes)
+        metadata: dict[str, str] = stored.pop(METADATA)
+        notes = msgspec.json.decode(metadata[OWN], type=_Notes)
         random_end = stored.pop(_RANDOM)["data_offsets"][1]
         end = stored.pop(_OBJECTS)["data_offsets"][0]
         header, tied = _header(stored, metadata, notes.tied, random_end, end)
@@ -81,7 +81,7 @@ def _header(
     kept = {key: value for key, value in metadata.items() if key != SHARDING}
     if SHARDING in metadata:
         kept[SHARDING] = _sharding(metadata[SHARDING], entries)
-    text = msgspec.json.encode({_METADATA: kept, **entries})
+    text = msgspec.json.encode({METADATA: kept, **entries})
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
     return len(text).to_bytes(8, "little") + text, ranges
 
