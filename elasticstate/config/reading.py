@@ -139,9 +139,6 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
         )
     if "durable_dir" in values and "://" not in values["durable_dir"]:
         values["durable_dir"] = os.path.abspath(values["durable_dir"])
-    if "durable_dir" not in values and (lone := [name for name in values if name.startswith("durable_")]):
-        option = option_names()[lone[0]].names[0]
-        raise OptionError(f"{option} requires --durable-dir. Add --durable-dir, or leave {option} out.")
     _refuse_early_shutdown(values)
     _refuse_too_few_slots(values)
     return Options(command=tuple(command), **values)

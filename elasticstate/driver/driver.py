@@ -250,7 +250,8 @@ class Driver:
 
     def _status(self, as_json: bool) -> str:
         state, now = self._state, self._loop.time()
-        overview, figures = overview_of(self._job, state.membership, state.reason, now)
+        overview, figures = overview_of(self._job, state.membership, state.reason, now, state.durable)
         if as_json:
             return msgspec.json.encode(overview).decode() + "\n"
-        return status_text(self._job, state.membership, figures, state.reason, now, self._outputs.lines())
+        durable = state.durable.lines(now) if self._options.durable_dir is not None else ()
+        return status_text(self._job, state.membership, figures, state.reason, now, self._outputs.lines(), durable)

@@ -68,9 +68,7 @@ def export_command(argv: Sequence[str]) -> int:
         return _export(place, name, given.output, given.value)
     except NothingToExportError as error:
         values = ", ".join(error.values) or "none"
-        raise OptionError(
-            f"--value: {given.value!r}: the copy has no tensors of this value, only of: {values}"
-        ) from None
+        raise OptionError(f"--value: {given.value!r}: the copy has no such tensors, only of {values}") from None
     except (DamagedCopyError, StorageHangsError) as error:
         complain("elasticrun", f"export: {given.place}: {error}")
     except KeyboardInterrupt:

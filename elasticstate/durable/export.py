@@ -184,7 +184,7 @@ def _copy(
 
 
 def _runs(tensor: _Tensor, shard: _Shard) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin in the part's data, place in the output, bytes) of each run of a shard that is contiguous in both."""
+    """Yield (begin in the part's data, place in the output, bytes) of each run of a shard: contiguous in both."""
     outer = len(shard.shape)
     while outer and shard.shape[outer - 1 :] == tensor.shape[outer - 1 :]:
         outer -= 1
