@@ -23,8 +23,8 @@ def status_text(
 ) -> str:
     """Return the status as lines of plain text.
 
-    ``now`` is a time of the clock that ``step`` uses. ``outputs``: the outputs that cannot be written. ``durable``: about
-    the durable copies.
+    ``now`` is a time of the clock that ``step`` uses. ``outputs``: the outputs that cannot be written. ``durable``: the
+    durable copies.
     """
     return "\n".join(_lines(job, m, figures, reason, now, outputs, durable)) + "\n"
 

@@ -34,7 +34,8 @@ class Part(msgspec.Struct, frozen=True):
     head: File
     tensors: File
     objects: File
-    data_at: int  # offset of the data in the file of the tensors
+    data_at: int  # offset of the data in the file of the tensors, behind its header
+    header_crc32c: int
     data_bytes: int
     data_crc32c: int
 

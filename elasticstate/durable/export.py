@@ -114,7 +114,7 @@ def _find(copies: Copies, name: str, manifest: Manifest) -> dict[str, _Tensor]:
 
 def _tensors_of(copies: Copies, name: str, part: Part) -> Iterator[tuple[str, _Stored, tuple[int, ...]]]:
     """Yield name, place in the part's data, and offsets of each tensor."""
-    head = b"".join(copies.read(name, part.tensors.name, 0, part.data_at))
+    head = copies.header(name, part)
     try:
         raw = msgspec.json.decode(head[8:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop(METADATA), type=dict[str, str])

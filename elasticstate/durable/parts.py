@@ -117,6 +117,7 @@ def write_part(
         tensors=write("safetensors", (part for parts in ([found.header], _chunks(commit, ranges)) for part in parts)),
         objects=write("objects", _chunks(commit, [(found.objects, len(commit))])),
         data_at=len(found.header),
+        header_crc32c=crc32c(found.header),
         data_bytes=found.objects - found.tensors,
         data_crc32c=crc32c(commit[found.tensors : found.objects]),
     )

@@ -52,8 +52,16 @@ class Copies:
             raise DamagedCopyError(f"{file.name} is damaged: its checksum is wrong")
         return data
 
+    def header(self, name: str, part: Part) -> bytes:
+        """Return the header of the file with the tensors. Raises DamagedCopyError if its checksum is wrong."""
+        header = b"".join(self.read(name, part.tensors.name, 0, part.data_at))
+        if crc32c(header) != part.header_crc32c:
+            raise DamagedCopyError(f"{part.tensors.name} is damaged: the checksum of its header is wrong")
+        return header
+
     def data(self, name: str, part: Part) -> Iterator[bytes]:
         """Yield the data of the tensors in chunks. Raises DamagedCopyError at the end if the checksum is wrong."""
+        self.header(name, part)
         found = size = 0
         for chunk in self.read(name, part.tensors.name, part.data_at, part.data_bytes):
             found, size = crc32c(chunk, found), size + len(chunk)

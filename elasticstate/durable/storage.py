@@ -80,7 +80,8 @@ class Files:
     """Operations on files and directories. A test replaces them by a disk that loses power."""
 
     def make_directory(self, path: str) -> None:
-        os.makedirs(path, exist_ok=True)
+        with suppress(FileExistsError):
+            os.mkdir(path)
 
     def names(self, path: str) -> list[str]:
         return os.listdir(path)
@@ -162,8 +163,15 @@ class Directory:
         self._files.sync(path)
 
     def _make(self, folder: str) -> None:
-        self._files.make_directory(f"{self._path}/{folder}")
-        self._files.sync(self._path)
+        """Make the directory of a copy, and all above it, so that a loss of power does not undo it."""
+        path = f"{self._path}/{folder}"
+        missing = []
+        while not self._files.is_directory(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for path in reversed(missing):
+            self._files.make_directory(path)
+            self._files.sync(os.path.dirname(path))
 
     def remove(self, folder: str, first: str) -> None:
         path = f"{self._path}/{folder}"
