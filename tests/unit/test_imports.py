@@ -216,7 +216,8 @@ def test_the_library_of_the_metrics_is_imported_only_with_their_option(source: P
 @pytest.mark.parametrize("source", SOURCES, ids=name)
 def test_the_library_for_terminals_is_imported_only_to_show_something_there(source: Path) -> None:
     found = {imported for imported in imports(source) if imported.split(".")[0] == "rich"}
-    assert not found or name(source) in {"elasticstate.durable.command", "elasticstate.screen.painter", "elasticstate.status_cli"}
+    shown = {"elasticstate.durable.command", "elasticstate.screen.painter", "elasticstate.status_cli"}
+    assert not found or name(source) in shown
     users = {imported for imported in imports(source) if imported.startswith("elasticstate.screen.painter.")}
     assert not users or name(source) == "elasticstate.screen.__main__"
 

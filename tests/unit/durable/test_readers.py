@@ -62,10 +62,9 @@ def read_by_torch(copy: Path, out: Path) -> dict[str, torch.Tensor]:
 
 def equal(found: torch.Tensor, value: Any) -> bool:
     value = torch.as_tensor(value)
-    same = found.dtype == value.dtype and found.shape == value.shape
-    return (
-        same and found.view(torch.uint8).equal(value.view(torch.uint8)) if found.ndim else same and bool(found == value)
-    )
+    if (found.dtype, found.shape) != (value.dtype, value.shape):
+        return False
+    return found.reshape(-1).view(torch.uint8).equal(value.reshape(-1).view(torch.uint8))
 
 
 def save_shards(place: Path, *parts: dict[str, tuple[torch.Tensor, tuple[int, ...]]]) -> str:
