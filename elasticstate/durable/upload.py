@@ -60,17 +60,17 @@ class UploadMessage(msgspec.Struct, frozen=True):
     warning: str = ""
 
 
-def upload(order: UploadOrder, commit: memoryview, storage: Storage, tell: Callable[[UploadMessage], None]) -> None:
+def upload(order: UploadOrder, commit: memoryview, storage: Storage, send: Callable[[UploadMessage], None]) -> None:
     """Save a commit as a copy, and remove old copies. Raises errors of the storage."""
     lost = _lost(storage, order)
-    told_at, done = time.monotonic(), 0
+    sent_at, done = time.monotonic(), 0
 
     def progress(size: int) -> None:
-        nonlocal told_at, done
+        nonlocal sent_at, done
         done += size
-        if time.monotonic() - told_at >= _PROGRESS_INTERVAL_S:
-            told_at = time.monotonic()
-            tell(UploadMessage(done))
+        if time.monotonic() - sent_at >= _PROGRESS_INTERVAL_S:
+            sent_at = time.monotonic()
+            send(UploadMessage(done))
 
     part = write_part(storage, order.folder, 1, 0, commit, progress)
     manifest = Manifest(VERSION, order.job, order.job_id, order.commit, order.world_size, time.time(), (part,))
@@ -80,7 +80,7 @@ def upload(order: UploadOrder, commit: memoryview, storage: Storage, tell: Calla
         remove_old(storage, order.keep, order.folder)
     except Exception as error:  # the copy is saved nevertheless
         warning = f"old copies cannot be removed: {failure_of(error)[1]}"
-    tell(UploadMessage(manifest.size_bytes, is_saved=True, lost=lost, warning=warning))
+    send(UploadMessage(manifest.size_bytes, is_saved=True, lost=lost, warning=warning))
 
 
 def _lost(storage: Storage, order: UploadOrder) -> str:
@@ -107,15 +107,15 @@ def main() -> None:
     with suppress(OSError):
         os.nice(_NICENESS)
 
-    def tell(message: UploadMessage) -> None:
+    def send(message: UploadMessage) -> None:
         os.write(messages, msgspec.json.encode(message) + b"\n")
 
     try:
         commit = memoryview(mmap.mmap(staged, order.size_bytes, prot=mmap.PROT_READ))
-        upload(order, commit, open_storage(order.place), tell)
+        upload(order, commit, open_storage(order.place), send)
     except BaseException as error:
         kind, reason = failure_of(error)
-        tell(UploadMessage(kind=kind, reason=reason))
+        send(UploadMessage(kind=kind, reason=reason))
     os._exit(0)  # threads of a library may hang
 
 

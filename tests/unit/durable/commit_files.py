@@ -49,7 +49,7 @@ def order(number: int, commit: bytes, keep: int = 3, earlier: tuple[str, ...] = 
     return UploadOrder(place, copy_name(number), keep, "job", "id", CommitId(1, number), 2, len(commit), earlier)
 
 
-class Told:
+class Sent:
     """Messages of an upload."""
 
     def __init__(self) -> None:

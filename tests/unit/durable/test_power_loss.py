@@ -11,18 +11,18 @@ from elasticstate.durable.copies import DamagedCopyError, copy_name, millisecond
 from elasticstate.durable.parts import cut
 from elasticstate.durable.storage import Directory
 from elasticstate.durable.upload import upload
-from tests.unit.durable.commit_files import Told, commit_of, order
+from tests.unit.durable.commit_files import Sent, commit_of, order
 from tests.unit.durable.disk import Disk, PowerLoss
 
 COMMITS = [commit_of({"weight": torch.full((3,), float(n)), "step": n}) for n in range(8)]
 PLACE = "/disk/run"
 
 
-def save(disk: Disk, number: int, keep: int, earlier: tuple[str, ...] = ()) -> Told:
-    told = Told()
+def save(disk: Disk, number: int, keep: int, earlier: tuple[str, ...] = ()) -> Sent:
+    sent = Sent()
     commit = COMMITS[number % len(COMMITS)]
-    upload(order(number, commit, keep, earlier), memoryview(commit), Directory(PLACE, disk), told)
-    return told
+    upload(order(number, commit, keep, earlier), memoryview(commit), Directory(PLACE, disk), sent)
+    return sent
 
 
 def read(disk: Disk, name: str) -> bytes:
@@ -120,9 +120,9 @@ def test_a_copy_that_the_storage_has_lost_is_reported_by_the_next_upload() -> No
     assert save(disk, 2, 3, (copy_name(1),)).last.lost == ""
     disk.lose(f"{PLACE}/{copy_name(2)}/part-1.safetensors")
     assert newest(disk) == 1
-    told = save(disk, 3, 3, (copy_name(2),))
-    assert told.last.is_saved
-    assert "part-1.safetensors is missing" in told.last.lost
+    sent = save(disk, 3, 3, (copy_name(2),))
+    assert sent.last.is_saved
+    assert "part-1.safetensors is missing" in sent.last.lost
     assert newest(disk) == 3
 
 

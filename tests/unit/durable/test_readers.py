@@ -19,7 +19,7 @@ from elasticstate.durable.copies import MANIFEST, VERSION, Manifest, copy_name, 
 from elasticstate.durable.parts import write_part
 from elasticstate.durable.storage import Directory, Files
 from elasticstate.durable.upload import upload
-from tests.unit.durable.commit_files import Told, commit_of, order, shard_file
+from tests.unit.durable.commit_files import Sent, commit_of, order, shard_file
 
 READER = """
 import sys, torch
@@ -47,9 +47,9 @@ TENSORS: dict[str, Any] = {
 
 def save(place: Path, values: dict[str, Any], number: int = 1) -> str:
     commit = commit_of(values)
-    told = Told()
-    upload(order(number, commit, place=str(place)), memoryview(commit), Directory(str(place), Files()), told)
-    assert told.last.is_saved
+    sent = Sent()
+    upload(order(number, commit, place=str(place)), memoryview(commit), Directory(str(place), Files()), sent)
+    assert sent.last.is_saved
     return copy_name(number)
 
 
