@@ -41,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_agent(argv[1:])
         if argv[:1] in (["trace"], ["report"]):
             return _read_events(argv[0], argv[1:])
+        if argv[:1] == ["export"]:
+            from elasticstate.durable.command import export_command
+
+            return export_command(argv[1:])
         if argv[:1] == ["--launched"]:
             return _launched(*argv[1:])
         if "--reattach" in argv[:3]:
@@ -197,6 +201,7 @@ examples:
   elasticrun status --agent PATH        (ask an agent of this machine, see its --status-socket)
   elasticrun trace EVENTS -o trace.json         (what happened when, for Perfetto; EVENTS is a file of --events-file)
   elasticrun report EVENTS... -o report.html    (one HTML page; several jobs are compared)
+  elasticrun export PLACE -o model.safetensors  (tensors of the newest durable copy in a --durable-dir)
   elasticrun --check -H h1:4,h2:4       (print what is available here and on these hosts)
   elasticrun --reattach JOB             (start a new driver for a job whose driver is dead)
 
@@ -268,7 +273,8 @@ def _parser() -> argparse.ArgumentParser:
         usage="elasticrun -np N [options] COMMAND...\n       elasticrun agent --join HOST:PORT --token-file F\n"
         "       elasticrun --reattach JOB\n       elasticrun status JOB [--watch]\n"
         "       elasticrun trace EVENTS -o trace.json\n"
-        "       elasticrun report EVENTS... -o report.html\n       elasticrun --check [options]",
+        "       elasticrun report EVENTS... -o report.html\n       elasticrun export PLACE -o model.safetensors\n"
+        "       elasticrun --check [options]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),

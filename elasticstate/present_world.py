@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elasticstate.config import launched_local_rank, worker_environment
-from elasticstate.core.types import CommitId, Placement, ShardSource, WorkerId
+from elasticstate.core.types import CommitId, DurableSource, Placement, ShardSource, WorkerId
 from elasticstate.errors import NotInWorldError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class WorldView:
     root_slot: int = 0  # of the root, on its host
     line: CommitId | None = None  # the commit from which a sharded job starts
     sources: tuple[tuple[ShardSource, str], ...] = ()  # its copies, each with the address of its host's copy server
+    durable: DurableSource | None = None  # no member holds a commit: the root reads the newest durable copy
 
     @property
     def rank(self) -> int:

@@ -23,6 +23,7 @@ from pathlib import Path
 from elasticstate.agent.deleted_files import watch_files
 from elasticstate.agent.driver_connection import DriverConnection
 from elasticstate.agent.driver_messages import DriverMessages
+from elasticstate.agent.durable_uploads import DurableUploads
 from elasticstate.agent.host_copies import open_copies
 from elasticstate.agent.host_lock import lock_host
 from elasticstate.agent.host_report import HostReporter
@@ -87,6 +88,7 @@ class _AgentParts:
     backend: AgentBackend
     stores: PlainStores
     copies: HostCopies
+    durable: DurableUploads
     service: Service
 
 
@@ -227,6 +229,9 @@ class Agent:
         workers = Workers(
             handles, starter, driver, socket, supervisor, reporter, outputs, storage, spec.options.stop_timeout_s
         )
+        environment = environment_of_workers(launch.environment, spec.environment)
+        environment.update([agent_variable(place.mark)])
+        durable = DurableUploads(spec, storage, key, environment, driver)
         messages = DriverMessages(
             driver,
             workers,
@@ -241,11 +246,12 @@ class Agent:
             outputs,
             tasks,
             supervisor.calls,
+            durable,
         )
         timeout_s, preemption = spec.options.driver_timeout_s, attachment.preemption
         service = Service(driver, timeout_s, messages, workers, supervisor, reporter, preemption, outputs, place)
         socket.open()
-        return _AgentParts(storage, allocator, socket, supply, backend, stores, copies, service)
+        return _AgentParts(storage, allocator, socket, supply, backend, stores, copies, durable, service)
 
     async def _serve(self, place: JobPlace, attachment: _Attachment, parts: _AgentParts) -> int:
         """Serve until the job ends, then clean up. Return the exit status."""
@@ -264,6 +270,7 @@ class Agent:
         parts.socket.close()
         parts.stores.close()
         parts.allocator.close()
+        await parts.durable.close()
         parts.backend.close()
         await in_thread(parts.copies.close)
         parts.storage.close()

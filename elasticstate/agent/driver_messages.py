@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 
 from elasticstate.agent.calls import Calls
 from elasticstate.agent.driver_connection import DriverConnection
+from elasticstate.agent.durable_uploads import DurableUploads
 from elasticstate.agent.host_report import HostReporter
 from elasticstate.agent.output import Outputs
 from elasticstate.agent.plain_stores import PlainStores
@@ -42,6 +43,7 @@ class DriverMessages:
         outputs: Outputs,
         tasks: RunningTasks,
         calls: Calls,
+        durable: DurableUploads,
     ) -> None:
         self._driver = driver
         self._workers = workers
@@ -56,6 +58,7 @@ class DriverMessages:
         self._outputs = outputs
         self._tasks = tasks
         self._calls = calls
+        self._durable = durable
 
     def carry_out(self, message: messages.ToAgent) -> None:
         match message:
@@ -82,6 +85,8 @@ class DriverMessages:
                 self._calls.watch(message, asyncio.get_running_loop().time())
             case messages.Fetch(slot, offset):
                 self._tasks.begin(self._supply.send_result(slot, offset, self._driver))
+            case messages.SaveDurable():
+                self._durable.begin(message)
             case messages.FetchOutput(worker):
                 self._driver.send(self._outputs.tail(worker))
             case _:

@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass, fields
 
 from elasticstate import kinds
+from elasticstate.config.durable_options import COMMITS, DurableOptions
 from elasticstate.config.horovod_options import HorovodOptions
 from elasticstate.config.host_options import DISCOVERY, REMOTE, HostOptions
 from elasticstate.config.option import Names, option
@@ -15,13 +16,12 @@ _SIZE = "workers and hosts"
 _TIMES = "time limits, in seconds"
 _CHANGES = "changes of the world"
 _PREEMPTION = "preemption"
-_COMMITS = "commits"
 _OUTPUT = "output"
-_GROUPS = (_SIZE, DISCOVERY, REMOTE, _TIMES, _CHANGES, _PREEMPTION, _COMMITS, _OUTPUT)
+_GROUPS = (_SIZE, DISCOVERY, REMOTE, _TIMES, _CHANGES, _PREEMPTION, COMMITS, _OUTPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(HostOptions, HorovodOptions):
+class Options(HostOptions, DurableOptions, HorovodOptions):
     """All options of a job. Times are in seconds. None means: off, or not given."""
 
     command: tuple[str, ...]
@@ -295,7 +295,7 @@ class Options(HostOptions, HorovodOptions):
     )
     commit_dir: str = option(
         "/dev/shm",
-        _COMMITS,
+        COMMITS,
         kinds.PATH,
         "--commit-dir",
         "Directory of the commit storage, best in memory: two commits for each worker. A commit that does not fit is "
@@ -303,20 +303,20 @@ class Options(HostOptions, HorovodOptions):
     )
     commit_device_memory: int = option(
         0,
-        _COMMITS,
+        COMMITS,
         kinds.BYTES,
         "--commit-device-memory",
         "Bytes of each worker's GPU memory that a commit may use. More memory means that training waits less.",
     )
     verify_sync: bool = option(
-        False, _COMMITS, kinds.FLAG, "--verify-sync", "Compare all states after each sync. A difference is an error."
+        False, COMMITS, kinds.FLAG, "--verify-sync", "Compare all states after each sync. A difference is an error."
     )
     tick_records: bool = option(
-        True, _COMMITS, kinds.FLAG, "--tick-records", "Record each tick, so that a failure repeats none if possible."
+        True, COMMITS, kinds.FLAG, "--tick-records", "Record each tick, so that a failure repeats none if possible."
     )
     replicas: int | None = option(
         None,
-        _COMMITS,
+        COMMITS,
         kinds.NUMBER,
         "--replicas",
         "Number of other hosts that keep a copy of each shard of a sharded state (default: 1 if a shard is on one host "

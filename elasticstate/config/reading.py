@@ -137,6 +137,8 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
         raise OptionError(
             f"--spares: {values['spares']}: requires --max-np, or all workers join the world. Add --max-np."
         )
+    if "durable_dir" in values and "://" not in values["durable_dir"]:
+        values["durable_dir"] = os.path.abspath(values["durable_dir"])
     _refuse_early_shutdown(values)
     _refuse_too_few_slots(values)
     return Options(command=tuple(command), **values)

@@ -17,6 +17,7 @@ from elasticstate.core.copies import (
     ShardsAttached as ShardsAttached,
     ShardSource as ShardSource,
 )
+from elasticstate.core.durable import DurableSource as DurableSource
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
 from elasticstate.core.message import Message as Message
 from elasticstate.core.places import Placement as Placement, PlainPlace as PlainPlace
@@ -36,6 +37,7 @@ class World:
     near: tuple[int, ...] = ()  # those of ``lacking`` that read the root's commit from the memory of their common host
     line: CommitId | None = None  # the commit line; None: nothing is attached, or no attach is complete
     sources: tuple[ShardSource, ...] = ()  # the readable copies of the line: a slot's own buffer before kept copies
+    durable: DurableSource | None = None  # no member holds a commit: the root reads the newest durable copy
 
     @property
     def size(self) -> int:
@@ -143,8 +145,7 @@ class WorkerUsesRun:
 
 @dataclass(frozen=True, slots=True)
 class PlainStoreJoined:
-    """A worker has connected to the store of the plain world ``generation``, as ``init_process_group`` does outside
-    ``run``: the command is plain."""
+    """A worker has connected to the store of the plain world ``generation``, outside ``run``: the command is plain."""
 
     generation: int
 

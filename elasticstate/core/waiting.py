@@ -32,6 +32,7 @@ from elasticstate.core.texts import listed, number_of
 from elasticstate.core.worlds import (
     NOTHING,
     choose,
+    durable_source,
     may_hold_more,
     newest,
     postponed,
@@ -157,10 +158,12 @@ def form(d: Draft) -> bool:
     for slot_id, commit in slots:
         late = f"no worker of the slot was ready within --regroup-timeout of {d.policy.regroup_timeout_s:g} s"
         d.warn(f"retained commit {commit} of {slot_id} is given up: {late}")
-    if lost:
+    if lost and durable_source(d) is None:
         reason = f"StateLostError: no host holds a commit any more; the newest commit was {d.ledger.highest}"
         fail_job(d, reason, d.ledger.outage)
     else:
+        if lost:
+            d.warn("no host holds a commit any more; the job resumes from the newest durable copy")
         become_running(d, chosen)
     return True
 

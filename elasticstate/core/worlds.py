@@ -89,7 +89,18 @@ def make_world(
     if line is not None:
         return t.World(d.generation + 1, placements, root, (), first.store, fresh, line=line, sources=sources)
     near = [] if best == NOTHING else [rank for rank in lacking if _is_near(d, placements, rank, root)]
-    return t.World(d.generation + 1, placements, root, tuple(lacking), first.store, fresh, near=tuple(near))
+    durable = durable_source(d) if best == NOTHING else None
+    return t.World(
+        d.generation + 1, placements, root, tuple(lacking), first.store, fresh, near=tuple(near), durable=durable
+    )
+
+
+def durable_source(d: Draft) -> t.DurableSource | None:
+    """Return the storage from which a world without any commit gets its state; None: the job has no such storage."""
+    policy = d.policy
+    if policy.durable_dir is None:
+        return None
+    return t.DurableSource(policy.durable_dir, policy.durable_timeout_s, d.ledger.highest is not None)
 
 
 def _is_near(d: Draft, placements: Sequence[t.Placement], rank: int, root: int) -> bool:

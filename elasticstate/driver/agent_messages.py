@@ -5,6 +5,7 @@ from __future__ import annotations
 from elasticstate.backends import DriverBackend
 from elasticstate.core import types as t
 from elasticstate.driver.agents import Agents
+from elasticstate.driver.durable_copies import DurableCopies
 from elasticstate.driver.event_queue import EventQueue
 from elasticstate.driver.events import event_of, heartbeat
 from elasticstate.driver.job_state import JobState
@@ -30,6 +31,7 @@ class AgentMessages:
         launch_results: LaunchResults | None,
         reattachment: Reattachment | None,
         tails: Tails,
+        durable: DurableCopies,
     ) -> None:
         self._agents = agents
         self._backend = backend
@@ -39,6 +41,7 @@ class AgentMessages:
         self._outputs = outputs
         self._launch_results = launch_results  # only for launch()
         self._tails = tails
+        self._durable = durable
         self._reattachment = reattachment  # only for a driver that reattaches
 
     def agent_event(self, event: t.Event) -> None:
@@ -46,6 +49,7 @@ class AgentMessages:
         if isinstance(event, t.AgentLost):
             self._backend.host_lost(event.host)
             self._outputs.forget(event.host)
+            self._durable.host_lost(event.host)
         self._queue.post(event)
 
     def received(self, host: str, message: messages.FromAgent) -> None:
@@ -87,6 +91,10 @@ class AgentMessages:
                 self._outputs.update(host, message)
             case messages.OutputTail():
                 self._tails.received(message)
+            case messages.DurableSaved():
+                self._durable.saved(host, message)
+            case messages.DurableFailed():
+                self._durable.failed(host, message)
             case messages.Fetched():
                 if self._launch_results is not None:
                     self._launch_results.received(host, message)

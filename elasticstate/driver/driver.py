@@ -22,6 +22,7 @@ from elasticstate.driver.agent_messages import AgentMessages
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.dashboard.port import Dashboard, require_library
 from elasticstate.driver.dashboard.view import view_of
+from elasticstate.driver.durable_copies import DurableCopies
 from elasticstate.driver.effects import Effects
 from elasticstate.driver.event_queue import EventQueue
 from elasticstate.driver.job_state import JobState
@@ -57,6 +58,7 @@ class _DriverParts:
     launch_results: LaunchResults | None  # only for launch()
     tails: Tails
     dashboard: Dashboard | None
+    durable: DurableCopies
 
 
 class Driver:
@@ -112,7 +114,11 @@ class Driver:
         try:
             # the agents of an earlier driver write to the terminal where that driver was started
             async with self._live_line.shown(has_other_writers=parts.reattachment is not None):
-                await parts.main_loop.run(parts.reattachment)
+                saving = asyncio.ensure_future(parts.durable.run())
+                try:
+                    await parts.main_loop.run(parts.reattachment)
+                finally:
+                    saving.cancel()
         except Exception:
             if parts.keeper.record.agents:
                 self._report.log(
@@ -127,6 +133,7 @@ class Driver:
         if parts.launch_results is not None:
             timeout_s = self._options.heartbeat_timeout_s
             outcome = await parts.launch_results.fetched(outcome, self._state.membership, timeout_s)
+        await parts.durable.finish(self._signals.second)
         await self._clean_up(parts)
         await self._report_outcome(parts, outcome)
         return outcome.status
@@ -175,13 +182,15 @@ class Driver:
         keeper.watch()
         reattachment = Reattachment(record, directory.seen_at) if last is not None else None
         state, queue, journal, report = self._state, self._queue, self._journal, self._report
-        tails = Tails(agents.send)
+        tails, durable = Tails(agents.send), DurableCopies(options, state, journal, agents.send)
         agent_messages = AgentMessages(
-            agents, backend, state, queue, journal, self._outputs, results, reattachment, tails
+            agents, backend, state, queue, journal, self._outputs, results, reattachment, tails, durable
         )
         effects = Effects(self._job, options, agents, backend, state, queue, journal, report)
         main_loop = MainLoop(options, source, agents, keeper, state, queue, effects, journal, report)
-        return _DriverParts(directory, keeper, agents, backend, main_loop, reattachment, results, tails, dashboard)
+        return _DriverParts(
+            directory, keeper, agents, backend, main_loop, reattachment, results, tails, dashboard, durable
+        )
 
     def _dashboard_served(self, parts: _DriverParts) -> AbstractAsyncContextManager[None]:
         if parts.dashboard is None:
@@ -241,7 +250,8 @@ class Driver:
 
     def _status(self, as_json: bool) -> str:
         state, now = self._state, self._loop.time()
-        overview, figures = overview_of(self._job, state.membership, state.reason, now)
+        overview, figures = overview_of(self._job, state.membership, state.reason, now, state.durable)
         if as_json:
             return msgspec.json.encode(overview).decode() + "\n"
-        return status_text(self._job, state.membership, figures, state.reason, now, self._outputs.lines())
+        durable = state.durable.lines(now) if self._options.durable_dir is not None else ()
+        return status_text(self._job, state.membership, figures, state.reason, now, self._outputs.lines(), durable)

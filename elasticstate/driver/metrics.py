@@ -34,7 +34,8 @@ class JobCollector(Collector):
         self._state = state
 
     def collect(self) -> Iterator[Metric]:
-        overview, figures = overview_of(self._job, self._state.membership, self._state.reason, time.monotonic())
+        state = self._state
+        overview, figures = overview_of(self._job, state.membership, state.reason, time.monotonic(), state.durable)
         yield InfoMetricFamily("elasticstate_job", "Name of the job.", {"job_name": self._job})
         yield _gauge("wall_seconds", "Time since the start of the job: goodput and badput.", figures.wall_s)
         yield _gauge("goodput_seconds", "Time of ticks that were completed and kept.", figures.times.goodput)
@@ -61,6 +62,11 @@ class JobCollector(Collector):
         if overview.commit is not None:
             yield _gauge("commit_generation", "Generation of the newest commit.", overview.commit.generation)
             yield _gauge("commit_tick", "Tick of the newest commit in its generation.", overview.commit.tick)
+        if overview.durable is not None:
+            yield _counter("durable_copies", "Durable copies that were saved.", overview.durable.saved)
+            yield _counter("durable_copy_failures", "Durable copies that could not be saved.", overview.durable.failed)
+            if overview.durable.age_s is not None:
+                yield _gauge("durable_copy_age_seconds", "Age of the newest durable copy.", overview.durable.age_s)
 
 
 class MetricsServer:

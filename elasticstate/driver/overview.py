@@ -11,9 +11,20 @@ from elasticstate.core.figures import JobFigures
 from elasticstate.core.membership import Membership, waiting_for
 from elasticstate.core.records import Host, Over, Worker, living_members
 from elasticstate.core.types import CommitId
+from elasticstate.driver.durable_figures import DurableFigures
 
 HOST_STATES = ("joined", "starting", "draining", "cooldown", "lost", "removed")
 WORKER_STATES = ("booting", "ready", "member", "draining", "stopping")
+
+
+class DurableOverview(Struct, frozen=True):
+    """Durable copies of a job, as far as this driver has ordered them."""
+
+    saved: int
+    failed: int
+    commit: CommitId | None  # in the newest copy
+    age_s: float | None  # of the newest copy
+    trouble: str  # why the last attempt failed; "" after a success
 
 
 class Overview(Struct, frozen=True):
@@ -32,10 +43,13 @@ class Overview(Struct, frozen=True):
     ticks: int  # completed, those that were done again included
     commit: CommitId | None  # the newest
     waiting_for: tuple[str, ...]
+    durable: DurableOverview | None  # None: no --durable-dir
     figures: dict[str, object]  # those of the event job_finished
 
 
-def overview_of(job: str, m: Membership, reason: str, now: float) -> tuple[Overview, JobFigures]:
+def overview_of(
+    job: str, m: Membership, reason: str, now: float, durable: DurableFigures | None = None
+) -> tuple[Overview, JobFigures]:
     """Return the overview, and the figures in it. ``m`` never changes, so any thread may call this function."""
     figures = figures_of(m, now)
     hosts = Counter(host_state(host, now) for host in m.hosts.values())
@@ -54,9 +68,17 @@ def overview_of(job: str, m: Membership, reason: str, now: float) -> tuple[Overv
         ticks=ticks_of(m),
         commit=m.ledger.highest,
         waiting_for=waiting_for(m, now),
+        durable=_durable(m, durable or DurableFigures(), now),
         figures=figures.fields(),
     )
     return overview, figures
+
+
+def _durable(m: Membership, figures: DurableFigures, now: float) -> DurableOverview | None:
+    if m.policy.durable_dir is None:
+        return None
+    age_s = figures.age_s(now)
+    return DurableOverview(figures.saved, figures.failed, figures.newest, age_s, figures.trouble)
 
 
 def host_state(host: Host, now: float) -> str:

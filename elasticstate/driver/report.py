@@ -16,6 +16,7 @@ from elasticstate.core.types import RootCause, WorkerId
 from elasticstate.errors import OptionError
 from elasticstate.exit_status import status_of
 from elasticstate.failures import WorkerFailure
+from elasticstate.machine import format_bytes
 from elasticstate.terminal import message
 from elasticstate.writing import Writer
 
@@ -87,6 +88,7 @@ class Report:
             "hang": _hang,
             "straggler_ended": lambda f: f"straggler {_slot_name(f['worker'])} (rank {f['rank']}): {f['reason']}",
             "driver_restarted": _driver_restarted,
+            "durable_copy": _durable_copy,
             "warning": lambda f: f"warning: {f['text']}",
             "world_formed": self._world_formed,
             "training_resumed": self._training_resumed,
@@ -274,6 +276,14 @@ def _innermost(stack: str) -> str:
 def _straggler(f: Fields) -> str:
     who = f"{_slot_name(f['worker'])} (rank {f['rank']})"
     return f"straggler: {who} took {f['factor']:.2f} times the own time of the others in the last {f['ticks']} ticks"
+
+
+def _durable_copy(f: Fields) -> str:
+    """Return a line for the first copy after failures; the driver warns of these."""
+    if f["state"] == "failed" or not f["failures"]:
+        return ""
+    size = format_bytes(f["bytes"])
+    return f"durable copy {f['folder']} was saved ({size}), after {number_of(f['failures'], 'failure')} in a row"
 
 
 def _driver_restarted(f: Fields) -> str:

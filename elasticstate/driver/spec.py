@@ -94,6 +94,7 @@ def world_messages(
                             root_slot=root_slot,
                             line=world.line,
                             sources=sources,
+                            durable=world.durable,
                         ),
                     )
                     for placement in members

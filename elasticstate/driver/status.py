@@ -13,17 +13,30 @@ from elasticstate.core.texts import number_of
 
 
 def status_text(
-    job: str, m: Membership, figures: JobFigures, reason: str, now: float, outputs: Iterable[str] = ()
+    job: str,
+    m: Membership,
+    figures: JobFigures,
+    reason: str,
+    now: float,
+    outputs: Iterable[str] = (),
+    durable: Iterable[str] = (),
 ) -> str:
     """Return the status as lines of plain text.
 
-    ``now`` is a time of the clock that ``step`` uses. ``outputs``: the outputs that cannot be written.
+    ``now`` is a time of the clock that ``step`` uses. ``outputs``: the outputs that cannot be written. ``durable``: the
+    durable copies.
     """
-    return "\n".join(_lines(job, m, figures, reason, now, outputs)) + "\n"
+    return "\n".join(_lines(job, m, figures, reason, now, outputs, durable)) + "\n"
 
 
 def _lines(
-    job: str, m: Membership, figures: JobFigures, reason: str, now: float, outputs: Iterable[str]
+    job: str,
+    m: Membership,
+    figures: JobFigures,
+    reason: str,
+    now: float,
+    outputs: Iterable[str],
+    durable: Iterable[str],
 ) -> Iterator[str]:
     since = "" if isinstance(m.phase, Over) else f" for {now - m.phase.since:.1f} s"
     yield f"job {job}: {m.phase_name}{since}; {reason}"
@@ -46,6 +59,7 @@ def _lines(
     yield from _section("in cooldown:", hosts_in_cooldown(m, now))
     yield from _section("waiting for:", waiting_for(m, now))
     yield from _section("stragglers:", straggler_lines(m.phase, now) if isinstance(m.phase, Running) else ())
+    yield from _section("durable copies:", durable)
     yield from _section("output that cannot be written:", outputs)
 
 

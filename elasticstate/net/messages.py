@@ -225,6 +225,25 @@ class OutputTail(Message, frozen=True):
     stderr: str
 
 
+class DurableSaved(Message, frozen=True):
+    """A durable copy is complete. Answer to SaveDurable."""
+
+    folder: str
+    commit: CommitId
+    bytes: int
+    seconds: float  # since the order arrived
+    lost: str = ""  # what is wrong with the newest earlier copy of this job
+    warning: str = ""
+
+
+class DurableFailed(Message, frozen=True):
+    """A durable copy could not be saved. Answer to SaveDurable. ``kind``: see durable/failure.py."""
+
+    folder: str
+    kind: str
+    reason: str
+
+
 class AskStatus(Message, frozen=True):
     """First message of ``elasticrun status``, instead of a Hello. The driver answers with text, then disconnects."""
 
@@ -248,6 +267,8 @@ FromAgent = (
     | OutputTrouble
     | Fetched
     | OutputTail
+    | DurableSaved
+    | DurableFailed
 )
 
 
@@ -276,6 +297,16 @@ class FetchOutput(Message, frozen=True):
     """Request for the last lines of a worker's output. The agent answers with OutputTail."""
 
     worker: WorkerId
+
+
+class SaveDurable(Message, frozen=True):
+    """Save the newest commit of a slot as a durable copy. The agent answers with DurableSaved or DurableFailed."""
+
+    folder: str  # name of the copy
+    slot: int
+    world_size: int
+    earlier: tuple[str, ...] = ()  # the newest copy that this job has saved
+    saved: CommitId | None = None  # the commit in that copy: there is nothing to do if it is still the newest
 
 
 class ToWorkers(Message, frozen=True):
@@ -342,6 +373,7 @@ ToAgent = (
     | StartWorker
     | Fetch
     | FetchOutput
+    | SaveDurable
     | StopWorker
     | ToWorkers
     | WorldsOnHost

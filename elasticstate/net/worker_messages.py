@@ -10,6 +10,7 @@ from elasticstate.core.types import (
     CommitId,
     CommitSealed as CommitSealed,
     ConfirmOwnError as ConfirmOwnError,
+    DurableSource,
     End as End,
     Hold as Hold,
     Leave as Leave,
@@ -186,6 +187,7 @@ class WorldMessage(Message, frozen=True):
     records_ticks: bool = False
     line: CommitId | None = None  # the commit from which a sharded job starts
     sources: tuple[tuple[ShardSource, str], ...] = ()  # its copies, each with the address of its host's copy server
+    durable: DurableSource | None = None
 
 
 class BufferGrown(Message, frozen=True):

@@ -195,7 +195,7 @@ class State(Joinable):
 
     def progress(self) -> None:
         """Report progress to the agent, during work that takes longer than ``--hang-timeout`` without a tick."""
-        self._committer.progress()
+        self._committer.session.progress()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Add functions to call, in order, in each new world before ``sync``, except in the job's first world.

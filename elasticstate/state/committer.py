@@ -23,6 +23,7 @@ from elasticstate.state.channel import Channel, channel_between
 from elasticstate.state.commit_writer import CommitWriter
 from elasticstate.state.layout import digest
 from elasticstate.state.reshard import CommitCopies
+from elasticstate.state.snapshot import Incoming
 from elasticstate.state.values import Captured, Values
 
 
@@ -58,8 +59,7 @@ class Committer(CommitWriter):
     @property
     def names(self) -> int:
         """Digest of the names and kinds of the values; 0: this worker does not read commits of other workers."""
-        can_read = self._peers is not None and self._peers.can_read
-        return value_names.number(self._live.value_kinds()) if can_read else 0
+        return value_names.number(self._live.value_kinds()) if self._peers and self._peers.can_read else 0
 
     def adopt(self) -> None:
         """Copy the newest commit of another worker of this host, if there is one, and make it the live state.
@@ -92,6 +92,17 @@ class Committer(CommitWriter):
                 self.snapshot.drop_newest()
             return False
         return True
+
+    def receive(self, commit: CommitId, load: Callable[[Callable[[], Captured]], Incoming | None]) -> bool:
+        """Make a commit that ``load(targets)`` puts into the snapshot the live state. Return False if there is none."""
+        try:
+            incoming = load(self._targets)
+            values = self.snapshot.seal_incoming(commit, incoming) if incoming is not None else None
+        finally:
+            self._record_commits()
+        if values is not None:
+            self._apply(values, self.snapshot.read_private(commit))
+        return values is not None
 
     def drop_gradients(self) -> None:
         """Set gradients to None. A failure inside ``backward`` leaves partial gradients, different on each rank."""
@@ -220,17 +231,11 @@ class Committer(CommitWriter):
         assert self._peers is not None, "only a worker that reads commits is in near"
         source = self._peers.wait_for(session.root_slot, commit, session.check)
         peers, started = self._peers, time.monotonic()
-        try:
-            place = self.snapshot, session.worker_key, session.generation
-            incoming = peers.load(source, *place, self._targets()) if source is not None else None
-            if incoming is None:
-                self._peers = None  # the next sync sends the state
-                raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
-            values = self.snapshot.seal_incoming(commit, incoming)
-        finally:
-            self._record_commits()
+        place = self.snapshot, session.worker_key, session.generation
+        if source is None or not self.receive(commit, lambda targets: peers.load(source, *place, targets())):
+            self._peers = None  # the next sync sends the state
+            raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
         session.record_sync(self.snapshot.size_bytes, time.monotonic() - started + peers.seconds_ahead)
-        self._apply(values, self.snapshot.read_private(commit))
 
     # ------------------------------------------------------------------------------------- values attached to a world
 

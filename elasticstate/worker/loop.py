@@ -39,6 +39,7 @@ from elasticstate.log import logger
 from elasticstate.net import messages
 from elasticstate.net.link import StorageLink, WorkerLink
 from elasticstate.present_world import WorldView
+from elasticstate.state import durable_state
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.committer import Committer
 from elasticstate.state.snapshot import Snapshot
@@ -217,6 +218,7 @@ class WorkerLoop:
         """Run one generation. Raises the worker's own exception, recorded, after leaving the generation."""
         try:
             self._enter_or_continue()
+            self._resume_from_copy()
             has_state = self._committer.start_from_line() or self._committer.has_own_commit
             if has_state:  # else: the job's first world, or sync brings the state
                 self._state.on_reset()
@@ -255,6 +257,12 @@ class WorkerLoop:
         self._sentinel.check()
         if self._committer.commits != joined_with:
             raise CollectiveError("this worker cannot restore the commits that it reported when it joined the world")
+
+    def _resume_from_copy(self) -> None:
+        """As the root of a world in which no member holds a commit: read the newest durable copy."""
+        view = self._session.view
+        if view.durable is not None and view.rank == view.root and self._committer.commits[0] is None:
+            durable_state.resume(self._committer, view.durable)
 
     def _read_root_ahead(self, view: WorldView) -> None:
         self._committer.read_ahead(view.near, view.rank, view.root_slot, view.generation)

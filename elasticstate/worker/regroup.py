@@ -147,6 +147,7 @@ def _view(message: messages.WorldMessage) -> present_world.WorldView:
         message.root_slot,
         message.line,
         message.sources,
+        message.durable,
     )
 
 

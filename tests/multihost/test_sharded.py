@@ -102,5 +102,7 @@ def test_fsdp_survives_lost_hosts_and_grows(
         job.finish(0, timeout=120)
     job.check_shards()
     deviation = job.check_losses(undisturbed)
-    record_property("report", f"FSDP2: largest deviation of the loss in {STEPS} steps on 4, 3, 5, 3 hosts: {deviation:.1e}")
+    record_property(
+        "report", f"FSDP2: largest deviation of the loss in {STEPS} steps on 4, 3, 5, 3 hosts: {deviation:.1e}"
+    )
     assert deviation <= TOLERANCE

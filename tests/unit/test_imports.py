@@ -29,6 +29,7 @@ PARTS = {
     "core",
     "discovery",
     "driver",
+    "durable",
     "error_chain",
     "error_file",
     "exit_status",
@@ -102,6 +103,7 @@ ALLOWED = {
     "commits": {"config", "private", "processes"},
     "kinds": {"backends", "core"},
     "config": {"core", "errors", "kinds"},
+    "durable": {"_native", "core", "errors", "machine", "terminal"},
     "driver": PARTS - {"agent", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP},
     "check": PARTS - {"agent", "worker", "state", *COMMANDS, "launching", *ON_TOP},
     "agent": PARTS - {"driver", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP} | {"_native"},
@@ -240,7 +242,8 @@ def test_the_library_of_the_metrics_is_imported_only_with_their_option(source: P
 @of_each()
 def test_the_library_for_terminals_is_imported_only_to_show_something_there(source: Path) -> None:
     found = {imported for imported in imports(source) if imported.split(".")[0] == "rich"}
-    assert not found or name(source) in {"elasticstate.screen.painter", "elasticstate.status_cli"}
+    shown = {"elasticstate.durable.command", "elasticstate.screen.painter", "elasticstate.status_cli"}
+    assert not found or name(source) in shown
     users = {imported for imported in imports(source) if imported.startswith("elasticstate.screen.painter.")}
     assert not users or name(source) == "elasticstate.screen.__main__"
 

@@ -1,0 +1,138 @@
+"""The command ``elasticrun export``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from elasticstate.durable.copies import DamagedCopyError, Manifest, milliseconds_of
+from elasticstate.durable.export import NothingToExportError, export
+from elasticstate.durable.failure import failure_of
+from elasticstate.durable.reader import Copies, StorageHangsError
+from elasticstate.durable.storage import absolute, refuse
+from elasticstate.errors import OptionError
+from elasticstate.machine import format_bytes
+from elasticstate.terminal import complain, printable
+
+_TIMEOUT_S = 60.0
+
+_DESCRIPTION = """\
+Write the tensors of a durable copy to one safetensors file.
+
+PLACE is what a job had as --durable-dir, or one copy in it (PLACE/commit-...). Of several copies, the newest complete
+one is exported. The file has full tensors, also if the copy consists of shards. With --value, the names are those in
+the value: for a module, the names of its state_dict(). The checksums of all bytes are verified."""
+
+_END = """\
+examples:
+  elasticrun export s3://bucket/run -o state.safetensors
+  elasticrun export /shared/run -o model.safetensors --value model
+  python -c "from safetensors.torch import load_file; print(load_file('model.safetensors').keys())"
+
+Exit status: 0 written; 1 there is no complete copy, or it cannot be read; 2 usage."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise OptionError(f"export: {message}. {self.prog} --help explains the command.")
+
+
+def export_command(argv: Sequence[str]) -> int:
+    """Export a copy (``elasticrun export``). Return the exit status. Raises OptionError."""
+    parser = _Parser(
+        prog="elasticrun export",
+        description=_DESCRIPTION,
+        epilog=_END,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
+        allow_abbrev=False,
+    )
+    parser.add_argument("place", metavar="PLACE", help="Directory or URL of the copies, or of one copy.")
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="File to write. It is replaced when the new one is complete.",
+    )
+    parser.add_argument("--value", metavar="NAME", help="Write only the tensors of this value of the state.")
+    given = parser.parse_args(argv)
+    _check_output(given.output)
+    if reason := refuse(given.place):
+        raise OptionError(f"export: {given.place!r}: {reason}.")
+    place, name = _split(given.place)
+    try:
+        return _export(place, name, given.output, given.value)
+    except NothingToExportError as error:
+        values = ", ".join(error.values) or "none"
+        raise OptionError(f"--value: {given.value!r}: the copy has no such tensors, only of {values}") from None
+    except (DamagedCopyError, StorageHangsError) as error:
+        complain("elasticrun", f"export: {given.place}: {error}")
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # of the storage, of its library, or of the output
+        complain("elasticrun", f"export: {failure_of(error)[1]}")
+    return 1
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return the place of the copies, and the name of the copy; "" if none is named."""
+    place = absolute(text).rstrip("/")
+    before, _, last = place.rpartition("/")
+    return (before, last) if milliseconds_of(last) is not None else (place, "")
+
+
+def _check_output(path: str) -> None:
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise OptionError(f"-o/--output: {path!r}: {folder!r} is not a directory. Make it, or name another file.")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OptionError(f"-o/--output: {path!r}: is not a regular file. Name another file.")
+
+
+def _export(place: str, name: str, output: str, value: str | None) -> int:
+    copies = Copies(place, _TIMEOUT_S)
+    name, manifest = (name, copies.manifest(name)) if name else _newest(copies)
+    with _progress(sum(part.data_bytes for part in manifest.parts)) as progress:
+        count = export(copies, name, manifest, output, value, progress)
+    size = format_bytes(os.path.getsize(output))
+    sys.stdout.write(
+        printable(f"{output}: {count} tensors, {size}, of {name} (job {manifest.job}, commit {manifest.commit})\n")
+    )
+    return 0
+
+
+def _newest(copies: Copies) -> tuple[str, Manifest]:
+    """Return the newest complete copy. Raises DamagedCopyError if there is none."""
+    names = copies.names()
+    for name in names:
+        found = _manifest_or_error(copies, name)
+        if isinstance(found, Manifest):
+            return name, found
+        complain("elasticrun", f"export: {name} is skipped: {found}")
+    raise DamagedCopyError("none of its copies is complete" if names else "has no durable copy")
+
+
+def _manifest_or_error(copies: Copies, name: str) -> Manifest | DamagedCopyError:
+    try:
+        return copies.manifest(name)
+    except DamagedCopyError as error:
+        return error
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on a terminal. The value is called with the number of new bytes."""
+    if not sys.stderr.isatty():
+        yield lambda size: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("", total=total)
+        yield lambda size: shown.advance(task, size)

@@ -1,0 +1,163 @@
+"""Copies in a storage: their names, their manifests, the search for the newest complete one, and the removal of old
+ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+import msgspec
+
+from elasticstate._native import checksum
+from elasticstate.core.types import CommitId
+from elasticstate.durable.storage import Storage
+
+MANIFEST = "manifest.json"
+VERSION = 1
+_NAME = re.compile(r"commit-(\d{8})-(\d{6})-(\d{3})")
+
+
+class File(msgspec.Struct, frozen=True):
+    """A file of a copy."""
+
+    name: str
+    bytes: int
+    crc32c: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """The files of one commit. Their bytes in the commit's order: head, data of the tensors, objects."""
+
+    digest: int  # of the shards in it; 0: a replicated state
+    head: File
+    tensors: File
+    objects: File
+    data_at: int  # offset of the data in the file of the tensors, behind its header
+    header_crc32c: int
+    data_bytes: int
+    data_crc32c: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Description of a complete copy."""
+
+    version: int
+    job: str
+    job_id: str
+    commit: CommitId
+    world_size: int
+    saved_at: float  # Unix time
+    parts: tuple[Part, ...]
+
+    @property
+    def files(self) -> list[File]:
+        return [file for part in self.parts for file in (part.head, part.tensors, part.objects)]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+class _Checked(msgspec.Struct, frozen=True):
+    """Content of the file: the manifest, and the checksum of its text."""
+
+    crc32c: int
+    copy: msgspec.Raw
+
+
+class DamagedCopyError(Exception):
+    """A copy is not complete, or its bytes are not those that were written. The message says what is wrong."""
+
+
+class IncompleteCopyError(DamagedCopyError):
+    """A copy was never completed, or is being removed: it has no manifest."""
+
+
+def copy_name(milliseconds: int) -> str:
+    """Return the name of the copy that was begun at this Unix time."""
+    begun = datetime.fromtimestamp(milliseconds // 1000, timezone.utc)
+    return f"commit-{begun:%Y%m%d-%H%M%S}-{milliseconds % 1000:03}"
+
+
+def milliseconds_of(name: str) -> int | None:
+    """Return the Unix time in the name of a copy; None for another name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    try:
+        begun = datetime.strptime(match[1] + match[2], "%Y%m%d%H%M%S").replace(tzinfo=timezone.utc)
+    except ValueError:
+        return None
+    return int(begun.timestamp()) * 1000 + int(match[3])
+
+
+def copy_names(storage: Storage) -> list[str]:
+    """Return the names of all copies, complete or not, the newest first."""
+    return sorted((name for name in storage.folders() if milliseconds_of(name) is not None), reverse=True)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    text = msgspec.json.encode(manifest)
+    return msgspec.json.encode(_Checked(crc32c(text), msgspec.Raw(text))) + b"\n"
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Return a manifest. Raises DamagedCopyError."""
+    try:
+        checked = msgspec.json.decode(data, type=_Checked)
+        text = bytes(checked.copy)
+        if crc32c(text) != checked.crc32c:
+            raise DamagedCopyError(f"{MANIFEST} is damaged: its checksum is wrong")
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedCopyError(f"{MANIFEST} is damaged: {error}") from None
+    if manifest.version != VERSION:
+        raise DamagedCopyError(f"{MANIFEST} has version {manifest.version}, but this elasticstate reads {VERSION}")
+    return manifest
+
+
+def read_manifest(storage: Storage, name: str) -> Manifest:
+    """Return the manifest of a copy that has all its files in their full sizes. Raises DamagedCopyError, OSError."""
+    sizes = storage.sizes(name)
+    if MANIFEST not in sizes:
+        raise IncompleteCopyError(f"it has no {MANIFEST}: it was not completed")
+    with storage.open(name, MANIFEST) as source:
+        manifest = decode_manifest(source.read_at(0, sizes[MANIFEST]))
+    for file in manifest.files:
+        if file.name not in sizes:
+            raise DamagedCopyError(f"{file.name} is missing")
+        if sizes[file.name] != file.bytes:
+            raise DamagedCopyError(f"{file.name} has {sizes[file.name]} bytes instead of {file.bytes}")
+    return manifest
+
+
+def complete_copies(storage: Storage, names: list[str]) -> Iterator[tuple[str, Manifest | DamagedCopyError]]:
+    """Yield each copy, in this order, with its manifest, or with the reason why it cannot be used."""
+    for name in names:
+        yield name, _manifest_or_error(storage, name)
+
+
+def _manifest_or_error(storage: Storage, name: str) -> Manifest | DamagedCopyError:
+    try:
+        return read_manifest(storage, name)
+    except FileNotFoundError as error:  # another process removes it at the same time
+        return IncompleteCopyError(str(error))
+    except DamagedCopyError as error:
+        return error
+
+
+def remove_old(storage: Storage, keep: int, newest: str) -> None:
+    """Remove all copies before the ``keep`` newest complete ones, and incomplete copies before ``newest``."""
+    kept = 0
+    for name, found in complete_copies(storage, [name for name in copy_names(storage) if name <= newest]):
+        if isinstance(found, Manifest) and kept < keep:
+            kept += 1
+        elif kept:
+            storage.remove(name, MANIFEST)
+
+
+def crc32c(data: Any, before: int = 0) -> int:
+    """Return the CRC-32C of an object with bytes (buffer protocol), continued from ``before``."""
+    return checksum(data, 0, len(data), before)

@@ -1,0 +1,30 @@
+"""Failures of durable copies: their kinds, one word each, and their reasons."""
+
+from __future__ import annotations
+
+import errno
+
+BUSY = "busy"
+FULL = "full"
+HOST = "host"
+HUNG = "hung"
+LIBRARY = "library"
+LOST = "lost"
+MEMORY = "memory"
+STORAGE = "storage"
+TORN = "torn"
+UNCHANGED = "unchanged"
+NOT_FAILED = {BUSY, UNCHANGED}
+"""Reasons not to save a copy now that are no failures."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def failure_of(error: BaseException) -> tuple[str, str]:
+    """Return kind and reason of an error of a storage."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ImportError):
+        return LIBRARY, reason
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return FULL, reason
+    return STORAGE, reason if isinstance(error, OSError) else f"{type(error).__name__}: {reason}"

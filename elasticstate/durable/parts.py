@@ -1,0 +1,145 @@
+"""Parts of a copy: a commit file (state/layout.py) becomes three files, and is read from them again.
+
+The tensors get a header of their own, because readers like torch's HuggingFaceStorageReader expect a file that contains
+tensors and nothing else. A tied tensor shares its bytes with another one in a commit; the format forbids that, so its
+bytes are repeated behind the data of the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from elasticstate.durable.copies import File, Part, crc32c
+from elasticstate.durable.storage import Chunk, Storage
+
+CHUNK_BYTES = 8 << 20
+_ALIGNMENT_BYTES = 64
+METADATA = "__metadata__"
+_RANDOM, _OBJECTS = "elasticstate.random", "elasticstate.objects"
+OWN = "elasticstate"  # key of the metadata with the notes of state/layout.py
+SHARDING = "DCP_SHARDING_INFO"
+"""Key of the metadata in which torch (2.13, torch/distributed/checkpoint/hf_storage.py) looks for offsets of shards."""
+
+
+class _Notes(msgspec.Struct, frozen=True):
+    """The notes of a commit that matter here."""
+
+    tied: dict[str, str]  # name -> the name under which the bytes are stored
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Places in a commit file, and the header of the file with its tensors."""
+
+    random: int  # offset of the random state
+    tensors: int  # offset of the tensors: the head ends there
+    objects: int  # offset of the objects: the tensors end there
+    header: bytes
+    tied: list[tuple[int, int]]  # ranges of the commit file that are repeated behind the tensors
+
+
+def cut(commit: memoryview) -> Cut:
+    """Find the parts of a commit file. Raises ValueError if it is none."""
+    capacity = int.from_bytes(commit[:8], "little")
+    if not 2 <= capacity <= len(commit) - 8:
+        raise ValueError("the commit has no header")
+    begin = 8 + capacity
+    try:
+        stored: dict[str, Any] = msgspec.json.decode(commit[8:begin])
+        metadata: dict[str, str] = stored.pop(METADATA)
+        notes = msgspec.json.decode(metadata[OWN], type=_Notes)
+        random_end = stored.pop(_RANDOM)["data_offsets"][1]
+        end = stored.pop(_OBJECTS)["data_offsets"][0]
+        header, tied = _header(stored, metadata, notes.tied, random_end, end)
+    except (msgspec.DecodeError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"the header of the commit is damaged: {error!r}") from None
+    if not 0 <= random_end <= end <= len(commit) - begin:
+        raise ValueError("the parts of the commit are not in order")
+    repeated = [(begin + first, begin + last) for first, last in tied]
+    return Cut(begin, begin + random_end, begin + end, header, repeated)
+
+
+def _header(
+    stored: dict[str, Any], metadata: dict[str, str], tied: dict[str, str], first: int, end: int
+) -> tuple[bytes, list[tuple[int, int]]]:
+    """Return the header of the file with the tensors, and the ranges that are repeated for tied tensors."""
+    ranges = []
+    entries: dict[str, Any] = {}
+    for name, item in stored.items():
+        start, stop = item["data_offsets"]
+        entries[name] = {**item, "data_offsets": [start - first, stop - first]}
+    at = end - first
+    for name, owner in tied.items():
+        start, stop = stored[owner]["data_offsets"]
+        ranges.append((start, stop))
+        entries[name] = {**stored[owner], "data_offsets": [at, at + stop - start]}
+        at += stop - start
+    kept = {key: value for key, value in metadata.items() if key != SHARDING}
+    if SHARDING in metadata:
+        kept[SHARDING] = _sharding(metadata[SHARDING], entries)
+    text = msgspec.json.encode({METADATA: kept, **entries})
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
+    return len(text).to_bytes(8, "little") + text, ranges
+
+
+def _sharding(text: str, entries: dict[str, Any]) -> str:
+    """Return offsets for all tensors: a reader that finds offsets of one expects those of each."""
+    known: dict[str, Any] = msgspec.json.decode(text)
+    offsets = {name: known.get(name) or {"saved_offsets": [0] * len(item["shape"])} for name, item in entries.items()}
+    return msgspec.json.encode(offsets).decode()
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+def write_part(
+    storage: Storage, folder: str, number: int, digest: int, commit: memoryview, progress: Callable[[int], None]
+) -> Part:
+    """Write the files of a commit. ``progress`` gets the number of bytes after each chunk.
+
+    Raises ValueError for a commit that is none, and errors of the storage.
+    """
+    found = cut(commit)
+
+    def write(name: str, chunks: Iterable[Chunk]) -> File:
+        counted = _Counted(chunks, progress)
+        storage.write(folder, f"part-{number}.{name}", counted)
+        return File(f"part-{number}.{name}", counted.bytes, counted.crc32c)
+
+    ranges = [(found.tensors, found.objects), *found.tied]
+    return Part(
+        digest=digest,
+        head=write("head", _chunks(commit, [(0, found.tensors)])),
+        tensors=write("safetensors", (part for parts in ([found.header], _chunks(commit, ranges)) for part in parts)),
+        objects=write("objects", _chunks(commit, [(found.objects, len(commit))])),
+        data_at=len(found.header),
+        header_crc32c=crc32c(found.header),
+        data_bytes=found.objects - found.tensors,
+        data_crc32c=crc32c(commit[found.tensors : found.objects]),
+    )
+
+
+def _chunks(data: memoryview, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
+    for begin, end in ranges:
+        for at in range(begin, end, CHUNK_BYTES):
+            yield data[at : min(end, at + CHUNK_BYTES)]
+
+
+class _Counted:
+    """Chunks that pass through, with their total size and checksum."""
+
+    def __init__(self, chunks: Iterable[Chunk], progress: Callable[[int], None]) -> None:
+        self._chunks = chunks
+        self._progress = progress
+        self.bytes = self.crc32c = 0
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for chunk in self._chunks:
+            yield chunk
+            self.bytes += len(chunk)
+            self.crc32c = crc32c(chunk, self.crc32c)
+            self._progress(len(chunk))

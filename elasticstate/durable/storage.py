@@ -1,0 +1,265 @@
+"""Storage of durable copies: one level of folders with files, in a directory or at a URL of fsspec."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+Chunk = memoryview | bytes
+
+
+class Source(Protocol):
+    """A file that is open for reading."""
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Return ``size`` bytes from ``offset`` on, fewer at the end of the file."""
+
+
+class Storage(Protocol):
+    """Folders with files. Every method may block, and raises OSError or an error of the library behind the URL."""
+
+    def folders(self) -> list[str]:
+        """Return the names of all folders; none if the storage does not exist yet."""
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return names and sizes of the files in a folder."""
+
+    def open(self, folder: str, name: str) -> AbstractContextManager[Source]: ...
+
+    def write(self, folder: str, name: str, chunks: Iterable[Chunk]) -> None:
+        """Write a file, which is durable after the return. Create the folder if it does not exist."""
+
+    def publish(self, folder: str, name: str, data: bytes) -> None:
+        """Write a file so that readers find all of it or nothing, after all earlier files of the folder."""
+
+    def remove(self, folder: str, first: str) -> None:
+        """Remove a folder: the file ``first`` before all others, because it makes the folder valid."""
+
+
+def is_url(place: str) -> bool:
+    """Return True for a URL of fsspec. A path, also as ``file://``, needs no library."""
+    return "://" in place and not place.startswith("file://")
+
+
+def absolute(place: str) -> str:
+    """Return the place of a storage independently of the working directory."""
+    return place if is_url(place) else os.path.abspath(place.removeprefix("file://"))
+
+
+def refuse(place: str) -> str:
+    """Return the reason why this machine cannot use a storage, or ""."""
+    if not is_url(place):
+        return ""
+    if find_spec("fsspec") is None:
+        return "URLs require fsspec. Run pip install 'elasticstate[durable]'"
+    import fsspec  # type: ignore[import-untyped]
+    from fsspec.registry import known_implementations, registry  # type: ignore[import-untyped]
+
+    protocol = place.partition("://")[0].partition("::")[0]
+    if protocol in registry or protocol in fsspec.available_protocols():
+        known: dict[str, Any] = known_implementations.get(protocol, {})
+        module = str(known.get("class", "")).partition(".")[0]
+        if not module or find_spec(module) is not None:
+            return ""
+        return f"fsspec requires another package for {protocol}://: {known.get('err', module)}"
+    return f"fsspec knows no protocol {protocol!r}. Name a path, or a URL like s3://bucket/folder"
+
+
+def open_storage(place: str) -> Storage:
+    """Return the storage at a path or URL."""
+    return UrlStorage(place) if is_url(place) else Directory(absolute(place), Files())
+
+
+# ----------------------------------------------------------------------------------------------------------- directory
+
+
+class Files:
+    """Operations on files and directories. A test replaces them by a disk that loses power."""
+
+    def make_directory(self, path: str) -> None:
+        with suppress(FileExistsError):
+            os.mkdir(path)
+
+    def names(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def is_directory(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+    def size(self, path: str) -> int:
+        return os.stat(path).st_size
+
+    def read_at(self, path: str, offset: int, size: int) -> bytes:
+        with open(path, "rb", buffering=0) as file:
+            return b"".join(_reads(file.fileno(), offset, size))
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> None:
+        """Write a file and wait until its bytes are on the disk."""
+        with open(path, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rename(self, old: str, new: str) -> None:
+        os.replace(old, new)
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)
+
+    def remove_directory(self, path: str) -> None:
+        os.rmdir(path)
+
+    def sync(self, path: str) -> None:
+        """Wait until the names in a directory are on the disk."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _reads(fd: int, offset: int, size: int) -> Iterator[bytes]:
+    while size > 0 and (data := os.pread(fd, size, offset)):
+        yield data
+        offset, size = offset + len(data), size - len(data)
+
+
+class Directory:
+    """Storage in a directory: a local disk, or a file system that hosts share."""
+
+    def __init__(self, path: str, files: Files) -> None:
+        self._path = path
+        self._files = files
+
+    def folders(self) -> list[str]:
+        try:
+            names = self._files.names(self._path)
+        except FileNotFoundError:
+            return []
+        return sorted(name for name in names if self._files.is_directory(f"{self._path}/{name}"))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        path = f"{self._path}/{folder}"
+        return {name: self._files.size(f"{path}/{name}") for name in self._files.names(path)}
+
+    @contextmanager
+    def open(self, folder: str, name: str) -> Iterator[Source]:
+        yield _DirectorySource(self._files, f"{self._path}/{folder}/{name}")
+
+    def write(self, folder: str, name: str, chunks: Iterable[Chunk]) -> None:
+        self._make(folder)
+        self._files.write(f"{self._path}/{folder}/{name}", chunks)
+
+    def publish(self, folder: str, name: str, data: bytes) -> None:
+        path = f"{self._path}/{folder}"
+        self._make(folder)
+        self._files.write(f"{path}/{name}.new", [data])
+        self._files.sync(path)  # the other files must not get their names later than this one
+        self._files.rename(f"{path}/{name}.new", f"{path}/{name}")
+        self._files.sync(path)
+
+    def _make(self, folder: str) -> None:
+        """Make the directory of a copy, and all above it, so that a loss of power does not undo it."""
+        path = f"{self._path}/{folder}"
+        missing = []
+        while not self._files.is_directory(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for path in reversed(missing):
+            self._files.make_directory(path)
+            self._files.sync(os.path.dirname(path))
+
+    def remove(self, folder: str, first: str) -> None:
+        path = f"{self._path}/{folder}"
+        with suppress(FileNotFoundError):
+            self._files.remove(f"{path}/{first}")
+            self._files.sync(path)
+        for name in self._files.names(path):
+            self._files.remove(f"{path}/{name}")
+        self._files.remove_directory(path)
+
+
+class _DirectorySource:
+    def __init__(self, files: Files, path: str) -> None:
+        self._files = files
+        self._path = path
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        return self._files.read_at(self._path, offset, size)
+
+
+# ----------------------------------------------------------------------------------------------------------------- URL
+
+_BLOCK_BYTES = 16 << 20  # of one request; S3 allows 10,000 parts of a file
+
+
+class UrlStorage:
+    """Storage behind a URL that fsspec knows. One PUT of an object store is atomic."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self._system: Any
+        self._system, root = fsspec.core.url_to_fs(url)
+        self._root = str(root).rstrip("/")
+
+    def folders(self) -> list[str]:
+        return sorted(_name(entry) for entry in self._entries(self._root) if entry["type"] == "directory")
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        return {
+            _name(entry): int(entry["size"])
+            for entry in self._entries(f"{self._root}/{folder}")
+            if entry["type"] == "file"
+        }
+
+    def _entries(self, path: str) -> list[dict[str, Any]]:
+        self._system.invalidate_cache()
+        try:
+            found: list[dict[str, Any]] = self._system.ls(path, detail=True)
+        except FileNotFoundError:
+            return []
+        return [entry for entry in found if entry["name"].rstrip("/") != path]
+
+    @contextmanager
+    def open(self, folder: str, name: str) -> Iterator[Source]:
+        with self._system.open(f"{self._root}/{folder}/{name}", "rb", block_size=_BLOCK_BYTES) as file:
+            yield _UrlSource(file)
+
+    def write(self, folder: str, name: str, chunks: Iterable[Chunk]) -> None:
+        path = f"{self._root}/{folder}/{name}"
+        try:
+            file = self._system.open(path, "wb", block_size=_BLOCK_BYTES)
+        except FileNotFoundError:  # file systems with directories; an object store has none
+            self._system.makedirs(f"{self._root}/{folder}", exist_ok=True)
+            file = self._system.open(path, "wb", block_size=_BLOCK_BYTES)
+        with file:
+            for chunk in chunks:
+                file.write(chunk)
+
+    def publish(self, folder: str, name: str, data: bytes) -> None:
+        self._system.pipe_file(f"{self._root}/{folder}/{name}", data)
+
+    def remove(self, folder: str, first: str) -> None:
+        path = f"{self._root}/{folder}"
+        with suppress(FileNotFoundError):
+            self._system.rm_file(f"{path}/{first}")
+        self._system.rm(path, recursive=True)
+
+
+class _UrlSource:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        self._file.seek(offset)
+        data: bytes = self._file.read(size)
+        return data
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/").rpartition("/")[2]

@@ -1,0 +1,266 @@
+"""Durable copies of real jobs: while storage fails in many ways, and after all that the job had in memory is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+from job import Job, Line
+
+from elasticstate.durable.copies import MANIFEST, milliseconds_of
+
+FAST = ("--durable-interval", "0.5", "--durable-keep", "2", "--durable-timeout", "1")
+COMMIT_BYTES = 20_000  # at least, of a copy of train.py
+
+
+def saved(job: Job) -> list[Line]:
+    return [event for event in job.events("durable_copy") if event["state"] == "saved"]
+
+
+def wait_for_copies(job: Job, count: int) -> Line:
+    """Wait until so many more copies are saved. Return the last event."""
+    before = len(saved(job))
+    found: Line = job.wait_for(f"{count} copies", lambda: len(saved(job)) >= before + count and saved(job)[-1])
+    return found
+
+
+def newest_step(job: Job) -> int:
+    return max((int(line["step"]) for line in job.log("commit")), default=0)
+
+
+def strike(job: Job, kind: str, begin: Callable[[], None], end: Callable[[], None]) -> Line:
+    """Let storage fail, until a copy has failed and training has gone on; then repair it, until a copy is saved."""
+    before = len(job.events("durable_copy"))
+
+    def failure() -> Line | None:
+        events = [e for e in job.events("durable_copy")[before:] if e["state"] == "failed" and e["kind"] == kind]
+        return events[0] if events else None
+
+    begin()
+    try:
+        failed: Line = job.wait_for(f"failure of kind {kind}", failure)
+        step = newest_step(job)
+        job.wait_for_step(step + 10)
+    finally:
+        end()
+    wait_for_copies(job, 1)
+    assert str(failed["reason"]) in job.output, "a failure is reported once"
+    return failed
+
+
+def replace_by_a_file(place: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+    aside = place.with_name("aside")
+
+    def begin() -> None:
+        place.rename(aside)
+        place.write_text("no directory")
+
+    def end() -> None:
+        place.unlink()
+        aside.rename(place)
+
+    return begin, end
+
+
+def make_a_manifest_hang(place: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Replace the manifest of each copy by a FIFO that nobody writes to: whoever opens one hangs."""
+
+    def begin() -> None:
+        for copy in place.iterdir():
+            with suppress(FileNotFoundError):  # a copy that is removed, or not complete
+                (copy / MANIFEST).rename(copy / "aside")
+                os.mkfifo(copy / MANIFEST)
+
+    def end() -> None:
+        for copy in place.iterdir():
+            if (copy / "aside").exists():
+                (copy / "aside").rename(copy / MANIFEST)
+
+    return begin, end
+
+
+def fill_up(place: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+    def begin() -> None:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(place)], check=True)
+
+    return begin, lambda: subprocess.run(["umount", str(place)], check=True) and None
+
+
+def lose_the_newest_file(place: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+    def begin() -> None:
+        newest = max(copy for copy in place.iterdir() if (copy / MANIFEST).exists())
+        (newest / "part-1.safetensors").unlink()
+
+    return begin, lambda: None
+
+
+def processes_of(job: Job) -> list[psutil.Process]:
+    return [psutil.Process(job.process.pid), *psutil.Process(job.process.pid).children(recursive=True)]
+
+
+def commits_of(job: Job) -> Path:
+    """Return the commit directory of the job's only host."""
+    worker = psutil.Process(job.pid_of(0))
+    return Path(worker.environ()["ELASTICSTATE_COMMITS"]).parent
+
+
+def steps_of(job: Job) -> dict[int, str]:
+    """Return the weights after each step, by step. Each member has the same, however often it made the step."""
+    digests: dict[int, set[str]] = {}
+    for line in job.log("step"):
+        digests.setdefault(int(line["step"]), set()).add(str(line["digest"]))
+    assert all(len(found) == 1 for found in digests.values())
+    return {step: found.pop() for step, found in digests.items()}
+
+
+def test_storage_fails_and_all_memory_is_lost(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    options = ("-np", "2", "--durable-dir", str(place), *FAST, "--cooldown-range", "0", "0")
+    script = {"step_seconds": 0.02, "digests": True}
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    for folder in (first, second, third):
+        folder.mkdir()
+
+    with Job(first, *options, "--job-name", "durable-first", **script, until=tmp_path / "never") as job:
+        copies = wait_for_copies(job, 3)
+        begun = [milliseconds_of(event["folder"]) or 0 for event in saved(job)]
+        assert all(late - early >= 490 for early, late in pairwise(begun)), begun
+        assert copies["bytes"] > COMMIT_BYTES
+        status = subprocess.run(
+            [sys.executable, "-m", "elasticstate", "status", "durable-first"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert "durable copies:\n  the newest is" in status.stdout, status
+        assert len(list(place.iterdir())) <= 3  # the newest ones, and one that is begun
+
+        assert "Not a directory" in strike(job, "storage", *replace_by_a_file(place))["reason"]
+        assert "--durable-timeout of 1 s" in strike(job, "hung", *make_a_manifest_hang(place))["reason"]
+        assert "part-1.safetensors is missing" in strike(job, "lost", *lose_the_newest_file(place))["reason"]
+        if os.geteuid() == 0:
+            assert "No space left" in strike(job, "full", *fill_up(place))["reason"]
+        assert not job.events("end"), "no failure of the storage has ended a generation"
+
+        # All processes of the only host die, and its memory is gone; the driver lives.
+        commits, agent = commits_of(job), job.events("agent_joined")[-1]["pid"]
+        wait_for_copies(job, 1)
+        os.kill(agent, signal.SIGSTOP)
+        shutil.rmtree(commits)
+        os.kill(agent, signal.SIGKILL)
+        job.wait_for_event("agent_lost")
+        job.wait_for("another world", lambda: any(line["generation"] == 2 for line in job.log("commit")))
+        assert "the job resumes from the newest durable copy" in job.output
+        entered = [line for line in job.log("enter") if line["generation"] == 2]
+        assert {line["step"] for line in entered} & {int(step) for step in steps_of(job)}
+        wait_for_copies(job, 2)
+
+        # All processes die, the driver, too, and the memory is gone.
+        commits, doomed = commits_of(job), processes_of(job)
+        for process in doomed:
+            process.suspend()
+        shutil.rmtree(commits)
+        for process in doomed:
+            process.kill()
+        psutil.wait_procs(doomed[1:], 30)
+        assert job.process.wait() == -signal.SIGKILL
+        before = steps_of(job)
+    for leftover in Path(os.environ["XDG_RUNTIME_DIR"]).glob("elasticstate-*-durable-first"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+    newest = max(copy for copy in place.iterdir() if (copy / MANIFEST).exists())
+    damage(newest / "part-1.safetensors")
+    last = max(before) + 20
+    with Job(second, *options, **script, steps=last) as job:
+        job.finish()
+        assert f"durable copy {newest.name} cannot be used" in job.output
+        begun = {line["step"] for line in job.log("enter")}
+        assert len(begun) == 1
+        assert 0 < min(begun) < max(before)
+        after = steps_of(job)
+        again = before.keys() & after.keys()
+        assert again
+        assert {step: before[step] for step in again} == {step: after[step] for step in again}
+        assert max(after) == last
+        assert saved(job)[-1]["time"] > job.log("gate")[-1]["time"], "the last commit is saved at the end of the job"
+
+    with Job(third, *options, "-np", "3", **script, steps=last) as job:
+        job.finish()
+        assert {(line["step"], line["digest"]) for line in job.log("final")} == {(last, after[last])}
+        assert len(job.log("final")) == 3
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_job_never_begins_anew_because_its_copies_cannot_be_read(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    options = ("-np", "1", "--durable-dir", str(place), "--max-no-progress", "1")
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    for folder in (first, second, third):
+        folder.mkdir()
+    with Job(first, *options, steps=5) as job:
+        job.finish()
+        assert len(saved(job)) == 1  # at the end
+    with Job(second, *options, steps=5) as job:
+        job.finish()
+        assert [line["step"] for line in job.log("enter")] == [5]
+    for copy in place.iterdir():
+        damage(copy / "part-1.head")
+    with Job(third, *options, steps=5) as job:
+        job.finish(status=1)
+        assert "all copies are damaged" in job.output
+        assert not job.log("enter")
+
+
+def test_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        monkeypatch.setenv("FSSPEC_S3", json.dumps({"endpoint_url": f"http://{host}:{port}"}))
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "testing")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        command = (
+            "import s3fs; s3fs.S3FileSystem(endpoint_url='http://{}:{}').mkdir('bucket')".format(host, port)  # noqa: UP032
+        )
+        subprocess.run([sys.executable, "-c", command], check=True, timeout=60)
+        first, second = tmp_path / "first", tmp_path / "second"
+        options = ("-np", "1", "--durable-dir", "s3://bucket/run", "--durable-interval", "1", "--durable-keep", "2")
+        for folder in (first, second):
+            folder.mkdir()
+        with Job(first, *options, until=tmp_path / "stop", steps=5, step_seconds=0.05) as job:
+            wait_for_copies(job, 3)
+            (tmp_path / "stop").touch()
+            job.finish()
+            last = int(job.log("final")[0]["step"])
+        with Job(second, *options, steps=last) as job:
+            job.finish()
+            assert [line["step"] for line in job.log("enter")] == [last]
+        out = tmp_path / "model.safetensors"
+        done = subprocess.run(
+            [sys.executable, "-m", "elasticstate", "export", "s3://bucket/run", "-o", str(out), "--value", "model"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "4 tensors" in done.stdout
+    finally:
+        server.stop()

@@ -1,0 +1,167 @@
+"""Copies are read by torch alone, in a process without elasticstate, and exported to one file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from elasticstate.cli import main
+from elasticstate.core.types import CommitId
+from elasticstate.durable.copies import MANIFEST, VERSION, Manifest, copy_name, encode_manifest
+from elasticstate.durable.parts import write_part
+from elasticstate.durable.storage import Directory, Files
+from elasticstate.durable.upload import upload
+from tests.unit.durable.commit_files import Sent, commit_of, order, shard_file
+
+READER = """
+import sys, torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+path, out = sys.argv[1:]
+found = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
+values = {name: torch.zeros(item.size, dtype=item.properties.dtype) for name, item in found.items()}
+dcp.load(values, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
+torch.save(values, out)
+assert "elasticstate" not in sys.modules
+"""
+TENSORS: dict[str, Any] = {
+    "model.weight": torch.randn(17, 5),
+    "model.bf16": torch.randn(3, 3).bfloat16(),
+    "model.fp8": torch.randn(9).to(torch.float8_e4m3fn),
+    "model.flag": torch.tensor([True, False]),
+    "model.scalar": torch.tensor(3.5, dtype=torch.float64),
+    "model.empty": torch.empty(0, 4),
+    "optimizer.step": torch.arange(7, dtype=torch.int32),
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+}
+
+
+def save(place: Path, values: dict[str, Any], number: int = 1) -> str:
+    commit = commit_of(values)
+    sent = Sent()
+    upload(order(number, commit, place=str(place)), memoryview(commit), Directory(str(place), Files()), sent)
+    assert sent.last.is_saved
+    return copy_name(number)
+
+
+def read_by_torch(copy: Path, out: Path) -> dict[str, torch.Tensor]:
+    command = [sys.executable, "-I", "-W", "ignore", "-c", READER, str(copy), str(out)]
+    subprocess.run(command, check=True, timeout=120)
+    found: dict[str, torch.Tensor] = torch.load(out)
+    return found
+
+
+def equal(found: torch.Tensor, value: Any) -> bool:
+    value = torch.as_tensor(value)
+    if (found.dtype, found.shape) != (value.dtype, value.shape):
+        return False
+    return found.reshape(-1).view(torch.uint8).equal(value.reshape(-1).view(torch.uint8))
+
+
+def save_shards(place: Path, *parts: dict[str, tuple[torch.Tensor, tuple[int, ...]]]) -> str:
+    """Save a copy of a sharded state: one part for each digest."""
+    storage, name = Directory(str(place), Files()), copy_name(1)
+    written = []
+    for number, part in enumerate(parts, start=1):
+        written.append(write_part(storage, name, number, number, memoryview(shard_file(part)), lambda size: None))
+    manifest = Manifest(VERSION, "job", "id", CommitId(3, 4), len(parts), 1.0, tuple(written))
+    storage.publish(name, MANIFEST, encode_manifest(manifest))
+    return name
+
+
+WHOLE = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
+NORM = torch.randn(6)
+SHARDS = [  # rows over two ranks, then columns over two, the norm on both, an empty shard
+    {"model.rows": (WHOLE[:4], (0, 0)), "model.columns": (WHOLE[:, :3], (0, 0)), "model.norm": (NORM, (0,))},
+    {"model.rows": (WHOLE[4:], (4, 0)), "model.columns": (WHOLE[:, 3:], (0, 3)), "model.norm": (NORM, (0,))},
+    {"model.rows": (WHOLE[7:], (7, 0)), "model.norm": (NORM, (0,))},
+]
+
+
+def test_torch_alone_reads_a_copy(tmp_path: Path) -> None:
+    tied = {**TENSORS, "model.tied": TENSORS["model.weight"]}
+    found = read_by_torch(tmp_path / save(tmp_path, {**tied, "step": 3}), tmp_path / "out")
+    assert found.keys() == tied.keys()
+    assert all(equal(found[name], value) for name, value in tied.items())
+
+
+def test_torch_alone_reads_a_copy_of_shards(tmp_path: Path) -> None:
+    found = read_by_torch(tmp_path / save_shards(tmp_path, *SHARDS), tmp_path / "out")
+    assert found["model.rows"].equal(WHOLE)
+    assert found["model.columns"].equal(WHOLE)
+    assert found["model.norm"].equal(NORM)
+
+
+def test_export_writes_full_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_shards(tmp_path, *SHARDS)
+    out = tmp_path / "out.safetensors"
+    assert main(["export", str(tmp_path), "-o", str(out), "--value", "model"]) == 0
+    assert "3 tensors" in capsys.readouterr().out
+    found = load_file(out)
+    assert found["rows"].equal(WHOLE)
+    assert found["columns"].equal(WHOLE)
+    assert found["norm"].equal(NORM)
+
+
+def test_export_of_a_replicated_state(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    names = {f"model.parameters.{name}": value.detach() for name, value in module.named_parameters()}
+    names |= {f"model.buffers.{name}": value for name, value in module.named_buffers()}
+    save(tmp_path, {**names, "ballast": torch.randn(5_000_000), "step": 1})
+    name = save(tmp_path, {**names, "ballast": torch.ones(3)}, number=2)
+    out = tmp_path / "out.safetensors"
+    assert main(["export", str(tmp_path / name), "-o", str(out), "--value", "model"]) == 0
+    module.load_state_dict(load_file(out))
+    assert main(["export", str(tmp_path / copy_name(1)), "-o", str(out)]) == 0
+    found = load_file(out)
+    assert found.keys() == {*names, "ballast"}
+    assert found["ballast"].numel() == 5_000_000
+
+
+def test_export_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.safetensors"
+    assert main(["export", str(tmp_path / "none"), "-o", str(out)]) == 1
+    assert "has no durable copy" in capsys.readouterr().err
+    name = save(tmp_path, TENSORS)
+    assert main(["export", str(tmp_path), "-o", str(out), "--value", "modle"]) == 2
+    assert "--value: 'modle': the copy has no such tensors, only of array, model, optimizer" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), "-o", str(tmp_path)]) == 2
+    assert "is not a regular file" in capsys.readouterr().err
+    assert main(["export", str(tmp_path)]) == 2
+    assert main(["export", "nfs4://x/y", "-o", str(out)]) == 2
+    assert "fsspec knows no protocol 'nfs4'" in capsys.readouterr().err
+    tensors = tmp_path / name / "part-1.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[-80] ^= 1
+    tensors.write_bytes(content)
+    assert main(["export", str(tmp_path), "-o", str(out)]) == 1
+    assert "part-1.safetensors is damaged: its checksum is wrong" in capsys.readouterr().err
+    tensors.unlink()
+    assert main(["export", str(tmp_path), "-o", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert f"{name} is skipped: part-1.safetensors is missing" in error
+    assert "none of its copies is complete" in error
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_shard_that_is_missing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_shards(tmp_path, SHARDS[0])
+    assert main(["export", str(tmp_path), "-o", str(tmp_path / "out")]) == 0  # of other shards nobody knows
+    save_shards(tmp_path, SHARDS[1])
+    assert main(["export", str(tmp_path), "-o", str(tmp_path / "out")]) == 1
+    assert "shards of model.rows are missing" in capsys.readouterr().err
+
+
+def test_the_manifest_is_text_for_people(tmp_path: Path) -> None:
+    manifest = json.loads((tmp_path / save(tmp_path, TENSORS) / MANIFEST).read_text())
+    assert manifest["copy"]["commit"] == [1, 1]
+    assert manifest["copy"]["parts"][0]["tensors"]["name"] == "part-1.safetensors"
