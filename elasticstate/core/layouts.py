@@ -22,6 +22,7 @@ class Replication(Struct, frozen=True, gc=False):
     commit: CommitId
     copies: frozenset[tuple[SlotId, str]]  # all of them: slot, and host that keeps the copy
     missing: frozenset[tuple[SlotId, str]]  # those that are not reported yet
+    since: float
 
 
 class Shards(Struct, frozen=True, gc=False):

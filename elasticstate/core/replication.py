@@ -3,12 +3,17 @@
 Agents keep the copies: a slot's own host copies its buffer, other hosts receive a copy. One commit is replicated at a
 time. When all its copies are reported, agents forget the older ones, so the replication before stays whole meanwhile.
 A lost host, or an agent that could not make a copy, ends a replication; the next one has a newer commit.
+
+Workers never wait for a copy. If they commit so often that the agents find a commit overwritten, the next attempt names
+a commit that is still to come: the agents wait for its seals, and copy it at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
+from math import ceil, inf
+
+from msgspec.structs import replace
 
 from elasticstate.core import types as t
 from elasticstate.core.layouts import Replication, ShardLayout
@@ -16,6 +21,8 @@ from elasticstate.core.records import Draft, Membership, Running
 
 _FIRST_PAUSE_S = 0.5  # before another attempt; it doubles
 _LONGEST_PAUSE_S = 30.0
+_LEAD_S = 0.5  # for orders to arrive before a commit to come
+_COMING_S = 10.0  # after that time without it, such a commit is given up
 
 # -------------------------------------------------------------------------------------------------------------- facts
 
@@ -48,7 +55,7 @@ def copy_kept(d: Draft, event: t.CopyKept) -> None:
         return
     missing = present.missing - {(event.slot, event.host)}
     if missing:
-        d.update_shards(replication=Replication(present.commit, present.copies, missing))
+        d.update_shards(replication=replace(present, missing=missing))
         return
     d.update_shards(replication=None, replicated=present.commit, replicated_at=d.now, failures=0, not_before=-inf)
     _forget(d, present.commit, None)
@@ -86,25 +93,38 @@ def replicate(d: Draft) -> None:
     """Record the newest commit that all members have sealed, and begin to replicate it if no replication is in
     progress."""
     layout = _present_layout(d)
+    present = d.shards.replication
+    if (
+        present is not None
+        and not _is_sealed(d, present.commit)
+        and (layout is None or d.now >= _coming_until(present))
+    ):
+        _give_up(d, present)
     if layout is None:
         return
     commit = _sealed_by_all(d, layout)
     if commit is not None and (d.shards.line is None or commit > d.shards.line):
         d.update_shards(line=commit, line_at=d.now)
     shards = d.shards
-    is_new = commit is not None and (shards.replicated is None or commit > shards.replicated)
-    if commit is None or not is_new or shards.replication is not None or d.now < shards.not_before:
+    if shards.replication is not None or d.now < shards.not_before:
+        return
+    if shards.failures % 2:
+        commit = _to_come(d, layout)
+    if commit is None or (shards.replicated is not None and commit <= shards.replicated):
         return
     copies = frozenset(_placed(d, layout))
     if copies:
-        d.update_shards(replication=Replication(commit, copies, copies))
+        d.update_shards(replication=Replication(commit, copies, copies, d.now))
         d.effects.append(t.Replicate(commit, tuple(sorted(copies))))
 
 
 def replication_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
     """Yield the time of the next attempt."""
-    if d.shards.layouts and d.shards.replication is None:
+    present = d.shards.replication
+    if d.shards.layouts and present is None:
         yield "replication", d.shards.not_before
+    elif present is not None and not _is_sealed(d, present.commit):
+        yield "commit to replicate", _coming_until(present)
 
 
 def replicas_of(m: Draft | Membership, layout: ShardLayout) -> int:
@@ -138,6 +158,30 @@ def _sealed_by_all(d: Draft, layout: ShardLayout) -> t.CommitId | None:
         if not common:
             return None
     return max((commit for commit in common if commit and commit.generation == layout.generation), default=None)
+
+
+def _is_sealed(d: Draft, commit: t.CommitId) -> bool:
+    """Return True if all slots of its layout are known to have sealed this commit."""
+    layouts = (layout for layout in d.shards.layouts if layout.generation == commit.generation)
+    return all(d.slots[slot_id].sealed >= commit for layout in layouts for slot_id, _ in layout.digests)
+
+
+def _coming_until(present: Replication) -> float:
+    return present.since + _COMING_S
+
+
+def _to_come(d: Draft, layout: ShardLayout) -> t.CommitId | None:
+    """Return a commit that all members will seal soon, but after the orders for it have arrived, if they commit as
+    regularly as before."""
+    slot = d.slots[layout.digests[0][0]]
+    worker = d.workers[slot.worker] if slot.worker is not None else None
+    if worker is None or worker.commit is None or worker.commit != slot.retained or not worker.commit.tick:
+        return None
+    before = slot.previous.tick if slot.previous is not None and slot.previous.generation == layout.generation else 0
+    every = worker.commit.tick - before
+    ticks_per_s = worker.ticks / max(d.now - d.phase.since, 0.001) if isinstance(d.phase, Running) else 0.0
+    lead = ceil(ticks_per_s * (d.now - worker.commit_at + _LEAD_S) / every)
+    return t.CommitId(layout.generation, worker.commit.tick + every * max(1, lead))
 
 
 def _placed(d: Draft, layout: ShardLayout) -> Iterator[tuple[t.SlotId, str]]:

@@ -111,7 +111,7 @@ def waiting_deadlines(d: Draft, phase: Waiting) -> Iterator[tuple[str, float]]:
             yield "shards", _shards_until(d, phase, awaited_copies(d), exiting(d))
         else:
             yield "retained commit", _retained_until(d, phase, awaited(d))
-        if may_train_on(d) or _is_lost(d, choose(d)):
+        if may_train_on(d) or _is_lost(d, choose(d)) or is_sharded(d):
             yield "unreachable workers have given up", unreachable_until(d)
 
 
@@ -181,6 +181,9 @@ def _form_from_line(d: Draft, chosen: list[Worker]) -> bool:
         d.reason = f"waiting for {_missing_shards(awaited_) if awaited_ else f'the exit of {names(ends)}'}"
         return False
     found = find_line(d)
+    if found is None and (hosts := unreachable_hosts(d)):
+        d.reason = f"waiting for unreachable hosts, which may hold the only commits: {listed(hosts)}"
+        return False
     if found is not None:
         if awaited_:
             d.warn(f"{_missing_shards(awaited_)} is given up for {found[0]}: {_too_late(d)}")
@@ -207,14 +210,10 @@ def _too_late(d: Draft) -> str:
 
 def _shards_until(d: Draft, phase: Waiting, copies: list[t.CopyOf], ends: list[Worker]) -> float:
     """Return the time until which the core waits for hosts with shards of a newer commit than the line, and for the
-    ``ends`` of workers. If the hosts are unreachable and may be alive, and no commit is left without them, the core
-    waits until their workers have given up."""
+    ``ends`` of workers."""
     if not (copies or ends) or phase.retained_since is None:
         return inf
-    until = phase.retained_since + d.policy.regroup_timeout_s
-    if not set(unreachable_hosts(d)).isdisjoint(hosts_of(copies)) and find_line(d) is None:
-        return max(until, unreachable_until(d))
-    return until
+    return phase.retained_since + d.policy.regroup_timeout_s
 
 
 def _retained_until(d: Draft, phase: Waiting, slots: list[tuple[t.SlotId, t.CommitId]]) -> float:

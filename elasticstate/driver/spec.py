@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +15,7 @@ from elasticstate.core import types as t
 from elasticstate.net import messages
 from elasticstate.net.runs import as_runs
 
+_MOST_SOURCES = 1000
 CALL_FILE = "call"
 """File in the directory of ``launch()``: the function with its arguments, as worker/call.py reads it."""
 
@@ -63,11 +65,23 @@ def spare_garbage_collection(workers: int) -> None:
     gc.set_threshold(max(700, 10 * workers), 10, 10)
 
 
+def _named(sources: Sequence[t.ShardSource]) -> list[t.ShardSource]:
+    """Return the copies that a WorldMessage names: the first ones of each digest, as many as fit into a datagram."""
+    if len(sources) <= _MOST_SOURCES:
+        return list(sources)
+    number: Counter[int] = Counter()
+    places: list[tuple[int, int]] = []
+    for source in sources:
+        places.append((number[source.digest], len(places)))
+        number[source.digest] += 1
+    return [sources[position] for _, position in sorted(sorted(places)[:_MOST_SOURCES], key=lambda place: place[1])]
+
+
 def world_messages(
     job: str, world: t.World, options: Options, copy_servers: Mapping[str, str]
 ) -> Iterator[tuple[str, messages.WorldsOnHost]]:
     """Yield, by host, the message with the worlds of its members. ``copy_servers``: by host, the address."""
-    sources = tuple((source, copy_servers.get(source.copy.host, "")) for source in world.sources)
+    sources = tuple((source, copy_servers.get(source.copy.host, "")) for source in _named(world.sources))
     lacking, near = as_runs(world.lacking), as_runs(world.near)
     root_slot = world.members[world.root].worker.slot
     for host, members in groupby(world.members, key=lambda placement: placement.worker.host):

@@ -10,6 +10,7 @@ from elasticstate.core.membership import Membership, waiting_for
 from elasticstate.core.records import Over, Running, Worker
 from elasticstate.core.stragglers import straggler_lines
 from elasticstate.core.texts import number_of
+from elasticstate.driver.overview import shards_of
 
 
 def status_text(
@@ -48,6 +49,8 @@ def _lines(
         hosts = len({worker.id.host for worker in members})
         living = f"{len(members)} of {number_of(m.world.size, 'worker')} alive"
         yield f"world {m.generation}: {living}, on {number_of(hosts, 'host')}"
+    if (shards := shards_of(m, now)) is not None:
+        yield shards.text()
     for worker in members:
         yield f"  rank {worker.rank}  {worker.id}  {_about_worker(worker, now)}"
     in_world = {worker.id for worker in members}

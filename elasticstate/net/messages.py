@@ -331,7 +331,8 @@ class BackendOrder(Message, frozen=True):
 class ReplicateOrder(Message, frozen=True):
     """Keep copies of a commit of slots of this host: here, and on other hosts.
 
-    The agent that keeps a copy answers with Kept; an agent that cannot make a copy, or send it, with Dropped.
+    The agent that keeps a copy answers with Kept; an agent that cannot make a copy, or send it, with Dropped. If the
+    commit is not sealed yet, the agent waits for it until ForgetCopiesOrder; if a newer one has replaced it: Dropped.
     """
 
     commit: CommitId

@@ -295,8 +295,7 @@ class Checker:
                 if cause is not None:
                     self.reached.update(f"end: {name}" for name in ENDS if name in cause.reason)
                     lease_over = now >= max(self._leases.values(), default=now)
-                    may_be_lost = lease_over or bool(after.shards.layouts)  # see LineJudge
-                    assert may_be_lost or "StateLostError" not in cause.reason, "I3: an unreachable host may hold it"
+                    assert lease_over or "StateLostError" not in cause.reason, "I3: an unreachable host may hold it"
             case t.Note(event):
                 self.reached[f"note {event}"] += 1
                 self.reached["retained commit given up"] += "is given up" in str(effect.get("text"))

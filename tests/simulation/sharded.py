@@ -263,6 +263,7 @@ class ShardedJob(Job):
         match effect:
             case t.Replicate(commit, copies):
                 self.reached["replication begun"] += 1
+                self.reached["commit to come"] += self.m.shards.line is not None and commit > self.m.shards.line
                 self.orders += [(commit, *copy) for copy in copies if self._is_served(copy[0].host)]
             case t.ForgetCopies(before, besides):
                 self._forget(before, besides)
@@ -283,10 +284,15 @@ class ShardedJob(Job):
         """Let an agent carry out one order."""
         if not self.orders or self.rng.random() < 0.7:
             return False
-        order = self.orders.pop(self.rng.randrange(len(self.orders)))
-        commit, slot_id, host = order
+        number = self.rng.randrange(len(self.orders))
+        commit, slot_id, host = self.orders[number]
         self.stores.retained = self.retained
         source = self.stores.read(t.CopyOf(slot_id.host, slot_id, commit))
+        newest = self.retained[slot_id].commit if slot_id in self.retained else None
+        if source is None and newest is not None and newest[0] < commit:
+            self.reached["copy waited for"] += 1
+            return False
+        del self.orders[number]
         if source is None or self.rng.random() < 0.02:
             self._report(slot_id.host, t.CopyDropped(slot_id.host, slot_id, commit))
             self.reached["copy dropped"] += 1

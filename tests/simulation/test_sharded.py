@@ -11,7 +11,7 @@ from tests.simulation.sharded import play
 
 MUST_BE_REACHED = (
     *("line", "newest line", "line from a kept copy", "line from a slot that left", "line awaited", "line lost"),
-    *("replicated", "replicas 1", "replicas 2", "replicas kept the line", "copy dropped"),
+    *("replicated", "replicas 1", "replicas 2", "replicas kept the line", "copy dropped", "commit to come"),
     *("job succeeded", "reattached", "fault host", "fault cut the world"),
 )
 reached: Counter[str] = Counter()

@@ -1,0 +1,117 @@
+"""The commit line of a sharded job: layouts, reachable commits, the hosts that are needed, and the wait for others."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticstate.core import types as t
+from elasticstate.core.line import find_line
+from elasticstate.core.membership import Membership, waiting_for
+from tests.unit.core.test_membership import drive, ended, kinds, published
+
+TWO_HOSTS = """
+0.0 hosts a:2 b:2
+0.1 agent-joined a + agent-joined b
+1.0 ready a:0#1 + ready a:1#1 + ready b:0#1 + ready b:1#1
+"""
+HSDP = TWO_HOSTS + (
+    "1.1 attached a:0#1 in=1 digest=7 + attached a:1#1 in=1 digest=8 + attached b:0#1 in=1 digest=7"
+    " + attached b:1#1 in=1 digest=8\n1.2 first a:0#1 in=1\n"
+)
+DISTINCT = HSDP.replace("b:0#1 in=1 digest=7", "b:0#1 in=1 digest=9").replace(
+    "b:1#1 in=1 digest=8", "b:1#1 in=1 digest=3"
+)
+SIZES = {"np": 4, "min_np": 1, "max_np": 4, "replicas": 0}
+
+
+def line_of(m: Membership) -> t.CommitId | None:
+    found = find_line(m)
+    return None if found is None else found[0]
+
+
+def reason_of(effects: list[t.Effect]) -> str:
+    cause = ended(effects).root_cause
+    assert cause is not None
+    return cause.reason
+
+
+def test_a_job_is_sharded_when_all_members_have_attached() -> None:
+    script = (
+        TWO_HOSTS + "1.1 attached a:0#1 in=1 digest=7 + attached a:1#1 in=1 digest=8 + attached b:0#1 in=1 digest=7"
+    )
+    m, _ = drive(script, **SIZES)
+    assert not m.shards.layouts
+    m, _ = drive("1.2 attached b:0#1 in=1 digest=7 + attached b:1#1 in=2 digest=8", m)
+    assert not m.shards.layouts, "a report counts once, and for its generation"
+    m, _ = drive("1.3 exit b:1#1 signal=9 + attached b:1#1 in=1 digest=8", m)
+    assert [layout.generation for layout in m.shards.layouts] == [1], "a late report of a dead member counts"
+    assert line_of(m) == t.CommitId(1, 0)
+
+
+def test_replicas_of_a_mesh_dimension_make_a_commit_whole_that_not_all_have_sealed() -> None:
+    held = {"a": "commit=1.4 previous=1.3", "b": "commit=1.3 previous=1.2"}
+    names = ("a:0#1", "a:1#1", "b:0#1", "b:1#1")
+    beats = "2.0 " + " + ".join(f"heartbeat {name} in=1 ticks=4 {held[name[0]]}" for name in names)
+    m, _ = drive(HSDP + beats, **SIZES)
+    assert line_of(m) == t.CommitId(1, 4)
+    m, _ = drive("2.1 agent-lost b exited", m)
+    assert line_of(m) == t.CommitId(1, 4), "host a has all shards"
+    m, _ = drive(DISTINCT + beats, **SIZES)
+    assert line_of(m) == t.CommitId(1, 3)
+    m, _ = drive("2.1 agent-lost b exited", m)
+    assert line_of(m) is None
+
+
+def test_a_generation_in_which_not_all_have_attached_has_no_commits() -> None:
+    m, _ = drive(DISTINCT + "2.0 exit b:1#1 signal=9 held=1.4,1.3 + exit b:0#1 signal=9 held=1.4,1.3", **SIZES)
+    m, effects = drive("2.1 ready a:0#1 in=1 commit=1.4 previous=1.3 + ready a:1#1 in=1 commit=1.4 previous=1.3", m)
+    world = published(effects)
+    assert (world.line, world.lacking, world.near) == (t.CommitId(1, 4), (), ())
+    m, _ = drive("2.2 attached a:0#1 in=2 digest=11 + failure a:0#1 in=2", m)
+    m, effects = drive("2.3 ready a:0#1 in=2 commit=2.0 previous=1.4 + ready a:1#1 in=2 commit=1.4 previous=1.3", m)
+    assert published(effects).line == t.CommitId(1, 4)
+
+
+def test_sources_name_own_buffers_first_and_kept_copies_after_them() -> None:
+    m, _ = drive(DISTINCT + "2.0 kept a b:0 1.0 + kept a a:0 1.0 + kept z a:0 1.0", **SIZES)
+    found = find_line(m)
+    assert found is not None
+    copies = [(source.digest, source.copy.host, str(source.copy.slot)) for source in found[1]]
+    expected = [(7, "a", "a:0"), (7, "a", "a:0"), (8, "a", "a:1"), (9, "b", "b:0"), (9, "a", "b:0"), (3, "b", "b:1")]
+    assert copies == expected
+
+
+def test_the_job_waits_for_the_exit_report_of_a_killed_worker() -> None:
+    m, effects = drive(DISTINCT + "2.0 unresponsive b:1#1", **SIZES)
+    ready = " + ".join(f"ready {name} in=1 commit=1.4 previous=1.3" for name in ("a:0#1", "a:1#1", "b:0#1"))
+    m, effects = drive(f"2.1 {ready}", m)
+    assert "PublishWorld" not in kinds(effects), "its last report says (1, 0)"
+    m, effects = drive("2.2 exit b:1#1 signal=9 held=1.4,1.3", m)
+    assert published(effects).line == t.CommitId(1, 4)
+
+
+def test_the_job_waits_for_hosts_with_missing_shards_and_names_them() -> None:
+    m, _ = drive(DISTINCT + "2.0 agent-lost b exited", **SIZES)
+    ready = " + ".join(f"ready {name} in=1 commit=1.4 previous=1.3" for name in ("a:0#1", "a:1#1"))
+    m, effects = drive(f"2.1 {ready}", m)
+    assert "PublishWorld" not in kinds(effects)
+    assert "host b has shards of b:0 of commit (1, 4)" in waiting_for(m, 2.2)
+    _, effects = drive("3.0 agent-joined b 0=1.4,1.3 1=1.4,1.3", m)
+    assert published(effects).line == t.CommitId(1, 4)
+    _, effects = drive("62.2 time", m)
+    assert "host b with shards of commit (1, 4) (b:0, b:1)" in reason_of(effects)
+    _, effects = drive("3.0 agent-joined b", m)
+    assert "StateLostError" in reason_of(effects), "the host is back without them, so the wait is over"
+
+
+@pytest.mark.parametrize("first_tick", [False, True])
+def test_a_host_that_leaves_keeps_its_agent_until_the_first_tick(first_tick: bool) -> None:
+    m, _ = drive(DISTINCT + "2.0 hosts a:2\n2.1 failure a:0#1 in=1", **SIZES)
+    names = ("a:0#1", "a:1#1", "b:0#1", "b:1#1")
+    m, effects = drive("2.2 " + " + ".join(f"ready {name} in=1 commit=1.4 previous=1.3" for name in names), m)
+    assert {p.worker.host for p in published(effects).members} == {"a"}
+    assert "Leave" in kinds(effects)
+    m, effects = drive("2.3 exit b:0#1 code=0 held=1.4,1.3 + exit b:1#1 code=0 held=1.4,1.3", m)
+    assert "StopAgent" not in kinds(effects)
+    m, effects = drive("2.4 first a:0#1 in=2" if first_tick else "2.4 failure a:0#1 in=2", m)
+    assert ("StopAgent" in kinds(effects)) == first_tick

@@ -1,0 +1,119 @@
+"""Replication: where copies are kept, one commit at a time, and what ends a replication."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticstate.core import types as t
+from elasticstate.core.membership import Membership
+from tests.unit.core.test_membership import drive
+
+THREE_HOSTS = """
+0.0 hosts a:1 b:1 c:1
+0.1 agent-joined a + agent-joined b + agent-joined c
+1.0 ready a:0#1 + ready b:0#1 + ready c:0#1
+"""
+ATTACHED = (
+    THREE_HOSTS + "1.1 attached a:0#1 in=1 digest=7 + attached b:0#1 in=1 digest=8 + attached c:0#1 in=1 digest={}\n"
+)
+ALL_KEPT = "kept a a:0 {0} + kept b b:0 {0} + kept c c:0 {0} + kept b a:0 {0} + kept c b:0 {0} + kept a c:0 {0}"
+NEWER = " + ".join(f"heartbeat {host}:0#1 in=1 ticks=5 commit=1.5 previous=1.4" for host in "abc")
+SIZES = {"np": 3, "min_np": 1, "max_np": 3}
+
+
+def copies(effects: list[t.Effect]) -> list[str]:
+    orders = [effect for effect in effects if isinstance(effect, t.Replicate)]
+    return [f"{slot_id} on {host}" for effect in orders for slot_id, host in effect.copies]
+
+
+def forgotten(effects: list[t.Effect]) -> list[tuple[t.CommitId, t.CommitId | None]]:
+    return [(effect.before, effect.besides) for effect in effects if isinstance(effect, t.ForgetCopies)]
+
+
+def attach(last_digest: int = 9, **changes: object) -> tuple[Membership, list[t.Effect]]:
+    m, _ = drive(THREE_HOSTS, **{**SIZES, **changes})
+    return drive(ATTACHED.format(last_digest), m)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "expected"),
+    [
+        (0, []),
+        (None, ["a:0 on a", "a:0 on b", "b:0 on b", "b:0 on c", "c:0 on a", "c:0 on c"]),
+        (1, ["a:0 on a", "a:0 on b", "b:0 on b", "b:0 on c", "c:0 on a", "c:0 on c"]),
+        (2, [f"{slot}:0 on {host}" for slot in "abc" for host in "abc"]),
+        (9, [f"{slot}:0 on {host}" for slot in "abc" for host in "abc"]),
+    ],
+)
+def test_copies_lie_on_the_own_host_and_the_next_ones(replicas: int | None, expected: list[str]) -> None:
+    _, effects = attach(replicas=replicas)
+    assert copies(effects) == expected
+
+
+def test_a_digest_on_two_hosts_needs_no_copy_on_a_third() -> None:
+    _, effects = attach(last_digest=7)
+    assert copies(effects) == ["a:0 on a", "b:0 on b", "b:0 on c", "c:0 on c"]
+
+
+def test_nothing_is_replicated_if_each_digest_is_on_several_hosts_or_all_are_on_one() -> None:
+    m, _ = drive("0.0 hosts a:2 b:2\n0.1 agent-joined a + agent-joined b", np=4, min_np=1, max_np=4)
+    names = [f"{host}:{slot}#1" for host in "ab" for slot in (0, 1)]
+    m, _ = drive("1.0 " + " + ".join(f"ready {name}" for name in names), m)
+    m, effects = drive("1.1 " + " + ".join(f"attached {name} in=1 digest={name[2]}1" for name in names), m)
+    assert not copies(effects)
+    assert m.shards.layouts
+    m, _ = drive("0.0 hosts a:2\n0.1 agent-joined a\n1.0 ready a:0#1 + ready a:1#1", np=2, min_np=1, replicas=1)
+    _, effects = drive("1.1 attached a:0#1 in=1 digest=7 + attached a:1#1 in=1 digest=8", m)
+    assert not copies(effects), "no other host"
+
+
+def test_one_commit_is_replicated_at_a_time_and_then_older_copies_are_forgotten() -> None:
+    m, _ = attach()
+    m, effects = drive(f"2.0 {NEWER}", m)
+    assert not copies(effects), "a replication is in progress"
+    m, effects = drive(f"2.1 {ALL_KEPT.format('1.0')}", m)
+    assert forgotten(effects) == [(t.CommitId(1, 0), None)]
+    assert len(copies(effects)) == 6, "the next one begins"
+    m, effects = drive(f"2.2 {ALL_KEPT.format('1.5')}", m)
+    assert forgotten(effects) == [(t.CommitId(1, 5), None)]
+    assert m.shards.replicated == t.CommitId(1, 5)
+    assert {commit for host in m.hosts.values() for _, commit in host.kept} == {t.CommitId(1, 5)}
+
+
+def test_a_copy_that_cannot_be_made_ends_the_replication_and_a_commit_to_come_follows_later() -> None:
+    m, _ = attach()
+    m, _ = drive(f"2.0 {ALL_KEPT.format('1.0')} + {NEWER}", m)
+    m, effects = drive("2.1 kept a a:0 1.5 + dropped b b:0 1.5", m)
+    assert forgotten(effects) == [(t.CommitId(1, 6), t.CommitId(1, 0))], "the complete one stays"
+    assert not copies(effects)
+    m, effects = drive("2.5 " + NEWER.replace("1.5", "1.9").replace("1.4", "1.8"), m)
+    assert not copies(effects), "half a second has not passed"
+    m, effects = drive("2.7 time", m)
+    assert len(copies(effects)) == 6
+    assert m.shards.replication is not None
+    assert m.shards.replication.commit == t.CommitId(1, 12), "with 2.9 ticks per second, 0.7 s after the report of 9"
+    waiting, effects = drive("12.6 time", m)
+    assert not forgotten(effects)
+    _, effects = drive("12.8 time", waiting)
+    assert forgotten(effects) == [(t.CommitId(1, 13), t.CommitId(1, 0))], "10 s are over, and the commit has not come"
+    _, effects = drive("2.8 failure a:0#1 in=1", m)
+    assert forgotten(effects) == [(t.CommitId(1, 13), t.CommitId(1, 0))], "the commit will not come"
+
+
+def test_a_lost_host_ends_the_replication_and_its_copies_count_again_when_it_is_back() -> None:
+    m, _ = attach()
+    m, _ = drive(f"2.0 {ALL_KEPT.format('1.0')} + {NEWER}", m)
+    m, effects = drive("2.1 agent-lost c exited", m)
+    assert forgotten(effects) == [(t.CommitId(1, 6), t.CommitId(1, 0))]
+    assert m.shards.replication is None
+    m, effects = drive("40.0 agent-joined c 0=1.5,1.4 c:0=1.0 b:0=1.0", m)
+    assert m.hosts["c"].kept == {(t.SlotId("c", 0), t.CommitId(1, 0)), (t.SlotId("b", 0), t.CommitId(1, 0))}
+    assert not forgotten(effects)
+
+
+def test_a_host_that_returns_with_older_copies_forgets_them() -> None:
+    m, _ = attach()
+    m, _ = drive(f"2.0 {ALL_KEPT.format('1.0')}\n2.1 {NEWER}\n2.2 {ALL_KEPT.format('1.5')}\n2.3 agent-lost c exited", m)
+    m, effects = drive("40.0 agent-joined c c:0=1.0 c:0=1.5", m)
+    assert forgotten(effects) == [(t.CommitId(1, 5), None)]
+    assert m.hosts["c"].kept == {(t.SlotId("c", 0), t.CommitId(1, 5))}
