@@ -9,7 +9,7 @@ from elasticstate.copies.connection import CopyConnection
 from elasticstate.copies.library import Library, Notify
 from elasticstate.copies.pusher import Pusher, Targets
 from elasticstate.copies.server import CopyServer
-from elasticstate.copies.source import SealedSlot, SlotBuffers
+from elasticstate.copies.source import SealedSlot, SlotBuffers, Source
 from elasticstate.copies.store import CopyStore
 from elasticstate.copies.wire import Wire
 from elasticstate.core.ids import CommitId, SlotId
@@ -80,6 +80,13 @@ class HostCopies:
     def kept(self) -> list[tuple[SlotId, CommitId]]:
         """Return slot and commit of each kept copy, of this host's slots and of others."""
         return self.store.kept()
+
+    def open(self, slot: SlotId, commit: CommitId) -> Source:
+        """Open a copy on this host whose checksum is correct: a kept one, or a buffer. Close it. Raises CopyError.
+
+        Blocks while the copy is verified, which happens once for each content.
+        """
+        return self._library.open_verified(slot, commit, self._library.is_open)
 
     def move_to(self, directory: int) -> None:
         """Make new copies in another commit directory, because the present one has lost its name. Raises OSError."""

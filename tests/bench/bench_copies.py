@@ -4,7 +4,8 @@ The raw stream is the fastest that two processes can do: the sender sends from m
 throws the bytes away. Replication reserves a file, receives, verifies and publishes a copy. A read ends in memory of
 the reader, with a checksum at both ends; the first read of a buffer verifies the whole buffer, too.
 
-Figures are medians over the rounds of the ratio to the raw stream of the same round. Prints markdown.
+Figures are medians over the rounds of the ratio to the raw stream of the same round, by elapsed time and by the CPU
+time of both processes, which other load on the machine changes less. Prints markdown.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -59,11 +60,11 @@ def target(directory: str, source: str, size: int) -> None:
                 begin = time.perf_counter()
                 copy = CopyOf("source", slot, CommitId(1, int(numbers[0])))
                 client.read_into(copy, [(4096, memoryview(target))])
-                print(time.perf_counter() - begin, flush=True)
+                print(time.perf_counter() - begin, time.process_time(), flush=True)
                 continue
             elif command == "forget":
                 host.copies.store.forget(CommitId(1, int(numbers[0])))
-            print("done", flush=True)
+            print("done", time.process_time(), flush=True)
 
 
 class Measurement:
@@ -78,6 +79,7 @@ class Measurement:
         self.child = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         address, port = self._line().split()
         self.target, self.raw_port = Target("target", address), int(port)
+        self.child_cpu = 0.0  # CPU seconds of the child until its last answer
 
     def close(self) -> None:
         assert self.child.stdin is not None
@@ -90,10 +92,22 @@ class Measurement:
         return self.child.stdout.readline()
 
     def ask(self, command: str) -> str:
+        """Send a command, and return the first word of the answer."""
         assert self.child.stdin is not None
         self.child.stdin.write(command + "\n")
         self.child.stdin.flush()
-        return self._line()
+        return self._answer()
+
+    def _answer(self) -> str:
+        answer, cpu = self._line().split()
+        self.child_cpu = float(cpu)
+        return answer
+
+    def measure(self, step: Callable[[], float]) -> tuple[float, float]:
+        """Return the seconds that a step took, and the CPU seconds of both processes."""
+        before = time.process_time() + self.child_cpu
+        seconds = step()
+        return seconds, time.process_time() + self.child_cpu - before
 
     def raw(self) -> float:
         """Send the bytes as they are. Return the seconds."""
@@ -106,7 +120,7 @@ class Measurement:
             for at in range(0, self.size, PIECE):
                 connection.sendall(memory[at : at + PIECE])
             connection.shutdown(socket.SHUT_WR)
-            assert self._line() == "done\n"
+            assert self._answer() == "done"
             return time.perf_counter() - begin
 
     def keep(self, number: int) -> float:
@@ -120,7 +134,7 @@ class Measurement:
         """Send the copy to the other process. Return the seconds until that process has verified it."""
         begin = time.perf_counter()
         self.host.copies.replicate(CommitId(1, number), {0: [self.target]})
-        assert self.ask(f"kept {number}") == "done\n", self.host.log
+        assert self.ask(f"kept {number}") == "done", self.host.log
         return time.perf_counter() - begin
 
     def read(self, number: int) -> float:
@@ -136,34 +150,37 @@ def main() -> None:
     if options.target:
         target(options.target[0], options.target[1], int(options.target[2]))
         return
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     raws: list[float] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-copies-") as directory:
         run = Measurement(directory, options.megabytes * MB)
         try:
             for number in range(1, options.rounds + WARM_UP + 1):
                 run.worker.commit(CommitId(1, number), run.tensors)
-                steps: dict[str, Callable[[], Any]] = {
-                    "first read of a buffer": lambda n=number: run.read(n),  # type: ignore[misc]
-                    "read of a verified buffer": lambda n=number: run.read(n),  # type: ignore[misc]
-                    "own copy": lambda n=number: run.keep(n),  # type: ignore[misc]
-                    "replication": lambda n=number: run.push(n),  # type: ignore[misc]
+                steps: dict[str, Callable[[], float]] = {
+                    "first read of a buffer": partial(run.read, number),
+                    "read of a verified buffer": partial(run.read, number),
+                    "own copy": partial(run.keep, number),
+                    "replication": partial(run.push, number),
                 }
                 for name, step in steps.items():
-                    before, taken, after = run.raw(), step(), run.raw()
+                    before, taken, after = (run.measure(what) for what in (run.raw, step, run.raw))
                     if number > WARM_UP:
-                        found.setdefault(name, []).append((before + after) / 2 / taken)
-                        raws += [before, after]
+                        ratios = tuple((b + a) / 2 / t for b, t, a in zip(before, taken, after, strict=True))
+                        found.setdefault(name, []).append((ratios[0], ratios[1]))
+                        raws += [before[0], after[0]]
                 run.host.copies.store.forget(CommitId(1, number))
                 run.ask(f"forget {number}")
         finally:
             run.close()
-    print(f"{options.megabytes} MB, {options.rounds} rounds, {os.cpu_count()} cores, {platform.processor()}")
+    print(f"{options.megabytes} MB, {options.rounds} rounds, {os.cpu_count()} cores, {platform.machine()}")
     print(f"raw stream: {options.megabytes / 1024 / median(raws):.2f} GB/s\n")
-    print("| | throughput / raw stream | lowest to highest |\n| - | - | - |")
+    print("| | throughput / raw stream | lowest to highest | CPU time of the raw stream / its CPU time |")
+    print("| - | - | - | - |")
     for name, ratios in found.items():
-        print(f"| {name} | {median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |")
-    reached = median(found["replication"]) >= GOAL
+        times, costs = zip(*ratios, strict=True)
+        print(f"| {name} | {median(times):.2f} | {min(times):.2f} to {max(times):.2f} | {median(costs):.2f} |")
+    reached = median(time for time, _ in found["replication"]) >= GOAL
     print(f"\nReplication at {GOAL} of the raw stream or more: {'yes' if reached else 'no'}")
 
 

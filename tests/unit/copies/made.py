@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 
 from elasticstate._native import ControlPage, checksum
 from elasticstate.commits import owner_of
@@ -41,7 +40,6 @@ def content(tensors: bytes, objects: bytes = b"objects") -> tuple[bytes, int]:
 def seal_of(slot: SlotId, commit: CommitId, data: bytes, length: int, index: int = 0, job: str = JOB) -> Sealed:
     """Return the seal that a worker of this job writes for this content."""
     header, sealed = data[:HEADER_BYTES], data[:length]
-    objects = 0  # the objects begin behind the tensors
     objects = HEADER_BYTES + json.loads(header[8:])["elasticstate.objects"]["data_offsets"][0]
     rest = part_tag(KEY, data[HEADER_BYTES : HEADER_BYTES + RANDOM_BYTES], data[objects:length])
     crc = checksum(sealed, 0, length)
@@ -57,6 +55,7 @@ class Worker:
         self.slot = SlotId(host, slot)
         self.page = ControlPage(None)
         self.buffers = [os.memfd_create(f"buffer-{index}") for index in (0, 1)]
+        self.owner = owner_of(JOB, host, slot)
         self._next = 0
 
     def close(self) -> None:
@@ -66,14 +65,12 @@ class Worker:
     def duplicate(self, index: int) -> int:
         return os.dup(self.buffers[index])
 
-    def commit(self, commit: CommitId, tensors: bytes, before_seal: Callable[[], None] = lambda: None) -> bytes:
+    def commit(self, commit: CommitId, tensors: bytes) -> bytes:
         """Write a commit into the older buffer, as a worker does. Return the whole buffer."""
         index, self._next = self._next, 1 - self._next
         data, length = content(tensors)
         self.page.unseal(index)
         os.pwrite(self.buffers[index], data, 0)
-        before_seal()
         sealed = seal_of(self.slot, commit, data, length, index)
-        owner = owner_of(JOB, self.slot.host, self.slot.slot)
-        self.page.seal(index, owner, *commit, sealed.layout, length, sealed.checksum, sealed.tag)
+        self.page.seal(index, self.owner, *commit, sealed.layout, length, sealed.checksum, sealed.tag)
         return data[:length]

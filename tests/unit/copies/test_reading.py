@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,8 +14,10 @@ import pytest
 from elasticstate.copies.client import CopyClient
 from elasticstate.core.copies import CopyOf
 from elasticstate.core.ids import CommitId
+from elasticstate.errors import CopyError
 from tests.unit.copies.hosts import Host
 from tests.unit.copies.made import KEY, Worker
+from tests.unit.copies.proxy import Proxy, flip_once
 
 C1, C2, C3 = CommitId(1, 1), CommitId(1, 2), CommitId(1, 3)
 
@@ -56,3 +60,114 @@ def test_a_commit_in_a_buffer_is_read_by_its_ranges(host: Host, client: CopyClie
     first, second = bytearray(size), bytearray(7)
     client.read_into(copy, [(4160, memoryview(first)), (3, memoryview(second)), (0, memoryview(b""))])
     assert (first, second) == (data[4160 : 4160 + size], data[3:10])
+
+
+def test_an_absent_commit_and_ranges_beyond_its_end_are_errors(host: Host, client: CopyClient) -> None:
+    worker = host.worker()
+    data = worker.commit(C1, b"x" * 1000)
+    with pytest.raises(CopyError, match=r"commit \(1, 2\) of slot a:0 on host a cannot be read: host a has no commit"):
+        client.header(copy_of(worker, C2))
+    for offset in (len(data) - 5, 1 << 40):
+        with pytest.raises(CopyError, match=f"has {len(data)} bytes, not 10 at {offset}"):
+            read(client, copy_of(worker, C1), offset, 10)
+    with pytest.raises(CopyError, match="host b has no copy server"):
+        client.header(copy_of(worker, C1, "b"))
+    assert read(client, copy_of(worker, C1), 0, len(data)) == data, "the connection serves on after a refusal"
+
+
+def test_a_commit_under_a_new_id_is_still_read(host: Host, client: CopyClient) -> None:
+    worker = host.worker()
+    data = worker.commit(C1, b"x" * 1000)
+    source = host.copies.open(worker.slot, C1)
+    worker.page.seal(0, worker.owner, *C2, *source.sealed.content, source.sealed.tag)
+    source.check_unchanged()
+    source.close()
+    assert client.sealed(copy_of(worker, C2)).length == len(data)
+    with pytest.raises(CopyError, match="no commit"):
+        client.header(copy_of(worker, C1))
+
+
+def test_a_damaged_buffer_is_not_served(host: Host, client: CopyClient) -> None:
+    worker = host.worker()
+    worker.commit(C1, b"x" * 1000)
+    os.pwrite(worker.buffers[0], b"y", 4200)
+    for size in (10, 4096):
+        with pytest.raises(CopyError, match="is damaged"):
+            read(client, copy_of(worker, C1), 0, size)
+
+
+@pytest.mark.parametrize("reads_all", [True, False])
+def test_a_buffer_that_its_worker_overwrites_during_a_read_is_an_error(
+    stack: ExitStack, host: Host, reads_all: bool
+) -> None:
+    """The reader has received the first bytes when the worker commits twice."""
+    worker = host.worker()
+    data = worker.commit(C1, os.urandom(24 << 20))
+    begun, overwritten = threading.Event(), threading.Event()
+
+    def pause(offset: int, part: bytes) -> bytes:
+        if offset > 1 << 20:
+            begun.set()
+            assert overwritten.wait(30)
+        return part
+
+    proxy = stack.enter_context(Proxy(host.address, down=pause))
+    client = stack.enter_context(CopyClient({"a": proxy.address}, KEY, 10.0))
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(read, client, copy_of(worker, C1), 0, len(data))
+        assert begun.wait(30)
+        worker.commit(C2, b"2" * (24 << 20))
+        if reads_all:
+            worker.commit(C3, b"3" * (24 << 20))
+        overwritten.set()
+        if reads_all:
+            with pytest.raises(CopyError, match=r"gone|changed"):
+                answer.result()
+        else:
+            assert answer.result() == data, "the other buffer is not this copy"
+
+
+@pytest.mark.parametrize("at", [20, 150, 300, 4000, 3 << 20])
+def test_a_byte_that_changes_on_the_way_to_the_reader_is_an_error(stack: ExitStack, host: Host, at: int) -> None:
+    worker = host.worker()
+    data = worker.commit(C1, os.urandom(4 << 20))
+    proxy = stack.enter_context(Proxy(host.address, down=flip_once(at)))
+    client = stack.enter_context(CopyClient({"a": proxy.address}, KEY, 10.0))
+    with pytest.raises(CopyError):
+        read(client, copy_of(worker, C1), 0, len(data))
+    assert read(client, copy_of(worker, C1), 0, len(data)) == data
+
+
+def test_a_connection_that_breaks_while_it_is_idle_is_replaced(stack: ExitStack, host: Host) -> None:
+    worker = host.worker()
+    data = worker.commit(C1, b"x" * 1000)
+    proxy = stack.enter_context(Proxy(host.address))
+    client = stack.enter_context(CopyClient({"a": proxy.address}, KEY, 10.0))
+    assert read(client, copy_of(worker, C1), 0, len(data)) == data
+    proxy.cut()
+    assert read(client, copy_of(worker, C1), 0, len(data)) == data
+    assert proxy.streams == 2
+
+
+def test_close_ends_a_read_that_waits(stack: ExitStack, host: Host) -> None:
+    worker = host.worker()
+    worker.commit(C1, b"x" * 1000)
+    begun, ended = threading.Event(), threading.Event()
+
+    def stop(offset: int, part: bytes) -> bytes:
+        if offset > 70:  # after the authentication
+            begun.set()
+            assert ended.wait(30)
+        return part
+
+    proxy = stack.enter_context(Proxy(host.address, down=stop))
+    client = CopyClient({"a": proxy.address}, KEY, 1000.0)
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(read, client, copy_of(worker, C1), 0, 10)
+        assert begun.wait(30)
+        client.close()
+        with pytest.raises(CopyError):
+            answer.result()
+        ended.set()
+    with pytest.raises(CopyError, match="closed"):
+        client.header(copy_of(worker, C1))
