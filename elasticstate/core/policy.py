@@ -42,8 +42,8 @@ class Policy:
     stall_shutdown_s: float | None
     straggler_threshold: float  # 0.2: 20 % slower than the others
     straggler_action: str  # warn or drain
-    durable_dir: str | None = None  # path or URL of the durable copies
-    durable_timeout_s: float = 60.0
+    durable_dir: str | None  # path or URL of the durable copies
+    durable_timeout_s: float
     waiting_notice_s: float = 30.0  # no option: seconds of a wait after which the event file gets a notice
 
     def fewest(self, generation: int) -> int:
