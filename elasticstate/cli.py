@@ -75,10 +75,13 @@ def _drive(options: Options, must_reattach: bool, screen: Screen | None) -> int:
 
     from elasticstate.backends import driver_part
     from elasticstate.driver.driver import Driver
+    from elasticstate.durable.storage import refuse
     from elasticstate.loop_watch import watch_loops
 
     if not must_reattach:
         driver_part(options.backend).require_installation(options.start_timeout_s)
+        if options.durable_dir is not None and (reason := refuse(options.durable_dir)):
+            raise OptionError(f"--durable-dir: {options.durable_dir!r}: {reason}.")
 
     async def run() -> int:
         return await Driver(options, must_reattach, screen).run()

@@ -74,19 +74,20 @@ class DurableUploads:
             self._fail(order, STORAGE, _NO_COMMIT)
             return
         buffers = os.dup(files.buffers[0]), os.dup(files.buffers[1])  # the slot may get other files meanwhile
-        owner, directory = self._storage.owner(order.slot), self._storage.directory
+        owner, path = self._storage.owner(order.slot), self._storage.directory.path
+        directory = os.dup(self._storage.directory.fd)
         try:
             staged = await in_thread(stage, files.page, buffers, owner, self._key, directory)
         except OSError as error:
             needed = format_bytes(max(os.fstat(fd).st_size for fd in buffers))
-            reason = f"{directory.path} has no room for one more copy of a commit, up to {needed}: {error.strerror}"
+            reason = f"{path} cannot hold one more copy of a commit, {needed}: {error.strerror}"
             self._fail(order, MEMORY, reason)
             return
         except (TornError, ValueError) as error:
             self._fail(order, TORN, str(error))
             return
         finally:
-            for fd in buffers:
+            for fd in (*buffers, directory):
                 os.close(fd)
         if staged is None:
             self._fail(order, STORAGE, _NO_COMMIT)

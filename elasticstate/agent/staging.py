@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from elasticstate._native import ControlPage
 from elasticstate.allocation import grow
-from elasticstate.commits import CommitDirectory
 from elasticstate.core.types import CommitId
 from elasticstate.durable.copies import crc32c
 from elasticstate.durable.parts import cut
@@ -37,16 +36,16 @@ class Staged:
     size_bytes: int
 
 
-def stage(
-    page: ControlPage, buffers: tuple[int, int], owner: bytes, key: bytes, directory: CommitDirectory
-) -> Staged | None:
+def stage(page: ControlPage, buffers: tuple[int, int], owner: bytes, key: bytes, directory: int) -> Staged | None:
     """Copy the newest commit of a slot into a new file. Return None if the slot holds no commit.
+
+    ``buffers`` and ``directory``: descriptors of the slot's buffers, and of the directory for the file.
 
     Raises OSError if the file cannot be made as large, TornError, or ValueError for a damaged commit.
     """
-    fd = make_file(directory.fd, _FILE)
+    fd = make_file(directory, _FILE)
     try:
-        os.unlink(_FILE, dir_fd=directory.fd)
+        os.unlink(_FILE, dir_fd=directory)
         for _ in range(_ATTEMPTS):
             seals = {index: seal for index in (0, 1) if (seal := page.sealed(index, owner)) is not None}
             if not seals:

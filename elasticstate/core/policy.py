@@ -43,8 +43,8 @@ class Policy:
     straggler_threshold: float  # 0.2: 20 % slower than the others
     straggler_action: str  # warn or drain
     replicas: int | None  # None: 1 if the hosts of the world hold different shards, else 0
-    durable_dir: str | None = None  # path or URL of the durable copies
-    durable_timeout_s: float = 60.0
+    durable_dir: str | None  # path or URL of the durable copies
+    durable_timeout_s: float
     waiting_notice_s: float = 30.0  # no option: seconds of a wait after which the event file gets a notice
 
     def fewest(self, generation: int) -> int:

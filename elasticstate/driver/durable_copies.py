@@ -37,7 +37,7 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Plan:
-    """When the next copy begins."""
+    """Time of the next copy, and the failures before it."""
 
     due_at: float
     failures: int = 0  # in a row

@@ -1,0 +1,114 @@
+"""Reading of copies from a storage that hangs, and from URLs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from elasticstate.durable.copies import MANIFEST, DamagedCopyError, IncompleteCopyError, copy_name
+from elasticstate.durable.failure import FULL, LIBRARY, STORAGE, failure_of
+from elasticstate.durable.reader import Copies, StorageHangsError
+from elasticstate.durable.storage import absolute, open_storage, refuse
+from elasticstate.durable.upload import upload
+from tests.unit.durable.commit_files import Sent, commit_of, order
+
+COMMIT = commit_of({"weight": torch.arange(5_000_000, dtype=torch.float32), "step": 1})
+
+
+def save(place: str, number: int = 1) -> str:
+    upload(order(number, COMMIT, place=place, keep=2), memoryview(COMMIT), open_storage(place), Sent())
+    return copy_name(number)
+
+
+def read(copies: Copies, name: str) -> bytes:
+    part = copies.manifest(name).parts[0]
+    return copies.file(name, part.head) + b"".join(copies.data(name, part)) + copies.file(name, part.objects)
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    yield "memory://bucket/run"
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_url_is_read_and_written(memory: str) -> None:
+    assert Copies(memory, 5.0).names() == []
+    for number in range(4):
+        save(memory, number)
+    copies = Copies(memory, 5.0)
+    assert copies.names() == [copy_name(3), copy_name(2)]
+    assert read(copies, copy_name(3)) == COMMIT
+    fsspec.filesystem("memory").rm_file(f"/bucket/run/{copy_name(3)}/{MANIFEST}")
+    with pytest.raises(IncompleteCopyError):
+        copies.manifest(copy_name(3))
+    assert read(copies, copy_name(2)) == COMMIT
+
+
+def test_a_storage_that_hangs_is_given_up(tmp_path: Path) -> None:
+    name = save(str(tmp_path))
+    (tmp_path / name / MANIFEST).unlink()
+    os.mkfifo(tmp_path / name / MANIFEST)
+    copies = Copies(str(tmp_path), 0.3)
+    with pytest.raises(StorageHangsError, match=r"no progress within --durable-timeout of 0.3 s"):
+        copies.manifest(name)
+    _release(tmp_path / name / MANIFEST)
+
+
+def test_the_caller_may_give_up_at_any_time(tmp_path: Path) -> None:
+    name = save(str(tmp_path))
+
+    def check() -> None:
+        if is_over.is_set():
+            raise KeyError("the generation has ended")
+
+    is_over = threading.Event()
+    copies = Copies(str(tmp_path), 60.0, check)
+    assert copies.names() == [name]
+    (tmp_path / name / MANIFEST).unlink()
+    os.mkfifo(tmp_path / name / MANIFEST)
+    is_over.set()
+    with pytest.raises(KeyError):
+        copies.manifest(name)
+    _release(tmp_path / name / MANIFEST)
+
+
+def _release(fifo: Path) -> None:
+    """Let the thread that hangs at a FIFO end."""
+    os.close(os.open(fifo, os.O_WRONLY))
+    for thread in threading.enumerate():
+        if thread.name == "elasticstate-durable-read":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    name = save(str(tmp_path))
+    for file in sorted((tmp_path / name).iterdir()):
+        content = file.read_bytes()
+        for at in (0, len(content) // 2, len(content) - 2):
+            file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            with pytest.raises(DamagedCopyError):
+                read(Copies(str(tmp_path), 5.0), name)
+        file.write_bytes(content)
+    assert read(Copies(str(tmp_path), 5.0), name) == COMMIT
+
+
+def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute("copies") == absolute(f"file://{tmp_path}/copies") == str(tmp_path / "copies")
+    assert absolute("s3://bucket/run") == "s3://bucket/run"
+    assert refuse("copies") == refuse("memory://x") == refuse("s3://bucket/run") == ""
+    assert refuse("nothing://x") == "fsspec knows no protocol 'nothing'. Name a path, or a URL like s3://bucket/folder"
+    assert "gcsfs" in refuse("gs://bucket/run").lower()
+
+
+def test_kinds_of_failures() -> None:
+    assert failure_of(OSError(28, "No space left on device")) == (FULL, "[Errno 28] No space left on device")
+    assert failure_of(ModuleNotFoundError("No module named 's3fs'")) == (LIBRARY, "No module named 's3fs'")
+    assert failure_of(RuntimeError("Access\n Denied")) == (STORAGE, "RuntimeError: Access Denied")
