@@ -16,12 +16,17 @@ demo: setup  ## four workers on two local hosts; one is killed, a host leaves an
 docs: setup  ## build the documentation into site/; fails on a warning or a broken link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-hosts:  ## Debian packages for the tests on several hosts, with Slurm, kubectl and Chromium, which are skipped without; as root
-	@missing=; for program in sshd iptables ip unshare slurmctld slurmd srun munged kubectl chromium; do command -v $$program >/dev/null || missing=yes; done; \
+# Prometheus is unpacked and not installed, because its package starts a service.
+PROGRAMS := .programs
+hosts:  ## Debian packages for the tests on several hosts, with Slurm, kubectl, Chromium and Prometheus, which are skipped without; as root
+	@missing=; for program in sshd iptables ip unshare slurmctld slurmd srun munged kubectl chromium prometheus promtool; do \
+	  PATH=$$PATH:$(PROGRAMS) command -v $$program >/dev/null || missing=yes; done; \
 	if test -z "$$missing"; then echo "all there"; \
 	elif test "$$(id -u)" != 0; then echo "not root: the tests on several hosts are skipped"; \
 	else apt-get update -qq && apt-get install -y -qq --no-install-recommends openssh-server iptables iproute2 util-linux \
 	    slurm-wlm munge $$(command -v kubectl >/dev/null || echo kubernetes-client) $$(command -v chromium >/dev/null || echo chromium) \
+	  && mkdir -p $(PROGRAMS) && cd $(PROGRAMS) && apt-get download -qq -o APT::Sandbox::User=root prometheus \
+	  && dpkg --fsys-tarfile prometheus_*.deb | tar -x --strip-components=3 ./usr/bin && rm prometheus_*.deb \
 	  || echo "cannot be installed: the tests on several hosts are skipped"; fi
 
 # Jobs wait often, for each other and for faults to be detected: four of them run at a time. Simulations, unit tests and

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
+from msgspec.structs import replace
+
 from elasticstate.core import types as t
 
 _DELAY_PER_WORKER_S = 1e-4  # delay of events that are not urgent
@@ -16,6 +18,7 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._events: list[t.Event] = []
+        self._ready_at: dict[int, float] = {}  # when a READY arrived, by its index
         self._is_due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None  # for events that can wait
 
@@ -25,6 +28,8 @@ class EventQueue:
 
     def post(self, event: t.Event) -> None:
         """Add an event that the core must receive at once."""
+        if isinstance(event, t.WorkerReady):
+            self._ready_at[len(self._events)] = asyncio.get_running_loop().time()
         self._events.append(event)
         self.wake()
 
@@ -51,9 +56,18 @@ class EventQueue:
             timer.cancel()
 
     def take(self) -> list[t.Event]:
-        """Remove all events, and return them in their order."""
+        """Remove all events, and return them in their order. READY names the present length of the worker's pause.
+
+        A driver that reattaches waits for its agents, up to --reattach-timeout, before it takes their first events.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         events, self._events = self._events, []
+        ready_at, self._ready_at = self._ready_at, {}
+        now = asyncio.get_running_loop().time()
+        for index, at in ready_at.items():
+            ready = events[index]
+            assert isinstance(ready, t.WorkerReady)
+            events[index] = replace(ready, paused_s=ready.paused_s + now - at)
         return events

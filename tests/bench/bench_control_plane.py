@@ -10,7 +10,9 @@ hold, READY again after each END, stamps as often as real agents. For each size,
 - next world: from the same moment to the last WORLD of the next generation received
 - rest: CPU time of the driver, in % of one core, while agents send only stamps (of workers that make ticks and commits)
   and heartbeats; and the driver's memory at the end
-- watched: the same, while one page of the dashboard is open (its stream of events is read)
+- watched: the same, while one page of the dashboard is open (its stream of events is read); medians of ROUNDS times by
+  turns, and the ratio of each time to the one before: its median, least and most
+- scrape: CPU time of the driver for one answer with metrics, beyond that at rest
 
 The CPU time of the driver is also measured, because it does not depend on other load on the machine: for the first
 world (world cpu), from the newcomer's first READY to the second world (join cpu), from the death to the third (death
@@ -31,12 +33,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
+from watching import cpu_s, page, scrape
 
 from elasticstate.agent.liveness import stamps_interval_s
 from elasticstate.core.types import CommitId, WorkerId
@@ -47,7 +50,9 @@ from elasticstate.net.trust import NAME, Trust
 SLOTS = 8
 PROCESSES = 2
 TIMEOUT_S = 120.0
-REST_S = 5.0
+REST_S = 3.0
+ROUNDS = 7
+SCRAPES = 50
 GOALS = {"world": 1.0, "hold": 1.0, "end": 0.5, "next world": 1.0}
 
 
@@ -182,8 +187,7 @@ class Bench:
 
     def __init__(self, hosts: int, folder: Path) -> None:
         self.hosts = hosts
-        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-            self.port, self.page_port = one.getsockname()[1], other.getsockname()[1]
+        self.port, self.page_port, self.metrics_port = free_ports(3)
         token = folder / "token"
         options = (
             "-np",
@@ -196,12 +200,13 @@ class Bench:
             token,
             "--dashboard",
             self.page_port,
+            "--metrics",
+            self.metrics_port,
         )
         quick = ("--min-interrupt-distance", "0", "--cooldown-range", "1000", "1000")
         self.driver = subprocess.Popen(
             [sys.executable, "-m", "elasticstate", *map(str, options), *quick, "unused"], stderr=subprocess.DEVNULL
         )
-        self.process = psutil.Process(self.driver.pid)
         deadline = time.monotonic() + TIMEOUT_S
         while not token.exists() or not self._listens():
             assert time.monotonic() < deadline, "the driver does not listen"
@@ -244,20 +249,23 @@ class Bench:
 
     def cpu_s(self) -> float:
         """Return the CPU time that the driver has used so far."""
-        return sum(self.process.cpu_times()[:2])
+        return cpu_s(self.driver.pid)
 
-    def measure(self) -> dict[str, float]:
+    def measure(self) -> dict[str, Any]:
         workers = self.hosts * SLOTS
         self.until("the order to start", lambda c: c.get("spawned", [0])[0] == workers)
         before = self.cpu_s()
         self.tell("ready")
         counts = self.until("world 1", lambda c: c.get("world 1", [0])[0] == workers)
-        found = {"world": counts["world 1"][2] - counts["ready sent"][2], "world cpu": self.cpu_s() - before}
+        found: dict[str, Any] = {
+            "world": counts["world 1"][2] - counts["ready sent"][2],
+            "world cpu": self.cpu_s() - before,
+        }
 
-        before = self.cpu_s()
-        time.sleep(REST_S)
-        found["rest"] = (self.cpu_s() - before) / REST_S * 100
-        found["watched"] = self.watched()
+        turns = [(self.share(), self.watched_share()) for _ in range(ROUNDS)]
+        found["rest"], found["watched"] = (median(shares) * 100 for shares in zip(*turns, strict=True))
+        found["ratios"] = sorted(watched / rest for rest, watched in turns)
+        found["scrape"] = self.scrape_s(found["rest"] / 100)
 
         newcomer = self._part(self.hosts, 1)
         self.parts.append(newcomer)
@@ -275,19 +283,28 @@ class Bench:
         found["end"] = counts["end now"][2] - counts["died"][1]
         found["next world"] = counts["world 3"][2] - counts["died"][1]
         found["death cpu"] = self.cpu_s() - before
-        found["MB"] = self.process.memory_info().rss / 1e6
+        found["MB"] = psutil.Process(self.driver.pid).memory_info().rss / 1e6
         return found
 
-    def watched(self) -> float:
-        """Return the CPU time of the driver while a page is open, in % of one core."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.page_port}/events") as events:
-            assert events.readline() == b"event: view\n"
-            before, end, size = self.cpu_s(), time.monotonic() + REST_S, 0
-            while time.monotonic() < end:
-                size += len(events.readline())
-            found = (self.cpu_s() - before) / REST_S * 100
-        assert size > self.hosts * SLOTS, "the page got no changes"
+    def share(self) -> float:
+        """Return the share of one core that the driver uses."""
+        before, begun = self.cpu_s(), time.monotonic()
+        time.sleep(REST_S)
+        return (self.cpu_s() - before) / (time.monotonic() - begun)
+
+    def watched_share(self) -> float:
+        """Return the same while a page is open."""
+        with page(self.page_port) as sizes:
+            found = self.share()
+            assert len(sizes) > 1, "the page got no changes"
         return found
+
+    def scrape_s(self, rest: float) -> float:
+        """Return the CPU time of one scrape. ``rest``: share of a core that the driver uses at rest."""
+        before, begun = self.cpu_s(), time.monotonic()
+        for _ in range(SCRAPES):
+            scrape(self.metrics_port)
+        return (self.cpu_s() - before - rest * (time.monotonic() - begun)) / SCRAPES
 
     def close(self) -> None:
         self.driver.terminate()
@@ -296,6 +313,12 @@ class Bench:
             part.stdin.close()
             part.wait(TIMEOUT_S)
         self.driver.wait(TIMEOUT_S)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
 
 
 def main() -> None:
@@ -313,9 +336,9 @@ def main() -> None:
     print(
         "| workers | "
         + " | ".join(f"{name}, ms" for name in names)
-        + " | at rest, % of a core | watched, % | driver, MB |"
+        + " | at rest, % of a core | watched, % | watched / at rest | scrape, ms | driver, MB |"
     )
-    print("|---|" + "---|" * (len(names) + 3))
+    print("|---|" + "---|" * (len(names) + 5))
     for hosts in args.hosts:
         with tempfile.TemporaryDirectory(prefix="elasticstate-bench-") as folder:
             bench = Bench(hosts, Path(folder))
@@ -324,12 +347,12 @@ def main() -> None:
             finally:
                 bench.close()
         figures = " | ".join(f"{found[name] * 1e3:.0f}" for name in names)
-        print(
-            f"| {hosts * SLOTS} | {figures} | {found['rest']:.1f} | {found['watched']:.1f} | {found['MB']:.0f} |",
-            flush=True,
-        )
+        least, *_, most = found["ratios"]
+        ratio = f"{median(found['ratios']):.2f} ({least:.2f} to {most:.2f})"
+        shares = f"{found['rest']:.2f} | {found['watched']:.2f} | {ratio} | {found['scrape'] * 1e3:.2f}"
+        print(f"| {hosts * SLOTS} | {figures} | {shares} | {found['MB']:.0f} |", flush=True)
     goals = (f"{GOALS[name] * 1e3:.0f}" if name in GOALS else "" for name in names)
-    print("| goal | " + " | ".join(goals) + " | 10 |  | 500 |")
+    print("| goal | " + " | ".join(goals) + " | 10 | at rest + 10 |  | 10 | 500 |")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from job import Hosts, Job, Line
 
+from tests.chaos.account import check_the_account
 from tests.chaos.plan import HEARTBEAT_S, KINDS, Fault, make_plan, tally
 from tests.chaos.strikes import SCRIPT, NobodyThere, Strike, Strikes
 from tests.multihost.network import Network
@@ -29,6 +30,7 @@ OPTIONS = (
     *("--job-name", "chaos", "--reattach-timeout", "3"),
     *("--join-window", "2", "--min-interrupt-distance", "0.5"),
     *("--cooldown-range", "1", "2", "--max-no-progress", "50", "--elastic-timeout", "180"),
+    *("--preemption-cooldown", "15"),  # a driver that was dead while a drained host was named anew waits for its end
 )
 PROOF_TIMEOUT_S = 45.0  # a drain may take --drain-timeout
 PATIENCE_S = 10.0  # how long a process fault waits for a target; a host fault waits as long as it lasts
@@ -74,11 +76,13 @@ class Chaos:
             within = network["d"].storage.enter()
             with Job(self._directory, *options, *discovery.options, command=command, within=within) as self.job:
                 try:
-                    self._strike_all(Strikes(self.job, network, discovery, slots))
+                    strikes = Strikes(self.job, network, discovery, slots)
+                    self._strike_all(strikes)
                     self._wait_until_all_are_back()
                     self.job.stop_file.touch()
                     self.job.finish(timeout=END_TIMEOUT_S)
                     self._check()
+                    check_the_account(self.job, strikes.driver_killed_at)
                 except Exception as error:
                     raise AssertionError(f"{error}\n{self._what_was()}") from error
 

@@ -53,6 +53,7 @@ class Strikes:
         self._taken: set[str] = set()
         self._afflicted: set[str] = set()
         self.has_driver = True
+        self.driver_killed_at: list[float] = []
 
     def strike(self, fault: Fault) -> Strike:
         """Begin a fault. Raises NobodyThere if its target does not exist."""
@@ -148,6 +149,7 @@ class Strikes:
             raise NobodyThere
         driver = psutil.Process(self._job.process.pid)
         self.has_driver = False
+        self.driver_killed_at.append(time.time())
         self._job.kill_driver()
 
         def start() -> None:

@@ -1,8 +1,8 @@
 """Training script of the chaos test. It logs each tick, and its state allows a count of all steps and samples.
 
-The lines of ``<log>/<host>-<slot>-<incarnation>.jsonl``: {"what": "enter" | "tick" | "commit" | "final", "pid": ...,
-"time": ..., "generation": g, "rank": r, "step": s, ...}. ``<log>/<host>-<slot>.at``: "<generation> <rank> <pid>", the
-newest world that the slot has joined.
+The lines of ``<log>/<host>-<slot>-<incarnation>.jsonl``: {"what": "enter" | "trained" | "tick" | "commit" | "final",
+"pid": ..., "time": ..., "generation": g, "rank": r, "step": s, ...}. "enter" has "began", when the training began.
+``<log>/<host>-<slot>.at``: "<generation> <rank> <pid>", the newest world that the slot has joined.
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ def is_enough() -> bool:
 
 @elastic.run
 def train(state: elastic.TorchState) -> int:
+    began = time.time()
     where = {"generation": elastic.generation(), "rank": elastic.rank()}
-    note("enter", **where, size=elastic.size(), step=state.step, digest=digest())
+    note("enter", **where, began=began, size=elastic.size(), step=state.step, digest=digest())
     fresh = args.log / f"{slot_id}.new"
     fresh.write_text(f"{elastic.generation()} {elastic.rank()} {os.getpid()}")
     fresh.replace(args.log / f"{slot_id.rpartition('-')[0]}.at")
@@ -119,6 +120,7 @@ def train(state: elastic.TorchState) -> int:
             time.sleep(args.step_seconds)
             state.step += 1
             state.ballast = torch.full((state.step % 4 << 18,), float(state.step))
+            note("trained", **where, step=state.step)
             before = state.commits[0]
             state.commit(every=COMMIT_EVERY)
             note("tick", **where, step=state.step)

@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ import pytest
 from browser import NO_CHROMIUM, TIMEOUT_MS, WHY, opened
 from job import Hosts, Job
 from playwright.sync_api import Locator, Page, expect
+from series import Series, faults_file
 
+from elasticstate.core.phases import Running, Straggler
 from elasticstate.core.types import WorkerId
 from elasticstate.driver.dashboard.history import History
 from elasticstate.driver.dashboard.merge_patch import View
 from elasticstate.driver.dashboard.server import Controls, DashboardServer
 from elasticstate.driver.dashboard.view import view_of
+from elasticstate.driver.job_state import JobState
 from elasticstate.driver.tails import Tails
 from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
@@ -35,7 +39,7 @@ from tests.unit.driver.test_dashboard import state_after
 pytestmark = pytest.mark.skipif(NO_CHROMIUM, reason=WHY)
 
 FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2", "--heartbeat-timeout", "2")
-FAST = (*FAST, "--cooldown-range", "0", "0")
+FAST = (*FAST, "--cooldown-range", "0", "0", "--hang-timeout", "5")
 SCRIPT = {"steps": 10, "step_seconds": 0.05}
 
 
@@ -73,7 +77,8 @@ def confirm(page: Page, action: str, token: str) -> None:
 def test_a_page_shows_a_job_through_all_its_changes(tmp_path: Path) -> None:
     hosts, name, errors = Hosts(tmp_path).set("localhost:2"), f"dashboard-{uuid.uuid4().hex[:8]}", list[str]()
     options = ("-np", "2", "--min-np", "1", *hosts.options, "--dashboard", "0", "--job-name", name)
-    with Job(tmp_path, *options, *FAST, until=tmp_path / "stop", **SCRIPT) as job:
+    script = {**SCRIPT, "until": tmp_path / "stop", "faults_file": faults_file(tmp_path)}
+    with Job(tmp_path, *options, *FAST, **script) as job:
         url = url_of(job)
         assert job.output.splitlines()[0] == f"elasticrun: dashboard: {url}"
         with opened(url, errors) as page:
@@ -84,6 +89,7 @@ def test_a_page_shows_a_job_through_all_its_changes(tmp_path: Path) -> None:
             a_worker_is_killed(job, page)
             a_host_joins_and_is_drained(hosts, name, page)
             a_worker_hangs(job, page)
+            a_collective_hangs(job, page)
             the_driver_is_restarted(job, name, url, page)
             the_output_of_a_worker_is_shown(page)
             page.get_by_role("button", name="End the job …").click()
@@ -128,6 +134,17 @@ def a_worker_hangs(job: Job, page: Page) -> None:
     job.kill(1, number=signal.SIGSTOP)
     failures = page.get_by_role("region", name="Failures")
     soon(failures, re.compile(r"localhost:1 ended: SIGKILL \(no heartbeat .*rank \d"))
+    members(page, 2)
+
+
+def a_collective_hangs(job: Job, page: Page) -> None:
+    series = Series(job, 2)
+    series.wait_until_whole()
+    series.arm("deadlock@step:rank=1:generation={now}")
+    lines = page.get_by_role("log", name="Lines of elasticrun")
+    soon(lines, re.compile(r"all_reduce\(Float\[\d+\]\) .* was entered by rank 0 and not by rank 1"))
+    failures = page.get_by_role("region", name="Failures")
+    soon(failures, re.compile(r"ended: SIGKILL \(no tick for --hang-timeout of 5 s.*rank 1"))
     members(page, 2)
 
 
@@ -221,11 +238,21 @@ def test_texts_of_a_job_never_become_a_part_of_the_page() -> None:
 
 @pytest.mark.skipif(not own_addresses(), reason="this machine has only the loopback interface")
 def test_a_page_beyond_loopback_asks_for_the_token_first() -> None:
-    view, errors = view_of("j", state_after(6), History(), 9.0, 1000.0), list[str]()
+    view, errors = view_of("j", with_straggler(state_after(5)), History(), 4.5, 1000.0), list[str]()
     with served(view, own_addresses()[0]) as url, opened(url, errors) as page:
         expect(page.get_by_role("dialog", name="This page needs the token")).to_be_visible(timeout=TIMEOUT_MS)
         expect(page.get_by_role("gridcell")).to_have_count(0)
         confirm(page, "Open", "t" * 40)
         expect(page.get_by_role("status")).to_have_text("Live", timeout=TIMEOUT_MS)
         expect(page.get_by_role("gridcell")).to_have_count(2)
+        stragglers = page.get_by_role("region", name="Stragglers")
+        expect(stragglers.get_by_role("listitem")).to_have_text("a:1#1 (rank 1): 1.50 times the own time of the others")
     assert not errors
+
+
+def with_straggler(state: JobState) -> JobState:
+    phase = state.membership.phase
+    assert isinstance(phase, Running)
+    straggler = Straggler(WorkerId("a", 1, 1), 1, 0.0, 1.5)
+    state.membership = replace(state.membership, phase=replace(phase, stragglers=(straggler,)))
+    return state

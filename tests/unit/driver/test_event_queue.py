@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from unittest import mock
 
 from elasticstate.core import types as t
 from elasticstate.driver.event_queue import EventQueue
 
 SOON_S = 30.0
+READY = t.WorkerReady(t.WorkerId("a", 0, 1), 1, None, None, "a:1", paused_s=1.0)
 URGENT, LATER = t.HostDraining("a", "urgent"), t.HostDraining("b", "later")
 
 
@@ -52,5 +54,22 @@ def test_a_call_of_wake_before_the_wait_is_not_lost() -> None:
     async def scenario(queue: EventQueue) -> None:
         queue.wake()
         await queue.wait(None)
+
+    play(scenario)
+
+
+def test_the_pause_of_a_ready_worker_goes_on_while_the_event_waits() -> None:
+    """A driver that reattaches waits for all agents before it passes their events to the core."""
+
+    async def scenario(queue: EventQueue) -> None:
+        with mock.patch.object(asyncio.get_running_loop(), "time", side_effect=[100.0, 103.0, 105.0]):
+            queue.post(URGENT)
+            queue.post(READY)
+            queue.post(READY)
+            waited = queue.take()
+        assert [event.paused_s for event in waited if isinstance(event, t.WorkerReady)] == [6.0, 3.0]
+        assert waited[0] == URGENT
+        queue.post(URGENT)
+        assert queue.take() == [URGENT]
 
     play(scenario)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +25,10 @@ from elasticstate.driver.metrics_port import metrics_served
 from elasticstate.driver.overview import overview_of
 from elasticstate.errors import OptionError
 from tests.policy import policy_of
+from tests.prometheus import CONFIG, DASHBOARD, PROMTOOL, RULES, WHY, promtool
 from tests.unit.core.test_membership import RUNNING, drive
 from tests.unit.driver.test_figures import SCRIPT
 
-DEPLOY = Path(__file__).parents[3] / "deploy" / "prometheus"
-RULES, DASHBOARD = DEPLOY / "alerts.yml", DEPLOY / "dashboard.json"
-NO_PROMTOOL = shutil.which("promtool") is None
 Samples = dict[tuple[str, str], float]
 
 
@@ -164,7 +160,17 @@ def test_each_panel_of_the_dashboard_shows_a_metric() -> None:
         assert panel["targets"]
 
 
-@pytest.mark.skipif(NO_PROMTOOL, reason="promtool is not installed (Debian package prometheus)")
-def test_promtool_accepts_metrics_and_rules() -> None:
-    subprocess.run(["promtool", "check", "metrics"], input=scraped(over()), text=True, check=True)
-    subprocess.run(["promtool", "check", "rules", str(RULES)], check=True)
+@pytest.mark.skipif(PROMTOOL is None, reason=WHY)
+def test_promtool_accepts_metrics_configuration_and_rules() -> None:
+    promtool("check", "metrics", input=scraped(with_straggler()))
+    promtool("check", "metrics", input=scraped(over()))
+    promtool("check", "config", CONFIG)
+    promtool("check", "rules", RULES)
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason=WHY)
+def test_each_alert_fires_after_its_time_and_none_at_a_healthy_job() -> None:
+    tests = Path(__file__).with_name("alerts_test.yml")
+    alerts = re.findall(r"- alert: (\w+)", RULES.read_text(encoding="utf-8"))
+    assert set(alerts) == set(re.findall(r"alertname: (\w+)", tests.read_text(encoding="utf-8")))
+    promtool("test", "rules", tests)
