@@ -16,6 +16,7 @@ from elasticstate.durable.storage import Storage
 
 MANIFEST = "manifest.json"
 VERSION = 1
+BLOCK_BYTES = 8 << 20
 _NAME = re.compile(r"commit-(\d{8})-(\d{6})-(\d{3})")
 
 
@@ -37,7 +38,7 @@ class Part(msgspec.Struct, frozen=True):
     data_at: int  # offset of the data in the file of the tensors, behind its header
     header_crc32c: int
     data_bytes: int
-    data_crc32c: int
+    blocks_crc32c: tuple[int, ...]  # of each ``BLOCK_BYTES`` of the data, so that ranges can be read and verified
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.durable.copies import File, Part, crc32c
+from elasticstate.durable.copies import BLOCK_BYTES, File, Part, crc32c
 from elasticstate.durable.storage import Chunk, Storage
 
-CHUNK_BYTES = 8 << 20
 _ALIGNMENT_BYTES = 64
 METADATA = "__metadata__"
 _RANDOM, _OBJECTS = "elasticstate.random", "elasticstate.objects"
@@ -119,14 +118,14 @@ def write_part(
         data_at=len(found.header),
         header_crc32c=crc32c(found.header),
         data_bytes=found.objects - found.tensors,
-        data_crc32c=crc32c(commit[found.tensors : found.objects]),
+        blocks_crc32c=tuple(crc32c(block) for block in _chunks(commit, ranges[:1])),
     )
 
 
 def _chunks(data: memoryview, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
     for begin, end in ranges:
-        for at in range(begin, end, CHUNK_BYTES):
-            yield data[at : min(end, at + CHUNK_BYTES)]
+        for at in range(begin, end, BLOCK_BYTES):
+            yield data[at : min(end, at + BLOCK_BYTES)]
 
 
 class _Counted:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from elasticstate.core.types import CommitId, DurableSource
 from elasticstate.durable.copies import DamagedCopyError, IncompleteCopyError, Manifest
+from elasticstate.durable.part_reader import PartReader
 from elasticstate.durable.reader import Copies, StorageHangsError
 from elasticstate.errors import CollectiveError, StateError, StateLostError
 from elasticstate.log import logger
@@ -88,18 +88,13 @@ def _read(snapshot: Snapshot, copies: Copies, name: str) -> DamagedCopyError | N
 
 
 def _fill(snapshot: Snapshot, copies: Copies, name: str, manifest: Manifest) -> None:
-    part = manifest.parts[0]
-    head, objects = copies.file(name, part.head), copies.file(name, part.objects)
-    frame = _frame(head, part.data_bytes)
-    random = head[frame.random : frame.tensors]
+    reader = PartReader(copies, name, manifest.parts[0])
+    frame = _frame(reader.head, manifest.parts[0].data_bytes)
+    random = reader.head[frame.random : frame.tensors]
     length = int.from_bytes(random[:LENGTH_BYTES], "little")
-    header = msgspec.msgpack.encode((frame.layout, len(objects)))
-    place = snapshot.incoming(header, random[LENGTH_BYTES : LENGTH_BYTES + length]).numpy()
-    at = 0
-    for chunk in copies.data(name, part):
-        place[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
-        at += len(chunk)
-    place[at:] = np.frombuffer(objects, np.uint8)
+    header = msgspec.msgpack.encode((frame.layout, reader.length - frame.objects))
+    place = snapshot.incoming(header, random[LENGTH_BYTES : LENGTH_BYTES + length])
+    reader.read_into([(frame.tensors, place.numpy().data)])
 
 
 def _frame(head: bytes, data_bytes: int) -> Frame:

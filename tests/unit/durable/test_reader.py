@@ -11,8 +11,9 @@ import fsspec
 import pytest
 import torch
 
-from elasticstate.durable.copies import MANIFEST, DamagedCopyError, IncompleteCopyError, copy_name
+from elasticstate.durable.copies import BLOCK_BYTES, MANIFEST, DamagedCopyError, IncompleteCopyError, copy_name
 from elasticstate.durable.failure import FULL, LIBRARY, STORAGE, failure_of
+from elasticstate.durable.part_reader import PartReader
 from elasticstate.durable.reader import Copies, StorageHangsError
 from elasticstate.durable.storage import absolute, open_storage, refuse
 from elasticstate.durable.upload import upload
@@ -85,6 +86,29 @@ def _release(fifo: Path) -> None:
         if thread.name == "elasticstate-durable-read":
             thread.join(10)
             assert not thread.is_alive()
+
+
+def test_ranges_of_a_commit_are_read_and_verified(tmp_path: Path) -> None:
+    name = save(str(tmp_path))
+    copies = Copies(str(tmp_path), 5.0)
+    part = copies.manifest(name).parts[0]
+    reader = PartReader(copies, name, part)
+    assert reader.length == len(COMMIT)
+    end = len(COMMIT)
+    wanted = [(0, end), (end - 3, end), (8, 20), (BLOCK_BYTES - 5, 2 * BLOCK_BYTES), (5000, 5000), (90_000, 90_008)]
+    places = [bytearray(high - low) for low, high in wanted]
+    reader.read_into([(low, memoryview(place)) for (low, _), place in zip(wanted, places, strict=True)])
+    assert [bytes(place) for place in places] == [COMMIT[low:high] for low, high in wanted]
+    with pytest.raises(DamagedCopyError, match="too short"):
+        reader.read_into([(end - 1, memoryview(bytearray(2)))])
+    tensors = tmp_path / name / "part-1.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[part.data_at + BLOCK_BYTES + 7] ^= 1
+    tensors.write_bytes(content)
+    first = bytearray(100)
+    reader.read_into([(part.head.bytes, memoryview(first))])  # in block 0, which is intact
+    with pytest.raises(DamagedCopyError, match="block 1"):
+        reader.read_into([(part.head.bytes + BLOCK_BYTES, memoryview(first))])
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
