@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from elasticstate.durable.copies import BLOCK_BYTES, DamagedCopyError, Part
-from elasticstate.durable.reader import Copies
+from elasticstate.durable.reader import StoredCopies
 
 Ranges = Sequence[tuple[int, memoryview]]
 """Offsets in a commit file, and where to put the bytes from there on."""
 
 
 class PartReader:
-    """Reader of one part of a copy. Every method raises what those of ``Copies`` raise."""
+    """Reader of one part of a copy. Every method raises what those of ``StoredCopies`` raise."""
 
-    def __init__(self, copies: Copies, name: str, part: Part) -> None:
+    def __init__(self, copies: StoredCopies, name: str, part: Part) -> None:
         self._copies = copies
         self._name = name
         self._part = part

@@ -29,7 +29,7 @@ class StorageHangsError(Exception):
     """A storage makes no progress."""
 
 
-class Copies:
+class StoredCopies:
     """The copies in a storage, read by threads that the caller can give up.
 
     Every method raises OSError, errors of the storage's library, or StorageHangsError after ``timeout_s`` without

@@ -10,7 +10,7 @@ import msgspec
 from elasticstate.core.types import CommitId, DurableSource
 from elasticstate.durable.copies import DamagedCopyError, IncompleteCopyError, Manifest
 from elasticstate.durable.part_reader import PartReader
-from elasticstate.durable.reader import Copies, StorageHangsError
+from elasticstate.durable.reader import StorageHangsError, StoredCopies
 from elasticstate.errors import CollectiveError, StateError, StateLostError
 from elasticstate.log import logger
 from elasticstate.state.buffer import LENGTH_BYTES
@@ -49,7 +49,7 @@ def resume(committer: Committer, source: DurableSource) -> None:
 def _read_newest(snapshot: Snapshot, source: DurableSource, check: Callable[[], None]) -> bool:
     """Read the newest intact copy into the older buffer of a snapshot. Return False if the job may begin without."""
     try:
-        copies = Copies(source.place, source.timeout_s, check)
+        copies = StoredCopies(source.place, source.timeout_s, check)
         damaged = 0
         for name in copies.names():
             error = _read(snapshot, copies, name)
@@ -74,7 +74,7 @@ def _read_newest(snapshot: Snapshot, source: DurableSource, check: Callable[[], 
     return False
 
 
-def _read(snapshot: Snapshot, copies: Copies, name: str) -> DamagedCopyError | None:
+def _read(snapshot: Snapshot, copies: StoredCopies, name: str) -> DamagedCopyError | None:
     """Read one copy. Return the reason why it cannot be used, or None."""
     try:
         manifest = copies.manifest(name)
@@ -87,7 +87,7 @@ def _read(snapshot: Snapshot, copies: Copies, name: str) -> DamagedCopyError | N
     return None
 
 
-def _fill(snapshot: Snapshot, copies: Copies, name: str, manifest: Manifest) -> None:
+def _fill(snapshot: Snapshot, copies: StoredCopies, name: str, manifest: Manifest) -> None:
     reader = PartReader(copies, name, manifest.parts[0])
     frame = _frame(reader.head, manifest.parts[0].data_bytes)
     random = reader.head[frame.random : frame.tensors]

@@ -1,4 +1,4 @@
-"""Copies are read by torch alone, in a process without elasticstate, and exported to one file."""
+"""StoredCopies are read by torch alone, in a process without elasticstate, and exported to one file."""
 
 from __future__ import annotations
 
