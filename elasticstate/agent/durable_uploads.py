@@ -30,6 +30,7 @@ from elasticstate.processes import ended, kill_session
 from elasticstate.threads import in_thread
 
 _PROGRAM = "elasticstate.durable.upload"
+_LAST_MOMENT_S = 0.2
 _KILL_TIMEOUT_S = 5.0  # a process in a call that nothing can interrupt does not end when it is killed
 _NO_COMMIT = "the slot holds no commit"
 
@@ -181,7 +182,7 @@ class DurableUploads:
             return process.poll()
         try:
             waiting = asyncio.ensure_future(ended(pidfd))
-            done, _ = await asyncio.wait({waiting}, timeout=0.2)
+            done, _ = await asyncio.wait({waiting}, timeout=_LAST_MOMENT_S)
             if not done:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)

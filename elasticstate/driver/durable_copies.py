@@ -36,7 +36,7 @@ class _Attempt:
 
 
 @dataclass(slots=True)
-class _Plan:
+class _Schedule:
     """Time of the next copy, and the failures before it."""
 
     due_at: float
@@ -55,7 +55,7 @@ class DurableCopies:
         self._journal = journal
         self._send = send
         self._loop = asyncio.get_running_loop()
-        self._plan = _Plan(self._loop.time() + options.durable_interval_s)
+        self._schedule = _Schedule(self._loop.time() + options.durable_interval_s)
         self._attempt: _Attempt | None = None
         self._began_at = 0.0  # of the attempt
         self._last_name = 0  # milliseconds in the name of the last copy
@@ -66,9 +66,9 @@ class DurableCopies:
     async def run(self) -> None:
         """Order copies until cancelled."""
         while self._options.durable_dir is not None:
-            await asyncio.sleep(min(_LOOK_INTERVAL_S, max(0.01, self._options.durable_interval_s)))
+            await asyncio.sleep(_LOOK_INTERVAL_S)
             m = self._state.membership
-            if self._attempt is None and self._loop.time() >= self._plan.due_at and isinstance(m.phase, Running):
+            if self._attempt is None and self._loop.time() >= self._schedule.due_at and isinstance(m.phase, Running):
                 source = _source(m)
                 if source is not None:
                     self._order(source)
@@ -120,9 +120,9 @@ class DurableCopies:
             commit=list(message.commit),
             bytes=message.bytes,
             seconds=message.seconds,
-            failures=self._plan.failures,
+            failures=self._schedule.failures,
         )
-        self._plan = _Plan(max(self._loop.time(), self._began_at + self._options.durable_interval_s))
+        self._schedule = _Schedule(max(self._loop.time(), self._began_at + self._options.durable_interval_s))
         self._newest_name = message.folder
         if message.lost:
             figures.failed += 1
@@ -135,7 +135,7 @@ class DurableCopies:
         if not self._is_answered(host, message.folder):
             return
         if message.kind in NOT_FAILED:
-            self._plan.due_at = self._loop.time() + min(_FIRST_RETRY_S, self._options.durable_interval_s)
+            self._schedule.due_at = self._loop.time() + min(_FIRST_RETRY_S, self._options.durable_interval_s)
         else:
             self._failed(host, message.folder, message.kind, message.reason)
 
@@ -154,12 +154,12 @@ class DurableCopies:
         return True
 
     def _failed(self, host: str, folder: str, kind: str, reason: str) -> None:
-        plan, figures = self._plan, self._state.durable
-        plan.failures += 1
+        schedule, figures = self._schedule, self._state.durable
+        schedule.failures += 1
         figures.failed += 1
         figures.trouble = reason
-        retry_s = min(_FIRST_RETRY_S * 2 ** (plan.failures - 1), _LONGEST_RETRY_S, self._options.durable_interval_s)
-        plan.due_at = self._loop.time() + retry_s
+        retry_s = min(_FIRST_RETRY_S * 2 ** (schedule.failures - 1), _LONGEST_RETRY_S, self._options.durable_interval_s)
+        schedule.due_at = self._loop.time() + retry_s
         self._report(kind, f"a durable copy could not be saved: {reason}; next attempt in {retry_s:g} s", host, folder)
 
     def _report(self, kind: str, text: str, host: str, folder: str) -> None:
@@ -168,8 +168,8 @@ class DurableCopies:
         self._journal.event(
             "durable_copy", state="failed", host=host, folder=folder, kind=kind, reason=text, failures=figures.failed
         )
-        if kind not in self._plan.warned:
-            self._plan.warned.add(kind)
+        if kind not in self._schedule.warned:
+            self._schedule.warned.add(kind)
             self._journal.warn(f"--durable-dir {self._options.durable_dir}: host {host}: {text}")
 
 

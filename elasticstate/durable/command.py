@@ -12,7 +12,7 @@ from typing import Any
 from elasticstate.durable.copies import DamagedCopyError, Manifest, milliseconds_of
 from elasticstate.durable.export import NothingToExportError, export
 from elasticstate.durable.failure import failure_of
-from elasticstate.durable.reader import Copies, StorageHangsError
+from elasticstate.durable.reader import StorageHangsError, StoredCopies
 from elasticstate.durable.storage import absolute, refuse
 from elasticstate.errors import OptionError
 from elasticstate.machine import format_bytes
@@ -94,7 +94,7 @@ def _check_output(path: str) -> None:
 
 
 def _export(place: str, name: str, output: str, value: str | None) -> int:
-    copies = Copies(place, _TIMEOUT_S)
+    copies = StoredCopies(place, _TIMEOUT_S)
     name, manifest = (name, copies.manifest(name)) if name else _newest(copies)
     with _progress(sum(part.data_bytes for part in manifest.parts)) as progress:
         count = export(copies, name, manifest, output, value, progress)
@@ -105,7 +105,7 @@ def _export(place: str, name: str, output: str, value: str | None) -> int:
     return 0
 
 
-def _newest(copies: Copies) -> tuple[str, Manifest]:
+def _newest(copies: StoredCopies) -> tuple[str, Manifest]:
     """Return the newest complete copy. Raises DamagedCopyError if there is none."""
     names = copies.names()
     for name in names:
@@ -116,7 +116,7 @@ def _newest(copies: Copies) -> tuple[str, Manifest]:
     raise DamagedCopyError("none of its copies is complete" if names else "has no durable copy")
 
 
-def _manifest_or_error(copies: Copies, name: str) -> Manifest | DamagedCopyError:
+def _manifest_or_error(copies: StoredCopies, name: str) -> Manifest | DamagedCopyError:
     try:
         return copies.manifest(name)
     except DamagedCopyError as error:

@@ -12,10 +12,11 @@ import msgspec
 
 from elasticstate._native import checksum
 from elasticstate.core.types import CommitId
-from elasticstate.durable.storage import Storage
+from elasticstate.durable.storage import CopyStorage
 
 MANIFEST = "manifest.json"
 VERSION = 1
+BLOCK_BYTES = 8 << 20
 _NAME = re.compile(r"commit-(\d{8})-(\d{6})-(\d{3})")
 
 
@@ -37,7 +38,7 @@ class Part(msgspec.Struct, frozen=True):
     data_at: int  # offset of the data in the file of the tensors, behind its header
     header_crc32c: int
     data_bytes: int
-    data_crc32c: int
+    blocks_crc32c: tuple[int, ...]  # of each ``BLOCK_BYTES`` of the data, so that ranges can be read and verified
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -93,7 +94,7 @@ def milliseconds_of(name: str) -> int | None:
     return int(begun.timestamp()) * 1000 + int(match[3])
 
 
-def copy_names(storage: Storage) -> list[str]:
+def copy_names(storage: CopyStorage) -> list[str]:
     """Return the names of all copies, complete or not, the newest first."""
     return sorted((name for name in storage.folders() if milliseconds_of(name) is not None), reverse=True)
 
@@ -118,7 +119,7 @@ def decode_manifest(data: bytes) -> Manifest:
     return manifest
 
 
-def read_manifest(storage: Storage, name: str) -> Manifest:
+def read_manifest(storage: CopyStorage, name: str) -> Manifest:
     """Return the manifest of a copy that has all its files in their full sizes. Raises DamagedCopyError, OSError."""
     sizes = storage.sizes(name)
     if MANIFEST not in sizes:
@@ -133,13 +134,13 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
     return manifest
 
 
-def complete_copies(storage: Storage, names: list[str]) -> Iterator[tuple[str, Manifest | DamagedCopyError]]:
+def complete_copies(storage: CopyStorage, names: list[str]) -> Iterator[tuple[str, Manifest | DamagedCopyError]]:
     """Yield each copy, in this order, with its manifest, or with the reason why it cannot be used."""
     for name in names:
         yield name, _manifest_or_error(storage, name)
 
 
-def _manifest_or_error(storage: Storage, name: str) -> Manifest | DamagedCopyError:
+def _manifest_or_error(storage: CopyStorage, name: str) -> Manifest | DamagedCopyError:
     try:
         return read_manifest(storage, name)
     except FileNotFoundError as error:  # another process removes it at the same time
@@ -148,7 +149,7 @@ def _manifest_or_error(storage: Storage, name: str) -> Manifest | DamagedCopyErr
         return error
 
 
-def remove_old(storage: Storage, keep: int, newest: str) -> None:
+def remove_old(storage: CopyStorage, keep: int, newest: str) -> None:
     """Remove all copies before the ``keep`` newest complete ones, and incomplete copies before ``newest``."""
     kept = 0
     for name, found in complete_copies(storage, [name for name in copy_names(storage) if name <= newest]):

@@ -17,13 +17,13 @@ import msgspec
 
 from elasticstate.durable.copies import DamagedCopyError, Manifest, Part
 from elasticstate.durable.parts import METADATA, OWN, SHARDING
-from elasticstate.durable.reader import Copies
+from elasticstate.durable.reader import StoredCopies
 
 _ALIGNMENT_BYTES = 64
 _KINDS = ("parameters.", "buffers.")  # of a module's tensors, in their names (state/module_state.py)
 
 
-class _Stored(msgspec.Struct, frozen=True):
+class _StoredEntry(msgspec.Struct, frozen=True):
     """A tensor in the header of a safetensors file."""
 
     dtype: str
@@ -32,7 +32,7 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
+class _TensorShard:
     """A block of a tensor, in the data of a part."""
 
     begin: int
@@ -47,7 +47,7 @@ class _Tensor:
     dtype: str
     item_bytes: int
     shape: tuple[int, ...]
-    shards: dict[int, _Shard] = field(default_factory=dict)
+    shards: dict[int, _TensorShard] = field(default_factory=dict)
     begin: int = 0  # in the output file
 
     @property
@@ -64,7 +64,7 @@ class NothingToExportError(Exception):
 
 
 def export(
-    copies: Copies, name: str, manifest: Manifest, path: str, value: str | None, progress: Callable[[int], None]
+    copies: StoredCopies, name: str, manifest: Manifest, path: str, value: str | None, progress: Callable[[int], None]
 ) -> int:
     """Write the tensors of a copy to a file, which replaces ``path`` when it is complete. Return their number.
 
@@ -91,7 +91,7 @@ def export(
     return len(chosen)
 
 
-def _find(copies: Copies, name: str, manifest: Manifest) -> dict[str, _Tensor]:
+def _find(copies: StoredCopies, name: str, manifest: Manifest) -> dict[str, _Tensor]:
     """Return all tensors of a copy, whole."""
     found: dict[str, _Tensor] = {}
     for number, part in enumerate(manifest.parts):
@@ -104,7 +104,7 @@ def _find(copies: Copies, name: str, manifest: Manifest) -> dict[str, _Tensor]:
             ends = (offset + size for offset, size in zip(offsets, stored.shape, strict=True))
             tensor.shape = tuple(map(max, zip(tensor.shape, ends, strict=True)))
             tensor.item_bytes = tensor.item_bytes or ((end - begin) // count if count else 0)
-            tensor.shards[number] = _Shard(begin, offsets, stored.shape)
+            tensor.shards[number] = _TensorShard(begin, offsets, stored.shape)
     for key, tensor in found.items():
         blocks = {(shard.offsets, shard.shape) for shard in tensor.shards.values()}
         if sum(math.prod(shape) for _, shape in blocks) != math.prod(tensor.shape):
@@ -112,7 +112,7 @@ def _find(copies: Copies, name: str, manifest: Manifest) -> dict[str, _Tensor]:
     return found
 
 
-def _tensors_of(copies: Copies, name: str, part: Part) -> Iterator[tuple[str, _Stored, tuple[int, ...]]]:
+def _tensors_of(copies: StoredCopies, name: str, part: Part) -> Iterator[tuple[str, _StoredEntry, tuple[int, ...]]]:
     """Yield name, place in the part's data, and offsets of each tensor."""
     head = copies.header(name, part)
     try:
@@ -120,7 +120,7 @@ def _tensors_of(copies: Copies, name: str, part: Part) -> Iterator[tuple[str, _S
         metadata = msgspec.json.decode(raw.pop(METADATA), type=dict[str, str])
         tied: dict[str, str] = msgspec.json.decode(metadata[OWN])["tied"]
         sharding: dict[str, Any] = msgspec.json.decode(metadata.get(SHARDING, "{}"))
-        stored = {key: msgspec.json.decode(item, type=_Stored) for key, item in raw.items()}
+        stored = {key: msgspec.json.decode(item, type=_StoredEntry) for key, item in raw.items()}
         for key, item in stored.items():
             offsets = sharding.get(key, {}).get("saved_offsets", [0] * len(item.shape))
             yield key, stored[tied.get(key, key)], tuple(map(int, offsets))
@@ -183,7 +183,7 @@ def _copy(
         progress(len(chunk))
 
 
-def _runs(tensor: _Tensor, shard: _Shard) -> Iterator[tuple[int, int, int]]:
+def _runs(tensor: _Tensor, shard: _TensorShard) -> Iterator[tuple[int, int, int]]:
     """Yield (begin in the part's data, place in the output, bytes) of each run of a shard: contiguous in both."""
     outer = len(shard.shape)
     while outer and shard.shape[outer - 1 :] == tensor.shape[outer - 1 :]:

@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.durable.copies import File, Part, crc32c
-from elasticstate.durable.storage import Chunk, Storage
+from elasticstate.durable.copies import BLOCK_BYTES, File, Part, crc32c
+from elasticstate.durable.storage import Chunk, CopyStorage
 
-CHUNK_BYTES = 8 << 20
 _ALIGNMENT_BYTES = 64
 METADATA = "__metadata__"
 _RANDOM, _OBJECTS = "elasticstate.random", "elasticstate.objects"
@@ -25,14 +24,14 @@ SHARDING = "DCP_SHARDING_INFO"
 """Key of the metadata in which torch (2.13, torch/distributed/checkpoint/hf_storage.py) looks for offsets of shards."""
 
 
-class _Notes(msgspec.Struct, frozen=True):
+class _TiedNotes(msgspec.Struct, frozen=True):
     """The notes of a commit that matter here."""
 
     tied: dict[str, str]  # name -> the name under which the bytes are stored
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CommitCut:
     """Places in a commit file, and the header of the file with its tensors."""
 
     random: int  # offset of the random state
@@ -42,7 +41,7 @@ class Cut:
     tied: list[tuple[int, int]]  # ranges of the commit file that are repeated behind the tensors
 
 
-def cut(commit: memoryview) -> Cut:
+def cut(commit: memoryview) -> CommitCut:
     """Find the parts of a commit file. Raises ValueError if it is none."""
     capacity = int.from_bytes(commit[:8], "little")
     if not 2 <= capacity <= len(commit) - 8:
@@ -51,7 +50,7 @@ def cut(commit: memoryview) -> Cut:
     try:
         stored: dict[str, Any] = msgspec.json.decode(commit[8:begin])
         metadata: dict[str, str] = stored.pop(METADATA)
-        notes = msgspec.json.decode(metadata[OWN], type=_Notes)
+        notes = msgspec.json.decode(metadata[OWN], type=_TiedNotes)
         random_end = stored.pop(_RANDOM)["data_offsets"][1]
         end = stored.pop(_OBJECTS)["data_offsets"][0]
         header, tied = _header(stored, metadata, notes.tied, random_end, end)
@@ -60,7 +59,7 @@ def cut(commit: memoryview) -> Cut:
     if not 0 <= random_end <= end <= len(commit) - begin:
         raise ValueError("the parts of the commit are not in order")
     repeated = [(begin + first, begin + last) for first, last in tied]
-    return Cut(begin, begin + random_end, begin + end, header, repeated)
+    return CommitCut(begin, begin + random_end, begin + end, header, repeated)
 
 
 def _header(
@@ -97,7 +96,7 @@ def _sharding(text: str, entries: dict[str, Any]) -> str:
 
 
 def write_part(
-    storage: Storage, folder: str, number: int, digest: int, commit: memoryview, progress: Callable[[int], None]
+    storage: CopyStorage, folder: str, number: int, digest: int, commit: memoryview, progress: Callable[[int], None]
 ) -> Part:
     """Write the files of a commit. ``progress`` gets the number of bytes after each chunk.
 
@@ -119,14 +118,14 @@ def write_part(
         data_at=len(found.header),
         header_crc32c=crc32c(found.header),
         data_bytes=found.objects - found.tensors,
-        data_crc32c=crc32c(commit[found.tensors : found.objects]),
+        blocks_crc32c=tuple(crc32c(block) for block in _chunks(commit, ranges[:1])),
     )
 
 
 def _chunks(data: memoryview, ranges: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
     for begin, end in ranges:
-        for at in range(begin, end, CHUNK_BYTES):
-            yield data[at : min(end, at + CHUNK_BYTES)]
+        for at in range(begin, end, BLOCK_BYTES):
+            yield data[at : min(end, at + BLOCK_BYTES)]
 
 
 class _Counted:

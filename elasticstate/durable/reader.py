@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from queue import Empty, Full, Queue
 from typing import TypeVar
 
-from elasticstate.durable.copies import DamagedCopyError, File, Manifest, Part, complete_copies, copy_names, crc32c
-from elasticstate.durable.parts import CHUNK_BYTES
+from elasticstate.durable.copies import (
+    BLOCK_BYTES,
+    DamagedCopyError,
+    File,
+    Manifest,
+    Part,
+    complete_copies,
+    copy_names,
+    crc32c,
+)
 from elasticstate.durable.storage import open_storage
 
 T = TypeVar("T")
@@ -21,7 +29,7 @@ class StorageHangsError(Exception):
     """A storage makes no progress."""
 
 
-class Copies:
+class StoredCopies:
     """The copies in a storage, read by threads that the caller can give up.
 
     Every method raises OSError, errors of the storage's library, or StorageHangsError after ``timeout_s`` without
@@ -60,22 +68,31 @@ class Copies:
         return header
 
     def data(self, name: str, part: Part) -> Iterator[bytes]:
-        """Yield the data of the tensors in chunks. Raises DamagedCopyError at the end if the checksum is wrong."""
+        """Yield the data of the tensors in blocks. Raises DamagedCopyError for a block whose checksum is wrong."""
         self.header(name, part)
-        found = size = 0
-        for chunk in self.read(name, part.tensors.name, part.data_at, part.data_bytes):
-            found, size = crc32c(chunk, found), size + len(chunk)
-            yield chunk
-        if (found, size) != (part.data_crc32c, part.data_bytes):
-            raise DamagedCopyError(f"{part.tensors.name} is damaged: its checksum is wrong")
+        return (block for _, block in self.blocks(name, part, range(len(part.blocks_crc32c))))
+
+    def blocks(self, name: str, part: Part, wanted: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield blocks of the data of the tensors, with their numbers. Raises DamagedCopyError as ``data`` does."""
+
+        def blocks() -> Iterator[tuple[int, bytes]]:
+            with self._storage.open(name, part.tensors.name) as source:
+                for index in wanted:
+                    at = index * BLOCK_BYTES
+                    yield index, source.read_at(part.data_at + at, min(BLOCK_BYTES, part.data_bytes - at))
+
+        for index, block in self._in_thread(blocks):
+            if crc32c(block) != part.blocks_crc32c[index]:
+                raise DamagedCopyError(f"{part.tensors.name} is damaged: the checksum of block {index} is wrong")
+            yield index, block
 
     def read(self, name: str, file: str, offset: int, size: int) -> Iterator[bytes]:
         """Yield a range of a file in chunks, fewer bytes if the file ends before."""
 
         def chunks() -> Iterator[bytes]:
             with self._storage.open(name, file) as source:
-                for at in range(offset, offset + size, CHUNK_BYTES):
-                    yield source.read_at(at, min(CHUNK_BYTES, offset + size - at))
+                for at in range(offset, offset + size, BLOCK_BYTES):
+                    yield source.read_at(at, min(BLOCK_BYTES, offset + size - at))
 
         return self._in_thread(chunks)
 

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 Chunk = memoryview | bytes
 
 
-class Source(Protocol):
+class OpenFile(Protocol):
     """A file that is open for reading."""
 
     def read_at(self, offset: int, size: int) -> bytes:
         """Return ``size`` bytes from ``offset`` on, fewer at the end of the file."""
 
 
-class Storage(Protocol):
+class CopyStorage(Protocol):
     """Folders with files. Every method may block, and raises OSError or an error of the library behind the URL."""
 
     def folders(self) -> list[str]:
@@ -27,7 +27,7 @@ class Storage(Protocol):
     def sizes(self, folder: str) -> dict[str, int]:
         """Return names and sizes of the files in a folder."""
 
-    def open(self, folder: str, name: str) -> AbstractContextManager[Source]: ...
+    def open(self, folder: str, name: str) -> AbstractContextManager[OpenFile]: ...
 
     def write(self, folder: str, name: str, chunks: Iterable[Chunk]) -> None:
         """Write a file, which is durable after the return. Create the folder if it does not exist."""
@@ -68,7 +68,7 @@ def refuse(place: str) -> str:
     return f"fsspec knows no protocol {protocol!r}. Name a path, or a URL like s3://bucket/folder"
 
 
-def open_storage(place: str) -> Storage:
+def open_storage(place: str) -> CopyStorage:
     """Return the storage at a path or URL."""
     return UrlStorage(place) if is_url(place) else Directory(absolute(place), Files())
 
@@ -147,7 +147,7 @@ class Directory:
         return {name: self._files.size(f"{path}/{name}") for name in self._files.names(path)}
 
     @contextmanager
-    def open(self, folder: str, name: str) -> Iterator[Source]:
+    def open(self, folder: str, name: str) -> Iterator[OpenFile]:
         yield _DirectorySource(self._files, f"{self._path}/{folder}/{name}")
 
     def write(self, folder: str, name: str, chunks: Iterable[Chunk]) -> None:
@@ -226,7 +226,7 @@ class UrlStorage:
         return [entry for entry in found if entry["name"].rstrip("/") != path]
 
     @contextmanager
-    def open(self, folder: str, name: str) -> Iterator[Source]:
+    def open(self, folder: str, name: str) -> Iterator[OpenFile]:
         with self._system.open(f"{self._root}/{folder}/{name}", "rb", block_size=_BLOCK_BYTES) as file:
             yield _UrlSource(file)
 

@@ -29,7 +29,7 @@ from elasticstate.durable.copies import (
 )
 from elasticstate.durable.failure import failure_of
 from elasticstate.durable.parts import write_part
-from elasticstate.durable.storage import Storage, open_storage
+from elasticstate.durable.storage import CopyStorage, open_storage
 
 _PROGRESS_INTERVAL_S = 0.5
 _NICENESS = 10  # training has precedence
@@ -60,7 +60,7 @@ class UploadMessage(msgspec.Struct, frozen=True):
     warning: str = ""
 
 
-def upload(order: UploadOrder, commit: memoryview, storage: Storage, send: Callable[[UploadMessage], None]) -> None:
+def upload(order: UploadOrder, commit: memoryview, storage: CopyStorage, send: Callable[[UploadMessage], None]) -> None:
     """Save a commit as a copy, and remove old copies. Raises errors of the storage."""
     lost = _lost(storage, order)
     sent_at, done = time.monotonic(), 0
@@ -83,7 +83,7 @@ def upload(order: UploadOrder, commit: memoryview, storage: Storage, send: Calla
     send(UploadMessage(manifest.size_bytes, is_saved=True, lost=lost, warning=warning))
 
 
-def _lost(storage: Storage, order: UploadOrder) -> str:
+def _lost(storage: CopyStorage, order: UploadOrder) -> str:
     """Return what is wrong with the newest copy that this job has saved before; "" if it is complete."""
     if not order.earlier:
         return ""

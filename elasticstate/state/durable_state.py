@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from elasticstate.core.types import CommitId, DurableSource
 from elasticstate.durable.copies import DamagedCopyError, IncompleteCopyError, Manifest
-from elasticstate.durable.reader import Copies, StorageHangsError
+from elasticstate.durable.part_reader import PartReader
+from elasticstate.durable.reader import StorageHangsError, StoredCopies
 from elasticstate.errors import CollectiveError, StateError, StateLostError
 from elasticstate.log import logger
 from elasticstate.state.buffer import LENGTH_BYTES
@@ -49,7 +49,7 @@ def resume(committer: Committer, source: DurableSource) -> None:
 def _read_newest(snapshot: Snapshot, source: DurableSource, check: Callable[[], None]) -> bool:
     """Read the newest intact copy into the older buffer of a snapshot. Return False if the job may begin without."""
     try:
-        copies = Copies(source.place, source.timeout_s, check)
+        copies = StoredCopies(source.place, source.timeout_s, check)
         damaged = 0
         for name in copies.names():
             error = _read(snapshot, copies, name)
@@ -74,7 +74,7 @@ def _read_newest(snapshot: Snapshot, source: DurableSource, check: Callable[[], 
     return False
 
 
-def _read(snapshot: Snapshot, copies: Copies, name: str) -> DamagedCopyError | None:
+def _read(snapshot: Snapshot, copies: StoredCopies, name: str) -> DamagedCopyError | None:
     """Read one copy. Return the reason why it cannot be used, or None."""
     try:
         manifest = copies.manifest(name)
@@ -87,19 +87,14 @@ def _read(snapshot: Snapshot, copies: Copies, name: str) -> DamagedCopyError | N
     return None
 
 
-def _fill(snapshot: Snapshot, copies: Copies, name: str, manifest: Manifest) -> None:
-    part = manifest.parts[0]
-    head, objects = copies.file(name, part.head), copies.file(name, part.objects)
-    frame = _frame(head, part.data_bytes)
-    random = head[frame.random : frame.tensors]
+def _fill(snapshot: Snapshot, copies: StoredCopies, name: str, manifest: Manifest) -> None:
+    reader = PartReader(copies, name, manifest.parts[0])
+    frame = _frame(reader.head, manifest.parts[0].data_bytes)
+    random = reader.head[frame.random : frame.tensors]
     length = int.from_bytes(random[:LENGTH_BYTES], "little")
-    header = msgspec.msgpack.encode((frame.layout, len(objects)))
-    place = snapshot.incoming(header, random[LENGTH_BYTES : LENGTH_BYTES + length]).numpy()
-    at = 0
-    for chunk in copies.data(name, part):
-        place[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
-        at += len(chunk)
-    place[at:] = np.frombuffer(objects, np.uint8)
+    header = msgspec.msgpack.encode((frame.layout, reader.length - frame.objects))
+    place = snapshot.incoming(header, random[LENGTH_BYTES : LENGTH_BYTES + length])
+    reader.read_into([(frame.tensors, place.numpy().data)])
 
 
 def _frame(head: bytes, data_bytes: int) -> Frame:

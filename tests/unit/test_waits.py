@@ -53,6 +53,12 @@ ALLOWED = {
     "loggers.wandb: _INTERVAL_S": "between two looks at the file",
     "kubernetes.pod_watch: _PAUSE_S": "between two requests to the API server",
     "kubernetes.pod_watch: _WATCH_S": "of one watch, after which the next one begins where it has ended",
+    "driver.durable_copies: _LOOK_INTERVAL_S": "between two looks whether a durable copy is due",
+    "driver.durable_copies: _FIRST_RETRY_S": "between two attempts to save a durable copy; training goes on",
+    "driver.durable_copies: _LONGEST_RETRY_S": "the same",
+    "durable.reader: _LOOK_INTERVAL_S": "between two looks at the end of the generation; --durable-timeout decides",
+    "durable.upload: _PROGRESS_INTERVAL_S": "between two reports of progress; --durable-timeout decides",
+    "durable.command: _TIMEOUT_S": "the default of --durable-timeout; elasticrun export has no such option",
     "driver.event_queue: _LONGEST_DELAY_S": "collects changes that are not urgent",
     "discovery.slurm: _INTERVAL_S": "default of --discovery-interval inside an allocation of Slurm",
     "launchers.slurm: _LIMIT_S": "of a command of Slurm that cleans up; nothing depends on its success",
@@ -89,6 +95,9 @@ ALLOWED = {
     # a moment for something that has ended already to clean up
     "loggers.wandb: _FINISH_S": "for wandb's process to write the rest of its file; then an error names it",
     "kubernetes.pod_watch: _STOP_S": "for the thread of a watch to end; the process ends without it",
+    "agent.durable_uploads: _LAST_MOMENT_S": "for a process to exit that has sent its last message",
+    "agent.durable_uploads: _KILL_TIMEOUT_S": "for a process that was killed; later it counts as stuck, and no other "
+    "upload starts until it has ended",
     "agent.supervisor: _STACKS_TIMEOUT_S": "for the stacks of a worker whose kill is decided",
     "agent.output: _MOMENT_S": "for a terminal or file to take the last output; it is written later all the same",
     "agent.template: _DRAIN_TIMEOUT_S": "for the output of a process that has ended",

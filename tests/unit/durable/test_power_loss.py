@@ -1,4 +1,4 @@
-"""Copies on a disk that loses power at any operation: the newest complete one is found, and never a torn one."""
+"""StoredCopies on a disk that loses power at any operation: the newest complete one is found, and never a torn one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(disk: Disk, name: str) -> bytes:
     """Return the commit in a copy. Raises DamagedCopyError."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "open_storage", lambda place: Directory(place, disk))
-        copies = reader.Copies(PLACE, 5.0)
+        copies = reader.StoredCopies(PLACE, 5.0)
         part = copies.manifest(name).parts[0]
         return copies.file(name, part.head) + b"".join(copies.data(name, part)) + copies.file(name, part.objects)
 

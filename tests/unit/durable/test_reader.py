@@ -11,9 +11,10 @@ import fsspec
 import pytest
 import torch
 
-from elasticstate.durable.copies import MANIFEST, DamagedCopyError, IncompleteCopyError, copy_name
+from elasticstate.durable.copies import BLOCK_BYTES, MANIFEST, DamagedCopyError, IncompleteCopyError, copy_name
 from elasticstate.durable.failure import FULL, LIBRARY, STORAGE, failure_of
-from elasticstate.durable.reader import Copies, StorageHangsError
+from elasticstate.durable.part_reader import PartReader
+from elasticstate.durable.reader import StorageHangsError, StoredCopies
 from elasticstate.durable.storage import absolute, open_storage, refuse
 from elasticstate.durable.upload import upload
 from tests.unit.durable.commit_files import Sent, commit_of, order
@@ -26,7 +27,7 @@ def save(place: str, number: int = 1) -> str:
     return copy_name(number)
 
 
-def read(copies: Copies, name: str) -> bytes:
+def read(copies: StoredCopies, name: str) -> bytes:
     part = copies.manifest(name).parts[0]
     return copies.file(name, part.head) + b"".join(copies.data(name, part)) + copies.file(name, part.objects)
 
@@ -38,10 +39,10 @@ def memory() -> Iterator[str]:
 
 
 def test_a_url_is_read_and_written(memory: str) -> None:
-    assert Copies(memory, 5.0).names() == []
+    assert StoredCopies(memory, 5.0).names() == []
     for number in range(4):
         save(memory, number)
-    copies = Copies(memory, 5.0)
+    copies = StoredCopies(memory, 5.0)
     assert copies.names() == [copy_name(3), copy_name(2)]
     assert read(copies, copy_name(3)) == COMMIT
     fsspec.filesystem("memory").rm_file(f"/bucket/run/{copy_name(3)}/{MANIFEST}")
@@ -54,7 +55,7 @@ def test_a_storage_that_hangs_is_given_up(tmp_path: Path) -> None:
     name = save(str(tmp_path))
     (tmp_path / name / MANIFEST).unlink()
     os.mkfifo(tmp_path / name / MANIFEST)
-    copies = Copies(str(tmp_path), 0.3)
+    copies = StoredCopies(str(tmp_path), 0.3)
     with pytest.raises(StorageHangsError, match=r"no progress within --durable-timeout of 0.3 s"):
         copies.manifest(name)
     _release(tmp_path / name / MANIFEST)
@@ -68,7 +69,7 @@ def test_the_caller_may_give_up_at_any_time(tmp_path: Path) -> None:
             raise KeyError("the generation has ended")
 
     is_over = threading.Event()
-    copies = Copies(str(tmp_path), 60.0, check)
+    copies = StoredCopies(str(tmp_path), 60.0, check)
     assert copies.names() == [name]
     (tmp_path / name / MANIFEST).unlink()
     os.mkfifo(tmp_path / name / MANIFEST)
@@ -87,6 +88,29 @@ def _release(fifo: Path) -> None:
             assert not thread.is_alive()
 
 
+def test_ranges_of_a_commit_are_read_and_verified(tmp_path: Path) -> None:
+    name = save(str(tmp_path))
+    copies = StoredCopies(str(tmp_path), 5.0)
+    part = copies.manifest(name).parts[0]
+    reader = PartReader(copies, name, part)
+    assert reader.length == len(COMMIT)
+    end = len(COMMIT)
+    wanted = [(0, end), (end - 3, end), (8, 20), (BLOCK_BYTES - 5, 2 * BLOCK_BYTES), (5000, 5000), (90_000, 90_008)]
+    places = [bytearray(high - low) for low, high in wanted]
+    reader.read_into([(low, memoryview(place)) for (low, _), place in zip(wanted, places, strict=True)])
+    assert [bytes(place) for place in places] == [COMMIT[low:high] for low, high in wanted]
+    with pytest.raises(DamagedCopyError, match="too short"):
+        reader.read_into([(end - 1, memoryview(bytearray(2)))])
+    tensors = tmp_path / name / "part-1.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[part.data_at + BLOCK_BYTES + 7] ^= 1
+    tensors.write_bytes(content)
+    first = bytearray(100)
+    reader.read_into([(part.head.bytes, memoryview(first))])  # in block 0, which is intact
+    with pytest.raises(DamagedCopyError, match="block 1"):
+        reader.read_into([(part.head.bytes + BLOCK_BYTES, memoryview(first))])
+
+
 def test_damage_is_found(tmp_path: Path) -> None:
     name = save(str(tmp_path))
     for file in sorted((tmp_path / name).iterdir()):
@@ -94,9 +118,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
         for at in (0, len(content) // 2, len(content) - 2):
             file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
             with pytest.raises(DamagedCopyError):
-                read(Copies(str(tmp_path), 5.0), name)
+                read(StoredCopies(str(tmp_path), 5.0), name)
         file.write_bytes(content)
-    assert read(Copies(str(tmp_path), 5.0), name) == COMMIT
+    assert read(StoredCopies(str(tmp_path), 5.0), name) == COMMIT
 
 
 def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Copies are read by torch alone, in a process without elasticstate, and exported to one file."""
+"""StoredCopies are read by torch alone, in a process without elasticstate, and exported to one file."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_export_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture
     content[-80] ^= 1
     tensors.write_bytes(content)
     assert main(["export", str(tmp_path), "-o", str(out)]) == 1
-    assert "part-1.safetensors is damaged: its checksum is wrong" in capsys.readouterr().err
+    assert "part-1.safetensors is damaged: the checksum of block 0 is wrong" in capsys.readouterr().err
     tensors.unlink()
     assert main(["export", str(tmp_path), "-o", str(out)]) == 1
     error = capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""Orders for durable copies: to whom, when again, and what is reported."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from elasticstate.cli import parse_options
+from elasticstate.core.types import CommitId
+from elasticstate.driver.durable_copies import DurableCopies
+from elasticstate.driver.job_state import JobState
+from elasticstate.driver.journal import Journal
+from elasticstate.driver.report import Report
+from elasticstate.durable.failure import BUSY, FULL, HUNG
+from elasticstate.net.messages import DurableFailed, DurableSaved, SaveDurable, ToAgent
+from tests.unit.core.test_membership import RUNNING, drive
+
+COMMITTED = RUNNING + "1.2 heartbeat a:1#1 in=1 ticks=9 commit=1.9"
+OPTIONS = ["-np", "3", "--durable-dir", "/copies", "--durable-interval", "0", "train.py"]
+
+
+class Scene:
+    """The part of a driver that orders copies, and the agents' ends of it."""
+
+    def __init__(self, events: Path, script: str) -> None:
+        options = parse_options(OPTIONS)
+        self.report = Report("j", str(events), verbose=False)
+        self.state = JobState(options.policy(), 0.0)
+        self.state.membership, _ = drive(script, durable_dir="/copies")
+        self.orders: list[tuple[str, SaveDurable]] = []
+        self.copies = DurableCopies(options, self.state, Journal(self.report, self.state), self._sent)
+        self._ordered = asyncio.Event()
+        self._running = asyncio.ensure_future(self.copies.run())
+
+    def _sent(self, host: str, message: ToAgent) -> None:
+        assert isinstance(message, SaveDurable)
+        self.orders.append((host, message))
+        self._ordered.set()
+
+    async def order(self) -> SaveDurable:
+        """Wait for the next order."""
+        await asyncio.wait_for(self._ordered.wait(), 30)
+        self._ordered.clear()
+        return self.orders[-1][1]
+
+    async def close(self) -> None:
+        self._running.cancel()
+        await self.report.close(60)
+
+
+def test_failures_are_reported_once_for_each_kind_and_retried(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> None:
+        scene = Scene(tmp_path / "events", COMMITTED)
+        figures = scene.state.durable
+        first = await scene.order()
+        assert scene.orders == [("a", first)]
+        assert (first.slot, first.world_size, first.saved, first.earlier) == (1, 3, None, ()), "the root has no commit"
+        scene.copies.failed("a", DurableFailed("another", FULL, "of an order of the last driver"))
+        scene.copies.failed("b", DurableFailed(first.folder, FULL, "of another host"))
+        assert figures.failed == 0
+        folders = [first.folder]
+        for kind in (FULL, FULL, HUNG, BUSY):
+            scene.copies.failed("a", DurableFailed(folders[-1], kind, f"{kind} it is"))
+            folders.append((await scene.order()).folder)
+        scene.copies.host_lost("b")
+        scene.copies.host_lost("a")
+        folders.append((await scene.order()).folder)
+        assert sorted(set(folders)) == folders, "each name is newer than all before it"
+        assert (figures.saved, figures.failed) == (0, 4)
+        assert figures.trouble == "the agent was lost while it saved the copy"
+        scene.copies.saved("a", DurableSaved(folders[-1], CommitId(1, 9), 1000, 0.5))
+        assert (figures.saved, figures.newest, figures.newest_bytes, figures.trouble) == (1, (1, 9), 1000, "")
+        last = await scene.order()
+        assert (last.saved, last.earlier) == (CommitId(1, 9), (folders[-1],))
+        scene.copies.saved("a", DurableSaved(last.folder, CommitId(1, 11), 1000, 0.5, lost=f"{folders[-1]} is missing"))
+        assert (figures.saved, figures.failed) == (2, 5)
+        await scene.close()
+
+    asyncio.run(run())
+    lines = capfd.readouterr().err.splitlines()
+    kinds = ["full it is", "hung it is", "the agent was lost", "was saved (1.0 kB), after 4 failures", "has lost an"]
+    assert len(lines) == len(kinds), lines
+    assert all(kind in line for kind, line in zip(kinds, lines, strict=True)), lines
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    copies = [event for event in events if event["event"] == "durable_copy"]
+    assert [event.get("kind", "") for event in copies] == ["full", "full", "hung", "host", "", "", "lost"]
+    assert copies[4]["commit"] == [1, 9]
+
+
+def test_a_job_without_a_commit_saves_nothing(tmp_path: Path) -> None:
+    async def run() -> None:
+        scene = Scene(tmp_path / "events", RUNNING)
+        await scene.copies.finish(asyncio.Event())
+        assert scene.orders == []
+        await scene.close()
+
+    asyncio.run(run())
+
+
+def test_the_end_of_a_job_waits_for_its_last_copy_until_it_is_hurried(tmp_path: Path) -> None:
+    async def run() -> None:
+        scene = Scene(tmp_path / "events", COMMITTED)
+        folder = (await scene.order()).folder
+        hurry = asyncio.Event()
+        ending = asyncio.ensure_future(scene.copies.finish(hurry))
+        scene.copies.saved("a", DurableSaved(folder, CommitId(1, 9), 1000, 0.5))
+        await scene.order()
+        assert not ending.done()
+        hurry.set()
+        await ending
+        await scene.close()
+
+    asyncio.run(run())
