@@ -126,7 +126,7 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
     if expected:
         retained.replace_commits(d, host.name, {}, {})  # a stopped agent has removed its workers' commits
     else:
-        host_is_lost(d, host, workers, notice)
+        host_is_lost(d, d.hosts[host.name], workers, notice)
     if notice and host.slots:
         start_preemption_cooldown(d, d.hosts[host.name], notice)
 

@@ -46,7 +46,8 @@ def shards_attached(d: Draft, event: t.ShardsAttached) -> None:
     if d.world is None or not (_was_member(d.world, event.worker) if worker is None else d.breaks(worker)):
         return
     d.put_slot(slot_id, attached=(event.generation, event.digest))
-    _record_start(d, event)
+    if worker is not None:  # else its agent has reported the commits since then
+        _record_start(d, event)
     d.update_shards(attached=d.shards.attached + 1)
     if d.shards.attached == d.world.size:
         slots = ((p.worker.slot_id, d.slots[p.worker.slot_id]) for p in d.world.members)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from elasticstate.core import types as t
 from elasticstate.core.layouts import Replication, ShardLayout
-from elasticstate.core.records import Draft, Membership, Running
+from elasticstate.core.records import Draft, Membership, Over, Running
 
 _FIRST_PAUSE_S = 0.5  # before another attempt; it doubles
 _LONGEST_PAUSE_S = 30.0
@@ -37,10 +37,15 @@ def host_reports(d: Draft, host: str, kept: tuple[tuple[t.SlotId, t.CommitId], .
 
 
 def host_lost(d: Draft, host: str, with_copies: bool) -> None:
-    """Record the loss of an agent. ``with_copies``: it has removed its copies."""
-    if with_copies and d.hosts[host].kept:
-        d.put_host(d.hosts[host], kept=frozenset())
-    present = d.shards.replication
+    """Record the loss of an agent. ``with_copies``: it has removed its copies. Otherwise the host may keep copies that
+    were not reported any more."""
+    present, kept = d.shards.replication, d.hosts[host].kept
+    if present is not None:
+        kept |= {(slot_id, present.commit) for slot_id, keeper in present.missing if keeper == host}
+    if with_copies:
+        kept = frozenset()
+    if kept != d.hosts[host].kept:
+        d.put_host(d.hosts[host], kept=kept)
     if present is not None and any(host in (keeper, slot_id.host) for slot_id, keeper in present.copies):
         _give_up(d, present)
 
@@ -92,13 +97,11 @@ def _forget(d: Draft, before: t.CommitId, besides: t.CommitId | None) -> None:
 def replicate(d: Draft) -> None:
     """Record the newest commit that all members have sealed, and begin to replicate it if no replication is in
     progress."""
-    layout = _present_layout(d)
-    present = d.shards.replication
-    if (
-        present is not None
-        and not _is_sealed(d, present.commit)
-        and (layout is None or d.now >= _coming_until(present))
-    ):
+    if isinstance(d.phase, Over):
+        return
+    layout, present = _present_layout(d), d.shards.replication
+    will_not_come = present is not None and (layout is None or d.now >= _coming_until(present))
+    if present is not None and will_not_come and not _is_sealed(d, present.commit):
         _give_up(d, present)
     if layout is None:
         return

@@ -62,10 +62,11 @@ def may_hold_more(d: Draft, ready: Iterable[Worker]) -> list[Worker]:
     """Return living workers that are not READY and were in a generation newer than every commit of the ``ready`` ones.
 
     They may hold a commit without a report of it. A commit that all members have sealed must not be lost. In a sharded
-    job their agents report it.
+    job their agents report it; but while no member is known to have left the newest world, its members may train on.
     """
     if d.shards.layouts:
-        return []
+        may_train = not d.ledger.is_broken
+        return [w for w in d.workers.values() if may_train and w.ready is None and not w.gone and d.breaks(w)]
     best = newest(ready).generation
     return [w for w in d.workers.values() if w.ready is None and not w.gone and w.joined > best]
 
