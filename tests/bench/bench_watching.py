@@ -7,7 +7,7 @@ in brackets:
 
 - step: wall time of a step
 - worker: CPU time of a worker for a step
-- driver: CPU time of the driver while its job trains
+- driver: CPU time of the driver while its job trains; and its share of a core, without and with the options
 
 All processes share the cores of this machine, so other load on it widens the spread of the wall times. Prints markdown.
 """
@@ -110,12 +110,20 @@ class Job:
         assert self._driver.wait(TIMEOUT_S) == 0, self._log.read_text()
 
 
-def ratios(plain: Job, other: Job, seconds: float, is_open: bool) -> list[float]:
-    """Let both jobs train. Return the ratios of step, worker and driver."""
+def pair(plain: Job, other: Job, seconds: float, is_open: bool) -> tuple[Turn, Turn]:
+    """Let both jobs train, without and with the options."""
     without = plain.train(seconds)
     with watched(other.port("dashboard"), other.port("metrics")) if is_open else contextlib.nullcontext():
-        found = other.train(seconds)
-    return [ours / theirs for ours, theirs in zip(found, without, strict=True)]
+        return without, other.train(seconds)
+
+
+def row(way: str, pairs: list[tuple[Turn, Turn]]) -> str:
+    """Return a row of the table: ratios with their quartiles, and the driver's shares of a core."""
+    ratios = zip(*([ours / theirs for theirs, ours in zip(*turns, strict=True)] for turns in pairs), strict=True)
+    cells = [quantiles(values, n=4) for values in ratios]
+    shown = [f"{middle:.3f} ({low:.3f} to {high:.3f})" for low, middle, high in cells]
+    shares = " → ".join(f"{median(turn[2] for turn in turns):.2%}" for turns in zip(*pairs, strict=True))
+    return f"| {way}, {len(pairs)} pairs of turns | {' | '.join(shown)} | {shares} |"
 
 
 def main() -> None:
@@ -133,15 +141,13 @@ def main() -> None:
         other = Job(Path(folder, "other"), args.width, "--metrics", "0", "--dashboard", "0")
         step_s, *_ = max(job.train(args.turn) for job in (plain, other))
         count = int(args.seconds / args.turn / 2)
-        halves = {way: [ratios(plain, other, args.turn, way == HALVES[1]) for _ in range(count)] for way in HALVES}
+        halves = {way: [pair(plain, other, args.turn, way == HALVES[1]) for _ in range(count)] for way in HALVES}
         plain.close()
         other.close()
     print(f"\n{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, step of {step_s * 1e3:.1f} ms\n")
-    print("| with the options | step | worker | driver |\n|---|---|---|---|")
-    for way, found in halves.items():
-        cells = (quantiles(values, n=4) for values in zip(*found, strict=True))
-        shown = " | ".join(f"{middle:.3f} ({low:.3f} to {high:.3f})" for low, middle, high in cells)
-        print(f"| {way}, {count} pairs of turns | {shown} |")
+    print("| with the options | step | worker | driver | driver, share of a core |\n|---|---|---|---|---|")
+    for way, pairs in halves.items():
+        print(row(way, pairs))
     print(f"\nGoals: step ≤ {GOAL_STEP}; driver, while nobody looks, ≤ {GOAL_DRIVER}.")
 
 

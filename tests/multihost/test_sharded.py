@@ -106,3 +106,41 @@ def test_fsdp_survives_lost_hosts_and_grows(
         "report", f"FSDP2: largest deviation of the loss in {STEPS} steps on 4, 3, 5, 3 hosts: {deviation:.1e}"
     )
     assert deviation <= TOLERANCE
+
+
+def test_hsdp_loses_a_host_without_a_replica_and_an_unreachable_line_ends_the_job(
+    network: Network, tmp_path: Path
+) -> None:
+    """The other group of ranks has the shards of a lost host. Without groups, the error names the host."""
+    hosts = ("-H", "a:1,b:1,c:1,e:1", "--replicas", "0", "--regroup-timeout", "4")
+    options = ("-np", "4", "--min-np", "1", *hosts, *QUICK)
+    within = tuple(network["d"].storage.enter())
+    with ShardedJob(tmp_path, *options, how="hsdp", within=within, pace=0.05) as job:
+        first = job.trains_with(4)
+        network["b"].power_off()
+        three = job.trains_with(3, after=first)  # one group of three ranks
+        job.check_shards()
+        lost = job.wait_for_event("training_resumed", generation=three)
+        assert lost["ticks_lost"] <= 1, "the tick in which the host was lost"
+        network["c"].power_off()
+        job.finish(1, timeout=60)
+    (cause,) = job.events("root_cause")
+    assert "StateLostError" in cause["reason"]
+    assert "host c" in job.output.splitlines()[-1], job.output[-1000:]
+    assert len(job.events("agent_lost")) == 2
+
+
+def test_fsdp_with_tensor_parallelism_on_four_hosts_continues_on_two(
+    network: Network, tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    hosts = Hosts(tmp_path).set("a:1", "b:1", "c:1", "e:1")
+    options = ("-np", "4", "--min-np", "2", *hosts.options, *QUICK)
+    within = tuple(network["d"].storage.enter())
+    with ShardedJob(tmp_path, *options, how="fsdp+tp", within=within, pace=0.02) as job:
+        first = job.trains_with(4)
+        hosts.set("a:1", "e:1")
+        job.trains_with(2, after=first)
+        job.stop_file.touch()
+        job.finish(0, timeout=120)
+    job.check_shards()
+    assert job.check_losses(undisturbed) <= TOLERANCE
