@@ -58,9 +58,13 @@ def copy_kept(d: Draft, event: t.CopyKept) -> None:
     present = d.shards.replication
     if present is None or event.commit != present.commit:
         return
-    missing = present.missing - {(event.slot, event.host)}
-    if missing:
-        d.update_shards(replication=replace(present, missing=missing))
+    _go_on(d, replace(present, missing=present.missing - {(event.slot, event.host)}))
+
+
+def _go_on(d: Draft, present: Replication) -> None:
+    """Record the progress of a replication, or its end."""
+    if present.missing:
+        d.update_shards(replication=present)
         return
     d.update_shards(replication=None, replicated=present.commit, replicated_at=d.now, failures=0, not_before=-inf)
     _forget(d, present.commit, None)
@@ -116,9 +120,11 @@ def replicate(d: Draft) -> None:
     if commit is None or (shards.replicated is not None and commit <= shards.replicated):
         return
     copies = frozenset(_placed(d, layout))
-    if copies:
-        d.update_shards(replication=Replication(commit, copies, copies, d.now))
+    missing = frozenset(copy for copy in copies if (copy[0], commit) not in d.hosts[copy[1]].kept)
+    if missing:
         d.effects.append(t.Replicate(commit, tuple(sorted(copies))))
+    if copies:
+        _go_on(d, Replication(commit, copies, missing, d.now))
 
 
 def replication_deadlines(d: Draft) -> Iterator[tuple[str, float]]:

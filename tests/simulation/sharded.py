@@ -139,8 +139,12 @@ class LineJudge(Judge):
         self.lost.add(host)
 
     def readable(self, hosts: Sequence[str] = ()) -> t.CommitId | None:
-        """Return the newest commit whose shards can all be read on ``hosts``, or on those that the core reaches."""
-        job = self.job
+        """Return the newest commit whose shards can all be read on the hosts that the core reaches.
+
+        With ``hosts``, on these, which may have copies that nobody knows of: those of an incomplete replication do not
+        count there.
+        """
+        job, reaches_all = self.job, not hosts
         agents = job.m.hosts
         hosts = hosts or [
             h for h, at in job.agents.items() if at == "up" and agents[h].agent == "joined" and self._up(h)
@@ -159,6 +163,8 @@ class LineJudge(Judge):
                 copies = [
                     (digest, t.CopyOf(host, slot_id, commit)) for slot_id, digest in layout.digests for host in hosts
                 ]
+                own = [copy for copy in copies if copy[1].host == copy[1].slot.host]
+                copies = copies if reaches_all or commit == self.replicated else own
                 found = {digest for digest, copy in copies if job.stores.read(copy) is not None}
                 if found == {digest for _, digest in layout.digests}:
                     newest = commit if newest is None else max(newest, commit)

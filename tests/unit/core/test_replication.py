@@ -117,3 +117,12 @@ def test_a_host_that_returns_with_older_copies_forgets_them() -> None:
     m, effects = drive("40.0 agent-joined c c:0=1.0 c:0=1.5", m)
     assert forgotten(effects) == [(t.CommitId(1, 5), None)]
     assert m.hosts["c"].kept == {(t.SlotId("c", 0), t.CommitId(1, 5))}
+
+
+def test_copies_that_are_there_already_are_not_awaited() -> None:
+    m, _ = drive(THREE_HOSTS, **SIZES)
+    m, _ = drive("1.05 kept b a:0 1.0 + kept c b:0 1.0", m)
+    m, effects = drive(ATTACHED.format(9), m)
+    assert len(copies(effects)) == 6, "the order names all copies"
+    _, effects = drive("1.2 kept a a:0 1.0 + kept b b:0 1.0 + kept c c:0 1.0 + kept a c:0 1.0", m)
+    assert forgotten(effects) == [(t.CommitId(1, 0), None)]
