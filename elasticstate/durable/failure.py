@@ -11,6 +11,7 @@ HUNG = "hung"
 LIBRARY = "library"
 LOST = "lost"
 MEMORY = "memory"
+SHARDED = "sharded"
 STORAGE = "storage"
 TORN = "torn"
 UNCHANGED = "unchanged"
@@ -20,9 +21,15 @@ NOT_FAILED = {BUSY, UNCHANGED}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+class ShardedCommitError(Exception):
+    """A commit has only a part of the state, so it alone must not become a complete copy."""
+
+
 def failure_of(error: BaseException) -> tuple[str, str]:
     """Return kind and reason of an error of a storage."""
     reason = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ShardedCommitError):
+        return SHARDED, reason
     if isinstance(error, ImportError):
         return LIBRARY, reason
     if isinstance(error, OSError) and error.errno in _FULL:

@@ -38,6 +38,7 @@ class CommitCut:
     tensors: int  # offset of the tensors: the head ends there
     objects: int  # offset of the objects: the tensors end there
     header: bytes
+    is_sharded: bool  # the commit has shards of one worker
     tied: list[tuple[int, int]]  # ranges of the commit file that are repeated behind the tensors
 
 
@@ -59,7 +60,7 @@ def cut(commit: memoryview) -> CommitCut:
     if not 0 <= random_end <= end <= len(commit) - begin:
         raise ValueError("the parts of the commit are not in order")
     repeated = [(begin + first, begin + last) for first, last in tied]
-    return CommitCut(begin, begin + random_end, begin + end, header, repeated)
+    return CommitCut(begin, begin + random_end, begin + end, header, SHARDING in metadata, repeated)
 
 
 def _header(

@@ -27,8 +27,8 @@ from elasticstate.durable.copies import (
     read_manifest,
     remove_old,
 )
-from elasticstate.durable.failure import failure_of
-from elasticstate.durable.parts import write_part
+from elasticstate.durable.failure import ShardedCommitError, failure_of
+from elasticstate.durable.parts import cut, write_part
 from elasticstate.durable.storage import CopyStorage, open_storage
 
 _PROGRESS_INTERVAL_S = 0.5
@@ -61,7 +61,9 @@ class UploadMessage(msgspec.Struct, frozen=True):
 
 
 def upload(order: UploadOrder, commit: memoryview, storage: CopyStorage, send: Callable[[UploadMessage], None]) -> None:
-    """Save a commit as a copy, and remove old copies. Raises errors of the storage."""
+    """Save a commit as a copy, and remove old copies. Raises errors of the storage, or ShardedCommitError."""
+    if cut(commit).is_sharded:
+        raise ShardedCommitError(f"commit {order.commit} has only the shards of one worker")
     lost = _lost(storage, order)
     sent_at, done = time.monotonic(), 0
 

@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from elasticstate.config import read_options
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.membership import Membership
 from elasticstate.core.phases import Running, Straggler
-from elasticstate.core.types import WorkerId
+from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.metrics import JobCollector, MetricsServer
 from elasticstate.driver.metrics_port import metrics_served
@@ -71,6 +72,27 @@ def test_metrics_have_the_numbers_of_the_status() -> None:
     assert found["elasticstate_hosts", "joined"] == overview.hosts["joined"] == 1
     assert found["elasticstate_workers", "member"] == overview.workers["member"] == 1
     assert found["elasticstate_slots", ""] == 2
+
+
+def test_durable_copies_are_shown_with_their_age() -> None:
+    assert not [name for name, _ in samples(scraped(over())) if "durable" in name], "the job has no --durable-dir"
+    state = job_state(drive(SCRIPT, np=2, min_np=1, max_np=2, durable_dir="/copies")[0])
+    registry = CollectorRegistry()
+    registry.register(JobCollector("j", state))
+    found = samples(generate_latest(registry).decode())
+    assert found["elasticstate_durable_copies_total", ""] == 0
+    assert ("elasticstate_durable_copy_age_seconds", "") not in found
+    figures = state.durable
+    figures.saved, figures.failed, figures.newest, figures.newest_at = 3, 2, CommitId(1, 9), time.monotonic() - 70
+    found = samples(generate_latest(registry).decode())
+    assert found["elasticstate_durable_copies_total", ""] == 3
+    assert found["elasticstate_durable_copy_failures_total", ""] == 2
+    assert found["elasticstate_durable_copy_age_seconds", ""] >= 70
+    figures.trouble, figures.newest_bytes = "no space", 2_000_000
+    assert list(figures.lines((figures.newest_at or 0.0) + 70)) == [
+        "the newest is 70 s old: commit (1, 9), 2.0 MB; 3 saved, 2 failed",
+        "the last attempt failed: no space",
+    ]
 
 
 def test_goodput_and_badput_are_the_wall_time() -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from elasticstate.cli import main
 from elasticstate.core.types import CommitId
 from elasticstate.durable.copies import MANIFEST, VERSION, Manifest, copy_name, encode_manifest
+from elasticstate.durable.failure import ShardedCommitError
 from elasticstate.durable.parts import write_part
 from elasticstate.durable.storage import Directory, Files
 from elasticstate.durable.upload import upload
@@ -159,6 +160,13 @@ def test_a_shard_that_is_missing_is_an_error(tmp_path: Path, capsys: pytest.Capt
     save_shards(tmp_path, SHARDS[1])
     assert main(["export", str(tmp_path), "-o", str(tmp_path / "out")]) == 1
     assert "shards of model.rows are missing" in capsys.readouterr().err
+
+
+def test_the_shards_of_one_worker_never_become_a_copy(tmp_path: Path) -> None:
+    commit, storage = shard_file(SHARDS[0]), Directory(str(tmp_path), Files())
+    with pytest.raises(ShardedCommitError, match="only the shards of one worker"):
+        upload(order(1, commit, place=str(tmp_path)), memoryview(commit), storage, Sent())
+    assert storage.folders() == []
 
 
 def test_the_manifest_is_text_for_people(tmp_path: Path) -> None:
