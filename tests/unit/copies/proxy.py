@@ -75,12 +75,13 @@ class Proxy:
                 near.close()
                 continue
             self._sockets += [near, far]
+            last = threading.Lock()
             for ends, change in (((near, far), self._up), ((far, near), self._down)):
-                thread = threading.Thread(target=self._carry, args=(*ends, change))
+                thread = threading.Thread(target=self._carry, args=(*ends, change, last))
                 self._threads.append(thread)
                 thread.start()
 
-    def _carry(self, begin: socket.socket, end: socket.socket, change: Change) -> None:
+    def _carry(self, begin: socket.socket, end: socket.socket, change: Change, last: threading.Lock) -> None:
         offset = 0
         with suppress(OSError):
             while data := begin.recv(1 << 16):
@@ -94,3 +95,6 @@ class Proxy:
         for one in (begin, end):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+        if not last.acquire(blocking=False):  # both directions have ended: what is unread resets the connections
+            begin.close()
+            end.close()
