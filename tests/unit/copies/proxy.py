@@ -33,8 +33,7 @@ class Proxy:
     """Forwards connections to ``address``. ``streams`` counts the connections, ``carried`` the bytes to the server."""
 
     def __init__(self, address: str, up: Change = unchanged, down: Change = unchanged) -> None:
-        host, port = address.split(":")
-        self._to = host, int(port)
+        self.lead_to(address)
         self._up, self._down = up, down
         self.streams = self.carried = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -55,6 +54,11 @@ class Proxy:
             thread.join()
         for end in self._sockets:
             end.close()
+
+    def lead_to(self, address: str) -> None:
+        """Forward the next connections to this server."""
+        host, port = address.split(":")
+        self._to = host, int(port)
 
     def cut(self) -> None:
         """Cut all connections."""
