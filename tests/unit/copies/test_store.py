@@ -20,7 +20,7 @@ from elasticstate.copies.store import CopyStore
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from tests.unit.copies.hosts import Host
-from tests.unit.copies.made import JOB, KEY, content, seal_of
+from tests.unit.copies.made import JOB, KEY, content, put, seal_of
 from tests.unit.copies.waiting import wait_until
 
 C1, C2 = CommitId(1, 1), CommitId(1, 2)
@@ -36,21 +36,6 @@ def store_in(path: Path) -> Iterator[CopyStore]:
         yield store
     finally:
         store.close()
-
-
-def put(store: CopyStore, slot: SlotId, commit: CommitId, tensors: bytes, most_bytes: int | None = None) -> bytes:
-    """Put a copy into the store, or only its first bytes. Return the sealed bytes."""
-    data, length = content(tensors)
-    incoming = store.begin(seal_of(slot, commit, data, length), len(data))
-    if incoming is not None:
-        with incoming.owned(lambda: None, lambda: True):
-            while len(part := incoming.next_part(1000)):
-                if most_bytes is not None and incoming.offset >= most_bytes:
-                    return data[:length]
-                part[:] = data[incoming.offset : incoming.offset + len(part)]
-                incoming.advance(len(part))
-            store.finish(incoming)
-    return data[:length]
 
 
 def get(store: CopyStore, slot: SlotId, commit: CommitId) -> bytes | None:
