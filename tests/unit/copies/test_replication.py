@@ -189,3 +189,16 @@ def test_a_target_with_another_key_gets_nothing(stack: ExitStack, tmp_path: Path
     assert "closed the connection before both ends had authenticated" in a.log[0]
     assert "does not belong to this job" in b.log[0]
     assert proxy.carried < 200 * proxy.streams
+
+
+def test_the_end_of_an_agent_does_not_wait_for_a_target_that_does_not_answer(stack: ExitStack, tmp_path: Path) -> None:
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    a = Host("a", tmp_path, timeout_s=1000.0)
+    worker = a.worker()
+    worker.commit(C1, b"x" * 1000)
+    a.copies.replicate(C1, {0: [Target("b", f"127.0.0.1:{listener.getsockname()[1]}")]})
+    connection, _ = listener.accept()
+    stack.enter_context(connection)
+    a.close()
+    connection.settimeout(30)
+    assert connection.recv(100) == b"", "the agent has closed the connection"

@@ -107,7 +107,7 @@ def address(listener: socket.socket) -> str:
 def test_a_frame_that_is_changed_ends_the_connection(stack: ExitStack, host: Host, change: str) -> None:
     worker = host.worker()
     worker.commit(C1, b"x" * 1000)
-    connection = wire.dial(host.address, KEY, 30.0)
+    connection = wire.dial(host.address, KEY, 30.0, lambda _: None)
     stack.callback(connection.close)
     frames: list[bytes] = []
     connection.send_bytes = lambda data, begin, end: frames.append(bytes(data[begin:end]))  # type: ignore[assignment]
