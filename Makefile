@@ -61,6 +61,7 @@ bench: setup  ## recovery, scale-up, commits, sync, start, sampling next to the 
 	$(BIN)/python tests/bench/bench_ticks.py
 	$(BIN)/python tests/bench/bench_stragglers.py
 	$(BIN)/python tests/bench/bench_sync.py
+	$(BIN)/python tests/bench/bench_copies.py
 	$(BIN)/python tests/bench/bench_control_plane.py
 	$(BIN)/python tests/bench/bench_watching.py
 	$(BIN)/python tests/bench/bench_startup.py

@@ -211,7 +211,9 @@ class Agent:
             outputs.complain,
         )
         supply = Supply(storage, handles, key, spec.call, tasks.begin, attachment.warn)
-        allocator = StorageAllocator(storage, launch.host, lambda: len(handles), outputs.complain)
+        allocator = StorageAllocator(
+            storage, launch.host, lambda: len(handles), outputs.complain, copies.store.release_spare
+        )
         worker_messages: WorkerMessages
         socket = AgentSocket(
             place.socket,

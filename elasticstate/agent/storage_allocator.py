@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from elasticstate.allocation import grow
 from elasticstate.commits import buffer_file
 from elasticstate.machine import format_bytes
+from elasticstate.threads import in_thread
 
 if TYPE_CHECKING:
     from elasticstate.agent.host_storage import HostStorage
@@ -36,13 +37,22 @@ class StorageAllocator:
     """Allocates commit storage in the commit directory of one host.
 
     ``workers()`` returns the number of workers on this host. ``log`` gets a line at the first request.
+    ``release_spare()`` frees memory in the directory that nobody needs, and returns False if there is none; it blocks.
     """
 
-    def __init__(self, storage: HostStorage, host: str, workers: Callable[[], int], log: Callable[[str], None]):
+    def __init__(
+        self,
+        storage: HostStorage,
+        host: str,
+        workers: Callable[[], int],
+        log: Callable[[str], None],
+        release_spare: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._storage = storage
         self._host = host
         self._workers = workers
         self._log = log
+        self._release_spare = release_spare
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="elasticstate-storage")
         self._locks: dict[tuple[int, int], asyncio.Lock] = {}
         self._largest = 0  # largest buffer size that was found to fit for all workers
@@ -57,21 +67,29 @@ class StorageAllocator:
             if is_sealed(index):
                 return 0, f"buffer {index} of slot {slot} carries a sealed commit"
             size = rounded_up(size_bytes)
-            if size > self._largest:
-                refusal = self._check_space(size)
-                if refusal:
-                    return 0, refusal
-            fd = os.dup(self._storage.files(slot).buffers[index])  # the slot may get other files meanwhile
-            try:
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, grow, fd, size), ""
-            except OSError as error:
-                if error.errno == errno.ENOSPC:
-                    return 0, self._too_little(size)
-                path = self._storage.directory.path / buffer_file(slot, index)
-                return 0, f"{path} cannot be enlarged to {format_bytes(size)} long ({error.strerror})"
-            finally:
-                os.close(fd)
+            found, error = await self._allocate(slot, index, size)
+            if error:
+                has_released: bool = await in_thread(self._release_spare)
+                if has_released:
+                    return await self._allocate(slot, index, size)
+            return found, error
+
+    async def _allocate(self, slot: int, index: int, size: int) -> tuple[int, str]:
+        if size > self._largest:
+            refusal = self._check_space(size)
+            if refusal:
+                return 0, refusal
+        fd = os.dup(self._storage.files(slot).buffers[index])  # the slot may get other files meanwhile
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, grow, fd, size), ""
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                return 0, self._too_little(size)
+            path = self._storage.directory.path / buffer_file(slot, index)
+            return 0, f"{path} cannot be enlarged to {format_bytes(size)} long ({error.strerror})"
+        finally:
+            os.close(fd)
 
     async def reserve(self, slot: int, size_bytes: int, is_sealed: Callable[[int], bool]) -> None:
         """Make both buffers of a slot at least this long while its worker boots.

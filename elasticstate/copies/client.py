@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ class CopyClient:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._idle: dict[str, list[Wire]] = {}
-        self._in_use: set[Wire] = set()
+        self._in_use: set[socket.socket] = set()
         self._is_closed = False
 
     def __enter__(self) -> CopyClient:
@@ -54,8 +55,8 @@ class CopyClient:
             self._is_closed = True
             idle = [connection for connections in self._idle.values() for connection in connections]
             self._idle.clear()
-            for connection in self._in_use:
-                connection.cut()
+            for used in self._in_use:
+                wire.cut(used)
         for connection in idle:
             connection.close()
 
@@ -150,22 +151,27 @@ class CopyClient:
             idle = self._idle.get(host)
             if idle:
                 connection = idle.pop()
-                self._in_use.add(connection)
+                self._in_use.add(connection.socket)
                 return connection, True
         address = self._addresses.get(host)
         if not address:
             raise CopyError(f"host {host} has no copy server")
-        connection = wire.dial(address, self._key, self._timeout_s)
+        try:
+            return wire.dial(address, self._key, self._timeout_s, self._use), False
+        except BaseException:
+            with self._lock:
+                self._in_use = {used for used in self._in_use if used.fileno() >= 0}  # without the failed one
+            raise
+
+    def _use(self, connection: socket.socket) -> None:
         with self._lock:
-            if not self._is_closed:
-                self._in_use.add(connection)
-                return connection, False
-        connection.close()
-        raise CopyError("the reader of copies is closed")
+            if self._is_closed:
+                raise CopyError("the reader of copies is closed")
+            self._in_use.add(connection)
 
     def _give_back(self, host: str, connection: Wire) -> None:
         with self._lock:
-            self._in_use.discard(connection)
+            self._in_use.discard(connection.socket)
             if not self._is_closed:
                 self._idle.setdefault(host, []).append(connection)
                 return
@@ -173,7 +179,7 @@ class CopyClient:
 
     def _discard(self, connection: Wire) -> None:
         with self._lock:
-            self._in_use.discard(connection)
+            self._in_use.discard(connection.socket)
         with suppress(OSError):
             connection.close()
 

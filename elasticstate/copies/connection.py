@@ -11,6 +11,7 @@ from elasticstate.copies.wire import Wire
 from elasticstate.errors import CopyError
 
 _SIGN_INTERVAL_S = 0.5
+_CHECKSUM_BYTES = 64 << 20  # enough for several threads; the thread that receives would be the slowest part otherwise
 
 
 class CopyConnection:
@@ -101,7 +102,7 @@ class CopyConnection:
             try:
                 while len(part := incoming.next_part(wire.PIECE_BYTES)):
                     self._wire.fill(part)
-                    incoming.advance(len(part))
+                    incoming.advance(len(part), _CHECKSUM_BYTES)
             except CopyError as error:
                 # The peer is sending: a refusal between its bytes has no meaning to it.
                 raise ConnectionError(str(error)) from error

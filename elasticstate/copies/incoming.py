@@ -24,7 +24,8 @@ class IncomingCopy:
         self.sealed, self.size_bytes, self.file = sealed, size_bytes, file
         self.offset = 0
         self.is_abandoned = False
-        self._found = 0  # CRC-32C of these bytes
+        self._checked = 0  # number of bytes whose checksum is computed
+        self._found = 0  # CRC-32C of them
         self._changed = threading.Condition()
         self._is_owned = False
         self._interrupt: Callable[[], None] = lambda: None
@@ -72,15 +73,19 @@ class IncomingCopy:
         end = min(self.sealed.length, self.offset + most_bytes)
         return memoryview(self.file.memory())[self.offset : end]
 
-    def advance(self, size_bytes: int) -> None:
-        """Record that the next bytes are in the memory."""
-        end = self.offset + size_bytes
-        self._found = checksum(self.file.memory(), self.offset, end, self._found)
-        self.offset = end
+    def advance(self, size_bytes: int, lag_bytes: int = 0) -> None:
+        """Record that the next bytes are in the memory.
+
+        ``lag_bytes``: compute the checksum of so many bytes at a time, with several threads.
+        """
+        self.offset += size_bytes
+        if self.offset - self._checked >= lag_bytes or self.offset == self.sealed.length:
+            self._found = checksum(self.file.memory(), self._checked, self.offset, self._found)
+            self._checked = self.offset
 
     def restart(self) -> None:
         """Drop the bytes."""
-        self.offset = self._found = 0
+        self.offset = self._checked = self._found = 0
 
     def is_good(self) -> bool:
         """Return True if all bytes are there, and their checksum is that of the seal."""

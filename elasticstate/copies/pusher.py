@@ -7,6 +7,7 @@ sent: it does not change, so a broken connection continues where it was.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +75,7 @@ class Pusher:
         self._changed = threading.Condition()
         self._next: _Order | None = None
         self._current: _Order | None = None
-        self._connection: Wire | None = None
+        self._socket: socket.socket | None = None
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -110,8 +111,8 @@ class Pusher:
         self._next = None
         if self._current is not None:
             self._current.cancelled.set()
-        if self._connection is not None:
-            self._connection.cut()
+        if self._socket is not None:
+            wire.cut(self._socket)
 
     # --------------------------------------------------------------------------------------------------- the thread
 
@@ -188,15 +189,9 @@ class Pusher:
     def _deliver(self, delivery: _Delivery, order: _Order) -> bool:
         """Send a copy to its target. Return False if it has to be tried again later."""
         try:
-            connection = wire.dial(delivery.target.address, self._key, self._timeout_s)
-            with self._changed:
-                self._connection = connection
-            try:
+            connection = wire.dial(delivery.target.address, self._key, self._timeout_s, self._use)
+            with closing(connection):
                 self._push(connection, delivery, order)
-            finally:
-                with self._changed:
-                    self._connection = None
-                connection.close()
         except (OSError, CopyError) as error:
             if order.cancelled.is_set():
                 return False
@@ -206,7 +201,17 @@ class Pusher:
             delivery.due = time.monotonic() + delivery.pause_s
             delivery.pause_s = min(2 * delivery.pause_s, _LONGEST_PAUSE_S)
             return False
+        finally:
+            with self._changed:
+                self._socket = None
         return True
+
+    def _use(self, connection: socket.socket) -> None:
+        """Let an order that is cancelled end its calls on the connection."""
+        with self._changed:
+            if self._current is None or self._current.cancelled.is_set():
+                raise CopyError("the order is cancelled")
+            self._socket = connection
 
     def _push(self, connection: Wire, delivery: _Delivery, order: _Order) -> None:
         source = self._library.open_verified(delivery.slot, order.commit, lambda: not order.cancelled.is_set())

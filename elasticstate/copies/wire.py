@@ -15,13 +15,14 @@ Contents of large ranges follow a frame as they are, without a keyed checksum; a
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import hmac
 import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -170,6 +171,12 @@ def set_up(connection: socket.socket, timeout_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
 
 
+def cut(connection: socket.socket) -> None:
+    """End all calls on a socket, also in other threads."""
+    with suppress(OSError):  # it is not connected, or closed
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 class Wire:
     """One end of an authenticated connection. All methods raise OSError when it breaks or times out."""
 
@@ -188,11 +195,7 @@ class Wire:
 
     def cut(self) -> None:
         """End all calls on this connection, also in other threads."""
-        try:
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            if error.errno not in (errno.ENOTCONN, errno.EBADF):
-                raise
+        cut(self.socket)
 
     def send(self, message: msgspec.Struct) -> None:
         body = _encoder.encode(message)
@@ -275,12 +278,19 @@ class _Frames:
         return hasher.digest()
 
 
-def dial(address: str, key: bytes, timeout_s: float) -> Wire:
-    """Connect to a copy server at "ip:port", and authenticate. Raises OSError, or CopyError for another's server."""
+def dial(address: str, key: bytes, timeout_s: float, on_socket: Callable[[socket.socket], None]) -> Wire:
+    """Connect to a copy server at "ip:port", and authenticate.
+
+    ``on_socket`` gets the socket before it connects: another thread may ``cut`` it. Raises OSError, or CopyError if the
+    server does not belong to the job.
+    """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout_s
-    connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
+        on_socket(connection)
+        connection.settimeout(timeout_s)
+        connection.connect((host, int(port)))
         set_up(connection, max(0.001, deadline - time.monotonic()))
         greeting = _exactly(connection, GREETING_BYTES)
         if not greeting.startswith(MAGIC):

@@ -130,7 +130,9 @@ WITH_TORCH = {"compat", "mpi.worker", "present_world", "worker", "state", *ON_TO
 BY_PUBLIC_NAMES = LIBRARIES  # written as packages of third parties would be: with the public names and extension.py
 WITHOUT_CONFIG = {"elasticstate.mpi.holder"}  # passes its environment on, and imports no module of this package
 WITH_SOCKETS = {
-    "elasticstate.copies.server",  # these two: threads and sendfile, and no event loop
+    "elasticstate.copies.client",  # these four use threads, and no event loop
+    "elasticstate.copies.pusher",
+    "elasticstate.copies.server",
     "elasticstate.copies.wire",
     "elasticstate.mpi.relay",  # carries the bytes of a protocol of others
 }

@@ -13,7 +13,10 @@ import pytest
 from elasticstate.agent.host_storage import HostStorage
 from elasticstate.agent.storage_allocator import StorageAllocator, grow, rounded_up
 from elasticstate.commits import CommitDirectory, buffer_file
+from elasticstate.copies.store import CopyStore
+from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.machine import format_bytes
+from tests.unit.copies.made import JOB, KEY, put
 
 MB = 1 << 20
 
@@ -141,4 +144,19 @@ def test_somebody_else_may_take_the_room_meanwhile(small: Path) -> None:
     ((length, error),) = host.make((0, 1, MB))
     assert length == 0
     assert "they need 3.1 MB more" in error
+    host.close()
+
+
+def test_a_spare_file_of_the_copies_makes_way_for_a_buffer(small: Path) -> None:
+    host = Host(small)
+    store = CopyStore(host.directory.fd, JOB, KEY)
+    for tick in (1, 2):
+        put(store, SlotId("a", 0), CommitId(1, tick), bytes(3 * MB))
+    store.forget(CommitId(1, 2))
+    assert "are free" in host.make((0, 0, MB))[0][1], "one copy and one spare file leave no space"
+    host.room.close()
+    host.room = StorageAllocator(host.storage, "h", lambda: 2, host.said.append, store.release_spare)
+    assert host.make((0, 0, MB)) == [(MB, "")]
+    assert store.kept() == [(SlotId("a", 0), CommitId(1, 2))]
+    store.close()
     host.close()

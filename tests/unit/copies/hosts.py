@@ -44,6 +44,10 @@ class Host:
         self.address = self.copies.start("127.0.0.1")
         self.target = Target(name, self.address)
 
+    @staticmethod
+    def slot_of(name: str) -> SlotId:
+        return SlotId(name, 0)
+
     def worker(self, slot: int = 0) -> Worker:
         self.slots[slot] = Worker(self.name, slot)
         return self.slots[slot]

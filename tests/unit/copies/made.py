@@ -8,6 +8,7 @@ import os
 from elasticstate._native import ControlPage, checksum
 from elasticstate.commits import owner_of
 from elasticstate.copies.sealed import Sealed, layout_digest
+from elasticstate.copies.store import CopyStore
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.seals import commit_tag, part_tag
 
@@ -46,6 +47,21 @@ def seal_of(slot: SlotId, commit: CommitId, data: bytes, length: int, index: int
     owner = owner_of(job, slot.host, slot.slot)
     tag = commit_tag(KEY, owner, index, commit, length, crc, part_tag(KEY, header), rest)
     return Sealed(slot, commit, index, layout_digest(header), length, crc, tag)
+
+
+def put(store: CopyStore, slot: SlotId, commit: CommitId, tensors: bytes, most_bytes: int | None = None) -> bytes:
+    """Put a copy into the store, or only its first bytes. Return the sealed bytes."""
+    data, length = content(tensors)
+    incoming = store.begin(seal_of(slot, commit, data, length), len(data))
+    if incoming is not None:
+        with incoming.owned(lambda: None, lambda: True):
+            while len(part := incoming.next_part(1000)):
+                if most_bytes is not None and incoming.offset >= most_bytes:
+                    return data[:length]
+                part[:] = data[incoming.offset : incoming.offset + len(part)]
+                incoming.advance(len(part))
+            store.finish(incoming)
+    return data[:length]
 
 
 class Worker:

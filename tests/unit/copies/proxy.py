@@ -33,8 +33,7 @@ class Proxy:
     """Forwards connections to ``address``. ``streams`` counts the connections, ``carried`` the bytes to the server."""
 
     def __init__(self, address: str, up: Change = unchanged, down: Change = unchanged) -> None:
-        host, port = address.split(":")
-        self._to = host, int(port)
+        self.lead_to(address)
         self._up, self._down = up, down
         self.streams = self.carried = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -56,6 +55,11 @@ class Proxy:
         for end in self._sockets:
             end.close()
 
+    def lead_to(self, address: str) -> None:
+        """Forward the next connections to this server."""
+        host, port = address.split(":")
+        self._to = host, int(port)
+
     def cut(self) -> None:
         """Cut all connections."""
         for end in list(self._sockets):
@@ -75,12 +79,13 @@ class Proxy:
                 near.close()
                 continue
             self._sockets += [near, far]
+            last = threading.Lock()
             for ends, change in (((near, far), self._up), ((far, near), self._down)):
-                thread = threading.Thread(target=self._carry, args=(*ends, change))
+                thread = threading.Thread(target=self._carry, args=(*ends, change, last))
                 self._threads.append(thread)
                 thread.start()
 
-    def _carry(self, begin: socket.socket, end: socket.socket, change: Change) -> None:
+    def _carry(self, begin: socket.socket, end: socket.socket, change: Change, last: threading.Lock) -> None:
         offset = 0
         with suppress(OSError):
             while data := begin.recv(1 << 16):
@@ -94,3 +99,6 @@ class Proxy:
         for one in (begin, end):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+        if not last.acquire(blocking=False):  # both directions have ended: what is unread resets the connections
+            begin.close()
+            end.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,12 @@ import pytest
 
 from elasticstate.copies.client import CopyClient
 from elasticstate.core.copies import CopyOf
-from elasticstate.core.ids import CommitId
+from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from tests.unit.copies.hosts import Host
 from tests.unit.copies.made import KEY, Worker
 from tests.unit.copies.proxy import Proxy, flip_once
+from tests.unit.copies.waiting import wait_until
 
 C1, C2, C3 = CommitId(1, 1), CommitId(1, 2), CommitId(1, 3)
 
@@ -171,3 +173,19 @@ def test_close_ends_a_read_that_waits(stack: ExitStack, host: Host) -> None:
         ended.set()
     with pytest.raises(CopyError, match="closed"):
         client.header(copy_of(worker, C1))
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_close_ends_the_attempt_to_reach_a_server_that_does_not_answer(stack: ExitStack, is_full: bool) -> None:
+    """The server accepts nothing. If its backlog is full, the attempt does not even connect."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+    port = listener.getsockname()[1]
+    if is_full:
+        stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+    client = CopyClient({"a": f"127.0.0.1:{port}"}, KEY, 1000.0)
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(client.header, CopyOf("a", SlotId("a", 0), C1))
+        wait_until(lambda: len(client._in_use) == 1, "an attempt")
+        client.close()
+        with pytest.raises(CopyError):
+            answer.result()

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticstate.copies.client import CopyClient
+from elasticstate.copies.pusher import Target
 from elasticstate.core.copies import CopyOf
 from elasticstate.core.ids import CommitId
 from tests.unit.copies.hosts import Host
 from tests.unit.copies.made import KEY
+from tests.unit.copies.proxy import Proxy, flip_once
 from tests.unit.copies.waiting import wait_until
 
 C1, C2, C3 = CommitId(1, 1), CommitId(1, 2), CommitId(1, 3)
@@ -54,3 +60,145 @@ def test_a_commit_is_kept_on_its_host_and_on_another_until_it_is_forgotten(stack
     spare = [name for name in (*a.files(), *b.files()) if name.endswith(".part")]
     assert (len(spare), len(a.files()), len(b.files())) == (2, 3, 3), "each host keeps one file for the next copy"
     assert [*a.log, *b.log] == []
+
+
+def test_a_broken_push_continues_where_it_was(stack: ExitStack, tmp_path: Path) -> None:
+    size, cut_at = 24 << 20, 9 << 20
+    a, b = (stack.enter_context(Host(name, tmp_path)) for name in "ab")
+    cuts = iter([cut_at, cut_at])  # two broken connections, then a good one
+
+    def cut(offset: int, part: bytes) -> bytes | None:
+        nonlocal limit
+        if offset == 0:
+            limit = next(cuts, 0)
+        return None if limit and offset > limit else part
+
+    limit = 0
+    proxy = stack.enter_context(Proxy(b.address, up=cut))
+    worker = a.worker()
+    data = worker.commit(C1, os.urandom(size))
+    a.copies.replicate(C1, {0: [Target("b", proxy.address)]})
+    assert b.report() == ("kept", worker.slot, C1)
+    assert proxy.streams == 3
+    assert proxy.carried < size + 3 * (2 << 20), "only bytes that were lost in buffers were sent again"
+    assert read([b], CopyOf("b", worker.slot, C1), len(data)) == data
+    assert len(a.log) == 1, "two attempts failed, one line says so"
+
+
+def test_a_byte_that_changes_on_the_way_is_detected_and_the_copy_sent_again(stack: ExitStack, tmp_path: Path) -> None:
+    a, b = (stack.enter_context(Host(name, tmp_path)) for name in "ab")
+    proxy = stack.enter_context(Proxy(b.address, up=flip_once(3 << 20)))
+    worker = a.worker()
+    data = worker.commit(C1, os.urandom(4 << 20))
+    a.copies.replicate(C1, {0: [Target("b", proxy.address)]})
+    assert b.report() == ("kept", worker.slot, C1)
+    assert proxy.streams == 2
+    assert "the checksum is wrong" in a.log[0]
+    assert read([b], CopyOf("b", worker.slot, C1), len(data)) == data
+
+
+def test_a_newer_order_cancels_one_that_waits(stack: ExitStack, tmp_path: Path) -> None:
+    a, b = (stack.enter_context(Host(name, tmp_path)) for name in "ab")
+    arrived, ended = threading.Event(), threading.Event()
+
+    def stop(offset: int, part: bytes) -> bytes:
+        if offset > 1 << 20:
+            arrived.set()
+            assert ended.wait(30)
+        return part
+
+    proxy = stack.enter_context(Proxy(b.address, up=stop))
+    worker = a.worker()
+    worker.commit(C1, os.urandom(24 << 20))
+    a.copies.replicate(C1, {0: [Target("b", proxy.address)]})
+    assert a.report() == ("kept", worker.slot, C1)
+    assert arrived.wait(30)
+    data = worker.commit(C2, b"2" * 1000)
+    a.copies.replicate(C2, {0: [b.target]})
+    assert a.report() == b.report() == ("kept", worker.slot, C2)
+    ended.set()
+    assert read([b], CopyOf("b", worker.slot, C2), len(data)) == data
+    assert b.copies.kept() == [(worker.slot, C2)], "the incomplete copy is gone"
+
+
+def test_an_unreachable_target_does_not_delay_the_others(stack: ExitStack, tmp_path: Path) -> None:
+    a, b = (stack.enter_context(Host(name, tmp_path)) for name in "ab")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    first, second = a.worker(0), a.worker(1)
+    for worker in (first, second):
+        worker.commit(C1, b"1" * 1000)
+    a.copies.replicate(C1, {0: [Target("c", nobody), b.target], 1: [Target("c", nobody), b.target]})
+    assert {b.report()[1], b.report()[1]} == {first.slot, second.slot}
+    assert all("host c" in line and "refused" in line for line in a.log)
+
+
+def test_a_commit_that_its_worker_has_overwritten_is_reported_as_dropped(stack: ExitStack, tmp_path: Path) -> None:
+    a, b = (stack.enter_context(Host(name, tmp_path)) for name in "ab")
+    worker = a.worker()
+    for commit in (C1, C2, C3):
+        worker.commit(commit, b"x" * 1000)
+    a.copies.replicate(C1, {0: [b.target]})
+    assert a.report() == ("dropped", worker.slot, C1)
+    assert "newer commits" in a.log[0]
+    a.copies.replicate(C2, {0: [b.target]})
+    assert a.report() == b.report() == ("kept", worker.slot, C2)
+
+
+def test_a_copy_during_which_its_worker_commits_twice_is_dropped(stack: ExitStack, tmp_path: Path) -> None:
+    """The worker overwrites the buffer after the copy has begun: the page has no such seal at the end."""
+    a = stack.enter_context(Host("a", tmp_path))
+    worker = a.worker()
+    worker.commit(C1, os.urandom(8 << 20))
+    store = a.copies.store
+    begin = store.begin
+
+    def overwrite(*arguments: Any) -> Any:
+        found = begin(*arguments)
+        for commit in (C2, C3):
+            worker.commit(commit, b"x" * (8 << 20))
+        return found
+
+    store.begin = overwrite  # type: ignore[method-assign]
+    a.copies.replicate(C1, {0: []})
+    assert a.report() == ("dropped", worker.slot, C1)
+    assert a.copies.kept() == []
+    assert a.files() == [], "nothing of the torn copy is left"
+
+
+def test_the_rate_is_an_upper_limit(stack: ExitStack, tmp_path: Path) -> None:
+    a = stack.enter_context(Host("a", tmp_path, rate=20e6))
+    b = stack.enter_context(Host("b", tmp_path))
+    worker = a.worker()
+    worker.commit(C1, os.urandom(4 << 20))
+    begin = time.monotonic()
+    a.copies.replicate(C1, {0: [b.target]})
+    assert b.report() == ("kept", worker.slot, C1)
+    # The first piece is sent at once.
+    assert time.monotonic() - begin > (4 << 20) / 20e6 - 0.06
+
+
+def test_a_target_with_another_key_gets_nothing(stack: ExitStack, tmp_path: Path) -> None:
+    a = stack.enter_context(Host("a", tmp_path))
+    b = stack.enter_context(Host("b", tmp_path, key=b"o" * 32))
+    proxy = stack.enter_context(Proxy(b.address))
+    worker = a.worker()
+    worker.commit(C1, b"secret" * 1000)
+    a.copies.replicate(C1, {0: [Target("b", proxy.address)]})
+    wait_until(lambda: bool(a.log and b.log), "a refusal at both ends")
+    assert "closed the connection before both ends had authenticated" in a.log[0]
+    assert "does not belong to this job" in b.log[0]
+    assert proxy.carried < 200 * proxy.streams
+
+
+def test_the_end_of_an_agent_does_not_wait_for_a_target_that_does_not_answer(stack: ExitStack, tmp_path: Path) -> None:
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    a = Host("a", tmp_path, timeout_s=1000.0)
+    worker = a.worker()
+    worker.commit(C1, b"x" * 1000)
+    a.copies.replicate(C1, {0: [Target("b", f"127.0.0.1:{listener.getsockname()[1]}")]})
+    connection, _ = listener.accept()
+    stack.enter_context(connection)
+    a.close()
+    connection.settimeout(30)
+    assert connection.recv(100) == b"", "the agent has closed the connection"
