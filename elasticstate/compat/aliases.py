@@ -150,8 +150,8 @@ def release_works() -> None:
 
 def _storage_address(value: Any) -> int | None:
     """Return the beginning of a CPU tensor's storage; None for anything else."""
-    if not isinstance(value, torch.Tensor):
-        return None
+    if not isinstance(value, torch.Tensor) or type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None  # a FakeTensor warns, and a DTensor has no memory of its own
     try:
         with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse the call
             return _storage_of(value).data_ptr() if value.is_cpu else None

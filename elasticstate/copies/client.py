@@ -64,15 +64,13 @@ class CopyClient:
 
     def header(self, copy: CopyOf) -> bytes:
         """Return all bytes before the random state, which a process of the job has sent unchanged."""
-        return self.open(copy).header
+        return self._open(copy).header
 
     def sealed(self, copy: CopyOf) -> Sealed:
         """Return the seal: length and checksum of the sealed content, and its tag."""
-        return self.open(copy).sealed
+        return self._open(copy).sealed
 
-    def open(self, copy: CopyOf) -> wire.CopyOpened:
-        """Return the seal of a copy, and all bytes before the random state."""
-
+    def _open(self, copy: CopyOf) -> wire.CopyOpened:
         def open_copy(connection: Wire) -> wire.CopyOpened:
             connection.send(wire.OpenCopy(copy.slot, copy.commit))
             return connection.receive(wire.CopyOpened)

@@ -31,13 +31,17 @@ CHUNK_BYTES = 64 << 20  # size between two marks: the checksum of one chunk is c
 
 @dataclass(slots=True)
 class Item:
-    """A device tensor and its place in the buffer. ``end``: where the place ends in the buffer, in bytes."""
+    """A device tensor and its place in the buffer. ``end``: where the place ends in the buffer, in bytes.
+
+    ``counted``: the tensor whose version counts the writes. torch counts those through a DTensor there alone.
+    """
 
     tensor: torch.Tensor
     place: torch.Tensor
     end: int
     copy_stream: CopyStream
     is_optimizer_owned: bool
+    counted: torch.Tensor
 
     @property
     def size_bytes(self) -> int:
@@ -153,7 +157,7 @@ class Copy:
                 copy_stream: copy_stream.mark() for copy_stream in {item.copy_stream: None for item in now}
             }.values():
                 mark.hold_back()
-            self._optimizer_owned = [(item.tensor, version_of(item.tensor)) for item in optimizer_owned]
+            self._optimizer_owned = [(item.counted, version_of(item.counted)) for item in optimizer_owned]
             marks += self._copy(optimizer_owned, sources)
             self._optimizer_owned_marks = {
                 copy_stream: copy_stream.mark() for copy_stream in {item.copy_stream: None for item in optimizer_owned}

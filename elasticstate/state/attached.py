@@ -98,6 +98,10 @@ class Attached:
                 found.update(locals_of[i] for i in optimizer.owned() if i in locals_of)
         return found
 
+    def counted(self) -> dict[int, torch.Tensor]:
+        """Return the DTensors by the ids of their captured local tensors."""
+        return {id(piece.local): tensor for tensor, piece in self._pieces.values() if piece.local is not tensor}
+
     def _names_of_parameters(self) -> dict[int, str]:
         return {id(p): name for module in self._modules.values() for name, p in module.parameters.items()}
 

@@ -168,8 +168,9 @@ class CommitWriter:
         self._ticks.drop()
         captured, sharding = self._capture()
         is_cut = functools.partial(self.session.has_ended, commit.generation)
+        counted = self.attached.counted() if self.attached is not None else None
         try:
-            self.snapshot.begin(captured, rng.capture(), commit, self._optimizer_owned, is_cut, sharding)
+            self.snapshot.begin(captured, rng.capture(), commit, self._optimizer_owned, is_cut, sharding, counted)
         finally:  # a failed write has destroyed the previous commit
             self._record_commits()
 

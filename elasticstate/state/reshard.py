@@ -36,7 +36,7 @@ from elasticstate.state.blocks import (
 )
 from elasticstate.state.buffer import LENGTH_BYTES
 from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Frame, Layout, parse_header, round_up, torch_dtype
-from elasticstate.state.shards import CopyHeader, CopyReader, Piece
+from elasticstate.state.shards import CopyReader, Piece
 from elasticstate.state.values import Values
 
 RANGES = 4096  # of one request
@@ -120,17 +120,16 @@ class CommitCopies:
         content = memory.numpy().data
         sizes = {entry.offset: entry.size_bytes for entry in entries}
         ranges = [(frame.tensors + at, content[to : to + sizes[to]]) for at, to in places.items() if sizes[to]]
-        random = bytearray(frame.tensors - frame.random)
-        self._read(opened, [*ranges, (frame.random, memoryview(random))])
+        self._read(opened, ranges)
+        random = self._reader.read(opened.copy, frame.random, frame.tensors - frame.random)
         length = int.from_bytes(random[:LENGTH_BYTES], "little")
         place = Frame(Layout(entries, end), 0, 0, end, frame.sharding)
         objects = self._objects(opened)
-        return Values(memory, place, objects, {}), bytes(random[LENGTH_BYTES : LENGTH_BYTES + length])
+        return Values(memory, place, objects, {}), random[LENGTH_BYTES : LENGTH_BYTES + length]
 
     def _objects(self, opened: _Opened) -> dict[str, Any]:
-        content = bytearray(opened.length - opened.frame.objects)
-        self._read(opened, [(opened.frame.objects, memoryview(content))])
-        found: dict[str, Any] = pickle.loads(content)
+        begin = opened.frame.objects
+        found: dict[str, Any] = pickle.loads(self._reader.read(opened.copy, begin, opened.length - begin))
         return found
 
     # ---------------------------------------------------------------------------------------------- copies and failures
@@ -154,10 +153,17 @@ class CommitCopies:
         while digest not in self._open and self._left[digest]:
             copy = self._left[digest].pop(0)
             try:
-                self._open[digest] = _parsed(copy, self._reader.header(copy))
+                self._open[digest] = self._parsed(copy)
             except (CopyError, ValueError) as error:
                 self._failed(copy, error)
         return self._open.get(digest)
+
+    def _parsed(self, copy: CopyOf) -> _Opened:
+        frame, _ = parse_header(self._reader.header(copy), _ENDLESS)
+        length = self._reader.sealed(copy).length
+        if length < frame.objects:
+            raise ValueError(f"the copy has {length} bytes, and its header requires more")
+        return _Opened(copy, frame, length, {entry.name: entry for entry in frame.layout.entries})
 
     def _tried(self, opened: _Opened, read: Callable[[_Opened], _Read]) -> _Read | None:
         """Return what ``read`` returns; None if the copy cannot be read. Then it is not used again."""
@@ -258,13 +264,6 @@ class CommitCopies:
         ranges.sort(key=lambda pair: pair[0])
         for begin in range(0, len(ranges), RANGES):
             self._reader.read_into(opened.copy, ranges[begin : begin + RANGES])
-
-
-def _parsed(copy: CopyOf, found: CopyHeader) -> _Opened:
-    frame, _ = parse_header(found.header, _ENDLESS)
-    if found.length < frame.objects:
-        raise ValueError(f"the copy has {found.length} bytes, and its header requires more")
-    return _Opened(copy, frame, found.length, {entry.name: entry for entry in frame.layout.entries})
 
 
 def _cut(

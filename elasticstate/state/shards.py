@@ -18,26 +18,32 @@ from elasticstate.state.layout import digest
 from elasticstate.state.plan import dtype_name
 
 
-class CopyHeader(NamedTuple):
-    """Beginning of a copy, and two properties of its seal."""
+class SealedContent(Protocol):
+    """The seal of a copy."""
 
-    header: bytes  # all bytes before the random state, for ``layout.parse_header`` and ``commit_header.read``
-    length: int  # of the sealed content, in bytes
-    checksum: int  # CRC-32C of the sealed content
+    @property
+    def length(self) -> int:
+        """Size of the sealed content, in bytes."""
 
 
 class CopyReader(Protocol):
-    """Access to the copies in the memory of all hosts. One thread uses it."""
+    """Access to the copies in the memory of all hosts. All methods raise CopyError if a copy is gone, or damaged.
 
-    def header(self, copy: CopyOf) -> CopyHeader:
-        """Return the beginning of a copy. Raises CopyError if the copy is gone, or if its checksum is wrong."""
+    Where a copy is served, its checksum is compared with its seal before any of its bytes are sent, and the seal again
+    after a copy that its owner may overwrite was read. So the reader need not verify the content of a tensor.
+    """
+
+    def header(self, copy: CopyOf) -> bytes:
+        """Return all bytes before the random state."""
+
+    def sealed(self, copy: CopyOf) -> SealedContent:
+        """Return the seal."""
+
+    def read(self, copy: CopyOf, offset: int, length: int) -> bytes:
+        """Return bytes that are proven to come from this job: for what is unpickled."""
 
     def read_into(self, copy: CopyOf, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Read ranges of the sealed content: (offset in the file, where to put the bytes).
-
-        Raises CopyError if the copy is gone, damaged, or has been overwritten meanwhile. The places that were to be
-        written are undefined then.
-        """
+        """Read ranges: (offset in the file, where to put the bytes). After an error, these places are undefined."""
 
 
 class Piece(NamedTuple):

@@ -9,7 +9,7 @@ Buffers are kept as long as they are large enough: the first touch of fresh memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -118,6 +118,7 @@ class Snapshot:
         optimizer_owned: Callable[[], Container[int]] = lambda: (),
         is_cut: Callable[[], bool] = lambda: False,
         sharding: Sharding = NO_SHARDING,
+        counted: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         """Begin ``write``. With tensors on a device, the copy continues in the background; the commit is not held yet.
 
@@ -126,6 +127,7 @@ class Snapshot:
             is_cut: returns True if device data may be undefined by now. A commit whose copy ends after that is
                 discarded.
             sharding: of the tensors in ``captured`` that belong to attached values.
+            counted: by the id of a captured tensor, the tensor whose version counts the writes to both.
 
         Raises what ``write`` raises.
         """
@@ -145,12 +147,18 @@ class Snapshot:
             self._seal_older(gather(buffer.memory, plan.pieces, start, buffer.length, found), commit)
             return
         fill(buffer.memory, plan.pieces, start, buffer.length)
-        items = self._items(plan, tensors, optimizer_owned() if self._trusts_steps else ())
+        items = self._items(plan, tensors, optimizer_owned() if self._trusts_steps else (), counted or {})
         content = buffer.memory[: buffer.length]
         seal = partial(buffer.write_seal, commit)
         self._copy = Copy(items, content, start, found, seal, is_cut, commit_device_memory()), commit
 
-    def _items(self, plan: Plan, tensors: dict[str, torch.Tensor], optimizer_owned: Container[int]) -> list[Item]:
+    def _items(
+        self,
+        plan: Plan,
+        tensors: dict[str, torch.Tensor],
+        optimizer_owned: Container[int],
+        counted: Mapping[int, torch.Tensor],
+    ) -> list[Item]:
         """Return the device tensors that copy streams copy into the older buffer."""
         buffer, items = self._older, []
         for (name, entry), place in zip(plan.queued, buffer.places(plan), strict=True):
@@ -159,15 +167,9 @@ class Snapshot:
             assert copy_stream is not None, "the plan has asked for it"
             buffer.pin(copy_stream)
             is_optimizer_owned = id(tensor) in optimizer_owned and not tensor.is_inference()
-            items.append(
-                Item(
-                    tensor,
-                    place,
-                    buffer.frame.tensors + entry.offset + entry.size_bytes,
-                    copy_stream,
-                    is_optimizer_owned,
-                )
-            )
+            end = buffer.frame.tensors + entry.offset + entry.size_bytes
+            counting = counted.get(id(tensor), tensor)
+            items.append(Item(tensor, place, end, copy_stream, is_optimizer_owned, counting))
         return items
 
     @property

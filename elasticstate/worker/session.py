@@ -8,12 +8,14 @@ import torch.distributed as dist
 
 from elasticstate import present_world
 from elasticstate._native import ControlPage
+from elasticstate.copies.client import CopyClient
 from elasticstate.core.types import CommitId, ShardSource
 from elasticstate.net import messages
 from elasticstate.state.shards import CopyReader
 from elasticstate.worker.contexts.context import Context
 from elasticstate.worker.sentinel import Sentinel
-from elasticstate.worker.world_copies import WorldCopies
+
+_SILENCE_S = 10.0  # of a copy server: then its copy counts as unreachable, and another one may serve
 
 
 class WorkerSession:
@@ -26,7 +28,7 @@ class WorkerSession:
         self._sentinel = sentinel
         self._page = page
         self._key = key
-        self._copies: WorldCopies | None = None  # while this worker reads copies in the present world
+        self._copies: CopyClient | None = None  # while this worker reads copies in the present world
         self._reported_bytes = 0
         self.worker_key = worker_key
         self.view: present_world.WorldView = present_world.alone()
@@ -117,7 +119,7 @@ class WorkerSession:
     def copy_reader(self) -> CopyReader:
         if self._copies is None:
             addresses = {source.copy.host: address for source, address in self.view.sources}
-            self._copies = WorldCopies(addresses, self._key())
+            self._copies = CopyClient(addresses, self._key(), _SILENCE_S)
         return self._copies
 
     def _close_copies(self) -> None:

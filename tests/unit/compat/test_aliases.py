@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elasticstate.compat import aliases
 from elasticstate.compat.tensors import version_of
@@ -206,3 +207,12 @@ def test_a_tick_that_another_thread_ends_inside_the_call_of_a_collective_does_no
     assert forgotten == [False]
     assert aliases.has_handles(watch)
     assert aliases.forget_handles(watch, [tensor]), "the call is over"
+
+
+def test_tensors_without_memory_of_their_own_have_no_address() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(2)
+    assert fake.is_cpu
+    assert aliases._storage_address(fake) is None
+    assert aliases._storage_address(torch.empty(2)) is not None
+    assert aliases._storage_address(torch.nn.Parameter(torch.empty(2))) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -9,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -19,11 +21,13 @@ import torch.distributed as dist
 
 from elasticstate.core.types import CommitId, CopyOf, ShardSource, SlotId
 from elasticstate.errors import CopyError
-from elasticstate.state.shards import CopyHeader
+from elasticstate.state.shards import SealedContent
 from elasticstate.state.snapshot import Snapshot
 from tests.unit.state.conftest import FileStorage, Member, World
 
 TIMEOUT_S = 120.0
+
+torch.compiler.disable(lambda: None)  # imports the compiler here: else each worker does, for its first optimizer
 
 
 def storage_of(folder: Path, slot: int) -> FileStorage:
@@ -33,40 +37,55 @@ def storage_of(folder: Path, slot: int) -> FileStorage:
     return FileStorage(place)
 
 
-class FileCopies:
-    """Copy reader over the buffers of slots of this machine. It counts what is read."""
+class SnapshotCopies:
+    """Copy reader over the commits of slots. It counts what is read."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, snapshot_of: Callable[[int], Snapshot]) -> None:
+        self._snapshot_of = snapshot_of
         self.bytes_read = 0
         self.headers_read = 0
-        self.requests = 0
-        self.broken: set[int] = set()  # slots whose copies cannot be read
+        self.broken: set[int] = set()  # slots whose hosts do not answer
+        self.breaks_after: dict[int, int] = {}  # by slot: number of reads after which its host does not answer
 
     def _content(self, copy: CopyOf) -> tuple[torch.Tensor, Any]:
-        if copy.slot.slot in self.broken:
+        slot = copy.slot.slot
+        left = self.breaks_after[slot] = self.breaks_after.get(slot, 1 << 62) - 1
+        if slot in self.broken or left < 0:
             raise CopyError("the host does not answer")
-        snapshot = Snapshot(storage_of(self._folder, copy.slot.slot))
+        snapshot = self._snapshot_of(slot)
         for buffer in (snapshot._newer, snapshot._older):
             if buffer.commit == copy.commit:
                 return buffer.memory, buffer
         raise CopyError(f"the slot holds {snapshot.newest} and {snapshot.previous}")
 
-    def header(self, copy: CopyOf) -> CopyHeader:
+    def header(self, copy: CopyOf) -> bytes:
         memory, buffer = self._content(copy)
         if not buffer.is_intact():
             raise CopyError("the checksum is wrong")
         self.headers_read += 1
-        return CopyHeader(memory[: buffer.frame.random].numpy().tobytes(), buffer.length, buffer.checksum)
+        return memory[: buffer.frame.random].numpy().tobytes()
+
+    def sealed(self, copy: CopyOf) -> SealedContent:
+        buffer: SealedContent = self._content(copy)[1]
+        return buffer
+
+    def read(self, copy: CopyOf, offset: int, length: int) -> bytes:
+        return self._content(copy)[0][offset : offset + length].numpy().tobytes()
 
     def read_into(self, copy: CopyOf, ranges: Sequence[tuple[int, memoryview]]) -> None:
         memory, buffer = self._content(copy)
         content = memory.numpy().data
-        self.requests += 1
         for offset, place in ranges:
             assert offset + len(place) <= buffer.length
             place[:] = content[offset : offset + len(place)]
             self.bytes_read += len(place)
+
+
+class FileCopies(SnapshotCopies):
+    """Copy reader over the buffers of slots in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(lambda slot: Snapshot(storage_of(folder, slot)))
 
 
 def source(digest: int, slot: int, commit: CommitId) -> ShardSource:
@@ -78,6 +97,28 @@ class GroupMember(Member):
 
     def process_group_for(self, ranks: tuple[int, ...]) -> Any:
         return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) < self.size else None
+
+
+def keepers(value: object) -> list[str]:
+    """Return frames, generators and exceptions that keep a value alive; its other referrers if there are none."""
+    found: list[str] = []
+    seen: dict[int, object] = {}
+    near = list(map(str, map(type, gc.get_referrers(value))))
+    left = [value]
+    while left and len(seen) < 5000:
+        one = left.pop(0)
+        seen[id(one)] = one
+        for referrer in gc.get_referrers(one):
+            if isinstance(referrer, types.FrameType | types.GeneratorType | types.TracebackType | BaseException):
+                found.append(f"{type(one).__name__} <- {referrer!r}")
+            if (
+                referrer is not left
+                and referrer is not seen
+                and id(referrer) not in seen
+                and not isinstance(referrer, types.FrameType)
+            ):
+                left.append(referrer)
+    return found or near
 
 
 Train = Callable[[GroupMember, FileStorage], Any]

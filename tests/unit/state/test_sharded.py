@@ -22,7 +22,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from tests.unit.state.conftest import FileStorage
-from tests.unit.state.sharded import GroupMember, in_world
+from tests.unit.state.sharded import GroupMember, in_world, keepers
 
 Tensors = dict[str, torch.Tensor]
 
@@ -128,7 +128,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What a rank has seen."""
+    """Content and results of a world, as one rank has seen them."""
 
     digest: int
     began_with: Tensors
@@ -136,7 +136,7 @@ class Outcome:
     losses: list[float]
     step: int
     commits: tuple[CommitId | None, CommitId | None]
-    released: bool
+    kept_by: list[str]
     bytes_read: int
 
 
@@ -164,7 +164,14 @@ def train(plan: Plan) -> Callable[[GroupMember, FileStorage], Outcome]:
         del model
         gc.collect()
         reader: Any = member.world.reader
-        return Outcome(digest, *seen, state.step, state.commits, kept() is None, reader.bytes_read)
+        return Outcome(
+            digest,
+            *seen,
+            state.step,
+            state.commits,
+            keepers(model) if (model := kept()) is not None else [],
+            reader.bytes_read,
+        )
 
     return on_rank
 
@@ -225,7 +232,7 @@ def check_continued(before: list[Outcome], after: list[Outcome]) -> None:
     for outcome in after:
         assert same(outcome.began_with, before[0].ended_with)
         assert outcome.step == before[0].step + steps
-        assert outcome.released
+        assert outcome.kept_by == []
         assert outcome.losses == after[0].losses
         assert outcome.commits[0] == CommitId(2, steps)
 
