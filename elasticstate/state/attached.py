@@ -1,4 +1,4 @@
-"""Attached values: modules, optimizers and other objects of one world, whose tensors may be shards.
+"""AttachedValues values: modules, optimizers and other objects of one world, whose tensors may be shards.
 
 A commit has the local tensors of this worker, without any collective: not by ``state_dict()``, because that of FSDP2
 makes a model whole again in the middle of a forward pass. The names are those of the parameters:
@@ -31,7 +31,7 @@ from elasticstate.state.shards import Piece, digest_of, piece_of
 from elasticstate.state.values import Tree
 
 
-class Attached:
+class AttachedValues:
     """The attached values of one world.
 
     Args:

@@ -10,7 +10,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError, UsageError
 from elasticstate.log import logger
 from elasticstate.state import rng
-from elasticstate.state.attached import Attached
+from elasticstate.state.attached import AttachedValues
 from elasticstate.state.live_state import LiveState
 from elasticstate.state.peer import Peers
 from elasticstate.state.peer_copies import PeerCopies
@@ -32,7 +32,7 @@ class CommitWriter:
         self._live = live
         self.snapshot = Snapshot()
         self.session: Session = SoloSession()
-        self.attached: Attached | None = None  # values of the present world
+        self.attached: AttachedValues | None = None  # values of the present world
         self.is_behind = False
         """True if this rank ended ticks without training, as it had no inputs left: other ranks have a newer state."""
         self._peers: PeerCopies | None = None  # of commits of the other workers of this host

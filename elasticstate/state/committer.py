@@ -18,7 +18,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, StateError, UsageError
 from elasticstate.log import logger
 from elasticstate.state import divergence, rng, value_names
-from elasticstate.state.attached import Attached
+from elasticstate.state.attached import AttachedValues
 from elasticstate.state.channel import Channel, channel_between
 from elasticstate.state.commit_writer import CommitWriter
 from elasticstate.state.layout import digest
@@ -274,7 +274,7 @@ class Committer(CommitWriter):
             )
         self.settle()
         dtensors.clear_mesh_caches()
-        attached = Attached(values)
+        attached = AttachedValues(values)
         self._compare_attached(attached)
         if session.line is not None:
             attached.restore(self._copies())
@@ -297,7 +297,7 @@ class Committer(CommitWriter):
     def _copies(self) -> CommitCopies:
         return CommitCopies(self.session.copy_reader(), [source for source, _ in self.session.sources])
 
-    def _compare_attached(self, attached: Attached) -> None:
+    def _compare_attached(self, attached: AttachedValues) -> None:
         """Raise StateError if the ranks attach different names."""
         rows = self._numbers_of_all([digest(msgspec.msgpack.encode(attached.names)) >> 1])
         if any(row != rows[0] for row in rows):

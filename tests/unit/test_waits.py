@@ -84,6 +84,7 @@ ALLOWED = {
     "mpi.worker.world: _LOOK_INTERVAL_S": "between two looks; the end of the generation decides",
     "mpi.worker.operation: _SHORTEST_PAUSE_S": "between two tests of an operation that is under way",
     "mpi.worker.operation: _LONGEST_PAUSE_S": "the same",
+    "worker.session: _SILENCE_S": "of a host that serves a copy: another copy may serve, or the generation fails",
     "worker.sentinel: _SWEEP_INTERVAL_S": "between two cuts",
     "worker.plain_store: _LOOK_INTERVAL_S": "between two looks for the first worker in the store",
     "worker.call_monitor: _LOOK_INTERVAL_S": "between two looks at the newest call",
