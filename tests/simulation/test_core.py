@@ -96,9 +96,10 @@ def stale_facts_have_no_effect(rng: random.Random, m: Membership, now: float) ->
     assert (next_deadline(m) or inf) <= (next_deadline(again.next) or inf), "a deadline was missed"
     deadline = next_deadline(m)
     early = now + 0.999 * rng.random() * ((now + 100 if deadline is None else deadline) - now)
-    before = step(m, t.TimePassed(), early)
-    assert not before.effects, f"before the deadline: {before.effects}"
-    assert replace(before.next, deadlines=m.deadlines) == m, "the state changes before its deadline"
+    if deadline is None or early < deadline:  # they are equal if the deadline is one rounding error away
+        before = step(m, t.TimePassed(), early)
+        assert not before.effects, f"before the deadline: {before.effects}"
+        assert replace(before.next, deadlines=m.deadlines) == m, "the state changes before its deadline"
     worker = rng.choice(list(m.workers) or [t.WorkerId("a", 0, 1)])
     stranger = rng.choice((worker._replace(incarnation=worker.incarnation - 1), t.WorkerId("z", 0, 1)))
     was_member = m.world is not None and any(placement.worker == stranger for placement in m.world.members)
