@@ -95,6 +95,7 @@ class CopyConnection:
         sealed, store = request.sealed, self._library.store
         incoming = store.begin(sealed, request.size_bytes, self._go_on)
         if incoming is None:
+            self._on_kept(sealed.slot, sealed.commit)  # again: the driver may be a new one
             self._wire.send(wire.CopyWanted(0, is_kept=True))
             return
         with incoming.owned(self._wire.cut, self._go_on):

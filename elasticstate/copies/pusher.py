@@ -141,13 +141,13 @@ class Pusher:
     def _keep(self, slot: SlotId, order: _Order) -> bool:
         """Keep a copy of a slot's commit in the store. Return False if that is not possible."""
         try:
-            source = self._library.buffers.open(slot, order.commit)
-            if source is None:
-                self._require_kept(slot, order.commit)
-                return True
-            with closing(source):
-                if self._copy(source, order):
-                    self._on_kept(slot, order.commit)
+            if (slot, order.commit) not in self._library.store.kept():
+                source = self._library.buffers.open(slot, order.commit)
+                if source is None:
+                    raise CopyError("its worker has written newer commits to both buffers")
+                with closing(source):
+                    self._copy(source, order)
+            self._on_kept(slot, order.commit)
         except (CopyError, OSError) as error:
             if not order.cancelled.is_set():
                 self._log(f"commit {order.commit} of slot {slot} is not replicated: {error}")
@@ -155,12 +155,8 @@ class Pusher:
             return False
         return True
 
-    def _require_kept(self, slot: SlotId, commit: CommitId) -> None:
-        if (slot, commit) not in self._library.store.kept():
-            raise CopyError("its worker has written newer commits to both buffers")
-
-    def _copy(self, source: Source, order: _Order) -> bool:
-        """Copy a buffer into the store. Return False if the store has the copy. Raises CopyError, OSError."""
+    def _copy(self, source: Source, order: _Order) -> None:
+        """Copy a buffer into the store. Raises CopyError, OSError."""
         store, sealed = self._library.store, source.sealed
 
         def go_on() -> bool:
@@ -168,7 +164,7 @@ class Pusher:
 
         incoming = store.begin(sealed, parts_of(source.header()).size_bytes, go_on)
         if incoming is None:
-            return False
+            return
         try:
             with incoming.owned(lambda: None, go_on):
                 incoming.restart()
@@ -182,7 +178,6 @@ class Pusher:
         except BaseException:
             store.abandon(incoming)
             raise
-        return True
 
     # -------------------------------------------------------------------------------------------- copies elsewhere
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from elasticstate.copies.connection import CopyConnection
 from elasticstate.copies.library import Library, Notify
@@ -68,14 +69,15 @@ class HostCopies:
         """Keep copies of a commit of these slots, and send them to their targets. Cancels the previous order.
 
         A slot may have no target. ``on_kept`` or ``on_dropped`` follows for each slot, unless another order is given
-        before. Each target's agent reports its own copy.
+        before; also for a copy that is kept already. Each target's agent reports its own copy.
         """
         self._pusher.replicate(commit, targets)
 
     def forget(self, before: CommitId, besides: CommitId | None = None) -> None:
         """Remove all copies of commits older than ``before``, except those of ``besides``."""
         self._pusher.forget(before)
-        self._threads.submit(self.store.forget, before, besides)
+        with suppress(RuntimeError):  # closed: the driver's message was late
+            self._threads.submit(self.store.forget, before, besides)
 
     def kept(self) -> list[tuple[SlotId, CommitId]]:
         """Return slot and commit of each kept copy, of this host's slots and of others."""

@@ -135,7 +135,9 @@ class Measurement:
         begin = time.perf_counter()
         self.host.copies.replicate(CommitId(1, number), {0: [self.target]})
         assert self.ask(f"kept {number}") == "done", self.host.log
-        return time.perf_counter() - begin
+        taken = time.perf_counter() - begin
+        assert self.host.report()[0] == "kept", self.host.log
+        return taken
 
     def read(self, number: int) -> float:
         return float(self.ask(f"read {number}"))

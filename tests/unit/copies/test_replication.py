@@ -202,3 +202,15 @@ def test_the_end_of_an_agent_does_not_wait_for_a_target_that_does_not_answer(sta
     a.close()
     connection.settimeout(30)
     assert connection.recv(100) == b"", "the agent has closed the connection"
+
+
+def test_copies_that_are_kept_already_are_reported_again(stack: ExitStack, tmp_path: Path) -> None:
+    """A new driver may give the order of the previous one again. Nothing is sent twice."""
+    a, b = (stack.enter_context(Host(name, tmp_path)) for name in "ab")
+    proxy = stack.enter_context(Proxy(b.address))
+    worker = a.worker()
+    worker.commit(C1, b"x" * (2 << 20))
+    for _ in range(2):
+        a.copies.replicate(C1, {0: [Target("b", proxy.address)]})
+        assert a.report() == b.report() == ("kept", worker.slot, C1)
+    assert proxy.carried < 3 << 20
