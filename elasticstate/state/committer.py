@@ -255,7 +255,8 @@ class Committer(CommitWriter):
             self._record_commits()
             self._restore_or_discard()
         if self.snapshot.newest != line:
-            values, private = self._copies().plain()
+            with self._copies() as copies:
+                values, private = copies.plain()
             self._targets()
             derived = rng.derived(rng.initial_seed(private), session.worker_key, session.generation)
             self._apply(values, derived)
@@ -277,7 +278,8 @@ class Committer(CommitWriter):
         attached = AttachedValues(values)
         self._compare_attached(attached)
         if session.line is not None:
-            attached.restore(self._copies())
+            with self._copies() as copies:
+                attached.restore(copies)
         elif init is not None:
             init()
             if session.size > 1:

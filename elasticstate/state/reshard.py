@@ -71,7 +71,13 @@ class CommitCopies:
             self._left.setdefault(source.digest, []).append(source.copy)
         self._digests = list(self._left)
         self._open: dict[int, _Opened] = {}
-        self._failures: list[tuple[CopyOf, Exception]] = []
+        self._failures: list[tuple[CopyOf, str]] = []
+
+    def __enter__(self) -> CommitCopies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
 
     # --------------------------------------------------------------------------------------------- what the copies have
 
@@ -175,8 +181,9 @@ class CommitCopies:
             return None
 
     def _failed(self, copy: CopyOf, error: Exception) -> None:
-        logger.warning("commit %s of slot %s cannot be read on host %s: %s", copy.commit, copy.slot, copy.host, error)
-        self._failures.append((copy, error))
+        text = str(error)  # a record of a log must not keep the error, with all objects of its frames
+        logger.warning("commit %s of slot %s cannot be read on host %s: %s", copy.commit, copy.slot, copy.host, text)
+        self._failures.append((copy, text))
 
     def _raise_if_unreadable(self, missing: Mapping[str, Sequence[Box]]) -> None:
         """Raise CollectiveError if copies could not be read: the next world has others."""
@@ -187,7 +194,7 @@ class CommitCopies:
         hosts = [f"{copy.host} (slot {copy.slot}: {error})" for copy, error in self._failures]
         raise CollectiveError(
             f"parts of attached values cannot be read: {listed(names)}{more}. Their copies are on {listed(hosts)}"
-        ) from self._failures[-1][1]
+        )
 
     # ---------------------------------------------------------------------------------------------------- reading parts
 

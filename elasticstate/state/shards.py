@@ -45,6 +45,9 @@ class CopyReader(Protocol):
     def read_into(self, copy: CopyOf, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Read ranges: (offset in the file, where to put the bytes). After an error, these places are undefined."""
 
+    def close(self) -> None:
+        """Close all connections."""
+
 
 class Piece(NamedTuple):
     """A tensor that this worker holds, and the place of its content in the whole tensor."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
 import os
 import pickle
 import select
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 from elasticstate.core.types import CommitId, CopyOf, ShardSource, SlotId
 from elasticstate.errors import CopyError
+from elasticstate.state.peer import SealReader
 from elasticstate.state.shards import SealedContent
 from elasticstate.state.snapshot import Snapshot
 from tests.unit.state.conftest import FileStorage, Member, World
@@ -44,6 +47,7 @@ class SnapshotCopies:
         self._snapshot_of = snapshot_of
         self.bytes_read = 0
         self.headers_read = 0
+        self.closed = 0
         self.broken: set[int] = set()  # slots whose hosts do not answer
         self.breaks_after: dict[int, int] = {}  # by slot: number of reads after which its host does not answer
 
@@ -80,12 +84,22 @@ class SnapshotCopies:
             place[:] = content[offset : offset + len(place)]
             self.bytes_read += len(place)
 
+    def close(self) -> None:
+        self.closed += 1
+
 
 class FileCopies(SnapshotCopies):
     """Copy reader over the buffers of slots in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(lambda slot: Snapshot(storage_of(folder, slot)))
+        super().__init__(functools.partial(_read_only, folder))
+
+
+def _read_only(folder: Path, slot: int) -> Snapshot:
+    """Return the commits of a slot. Its owner may write the older buffer meanwhile, which must not unseal anything."""
+    storage: Any = storage_of(folder, slot)
+    storage.page = SealReader(storage.page)
+    return Snapshot(storage)
 
 
 def source(digest: int, slot: int, commit: CommitId) -> ShardSource:
@@ -155,6 +169,7 @@ def in_world(
 def _run(write: int, store: Path, member: GroupMember, folder: Path, train: Train) -> None:
     """Train in this forked process, and end it."""
     sys.unraisablehook = sys.__unraisablehook__  # that of pytest keeps exceptions, with all objects of their frames
+    logging.disable()  # the same for the exceptions in records of logs
     try:
         torch.set_num_threads(1)
         dist.init_process_group(

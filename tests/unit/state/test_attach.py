@@ -192,6 +192,8 @@ def test_a_new_worker_gets_plain_and_attached_values_from_another_ones_copy() ->
     other.attach(model=new_model, optimizer=new_optimizer)
     assert content(new_model, new_optimizer) == content(model, optimizer)
     assert other.commits == (CommitId(2, 0), None)
+    reader: Any = member.copy_reader()
+    assert reader.closed == 2
 
 
 @pytest.mark.parametrize(("line", "note"), [(LINE, "tick 2"), (CommitId(1, 1), "tick 1")])

@@ -260,8 +260,8 @@ def test_a_commit_in_the_middle_of_a_forward_pass_holds_the_shards(folder: Path)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (Plan(fsdp, (2, 2), 2), Plan(fsdp, (3,), 1, 2)),
-        (Plan(fsdp, (2,), 2), Plan(fsdp, (2, 2), 1, 2)),
+        (Plan(fsdp, (2, 2), 2, options={"fused": True}), Plan(fsdp, (3,), 1, 2, options={"fused": True})),
+        (Plan(fsdp, (2,), 2, options={"foreach": False}), Plan(fsdp, (2, 2), 1, 2, options={"foreach": False})),
         (Plan(fsdp_and_tensor_parallel, (2, 2), 2), Plan(fsdp_and_tensor_parallel, (1, 2), 1, 2)),
         (Plan(fsdp_and_tensor_parallel, (1, 2), 2), Plan(fsdp, (3,), 1, 2)),
         (Plan(replicated, (1,), 2), Plan(fsdp, (2,), 1, 2)),
