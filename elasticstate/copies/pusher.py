@@ -1,8 +1,8 @@
 """Replication of commits: an agent keeps copies of its slots' commits, and sends them to agents of other hosts.
 
-One thread does both, outside the training path. A copy is made from the buffer while the worker trains. If the worker
-overwrites the buffer meanwhile, the copy is dropped, and the driver orders a newer commit. Only a complete copy is
-sent: it does not change, so a broken connection continues where it was.
+One thread does both, outside the training path. It copies the buffer as soon as the worker has sealed the commit, while
+the worker trains. If the worker overwrites the buffer meanwhile, the copy is dropped, and the driver orders a newer
+commit. Only a complete copy is sent: it does not change, so a broken connection continues where it was.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from elasticstate.copies.wire import Wire
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 
+_LOOK_INTERVAL_S = 0.002
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _SEND_BYTES = 4 << 20
@@ -142,10 +143,7 @@ class Pusher:
         """Keep a copy of a slot's commit in the store. Return False if that is not possible."""
         try:
             if (slot, order.commit) not in self._library.store.kept():
-                source = self._library.buffers.open(slot, order.commit)
-                if source is None:
-                    raise CopyError("its worker has written newer commits to both buffers")
-                with closing(source):
+                with closing(self._sealed(slot, order)) as source:
                     self._copy(source, order)
             self._on_kept(slot, order.commit)
         except (CopyError, OSError) as error:
@@ -154,6 +152,19 @@ class Pusher:
                 self._on_dropped(slot, order.commit)
             return False
         return True
+
+    def _sealed(self, slot: SlotId, order: _Order) -> Source:
+        """Wait until the worker of a slot has sealed the commit, and open its buffer. Raises CopyError."""
+        buffers = self._library.buffers
+        while True:
+            newest = buffers.newest(slot)
+            source = buffers.open(slot, order.commit)
+            if source is not None:
+                return source
+            if newest is not None and newest >= order.commit:
+                raise CopyError("its worker has written newer commits to both buffers")
+            if order.cancelled.wait(_LOOK_INTERVAL_S):
+                raise CopyError("the order is cancelled")
 
     def _copy(self, source: Source, order: _Order) -> None:
         """Copy a buffer into the store. Raises CopyError, OSError."""

@@ -106,6 +106,12 @@ class SlotBuffers:
         self._lock = threading.Lock()
         self._mapped: dict[tuple[int, int], _Mapped] = {}
 
+    def newest(self, slot: SlotId) -> CommitId | None:
+        """Return the newest commit in the buffers of a slot of this host; None if there is none."""
+        files = self._slots.get(slot.slot)
+        found = [self._sealed(files, slot, index) for index in (0, 1)] if files is not None else []
+        return max((sealed.commit for sealed in found if sealed is not None), default=None)
+
     def open(self, slot: SlotId, commit: CommitId) -> Source | None:
         """Open the buffer that holds this commit; None if there is none."""
         files = self._slots.get(slot.slot) if slot.host == self.host else None

@@ -187,10 +187,13 @@ class Committer(CommitWriter):
             self._record_commits()
 
     def _seal_start(self, start: CommitId) -> None:
-        """Seal ``start`` on a worker that holds the job's state, if the state is new or is sent to others."""
+        """Seal ``start`` on a worker that holds the job's state, if the state is new or is sent to others.
+
+        A commit with shards is none to send: some member died before all had attached their values.
+        """
         session = self.session
         is_first = self.snapshot.newest is None and session.rank == session.root
-        if is_first or self._must_seal:
+        if is_first or self._must_seal or (session.lacking and self.snapshot.has_attached):
             self.seal(start)
             self._must_seal = False
         elif session.lacking:

@@ -86,6 +86,11 @@ class Snapshot:
         """Size of the newest commit, in bytes; 0: there is none."""
         return self._newer.length if self._newer.commit is not None else 0
 
+    @property
+    def has_attached(self) -> bool:
+        """True if the newest commit has values attached to a world, of which each worker holds its own shards."""
+        return self._newer.commit is not None and bool(self._newer.frame.sharding.names)
+
     def reserve(self, size_bytes: int) -> None:
         """Allocate and touch memory for two commits of ``size_bytes`` bytes. Commits already held do not change.
 

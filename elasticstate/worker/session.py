@@ -28,14 +28,12 @@ class WorkerSession:
         self._sentinel = sentinel
         self._page = page
         self._key = key
-        self._copies: CopyClient | None = None  # while this worker reads copies in the present world
         self._reported_bytes = 0
         self.worker_key = worker_key
         self.view: present_world.WorldView = present_world.alone()
 
     def enter(self, view: present_world.WorldView, context: Context) -> None:
         """Use this world from now on."""
-        self._close_copies()
         self.view, self._context = view, context
 
     @property
@@ -113,19 +111,11 @@ class WorkerSession:
 
     def record_attached(self, digest: int) -> None:
         """Report that this worker has attached its shards, and sealed them as (generation, 0)."""
-        self._close_copies()
         self._sentinel.send(messages.Attached(self.view.generation, digest))
 
     def copy_reader(self) -> CopyReader:
-        if self._copies is None:
-            addresses = {source.copy.host: address for source, address in self.view.sources}
-            self._copies = CopyClient(addresses, self._key(), _SILENCE_S)
-        return self._copies
-
-    def _close_copies(self) -> None:
-        if self._copies is not None:
-            self._copies.close()
-            self._copies = None
+        addresses = {source.copy.host: address for source, address in self.view.sources}
+        return CopyClient(addresses, self._key(), _SILENCE_S)
 
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         self._sentinel.send(messages.Synced(self.view.generation, size_bytes, seconds))

@@ -44,6 +44,7 @@ ALLOWED = {
     "copies.connection: _SIGN_INTERVAL_S": "the same",
     "copies.server: _NO_DESCRIPTOR_PAUSE_S": "when the process has no descriptors left",
     "copies.rate: _BURST_S": "no wait: the bytes of this time are sent at once",
+    "copies.pusher: _LOOK_INTERVAL_S": "between two looks for the seal of a commit",
     "copies.pusher: _FIRST_PAUSE_S": "between two attempts to send a copy; the driver's next order ends them",
     "copies.pusher: _LONGEST_PAUSE_S": "the same",
     "commits: time.sleep(0.01)": "between two looks at a lock",
