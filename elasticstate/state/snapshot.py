@@ -364,8 +364,7 @@ class Snapshot:
         self.settle()
         entries = self._newer.frame.layout.entries
         found = self._checksums(entries)
-        tensors = {e.name: (e.dtype, e.shape, value) for e, value in zip(entries, found, strict=True)}
-        return tensors, self._newer.objects()
+        return {e.name: (e.dtype, e.shape, f) for e, f in zip(entries, found, strict=True)}, self._newer.objects()
 
     def _checksums(self, entries: Sequence[Entry]) -> list[int]:
         buffer, begin = self._newer, self._newer.frame.tensors
@@ -388,15 +387,11 @@ class Snapshot:
 
     def _discard_damaged(self, buffer: Buffer) -> None:
         logger.warning("discarded damaged commit %s (buffer %d): its checksum is wrong", buffer.commit, buffer.index)
-        if buffer is self._newer:
-            self.drop_newest()
-        else:
-            buffer.unseal()
+        self.drop_newest() if buffer is self._newer else buffer.unseal()
 
     def _find(self, commit: CommitId) -> Buffer:
-        for buffer in (self._newer, self._older):
-            if buffer.commit == commit:
-                return buffer
+        if buffer := next((buffer for buffer in (self._newer, self._older) if buffer.commit == commit), None):
+            return buffer
         raise StateError(f"commit {commit} is not held, only {self.newest} and {self.previous}")
 
 

@@ -106,6 +106,8 @@ class Scene:
     def agent_sent(self, _: AgentStream, message: messages.FromAgent) -> None:
         if isinstance(message, messages.HostReport):
             message = msgspec.structs.replace(message, store="")  # its port is another one each time
+        if isinstance(message, messages.HostReport):  # of the copy server, at any port
+            message = msgspec.structs.replace(message, copies_address="")
         self.heard.append(message)
 
     def agent_lost(self, stream: AgentStream, _: str) -> None:
