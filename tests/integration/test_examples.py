@@ -42,6 +42,13 @@ def test_an_example_runs_in_two_workers_and_alone(template: Template, tmp_path: 
     assert alone.strip()
 
 
+def test_the_sharded_gpt_learns() -> None:
+    command = (sys.executable, "-m", "elasticstate", "-np", "2", sys.executable, EXAMPLES / "fsdp.py")
+    losses = re.findall(r"step (\d+): loss (\d+\.\d+) on 2 workers", run(*command, "--steps", "60"))
+    assert [int(step) for step, _ in losses] == [20, 40, 60]
+    assert float(losses[-1][1]) < 4.0, "a model that knows nothing has ln(128) = 4.85"
+
+
 def test_digits_reaches_its_accuracy_alone() -> None:
     output = run(sys.executable, EXAMPLES / "digits.py", "--epochs", "20")
     accuracy = re.findall(r"accuracy[^0-9]*([01]\.\d+)", output)
