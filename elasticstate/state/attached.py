@@ -1,4 +1,4 @@
-"""AttachedValues values: modules, optimizers and other objects of one world, whose tensors may be shards.
+"""Attached values: modules, optimizers and other objects of one world, whose tensors may be shards.
 
 A commit has the local tensors of this worker, without any collective: not by ``state_dict()``, because that of FSDP2
 makes a model whole again in the middle of a forward pass. The names are those of the parameters:
@@ -65,7 +65,7 @@ class AttachedValues:
     # ------------------------------------------------------------------------------------------------- making a commit
 
     def capture(self) -> tuple[dict[str, Any], Sharding]:
-        """Return the local tensors and the trees by name, and the places of the tensors. CommitCopies nothing."""
+        """Return the local tensors and the trees by name, and the places of the tensors. Copies nothing."""
         tensors: dict[str, Any] = {}
         trees: dict[str, Any] = {name: module.capture(tensors) for name, module in self._modules.items()}
         names = self._names_of_parameters()

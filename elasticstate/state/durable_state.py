@@ -92,7 +92,7 @@ def _fill(snapshot: Snapshot, copies: StoredCopies, name: str, manifest: Manifes
     frame = _frame(reader.head, manifest.parts[0].data_bytes)
     random = reader.head[frame.random : frame.tensors]
     length = int.from_bytes(random[:LENGTH_BYTES], "little")
-    header = msgspec.msgpack.encode((frame.layout, reader.length - frame.objects))
+    header = msgspec.msgpack.encode((frame.layout, reader.length - frame.objects, frame.sharding))
     place = snapshot.incoming(header, random[LENGTH_BYTES : LENGTH_BYTES + length])
     reader.read_into([(frame.tensors, place.numpy().data)])
 

@@ -57,7 +57,7 @@ class _Opened:
 
 
 class CommitCopies:
-    """CommitCopies of one commit: all parts of its attached values, and its plain values.
+    """Copies of one commit: all parts of its attached values, and its plain values.
 
     Args:
         reader: access to the copies.
