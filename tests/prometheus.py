@@ -61,7 +61,7 @@ class Prometheus:
             environment = {**os.environ, "GOMAXPROCS": "1"}
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
-            found = wait_for("address of Prometheus", self._address, lambda: self._log.read_text())
+            found = wait_for("start of Prometheus", self._address, lambda: self._log.read_text())
         except BaseException:
             self.__exit__()
             raise
@@ -73,8 +73,10 @@ class Prometheus:
         self._process.wait(60)
 
     def _address(self) -> str | None:
-        found = re.search(r'msg="Listening on" address=(\S+)', self._log.read_text())
-        return found and found[1]
+        """Return the address when the server answers; before, it refuses queries with 503."""
+        log = self._log.read_text()
+        found = re.search(r'msg="Listening on" address=(\S+)', log)
+        return found[1] if found and "Server is ready to receive web requests" in log else None
 
     def get(self, path: str, **query: str) -> Any:
         """Return the data of an answer. Raises urllib.error.HTTPError, for example for a query that is malformed."""

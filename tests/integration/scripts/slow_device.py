@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from elasticstate.state import committer
+from elasticstate.state import commit_writer
 from elasticstate.state.snapshot import Snapshot
 
 
@@ -154,4 +154,4 @@ class Mark:
 
 def use(device: SlowDevice) -> None:
     """Put the tensors of all new states on this device, permanently."""
-    committer.Snapshot = functools.partial(Snapshot, copy_stream_of=lambda _: device)
+    commit_writer.Snapshot = functools.partial(Snapshot, copy_stream_of=lambda _: device)
