@@ -29,7 +29,7 @@ hosts:  ## Debian packages for the tests on several hosts, with Slurm, kubectl, 
 	  && dpkg --fsys-tarfile prometheus_*.deb | tar -x --strip-components=3 ./usr/bin && rm prometheus_*.deb \
 	  || echo "cannot be installed: the tests on several hosts are skipped"; fi
 
-# Jobs wait often, for each other and for faults to be detected: four of them run at a time. Simulations, unit tests and
+# Jobs wait often, for each other and for faults to be detected: three of them run at a time. Simulations, unit tests and
 # lint mostly compute: they run beside the jobs, with what the jobs leave of the processors, and so does the one job that
 # takes minutes and has no fault by time. The longest files come first. All tests of a file run in one process, as they
 # share jobs. Each part gets SIGINT from the trap, as the shell starts background commands with SIGINT ignored. Compiled
@@ -42,7 +42,7 @@ PYTEST := $(BIN)/python -m pytest --failures-file .failures.log --dist loadfile 
 unexport PYTHONDONTWRITEBYTECODE
 test: setup  ## lint and all tests; the last lines name what failed
 	@rm -f .failures.log; \
-	$(BESIDE) $(PYTEST) -n 4 $(JOBS) --ignore=$(STEADY) & jobs=$$!; \
+	$(BESIDE) $(PYTEST) -n 3 $(JOBS) --ignore=$(STEADY) & jobs=$$!; \
 	$(BESIDE) nice -n 10 $(PYTEST) -n 2 tests/simulation $(STEADY) tests/unit > .unit.log 2>&1 & unit=$$!; \
 	$(BESIDE) nice -n 10 sh -c "$(LINT)" > .lint.log 2>&1 & lint=$$!; \
 	trap 'kill -INT $$jobs $$unit -$$lint; wait; exit 130' INT TERM; \

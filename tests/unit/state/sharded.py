@@ -1,4 +1,4 @@
-"""Worlds with attached values: workers that are forked from the test, with real Gloo groups and files as buffers."""
+"""Worlds with attached values: workers that fork from a server, with real Gloo groups and files as buffers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import pickle
 import select
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -136,6 +138,54 @@ def keepers(value: object) -> list[str]:
 
 
 Train = Callable[[GroupMember, FileStorage], Any]
+
+
+class WorldServer:
+    """Process that has imported torch, and has no other thread: the workers of worlds fork from it.
+
+    A fork of a process that has trained may hang, because the threads of torch do not exist in it. Use it as a context
+    manager.
+    """
+
+    def __enter__(self) -> WorldServer:
+        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+        self._process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def in_world(self, *world: Any) -> list[Any]:
+        """Run one world: see ``in_world``."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        cloudpickle.dump(world, self._process.stdin)
+        self._process.stdin.flush()
+        error, answers = pickle.load(self._process.stdout)
+        assert not error, error
+        found: list[Any] = answers
+        return found
+
+
+def serve() -> None:
+    """Run worlds until the standard input ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what workers print
+    while True:
+        try:
+            world = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer = "", in_world(*world)
+        except Exception:
+            answer = traceback.format_exc(), []
+        pickle.dump(answer, answers)
+        answers.flush()
 
 
 def in_world(

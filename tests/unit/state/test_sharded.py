@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from tests.unit.state.conftest import FileStorage
-from tests.unit.state.sharded import GroupMember, in_world, keepers
+from tests.unit.state.sharded import GroupMember, WorldServer, keepers
 
 Tensors = dict[str, torch.Tensor]
 
@@ -206,13 +206,23 @@ def run(folder: Path, plan: Plan, before: list[Outcome] | None = None) -> list[O
     """Train in a world that starts from the commits of the world ``before``, if there was one."""
     folder.mkdir(exist_ok=True)
     line = before[0].commits[0] if before else None
-    return in_world(folder, plan.size, plan.generation, train(plan), line, [o.digest for o in before or []])
+    return SERVER.in_world(folder, plan.size, plan.generation, train(plan), line, [o.digest for o in before or []])
 
 
 def same(left: Tensors, right: Tensors) -> bool:
     return left.keys() == right.keys() and all(
         value.dtype == right[name].dtype and torch.equal(value, right[name]) for name, value in left.items()
     )
+
+
+SERVER = WorldServer()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server(lasting_processes: set[int]) -> Iterator[None]:
+    with SERVER:
+        lasting_processes.add(SERVER.pid)
+        yield
 
 
 @pytest.fixture
