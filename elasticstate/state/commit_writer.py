@@ -96,10 +96,15 @@ class CommitWriter:
     def begin(self) -> None:
         """Begin a commit of the present tick. Tensors on a device are copied in the background after the return.
 
+        With attached values it is complete on return: no rank may overwrite the commit before, until all ranks have
+        sealed this one, because each holds other shards.
+
         Raises what ``State.commit`` raises.
         """
         self.settle()
         self._begin(self.session.commit_id())
+        if self.attached is not None:
+            self.settle()
 
     def settle(self) -> None:
         """Wait until the commit that is being copied from a device, if any, is sealed or discarded."""

@@ -256,10 +256,8 @@ def test_buffers_get_the_shapes_of_the_commit_and_extra_state_is_set() -> None:
     assert (new.extra, new.w.item()) == (4 + 8, 1)
 
 
-@pytest.mark.parametrize("is_torn", [False, True])
-def test_a_commit_of_shards_that_are_written_while_a_device_copies_them_is_discarded(
-    is_torn: bool, mesh: DeviceMesh, device: SlowDevice
-) -> None:
+def on_device(mesh: DeviceMesh, device: SlowDevice) -> tuple[TorchState, Alone]:
+    """Return a state with an attached model, in its first world. Its commits are copied from the device."""
     state = TorchState(note=0)
     committer_of(state).snapshot = Snapshot(None, lambda _: device)
     committer_of(state).use_session(Member(World(1)))
@@ -267,7 +265,22 @@ def test_a_commit_of_shards_that_are_written_while_a_device_copies_them_is_disca
     model = Alone(DTensor.from_local(torch.ones(4), mesh, [Shard(0)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state.attach(model=model, optimizer=optimizer, init=lambda: None)
+    return state, model
+
+
+def test_a_commit_of_shards_on_a_device_is_sealed_before_the_next_tick(mesh: DeviceMesh, device: SlowDevice) -> None:
+    """Otherwise a rank could overwrite its commit before this one, while another rank has not sealed this one."""
+    state, _ = on_device(mesh, device)
     committer_of(state).begin()
+    assert state.commits == (CommitId(1, 1), CommitId(1, 0))
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_a_commit_of_shards_that_are_written_while_a_device_copies_them_is_discarded(
+    is_torn: bool, mesh: DeviceMesh, device: SlowDevice
+) -> None:
+    state, model = on_device(mesh, device)
+    committer_of(state)._begin(CommitId(1, 1))
     if is_torn:
         with torch.no_grad():
             model.w.add_(1)
