@@ -62,7 +62,7 @@ def train(state: elastic.TorchState) -> None:
     model.to_empty(device=elastic.device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     state.attach(model=model, optimizer=optimizer, init=model.init_weights)
-    for (tokens,) in state.loader:
+    for (tokens,) in (batch for _ in state.loader.epochs(1_000) for batch in state.loader):
         tokens = tokens.to(elastic.device())
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:].flatten())
         optimizer.zero_grad()
