@@ -3,6 +3,8 @@
 - ``Module._parameters``, ``_buffers``, ``_modules``: ``named_parameters`` and similar methods take three walks, and do
   not yield buffers that are None.
 - ``Module._non_persistent_buffers_set``: no public method returns it.
+- ``torch._dynamo.eval_frame.OptimizedModule._orig_mod``: the module that ``torch.compile(module)`` has wrapped. Not
+  imported here: the import of the compiler takes a second.
 - ``torch.nn.modules.batchnorm._NormBase``: base class of batch and instance norms, also of those of other packages.
 """
 
@@ -42,6 +44,15 @@ def has_registries() -> bool:
             )
             return False
     return True
+
+
+def compiles_another(kind: type[torch.nn.Module]) -> bool:
+    """Return True for the class of what ``torch.compile(module)`` returns: it has the module as its only child.
+
+    FSDP2 makes a subclass of it.
+    """
+    wrapper = "torch._dynamo.eval_frame", "OptimizedModule"
+    return any((base.__module__, base.__name__) == wrapper for base in kind.__mro__)
 
 
 def has_buffer(module: torch.nn.Module, name: str) -> bool:

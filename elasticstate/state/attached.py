@@ -232,7 +232,7 @@ class AttachedModule:
         for name, parameter in self.parameters.items():
             targets.add(name, parameter)
         self._prepare_buffers(walk, tree, targets)
-        parts = dict(self._module.named_modules())
+        parts = {path: part for part, path in walk.with_extra_state.items()}
         for path, extra in tree["extra"].items():
             value = rebuild_with(targets.tensor, extra, None, None, self._extra_at(path), set())
             targets.afterwards(_later(parts[path].set_extra_state, value))

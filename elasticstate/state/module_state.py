@@ -16,6 +16,9 @@ from elasticstate.state.values import Captured, is_loaded, load_value
 class Walk:
     """All tensors of a module by name, found in one walk. ``named_parameters`` and similar methods would take three.
 
+    The names are those without ``torch.compile``: a checkpoint of a compiled module loads into one that is not, and
+    the other way round.
+
     Args:
         parameters_at: what the names of parameters begin with.
         buffers_at: the same for buffers.
@@ -31,9 +34,14 @@ class Walk:
         self._visit(module, "")
 
     def _visit(self, module: torch.nn.Module, path: str) -> None:
-        usual, has_extra_state = _class_facts(type(module))  # type: ignore[arg-type]  # a class is hashable
+        usual, has_extra_state, is_compiled = _class_facts(type(module))  # type: ignore[arg-type]  # a class is hashable
         if not usual:
             self._visit_by_public_methods(module, path)
+            return
+        if is_compiled:
+            for child in modules.children_of(module).values():
+                assert child is not None
+                self._visit(child, path)
             return
         if has_extra_state:
             self.with_extra_state.setdefault(module, path.removesuffix("."))
@@ -62,16 +70,17 @@ class Walk:
 
 
 @functools.cache
-def _class_facts(kind: Any) -> tuple[bool, bool]:
-    """Return two flags for a class of modules: it uses torch's own ``named_*`` methods, and it has an extra state."""
+def _class_facts(kind: Any) -> tuple[bool, bool, bool]:
+    """Return three flags for a class of modules: it uses torch's own ``named_*`` methods, it has an extra state, and it
+    is what ``torch.compile`` returns."""
     usual = modules.has_registries() and all(getattr(kind, f) is getattr(torch.nn.Module, f) for f in _WALK_METHODS)
-    return usual, kind.get_extra_state is not torch.nn.Module.get_extra_state
+    has_extra_state = kind.get_extra_state is not torch.nn.Module.get_extra_state
+    return usual, has_extra_state, modules.compiles_another(kind)
 
 
 def is_usual(module: torch.nn.Module) -> bool:
     """Return True if the module uses torch's own ``named_*`` methods, so that its registries contain its tensors."""
-    usual, _ = _class_facts(type(module))  # type: ignore[arg-type]
-    return usual
+    return _class_facts(type(module))[0]  # type: ignore[arg-type]
 
 
 _WALK_METHODS = ("named_parameters", "named_buffers", "named_modules")
@@ -122,7 +131,7 @@ def load_module(name: str, module: torch.nn.Module, tree: Any, values: Captured)
         if written is not live[key]:  # the live parameter cannot be written in place
             live[key].data = written  # type: ignore[assignment]  # a parameter is a tensor
     _load_buffers(module, walk, tree, values)
-    parts = dict(module.named_modules())
+    parts = {path: part for part, path in walk.with_extra_state.items()}
     used: set[str] = set()
     for path, extra in tree["extra"].items():
         parts[path].set_extra_state(rebuild(extra, values, None, None, f"{name}.extra.{path}", used))
@@ -147,8 +156,20 @@ def _load_buffers(module: torch.nn.Module, walk: Walk, tree: Any, values: Captur
 
 
 def owner_of_buffer(module: torch.nn.Module, path: str) -> tuple[torch.nn.Module, str]:
-    owner, _, name = path.rpartition(".")
-    return module.get_submodule(owner), name
+    *parts, name = path.split(".")
+    owner = _compiled(module)
+    for part in parts:
+        owner = _compiled(owner.get_submodule(part))
+    return owner, name
+
+
+def _compiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``torch.compile`` has wrapped, or else the module itself."""
+    while modules.compiles_another(type(module)):
+        (child,) = modules.children_of(module).values()
+        assert child is not None
+        module = child
+    return module
 
 
 def set_buffer(module: torch.nn.Module, path: str, value: Any, is_transient: bool) -> None:

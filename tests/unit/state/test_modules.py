@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
+from elasticstate.state.running_statistics import running_statistics
 
 
 class Odd(torch.nn.Module):
@@ -126,3 +128,34 @@ def test_a_newcomer_has_the_same_buffers_as_the_commit() -> None:
     newcomer.linear.register_buffer("own", torch.ones(1))
     TorchState(model=newcomer).apply(committer_of(state).snapshot.read(state.commits[0]))
     assert buffers(newcomer) == buffers(module)
+
+
+class Outer(torch.nn.Module):
+    def __init__(self, seed: int, is_compiled: bool) -> None:
+        super().__init__()
+        part: Any = Odd(seed)
+        self.part: Any = torch.compile(part, backend="eager") if is_compiled else part
+        self.norm = torch.nn.BatchNorm1d(2)
+
+    def odd(self) -> Any:
+        return getattr(self.part, "_orig_mod", self.part)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_names_are_the_same_with_and_without_the_compiler(is_compiled: bool) -> None:
+    """A commit of a compiled module loads into one that is not compiled, and the other way round."""
+    first, second = Outer(0, is_compiled), Outer(1, not is_compiled)
+    compiled = first if is_compiled else second
+    models: list[Any] = [torch.compile(m, backend="eager") if m is compiled else m for m in (first, second)]
+    state = TorchState(model=models[0])
+    state.commit()
+    values = committer_of(state).snapshot.read(state.commits[0])
+    assert not [name for name in values if "orig_mod" in name]
+    other = TorchState(model=models[1])
+    other.apply(values)
+    assert picture(second.odd()) == picture(first.odd())
+    other.commit()
+    assert committer_of(other).snapshot.read(other.commits[0]).keys() == values.keys()
+    statistics = [list(running_statistics("model", model)) for model in models]
+    assert statistics[0] == statistics[1]
+    assert statistics[0] == [f"model.buffers.norm.{k}" for k in ("running_mean", "running_var", "num_batches_tracked")]

@@ -14,15 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from elasticstate import commit_header
 from elasticstate.core.types import CommitId
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from tests.unit.state.conftest import FileStorage
-from tests.unit.state.sharded import GroupMember, WorldServer, keepers
+from tests.unit.state.sharded import FileCopies, GroupMember, WorldServer, keepers, source
 
 Tensors = dict[str, torch.Tensor]
 
@@ -92,6 +94,21 @@ def fsdp(shape: tuple[int, ...]) -> Net:
     return model
 
 
+def fsdp_of_wrapped_blocks(shape: tuple[int, ...]) -> Net:
+    """FSDP2 of a block with activation checkpointing, of a compiled one, and of one that is both."""
+    mesh = init_device_mesh("cpu", shape)
+    model: Any = meta_net()
+    model.a = checkpoint_wrapper(model.a)
+    model.b = torch.compile(model.b, backend="aot_eager")
+    model.c = torch.compile(checkpoint_wrapper(model.c), backend="aot_eager")
+    for part in (model.b, model.c, model.low):
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    found: Net = model
+    return found
+
+
 def fsdp_and_tensor_parallel(shape: tuple[int, ...]) -> Net:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
     model = meta_net()
@@ -119,6 +136,8 @@ class Plan:
     generation: int = 1
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     options: dict[str, Any] = field(default_factory=dict)
+    batches: int = 1  # whose gradients are accumulated in each step
+    norm: float | None = None  # to which gradients are clipped
     ends_in_forward: bool = False  # the last commit is made in the middle of a forward pass
 
     @property
@@ -185,8 +204,12 @@ def _train(plan: Plan, state: Any, member: GroupMember) -> tuple[Any, int, tuple
     losses = []
     for _ in range(plan.steps):
         torch.manual_seed(state.step)
-        loss = model(torch.randn(4, 6)).square().mean()
-        loss.backward()
+        for _ in range(plan.batches):
+            loss = model(torch.randn(4, 6)).square().mean()
+            loss.backward()
+        if plan.norm is not None:
+            norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), plan.norm)
+            assert whole(norm) > plan.norm, "nothing was clipped"
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -265,6 +288,20 @@ def test_a_world_of_another_size_continues_with_the_same_tensors_and_losses(fold
 def test_a_commit_in_the_middle_of_a_forward_pass_holds_the_shards(folder: Path) -> None:
     before = run(folder, Plan(fsdp, (2,), 1, ends_in_forward=True))
     check_continued(before, continued(folder, Plan(fsdp, (3,), 1, 2), before))
+
+
+def test_wrapped_blocks_accumulation_and_clipping(folder: Path) -> None:
+    """The commits have the names of the parameters, whatever wraps their modules."""
+    plan = Plan(fsdp_of_wrapped_blocks, (2,), 2, batches=2, norm=1e-3)
+    before = run(folder, plan)
+    names = {name for name, _ in meta_net().named_parameters(prefix="model")}
+    assert before[0].commits[0] is not None
+    header = FileCopies(folder).header(source(before[0].digest, 0, before[0].commits[0]).copy)
+    assert names <= commit_header.read(header).tensors.keys()
+    undisturbed = run(folder.parent / "undisturbed", replace(plan, steps=3))
+    after = continued(folder, replace(plan, shape=(3,), steps=1, generation=2), before)
+    check_continued(before, after)
+    assert after[0].losses == pytest.approx(undisturbed[0].losses[2:], rel=1e-5)
 
 
 @pytest.mark.parametrize(
