@@ -1,7 +1,7 @@
 """Training script whose model and optimizer are sharded: by FSDP2, HSDP, or FSDP and tensor parallelism.
 
 It logs one line for each action, to ``<log>/<host>-<slot>-<pid>.jsonl``. ``digest`` is that of all full tensors of
-parameters and optimizer state, which all ranks gather.
+parameters and optimizer state; in the line of a step rank 0 alone has it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -106,11 +108,36 @@ def full(value: object) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)
 
 
+def tensors_of(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    return {
+        f"{name} {key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in {"": parameter.detach(), **optimizer.state.get(parameter, {})}.items()
+    }
+
+
 def digest(model: Net, optimizer: torch.optim.Optimizer) -> str:
+    """Return the digest of the tensors as torch makes them whole, on each rank."""
     found = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        for key, value in {"": parameter.detach(), **optimizer.state.get(parameter, {})}.items():
-            found.update(f"{name} {key}".encode() + full(value).contiguous().numpy().tobytes())
+    for name, value in tensors_of(model, optimizer).items():
+        found.update(name.encode() + full(value).contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def digest_on_rank_0(model: Net, optimizer: torch.optim.Optimizer) -> str:
+    """Return the same digest on rank 0 alone, which puts all parts in their places. Takes a tenth of the time."""
+    tensors = tensors_of(model, optimizer)
+    parts = [(_begin(v), v.to_local().numpy()) for v in tensors.values() if isinstance(v, DTensor)]
+    gathered: list[list[tuple[tuple[int, ...], Any]]] = [[] for _ in range(elastic.size())]
+    dist.gather_object(parts, gathered if elastic.rank() == 0 else None)
+    if elastic.rank():
+        return ""
+    found, by_tensor = hashlib.sha256(), zip(*gathered, strict=True)
+    for name, value in tensors.items():
+        whole = torch.as_tensor(value).numpy() if not isinstance(value, DTensor) else np.empty(value.shape, np.float32)
+        for begin, part in next(by_tensor) if isinstance(value, DTensor) else ():
+            whole[tuple(slice(b, b + n) for b, n in zip(begin, part.shape, strict=True))] = part
+        found.update(name.encode() + whole.tobytes())
     return found.hexdigest()
 
 
@@ -141,7 +168,7 @@ def train(state: elastic.TorchState) -> None:
         state.step += 1
         total = loss.detach().clone()
         dist.all_reduce(total)
-        note("step", step=state.step, loss=total.item() / elastic.size(), digest=digest(model, optimizer))
+        note("step", step=state.step, loss=total.item() / elastic.size(), digest=digest_on_rank_0(model, optimizer))
         if state.until < 0 and (args.until is None or _all_see(args.until)):
             state.until = max(state.step, args.steps)
         state.commit()
