@@ -36,6 +36,7 @@ SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
 KillWait=2
+SchedulerParameters=sched_interval=1
 {nodes}
 PartitionName=main Nodes={names} Default=YES
 """

@@ -60,6 +60,12 @@ class Batch:
     def state(self) -> str:
         return self._slurm.job_state(self.id)
 
+    def start_now(self) -> bool:
+        """Start a job that waits. Return True if it runs. The end of the run before may still set another start."""
+        if self.state == "PENDING":
+            self._slurm.call("scontrol", "update", f"jobid={self.id}", "starttime=now")
+        return self.state == "RUNNING"
+
     def steps(self) -> list[str]:
         """Return the lines that the script resuming.py has written."""
         path = self._directory / "steps"
@@ -129,8 +135,8 @@ def test_a_requeued_job_resumes(slurm: Slurm, tmp_path: Path) -> None:
         wait_for("five steps", lambda: len(job.steps()) > 5)
         slurm.call("scontrol", "requeue", job.id)
         wait_for("a job that waits", lambda: job.state == "PENDING")
-        slurm.call("scontrol", "update", f"jobid={job.id}", "starttime=now")
         before = len(job.steps())
+        wait_for("the second run", job.start_now)
         wait_for("five more steps", lambda: len(job.steps()) > before + 5)
         job.stop()
         job.ends_well()
