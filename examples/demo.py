@@ -52,11 +52,11 @@ def run(folder: Path) -> str:
     hosts.write_text("localhost:2\n127.0.0.2:2\n")
     options = ["-np", "4", "--min-np", "2", "--max-np", "4", "--min-interrupt-distance", "1", "--log-dir", logs]
     options += ["--events-file", events, "--host-discovery-script", EXAMPLES / "discover.sh"]
-    command = [ELASTICRUN, *options, sys.executable, "-u", EXAMPLES / "digits.py", "--epochs", "40", "--pace", "0.03"]
+    command = [ELASTICRUN, *options, sys.executable, "-u", EXAMPLES / "digits.py", "--epochs", "20", "--pace", "0.06"]
     with subprocess.Popen(command, env=os.environ | {"HOSTS_FILE": str(hosts)}) as job:
         try:
             wait_until(job, "the first epochs", lambda: any("epoch 5" in log.read_text() for log in logs.glob("*.out")))
-            print("--- SIGKILL to a worker: the other three go on, and a new one takes its seat", flush=True)
+            print("--- SIGKILL to a worker: the other three go on, and a new worker takes its slot", flush=True)
             worker_process(job, "127.0.0.2:1").kill()
             wait_until(job, "three workers", lambda: 3 in sizes_of_worlds(events))
             wait_until(job, "four workers again", lambda: sizes_of_worlds(events)[-1] == 4)
