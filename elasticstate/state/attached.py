@@ -130,8 +130,11 @@ class AttachedValues:
             for name in sorted(names[ranks]):
                 _broadcast(channel, pieces[name].local)
 
-    def restore(self, copies: CommitCopies) -> None:
-        """Make the content of a commit the content of all attached values. Raises what ``CommitCopies.load`` raises."""
+    def restore(self, copies: CommitCopies) -> dict[str, Piece]:
+        """Make the content of a commit the content of all attached values. Return all tensors.
+
+        Raises what ``CommitCopies.load`` raises.
+        """
         trees = copies.trees()
         if trees.keys() != set(self.names):
             raise StateError(
@@ -147,6 +150,7 @@ class AttachedValues:
         for name, value in self._others.items():
             value.prepare(trees[name].tree, targets)
         targets.load()
+        return targets.pieces
 
 
 def _is_piece_of(known: tuple[torch.Tensor, Piece], tensor: Any) -> bool:

@@ -23,6 +23,7 @@ from elasticstate.state.channel import Channel, channel_between
 from elasticstate.state.commit_writer import CommitWriter
 from elasticstate.state.layout import digest
 from elasticstate.state.reshard import CommitCopies
+from elasticstate.state.reshard_check import check_reshard
 from elasticstate.state.snapshot import Incoming
 from elasticstate.state.values import Captured, Values
 
@@ -177,9 +178,8 @@ class Committer(CommitWriter):
         session = self.session
         self.settle()
         if session.generation > 0 and session.size > 1:
-            group = session.process_group_for(tuple(range(session.size)))
             exclusions.leave_out(self.attached.names if self.attached is not None else ())
-            divergence.check(self.snapshot, Channel(group, 0), session.rank, exclusions)
+            divergence.check(self.snapshot, self._everyone(), session.rank, exclusions)
             return
         try:
             self.snapshot.verify()
@@ -282,7 +282,9 @@ class Committer(CommitWriter):
         self._compare_attached(attached)
         if session.line is not None:
             with self._copies() as copies:
-                attached.restore(copies)
+                pieces = attached.restore(copies)
+                if session.verify_sync:
+                    check_reshard(copies, pieces, session.rank, session.size, self._messages_of_all)
         elif init is not None:
             init()
             if session.size > 1:
@@ -312,10 +314,13 @@ class Committer(CommitWriter):
             )
 
     def _numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
-        session = self.session
-        if session.size == 1:
-            return [numbers]
-        return Channel(session.process_group_for(tuple(range(session.size))), 0).numbers_of_all(numbers)
+        return [numbers] if self.session.size == 1 else self._everyone().numbers_of_all(numbers)
+
+    def _messages_of_all(self, message: bytes) -> list[bytes]:
+        return [message] if self.session.size == 1 else self._everyone().messages_of_all(message)
+
+    def _everyone(self) -> Channel:
+        return Channel(self.session.process_group_for(tuple(range(self.session.size))), 0)
 
     def _seal_attached(self, start: CommitId) -> None:
         """Seal the first commit with shards. A world without a line may have sealed the plain values under this id."""

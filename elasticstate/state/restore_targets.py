@@ -19,12 +19,12 @@ class RestoreTargets:
 
     def __init__(self, copies: CommitCopies) -> None:
         self._copies = copies
-        self._pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, Piece] = {}
         self._calls: list[Callable[[], object]] = []
 
     def load(self) -> None:
         """Read the content of all tensors, then make the calls. Raises what ``CommitCopies.load`` raises."""
-        self._copies.load(self._pieces)
+        self._copies.load(self.pieces)
         for call in self._calls:
             call()
 
@@ -33,7 +33,7 @@ class RestoreTargets:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor that exists. Its shape and dtype must be those of the commit."""
-        self._pieces[name] = piece_of(name, tensor)
+        self.pieces[name] = piece_of(name, tensor)
 
     def tensor(self, live: object, name: str, device: torch.device) -> torch.Tensor:
         """Add ``live`` if the content fits into it, otherwise a new plain tensor. Return the added one."""

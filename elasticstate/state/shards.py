@@ -56,6 +56,15 @@ class Piece(NamedTuple):
     shard: Shard
 
 
+class Place(NamedTuple):
+    """Place of a part in a whole tensor. Replicas have the same."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 def piece_of(name: str, value: torch.Tensor) -> Piece:
     """Return the local tensor of a value. The shard of a plain tensor is all of it.
 

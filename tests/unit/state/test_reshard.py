@@ -17,8 +17,9 @@ from elasticstate.commit_header import Shard as Place, Sharding, read
 from elasticstate.compat.dtensors import Split
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, StateError
-from elasticstate.state import blocks
+from elasticstate.state import blocks, reshard_check
 from elasticstate.state.reshard import CommitCopies
+from elasticstate.state.reshard_check import content_sum
 from elasticstate.state.shards import Piece, chunk_of, digest_of
 from elasticstate.state.snapshot import Snapshot
 from tests.unit.state.sharded import SnapshotCopies, source
@@ -240,3 +241,24 @@ def test_a_header_is_readable_without_torch() -> None:
     assert bits(world[1]["model.w"].local) == buffer.memory[tensor.begin : tensor.end].numpy().tobytes()
     assert found.tensors["plain"].shard is None
     assert (found.attached, found.random, found.objects) == (("model",), buffer.frame.random, buffer.frame.objects)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (5, 6), (3, 4, 5)])
+def test_the_sum_of_a_content_does_not_depend_on_the_cut(
+    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype)
+    total = content_sum(Piece(whole, Place(shape, (0,) * len(shape))))
+    monkeypatch.setattr(reshard_check, "_ELEMENTS", 8)
+    assert content_sum(Piece(whole, Place(shape, (0,) * len(shape)))) == total
+    for d, size in enumerate(shape):
+        parts = zip(whole.split(2, d), range(0, size, 2), strict=False)
+        places = ((part, tuple(at if e == d else 0 for e in range(len(shape)))) for part, at in parts)
+        assert sum(content_sum(Piece(part, Place(shape, place))) for part, place in places) % (1 << 64) == total
+    if whole.numel() > 1:
+        flat = whole.reshape(-1)
+        flat[0], flat[1] = 0, 1
+        ordered = content_sum(Piece(whole, Place(shape, (0,) * len(shape))))
+        flat[0], flat[1] = 1, 0
+        assert content_sum(Piece(whole, Place(shape, (0,) * len(shape)))) != ordered

@@ -21,8 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from elasticstate import commit_header
 from elasticstate.core.types import CommitId
+from elasticstate.errors import StateDivergedError
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
+from elasticstate.state.restore_targets import RestoreTargets
 from tests.unit.state.conftest import FileStorage
 from tests.unit.state.sharded import FileCopies, GroupMember, WorldServer, keepers, source
 
@@ -225,6 +227,41 @@ def _train(plan: Plan, state: Any, member: GroupMember) -> tuple[Any, int, tuple
     return model, member.attached[0], (began_with, tensors_of(model, optimizer), losses)
 
 
+def verified(
+    build: Callable[[tuple[int, ...]], Net], shape: tuple[int, ...], damage: str = ""
+) -> Callable[[GroupMember, FileStorage], str]:
+    """Attach the values of a commit with ``--verify-sync``, and return the error. ``damage``: what the reshard does."""
+
+    def on_rank(member: GroupMember, storage: FileStorage) -> str:
+        member.verify_sync = True
+        load = RestoreTargets.load
+
+        def damaging(targets: RestoreTargets) -> None:
+            load(targets)
+            local = targets.pieces["model.b.weight"].local.detach()
+            if damage == "zero" and local.numel() and member.rank == 1:
+                local.view(-1)[-1] = 0
+            elif damage == "swap" and member.rank == 0:
+                local[0], local[1] = local[1].clone(), local[0].clone()
+
+        state, model = TorchState(step=0), build(shape)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        committer = committer_of(state)
+        committer.use_storage(storage)
+        committer.use_session(member)
+        committer.start_from_line()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RestoreTargets, "load", damaging)
+            try:
+                committer.attach({"model": model, "optimizer": optimizer, "scheduler": scheduler}, model.fill)
+            except StateDivergedError as error:
+                return str(error)
+        return ""
+
+    return on_rank
+
+
 def run(folder: Path, plan: Plan, before: list[Outcome] | None = None) -> list[Outcome]:
     """Train in a world that starts from the commits of the world ``before``, if there was one."""
     folder.mkdir(exist_ok=True)
@@ -302,6 +339,24 @@ def test_wrapped_blocks_accumulation_and_clipping(folder: Path) -> None:
     after = continued(folder, replace(plan, shape=(3,), steps=1, generation=2), before)
     check_continued(before, after)
     assert after[0].losses == pytest.approx(undisturbed[0].losses[2:], rel=1e-5)
+
+
+def test_verify_sync_detects_a_faulty_reshard(folder: Path) -> None:
+    before = run(folder, Plan(fsdp, (2, 2), 1))
+    digests = [outcome.digest for outcome in before]
+
+    def errors(*attempt: Any) -> set[str]:
+        other = folder.parent / str(attempt[1:])
+        shutil.copytree(folder, other)
+        return set(
+            SERVER.in_world(other, torch.Size(attempt[1]).numel(), 2, verified(*attempt), before[0].commits[0], digests)
+        )
+
+    assert errors(fsdp_and_tensor_parallel, (1, 2)) == {""}
+    assert errors(replicated, (1,)) == {""}
+    for damage in ("zero", "swap"):
+        (error,) = errors(fsdp, (3,), damage)
+        assert "not those of the commit: model.b.weight. Report" in error
 
 
 @pytest.mark.parametrize(
