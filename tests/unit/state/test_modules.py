@@ -130,7 +130,7 @@ def test_a_newcomer_has_the_same_buffers_as_the_commit() -> None:
     assert buffers(newcomer) == buffers(module)
 
 
-class Outer(torch.nn.Module):
+class HasOdd(torch.nn.Module):
     def __init__(self, seed: int, is_compiled: bool) -> None:
         super().__init__()
         part: Any = Odd(seed)
@@ -144,7 +144,7 @@ class Outer(torch.nn.Module):
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_names_are_the_same_with_and_without_the_compiler(is_compiled: bool) -> None:
     """A commit of a compiled module loads into one that is not compiled, and the other way round."""
-    first, second = Outer(0, is_compiled), Outer(1, not is_compiled)
+    first, second = HasOdd(0, is_compiled), HasOdd(1, not is_compiled)
     compiled = first if is_compiled else second
     models: list[Any] = [torch.compile(m, backend="eager") if m is compiled else m for m in (first, second)]
     state = TorchState(model=models[0])
