@@ -36,7 +36,7 @@ from elasticstate.state.blocks import (
 )
 from elasticstate.state.buffer import LENGTH_BYTES
 from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Frame, Layout, parse_header, round_up, torch_dtype
-from elasticstate.state.shards import CopyReader, Piece, Place
+from elasticstate.state.shards import CopyReader, Piece, PartPlace
 from elasticstate.state.values import Values
 
 RANGES = 4096  # of one request
@@ -94,13 +94,13 @@ class CommitCopies:
             f"The commit has no {name}. Attach the same objects as the worker that committed, under the same names."
         )
 
-    def places(self) -> set[Place]:
+    def places(self) -> set[PartPlace]:
         """Return the places of all parts that are not empty, of replicas once. Raises CollectiveError."""
         opened = list(self._each())
         if len(opened) < len(self._digests):
             self._raise_if_unreadable({"all parts": []})
         return {
-            Place(entry.name, shards[entry.name].shape, shards[entry.name].offsets, entry.shape)
+            PartPlace(entry.name, shards[entry.name].shape, shards[entry.name].offsets, entry.shape)
             for one in opened
             for shards in (one.frame.sharding.shards,)
             for entry in one.frame.layout.entries

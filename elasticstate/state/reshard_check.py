@@ -17,14 +17,14 @@ from elasticstate.commit_header import Shard
 from elasticstate.core.texts import listed
 from elasticstate.errors import StateDivergedError
 from elasticstate.state.reshard import MAX_NAMES, CommitCopies
-from elasticstate.state.shards import Piece, Place
+from elasticstate.state.shards import Piece, PartPlace
 
 _ELEMENTS = 1 << 20  # that are summed at once
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)  # odd numbers: those of XXH64
 _MASK = (1 << 64) - 1
 
-_Measured = tuple[Place, int]
+_Measured = tuple[PartPlace, int]
 """A part of a tensor, and the sum of its content."""
 
 
@@ -57,10 +57,10 @@ def check_reshard(
 
 
 def _measured(name: str, piece: Piece) -> _Measured:
-    return Place(name, piece.shard.shape, piece.shard.offsets, tuple(piece.local.shape)), content_sum(piece)
+    return PartPlace(name, piece.shard.shape, piece.shard.offsets, tuple(piece.local.shape)), content_sum(piece)
 
 
-def _read(copies: CommitCopies, place: Place) -> _Measured:
+def _read(copies: CommitCopies, place: PartPlace) -> _Measured:
     """Read a part of the commit."""
     _, dtype = copies.find(place.name)
     piece = Piece(torch.empty(place.sizes, dtype=dtype), Shard(place.shape, place.offsets))
@@ -73,10 +73,10 @@ def _contents(parts: Iterable[_Measured]) -> dict[str, list[int]]:
 
     A tensor whose parts overlap without being replicas is left out: ranks of different meshes hold it.
     """
-    sums: dict[Place, set[int]] = {}
+    sums: dict[PartPlace, set[int]] = {}
     for place, content in parts:
         sums.setdefault(place, set()).add(content)
-    of_name: dict[str, list[Place]] = {}
+    of_name: dict[str, list[PartPlace]] = {}
     for place in sums:
         of_name.setdefault(place.name, []).append(place)
     found: dict[str, list[int]] = {}

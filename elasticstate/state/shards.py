@@ -56,8 +56,8 @@ class Piece(NamedTuple):
     shard: Shard
 
 
-class Place(NamedTuple):
-    """Place of a part in a whole tensor. Replicas have the same."""
+class PartPlace(NamedTuple):
+    """PartPlace of a part in a whole tensor. Replicas have the same."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
