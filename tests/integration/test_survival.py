@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,14 +35,6 @@ SECOND = (
     "kill@leave:rank=0:generation={now}",
     "segv@step:rank=1:generation={next}",
 )
-
-
-@pytest.fixture(autouse=True, scope="module", params=["forked", "new-process"])
-def _start_of_workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run each test with workers that fork from the template process, and with workers that are new processes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ELASTICSTATE_TEMPLATE", "1" if request.param == "forked" else "0")
-        yield
 
 
 def survived(job: Job, faults: int | None = None, generations: int = 2) -> None:
@@ -106,7 +98,7 @@ STRIKES: dict[str, Callable[[Series], object]] = {
 
 
 @pytest.fixture(scope="module")
-def struck(_start_of_workers: None, tmp_path_factory: pytest.TempPathFactory) -> Errors:
+def struck(tmp_path_factory: pytest.TempPathFactory) -> Errors:
     """Let all faults strike at one job of four workers. The check of the whole job is a part of the last one."""
     folder = tmp_path_factory.mktemp("series")
     options = ("-np", "4", "--min-np", "1", *FAST, "--cooldown-range", "0", "0")
@@ -167,8 +159,10 @@ def test_a_worker_dies_between_an_interrupt_at_a_tick_without_commit_and_its_rea
         survived(job, faults=1)
 
 
-def test_hosts_come_and_go_while_workers_die(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["forked", "new-process"])
+def test_hosts_come_and_go_while_workers_die(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned changes lose nothing, also when a worker dies in the middle of one."""
+    monkeypatch.setenv("ELASTICSTATE_TEMPLATE", "1" if start == "forked" else "0")
     hosts = Hosts(tmp_path).set("localhost:2")
     options = ("-np", "2", "--min-np", "1", *hosts.options, *FAST, "--cooldown-range", "1", "2")
     faults = ["kill@leave:rank=1:generation=1"]
