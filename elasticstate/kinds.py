@@ -62,6 +62,12 @@ def parse_bytes(text: str) -> int:
     return _whole(text[:-1] if power else text, 0) << 10 * power
 
 
+def _at_least_one(number: int) -> int:
+    if number < 1:
+        raise ValueError(number)
+    return number
+
+
 def _port(text: str) -> int:
     port = _whole(text, 1)
     if port >= 1 << 16:
@@ -205,6 +211,11 @@ def at_least_s(minimum: float) -> Kind:
 COUNT = Kind("N", "a whole number, at least 1", lambda text: _whole(text, 1))
 NUMBER = Kind("N", "a whole number, at least 0", lambda text: _whole(text, 0))
 BYTES = Kind("BYTES", "a number of bytes, for example 4096, 512M or 2G", parse_bytes)
+BYTES_OR_OFF = Kind(
+    "BYTES|off",
+    "a number of bytes, at least 1, for example 4096, 512M or 2G, or off",
+    _or_off(lambda text: _at_least_one(parse_bytes(text))),
+)
 SECONDS = at_least_s(0.0)
 SECONDS_OR_OFF = Kind("S|off", "a number of seconds, at least 1, or off", _or_off(lambda text: _seconds(text, 1.0)))
 SECONDS_OR_NEVER = Kind(
