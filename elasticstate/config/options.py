@@ -66,7 +66,8 @@ class Options(HostOptions, DurableOptions, HorovodOptions):
         _SIZE,
         kinds.PATH,
         "--hostfile",
-        "File with one host or host:slots per line. The file may change while the job runs.",
+        "File with one host or host:slots per line, perhaps followed by rack=NAME. The file may change while the job "
+        "runs.",
     )
     slots_per_host: int | None = option(
         None,

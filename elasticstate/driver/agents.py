@@ -209,6 +209,7 @@ class Agents:
 
     def _accept(self, hello: messages.AgentHello) -> AgentHandle:
         agent = self._agents[hello.host] = self._starter.accept(hello.host, hello.agent, hello.slots)
+        agent.rack = hello.rack if is_host_name(hello.rack) else ""
         return agent
 
     def _dismiss(self, agent: AgentHandle) -> None:
@@ -230,8 +231,9 @@ class Agents:
         if not self._has_news:
             return []
         self._has_news = False
-        slots = {agent.host: 0 if agent.host in self._leaving else agent.slots for agent in self._agents.values()}
-        return [t.HostsDiscovered(tuple(t.HostSlots(*each) for each in slots.items()))]
+        agents = self._agents.values()
+        found = (t.HostSlots(a.host, 0 if a.host in self._leaving else a.slots, a.rack) for a in agents)
+        return [t.HostsDiscovered(tuple(found))]
 
     def discovered(self, hosts: Sequence[t.HostSlots]) -> None:
         """Drain the agents that have dialled in on hosts that discovery names without slots, or does not name any more.

@@ -86,6 +86,7 @@ class AgentHello(Message, frozen=True):
     pid: int
     protocol: int
     version: str
+    rack: str = ""
 
 
 class FromWorker(Message, frozen=True):
