@@ -35,6 +35,7 @@ class ShardsOverview(Struct, frozen=True):
     copies: int  # kept by the agents
     replication: ReplicationOverview | None  # in progress
     trouble: str  # why the replicas are fewer or older than they should be; "": they are not
+    next_attempt_s: float | None  # until the next attempt, after one that failed
     memory: dict[str, int]  # by host: bytes of the copies
     memory_bytes: int  # on all hosts
     sent_bytes: int  # from host to host so far, as this driver has heard
@@ -54,7 +55,8 @@ class ShardsOverview(Struct, frozen=True):
             copies = f"{present.done} of {present.copies} copies"
             yield f"  in progress for {present.since_s:.1f} s: {present.commit}, {copies}"
         if self.trouble:
-            yield f"  {self.trouble}"
+            later = "" if self.next_attempt_s is None else f"; the next one begins in {self.next_attempt_s:.1f} s"
+            yield f"  {self.trouble}{later}"
         if self.copies or self.memory_bytes or self.sent_bytes:
             copies = "1 copy" if self.copies == 1 else f"{self.copies} copies"
             memory = f"{format_bytes(self.memory_bytes)} of memory on {number_of(len(self.memory), 'host')}"
@@ -81,6 +83,7 @@ def shards_of(m: Membership, now: float, totals: CopyTotals | None = None) -> Sh
             present.commit, len(present.copies) - len(present.missing), len(present.copies), now - present.since
         ),
         trouble=_trouble(m, shards.layouts[-1], now),
+        next_attempt_s=shards.not_before - now if _has_failed(m, now) else None,
         memory=memory,
         memory_bytes=sum(memory.values()),
         sent_bytes=totals.sent_bytes,
@@ -100,7 +103,12 @@ def _trouble(m: Membership, layout: ShardLayout, now: float) -> str:
             return "there is no other host to keep copies"
         verb = "is" if others == 1 else "are"
         return f"there {verb} {number_of(others, 'other host')} to keep copies, of {replicas}"
-    if shards.replication is None and shards.failures and shards.not_before > now:
+    if _has_failed(m, now):
         attempts = "attempt" if shards.failures == 1 else f"{shards.failures} attempts"
-        return f"the last {attempts} to replicate failed; the next one begins in {shards.not_before - now:.1f} s"
+        return f"the last {attempts} to replicate failed"
     return ""
+
+
+def _has_failed(m: Membership, now: float) -> bool:
+    """Return True between an attempt to replicate that failed and the next one."""
+    return m.shards.replication is None and m.shards.failures > 0 and m.shards.not_before > now

@@ -80,7 +80,8 @@ def test_the_status_says_why_replicas_are_old_or_few() -> None:
     m, _ = drive(f"2.0 {ALL_KEPT.format('1.0')} + {NEWER}\n2.1 dropped b b:0 1.5", m)
     found = shards_of(m, 2.2)
     assert found is not None
-    assert found.trouble == "the last attempt to replicate failed; the next one begins in 0.4 s"
+    assert found.trouble == "the last attempt to replicate failed"
+    assert list(found.lines())[1] == "  the last attempt to replicate failed; the next one begins in 0.4 s"
     assert found.replication is None
     m, _ = drive("2.3 agent-lost c exited + agent-lost b exited", m)
     found = shards_of(m, 2.4)
