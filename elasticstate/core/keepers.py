@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 
@@ -13,10 +13,11 @@ class Keepers:
     Without racks the ring has the order of discovery.
     """
 
-    def __init__(self, racks: Mapping[str, str], count: int) -> None:
-        """``racks``: by usable host, its rack; "": not known, so no other host shares it. ``count``: of copies."""
+    def __init__(self, racks: Mapping[str, str], usable: Sequence[str], count: int) -> None:
+        """``racks``: of all hosts; "": not known, so no other host shares it. ``usable``: hosts, in the order of
+        discovery. ``count``: of copies."""
         self._racks, self._count = racks, count
-        self._ring = _ring(racks)
+        self._ring = _ring({name: racks[name] for name in usable})
         self._positions = {name: position for position, name in enumerate(self._ring)}
         self._chosen: dict[tuple[str, ...], tuple[str, ...]] = {}
 

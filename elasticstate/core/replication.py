@@ -197,10 +197,10 @@ def _to_come(d: Draft, layout: ShardLayout) -> t.CommitId | None:
 def _placed(d: Draft, layout: ShardLayout) -> Iterator[tuple[t.SlotId, str]]:
     """Yield the copies of a commit with this layout: of each digest, on its own hosts first, then on others."""
     count = 1 + replicas_of(d, layout)
-    hosts = [host for host in d.by_discovery() if host.agent == "joined" and host.slots and not host.draining]
-    if count == 1 or len(hosts) < 2:
+    usable = [host.name for host in d.by_discovery() if host.agent == "joined" and host.slots and not host.draining]
+    if count == 1 or len(usable) < 2:
         return
-    keepers_of = Keepers({host.name: host.rack for host in hosts}, count)
+    keepers_of = Keepers({host.name: host.rack for host in d.hosts.values()}, usable, count)
     slots: dict[int, dict[str, t.SlotId]] = {}
     for slot_id, digest in layout.digests:
         slots.setdefault(digest, {}).setdefault(slot_id.host, slot_id)
