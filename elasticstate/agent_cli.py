@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from elasticstate.cli import DEFAULTS, Parser, value_of
 from elasticstate.config import option_names, slots_of_step, slurm_node
 from elasticstate.errors import OptionError
-from elasticstate.kinds import SECONDS, SLOTS, Kind, is_host_name, split_address
+from elasticstate.kinds import RACK_RULE, SECONDS, SLOTS, Kind, is_host_name, split_address
 from elasticstate.machine import host_name
 from elasticstate.terminal import complain, printable
 
@@ -40,6 +40,7 @@ def run_agent(argv: Sequence[str]) -> int:
         help="Name of this host in the job, unique among its hosts (default: the name of this machine; in a step of "
         "Slurm, that of the node).",
     )
+    add("--rack", default="", metavar="NAME", help="Rack of this host: replicas of its shards are kept in other racks.")
     add(
         "--wait",
         default="600",
@@ -68,6 +69,8 @@ def run_agent(argv: Sequence[str]) -> int:
             f"--name: {given.name!r}: must be letters, digits, dots, dashes and underscores, and not begin with a dot. "
             "Choose another name for this host."
         )
+    if given.rack and not is_host_name(given.rack):
+        raise OptionError(f"--rack: {given.rack!r}: {RACK_RULE}.")
     from elasticstate.agent.join import join
     from elasticstate.processes import allow_many_descriptors, keep_owner_access
 
@@ -82,6 +85,7 @@ def run_agent(argv: Sequence[str]) -> int:
         wait_s=wait_s,
         connect_timeout_s=connect_timeout_s,
         status_socket=given.status_socket,
+        rack=given.rack,
     )
 
 

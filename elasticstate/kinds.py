@@ -14,7 +14,8 @@ from elasticstate.backends import BACKENDS
 from elasticstate.core.ids import HostSlots
 
 _HOST_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}"
-_HOST = re.compile(rf"(?P<name>{_HOST_NAME})(?::(?P<a>\d{{1,18}})|\s+slots\s*=\s*(?P<b>\d{{1,18}}))?")
+_HOST = re.compile(rf"(?P<name>{_HOST_NAME})(?::(?P<slots>\d{{1,18}}))?(?P<attributes>(?:\s+[^\s=:,]+=\S*)*)")
+RACK_RULE = "must be letters, digits, dots, dashes and underscores, and not begin with a dot"
 _LONGEST_QUOTE = 100  # characters of a line that cannot be read
 _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,39}")
 
@@ -34,12 +35,25 @@ def is_host_name(text: str) -> bool:
 
 
 def parse_host(text: str, default_slots: int) -> HostSlots:
-    """Read ``host``, ``host:slots`` or ``host slots=N``. Raises ValueError."""
-    match = _HOST.fullmatch(text.strip())
+    """Read ``host``, ``host:slots`` or ``host slots=N``, perhaps followed by ``rack=NAME``. Raises ValueError."""
+    quoted = repr(text.strip()[:_LONGEST_QUOTE])
+    match = _HOST.fullmatch(re.sub(r"\s*=\s*", "=", text.strip()))
     if match is None:
-        raise ValueError(f"{text.strip()[:_LONGEST_QUOTE]!r} is not a host: must be host or host:slots")
-    slots = match["a"] or match["b"]
-    return HostSlots(match["name"], default_slots if slots is None else int(slots))
+        raise ValueError(f"{quoted} is not a host: must be host or host:slots")
+    slots, rack = match["slots"], ""
+    for attribute in match["attributes"].split():
+        name, _, value = attribute.partition("=")
+        if name == "slots" and slots is None and re.fullmatch(r"\d{1,18}", value):
+            slots = value
+        elif name == "rack" and not rack and is_host_name(value):
+            rack = value
+        elif name == "rack" and not rack:
+            raise ValueError(f"{quoted}: rack={value}: {RACK_RULE}")
+        elif name in ("slots", "rack"):
+            raise ValueError(f"{quoted}: {attribute}: must be one {name}=, with a value")
+        else:
+            raise ValueError(f"{quoted}: unknown attribute {name!r}: must be slots=N or rack=NAME")
+    return HostSlots(match["name"], default_slots if slots is None else int(slots), rack)
 
 
 def _whole(text: str, minimum: int) -> int:
@@ -60,6 +74,12 @@ def parse_bytes(text: str) -> int:
     """Read ``4096``, ``512M`` or ``2G`` (powers of 1024). Raises ValueError."""
     power = "KMGT".find(text[-1:].upper()) + 1 if text else 0
     return _whole(text[:-1] if power else text, 0) << 10 * power
+
+
+def _at_least_one(number: int) -> int:
+    if number < 1:
+        raise ValueError(number)
+    return number
 
 
 def _port(text: str) -> int:
@@ -205,6 +225,11 @@ def at_least_s(minimum: float) -> Kind:
 COUNT = Kind("N", "a whole number, at least 1", lambda text: _whole(text, 1))
 NUMBER = Kind("N", "a whole number, at least 0", lambda text: _whole(text, 0))
 BYTES = Kind("BYTES", "a number of bytes, for example 4096, 512M or 2G", parse_bytes)
+BYTES_OR_OFF = Kind(
+    "BYTES|off",
+    "a number of bytes, at least 1, for example 4096, 512M or 2G, or off",
+    _or_off(lambda text: _at_least_one(parse_bytes(text))),
+)
 SECONDS = at_least_s(0.0)
 SECONDS_OR_OFF = Kind("S|off", "a number of seconds, at least 1, or off", _or_off(lambda text: _seconds(text, 1.0)))
 SECONDS_OR_NEVER = Kind(
@@ -216,7 +241,7 @@ LEASE = Kind("S|off", "a number of seconds, at least 3, or off", _or_off(lambda 
 LIMIT_OR_OFF = Kind("N|off", "a whole number, at least 0, or off", _or_off(lambda text: _whole(text, 0)))
 FRACTION = Kind("F", "a number, at least 0.05, for example 0.2", lambda text: _seconds(text, 0.05))
 STRAGGLER_ACTION = _one_of("warn", "drain")
-HOSTS = Kind("H1:4,H2:4", "host or host:slots, separated by commas", _hosts)
+HOSTS = Kind("H1:4,H2:4", "host or host:slots, perhaps with rack=NAME, separated by commas", _hosts)
 SLOTS = Kind("N|auto", "a whole number, at least 1, or auto", lambda t: 0 if t == "auto" else _whole(t, 1))  # auto: 0
 PATH = Kind("PATH", "a path", _matching(re.compile(r".+")))
 BACKEND = _one_of("auto", *BACKENDS)

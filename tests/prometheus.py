@@ -51,7 +51,7 @@ class Prometheus:
         config = replaced(CONFIG.read_text(), r"127\.0\.0\.1:9100", target, 1)
         config = replaced(config, r"_interval: \d+s", f"_interval: {INTERVAL_S}s", 2)
         (folder / CONFIG.name).write_text(config)
-        (folder / RULES.name).write_text(replaced(RULES.read_text(), r"for: \d+m", "for: 0s", 5))
+        (folder / RULES.name).write_text(replaced(RULES.read_text(), r"for: \d+m", "for: 0s", 7))
 
     def __enter__(self) -> Prometheus:
         assert PROMETHEUS is not None, WHY

@@ -206,10 +206,12 @@ class Agent:
             key,
             attachment.local_address,
             launch.connect_timeout_s,
+            spec.options.replica_rate,
             lambda slot, commit: driver.send(Kept(slot, commit)),
             lambda slot, commit: driver.send(Dropped(slot, commit)),
             outputs.complain,
         )
+        supervisor.copy_figures = copies.figures
         supply = Supply(storage, handles, key, spec.call, tasks.begin, attachment.warn)
         allocator = StorageAllocator(
             storage, launch.host, lambda: len(handles), outputs.complain, copies.store.release_spare

@@ -82,7 +82,14 @@ class DriverConnection:
     def _hello(self) -> messages.AgentHello:
         launch = self._launch
         return messages.AgentHello(
-            launch.host, launch.agent, launch.slots, self._epoch, os.getpid(), messages.PROTOCOL_VERSION, version()
+            launch.host,
+            launch.agent,
+            launch.slots,
+            self._epoch,
+            os.getpid(),
+            messages.PROTOCOL_VERSION,
+            version(),
+            launch.rack,
         )
 
     @property

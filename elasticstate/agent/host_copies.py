@@ -19,6 +19,7 @@ def open_copies(
     key: bytes,
     address: str,
     timeout_s: float,
+    rate_bytes_per_s: int | None,
     on_kept: Notify,
     on_dropped: Notify,
     log: Callable[[str], None],
@@ -46,6 +47,7 @@ def open_copies(
         on_kept=on_loop(on_kept),
         on_dropped=on_loop(on_dropped),
         log=on_loop(log),
+        rate_bytes_per_s=rate_bytes_per_s,
     )
     try:
         copies.start(address)

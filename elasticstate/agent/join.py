@@ -22,6 +22,7 @@ def join(
     wait_s: float,
     connect_timeout_s: float,
     status_socket: str = "",
+    rack: str = "",
 ) -> NoReturn:
     """Serve until the job ends, then exit. ``slots`` 0: as many as this machine has. Raises OptionError."""
     try:
@@ -45,5 +46,6 @@ def join(
         directory=os.getcwd(),
         job_directory="",
         environment=(),
+        rack=rack,
     )
     serve(launch, status_socket)

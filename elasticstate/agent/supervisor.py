@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from elasticstate.agent.calls import Calls
 from elasticstate.agent.driver_connection import DriverConnection
@@ -12,6 +12,7 @@ from elasticstate.agent.liveness import stamps_interval_s
 from elasticstate.agent.output import Outputs
 from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.config import Options
+from elasticstate.core.copies import CopyFigures
 from elasticstate.core.types import WorkerId
 from elasticstate.net import messages
 from elasticstate.net.control import SILENT_SHARE
@@ -41,6 +42,7 @@ class Supervisor:
         self._kills: set[asyncio.Task[None]] = set()
         self.world_size = 0  # size of the newest world
         self.lease = Lease()
+        self.copy_figures: Callable[[], CopyFigures] = CopyFigures
         self.calls = Calls(handles, options.stall_check_s, driver.send)
 
     async def run(self) -> None:
@@ -114,7 +116,7 @@ class Supervisor:
         changed = [(worker, handle.liveness.changed_stamp()) for worker, handle in self._handles.items()]
         stamps = tuple((worker, stamp) for worker, stamp in changed if stamp is not None)
         number = self.lease.ask() if self._options.lease_s is not None else 0
-        self._driver.send(messages.Stamps(stamps, number))
+        self._driver.send(messages.Stamps(stamps, number, self.copy_figures()))
 
     def renew_lease(self, number: int) -> None:
         self.lease.granted(number, self._options.lease_s or 0.0)

@@ -27,7 +27,8 @@ class HostOptions:
         DISCOVERY,
         kinds.PATH,
         "--host-discovery-script",
-        "Program or shell command that prints one host or host:slots per line. It runs every --discovery-interval.",
+        "Program or shell command that prints one host or host:slots per line, perhaps followed by rack=NAME. It runs "
+        "every --discovery-interval.",
     )
     discovery_interval_s: float | None = option(
         None,

@@ -66,7 +66,8 @@ class Options(HostOptions, DurableOptions, HorovodOptions):
         _SIZE,
         kinds.PATH,
         "--hostfile",
-        "File with one host or host:slots per line. The file may change while the job runs.",
+        "File with one host or host:slots per line, perhaps followed by rack=NAME. The file may change while the job "
+        "runs.",
     )
     slots_per_host: int | None = option(
         None,
@@ -321,6 +322,13 @@ class Options(HostOptions, DurableOptions, HorovodOptions):
         "--replicas",
         "Number of other hosts that keep a copy of each shard of a sharded state (default: 1 if a shard is on one host "
         "of several, else 0).",
+    )
+    replica_rate: int | None = option(
+        None,
+        COMMITS,
+        kinds.BYTES_OR_OFF,
+        "--replica-rate",
+        "Most bytes per second that a host sends to other hosts for --replicas, for example 100M. off: no limit.",
     )
     log_dir: str | None = option(
         None,

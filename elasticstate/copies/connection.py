@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 
 from elasticstate.copies import wire
@@ -17,11 +18,12 @@ _CHECKSUM_BYTES = 64 << 20  # enough for several threads; the thread that receiv
 class CopyConnection:
     """The server's end of a connection. ``serve`` runs on a thread of its own until the connection ends."""
 
-    def __init__(self, connection: Wire, library: Library, on_kept: Notify) -> None:
-        """``on_kept`` is called when a copy has arrived."""
+    def __init__(self, connection: Wire, library: Library, on_kept: Notify, on_received: Callable[[int], None]) -> None:
+        """``on_kept`` is called when a copy has arrived, ``on_received`` with the bytes of each part of it."""
         self._wire = connection
         self._library = library
         self._on_kept = on_kept
+        self._on_received = on_received
         self._next_sign = 0.0  # when the peer needs another sign of life
 
     def serve(self) -> None:
@@ -103,6 +105,7 @@ class CopyConnection:
             try:
                 while len(part := incoming.next_part(wire.PIECE_BYTES)):
                     self._wire.fill(part)
+                    self._on_received(len(part))
                     incoming.advance(len(part), _CHECKSUM_BYTES)
             except CopyError as error:
                 # The peer is sending: a refusal between its bytes has no meaning to it.

@@ -115,6 +115,11 @@ class Pusher:
         if self._socket is not None:
             wire.cut(self._socket)
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of copies that this host has sent to others."""
+        return self._rate.passed_bytes
+
     # --------------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,6 +14,7 @@ from elasticstate.copies.server import CopyServer
 from elasticstate.copies.source import SealedSlot, SlotBuffers, Source
 from elasticstate.copies.store import CopyStore
 from elasticstate.copies.wire import Wire
+from elasticstate.core.copies import CopyFigures
 from elasticstate.core.ids import CommitId, SlotId
 
 
@@ -44,6 +46,8 @@ class HostCopies:
         """
         self._key, self._timeout_s, self._log = key, timeout_s, log
         self._on_kept = on_kept
+        self._received_bytes = 0
+        self._counting = threading.Lock()
         self.store = CopyStore(directory, job_id, key)
         self._library = Library(SlotBuffers(job_id, host, slots), self.store, on_dropped)
         self._pusher = Pusher(self._library, key, timeout_s, rate_bytes_per_s, on_kept, on_dropped, log)
@@ -63,7 +67,15 @@ class HostCopies:
         return self._server.address if self._server is not None else ""
 
     def _serve(self, connection: Wire) -> None:
-        CopyConnection(connection, self._library, self._on_kept).serve()
+        CopyConnection(connection, self._library, self._on_kept, self._count).serve()
+
+    def _count(self, size_bytes: int) -> None:
+        with self._counting:  # each connection has a thread
+            self._received_bytes += size_bytes
+
+    def figures(self) -> CopyFigures:
+        """Return the memory of the copies, and the bytes that were sent and received so far."""
+        return CopyFigures(self.store.size_bytes(), self._pusher.sent_bytes, self._received_bytes)
 
     def replicate(self, commit: CommitId, targets: Targets) -> None:
         """Keep copies of a commit of these slots, and send them to their targets. Cancels the previous order.

@@ -153,6 +153,13 @@ class CopyStore:
         with self._lock:
             return sorted(self._kept)
 
+    def size_bytes(self) -> int:
+        """Return the memory of all files: of kept and of incomplete copies, and of those for the next copies."""
+        with self._lock:
+            kept = [copy.file for copy in self._kept.values()]
+            incoming = [copy.file for copy in self._incoming.values()]
+            return sum(file.size_bytes for file in (*kept, *incoming, *self._spare))
+
     def open(self, slot: SlotId, commit: CommitId) -> Source | None:
         """Open a copy; None if this host does not keep it. ``verify`` it before its bytes are used."""
         with self._lock:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from elasticstate.core.ids import CommitId, SlotId, WorkerId
+
+
+class CopyFigures(NamedTuple):
+    """Copies of one host, or of several. The bytes for replication count since the agent has started."""
+
+    memory_bytes: int = 0  # of complete and incomplete copies, and of files for the next ones
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,11 @@ class WorkerId(NamedTuple):
 
 
 class HostSlots(NamedTuple):
-    """Discovery's entry for a host: its name and its number of slots."""
+    """Discovery's entry for a host: its name, its number of slots, and its rack ("": not known).
+
+    Hosts of one rack may be lost together, so replicas are kept in other racks.
+    """
 
     name: str
     slots: int
+    rack: str = ""

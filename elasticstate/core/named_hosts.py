@@ -19,10 +19,13 @@ def hosts_discovered(d: Draft, event: t.HostsDiscovered) -> None:
             d.put_host(known, slots=0, is_named=False)
             if known.slots:
                 d.note("host_removed", host=name)
+    racks = {host.name: host.rack for host in reversed(event.hosts)}
     for order, (name, slots) in enumerate(found.items()):
-        before = d.hosts.get(name) or Host(name)
-        if (before.order, before.slots, before.is_named) != (order, slots, True) or name not in d.hosts:
-            d.put_host(before, order=order, slots=slots, is_named=True, slots_ever=max(before.slots_ever, slots))
+        before, rack = d.hosts.get(name) or Host(name), racks[name]
+        now = (order, slots, True, rack)
+        if (before.order, before.slots, before.is_named, before.rack) != now or name not in d.hosts:
+            most = max(before.slots_ever, slots)
+            d.put_host(before, order=order, slots=slots, is_named=True, rack=rack, slots_ever=most)
         if slots and not before.slots:
             if before.notices:  # the name belongs to another machine now, or the host may be used again
                 d.put_host(d.hosts[name], notices=0, cooldown_until=-inf, gives_way_at=-inf)

@@ -97,13 +97,13 @@ def _members_of_record(remains: Remains) -> list[t.WorkerId]:
 
 
 def _hosts(d: Draft, remains: Remains) -> None:
-    named = {host.name: host.slots for host in remains.hosts}
+    named = {host.name: host for host in remains.hosts}
     members = _members_of_record(remains)
     found = {worker.host for worker in (*remains.living, *remains.exited, *members)}
     rest = sorted(remains.lost.union(found).difference(named))
     for order, name in enumerate((*named, *rest)):
-        slots = named.get(name, 0)
-        host = Host(name, order, slots, slots_ever=slots, reported_at=d.now)
+        _, slots, rack = named.get(name, t.HostSlots(name, 0))
+        host = Host(name, order, slots, rack=rack, slots_ever=slots, reported_at=d.now)
         agent = "joined" if name in remains.lost else "none"
         d.put_host(host, agent=agent, report="agent connected to the previous driver")
 

@@ -37,6 +37,7 @@ class Host(Struct, frozen=True, gc=False):
     order: int = 0  # in discovery's answer
     slots: int = 0  # 0: not to be used
     is_named: bool = True  # in discovery's last answer
+    rack: str = ""  # as discovery names it; "": not known
     slots_ever: int = 0  # the most slots that the host has ever had
     agent: Literal["none", "asked", "joined", "stopping"] = "none"
     draining: str = ""  # why the whole host drains

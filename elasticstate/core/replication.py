@@ -16,6 +16,7 @@ from math import ceil, inf
 from msgspec.structs import replace
 
 from elasticstate.core import types as t
+from elasticstate.core.keepers import Keepers
 from elasticstate.core.layouts import Replication, ShardLayout
 from elasticstate.core.records import Draft, Membership, Over, Running
 
@@ -194,20 +195,15 @@ def _to_come(d: Draft, layout: ShardLayout) -> t.CommitId | None:
 
 
 def _placed(d: Draft, layout: ShardLayout) -> Iterator[tuple[t.SlotId, str]]:
-    """Yield the copies of a commit with this layout: for each digest, on its own hosts first, then on others, in the
-    order of discovery from the first of its own hosts on. So the load of the hosts is even."""
+    """Yield the copies of a commit with this layout: of each digest, on its own hosts first, then on others."""
     count = 1 + replicas_of(d, layout)
-    names = [host.name for host in d.by_discovery() if host.agent == "joined" and host.slots and not host.draining]
-    if count == 1 or len(names) < 2:
+    usable = [host.name for host in d.by_discovery() if host.agent == "joined" and host.slots and not host.draining]
+    if count == 1 or len(usable) < 2:
         return
-    positions = {name: position for position, name in enumerate(names)}
+    keepers_of = Keepers({host.name: host.rack for host in d.hosts.values()}, usable, count)
     slots: dict[int, dict[str, t.SlotId]] = {}
     for slot_id, digest in layout.digests:
         slots.setdefault(digest, {}).setdefault(slot_id.host, slot_id)
     for own in slots.values():
-        first = next(iter(own))
-        keepers = list(own)[:count]
-        yield from ((own[name], name) for name in keepers)
-        at = positions.get(first, -1) + 1
-        others = [name for name in (*names[at:], *names[:at]) if name not in own]
-        yield from ((own[first], name) for name in others[: count - len(keepers)])
+        first = next(iter(own.values()))
+        yield from ((own.get(name, first), name) for name in keepers_of(tuple(own)))

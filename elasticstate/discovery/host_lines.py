@@ -1,4 +1,4 @@
-"""Lists of hosts as text: one ``host`` or ``host:slots`` on each line."""
+"""Lists of hosts as text: one ``host`` or ``host:slots`` on each line, perhaps followed by ``rack=NAME``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ def default_slots(options: Options) -> int:
 
 def parse_hosts(text: str, default_slots: int) -> Hosts:
     """Read one host per line; ``#`` begins a comment. The slots of repeated names are added. Raises DiscoveryFault."""
-    found: dict[str, int] = {}
+    found: dict[str, HostSlots] = {}
     for line in text.splitlines():
         line = line.partition("#")[0].strip()
         if line:
             try:
-                name, slots = parse_host(line, default_slots)
+                name, slots, rack = parse_host(line, default_slots)
             except ValueError as error:
                 raise DiscoveryFault("malformed", f"{error}. Name one host on each line") from None
-            found[name] = found.get(name, 0) + slots
-    return tuple(HostSlots(name, slots) for name, slots in found.items())
+            _, earlier, known = found.get(name, HostSlots(name, 0))
+            if rack and known and rack != known:
+                raise DiscoveryFault("malformed", f"host {name} is in rack {known} and in rack {rack}. Name one rack")
+            found[name] = HostSlots(name, earlier + slots, known or rack)
+    return tuple(found.values())

@@ -20,6 +20,7 @@ class AgentHandle:
     stream: AgentStream | None = None
     pid: int | None = None
     slots: int = 0  # offered by an agent that has dialled in
+    rack: str = ""  # named by it
     watcher: asyncio.Task[None] | None = None
     has_reported: bool = False  # its host is locked: no earlier agent of the job lives there
     is_stopping: bool = False  # Shutdown was sent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from elasticstate.backends import DriverBackend
 from elasticstate.core import types as t
 from elasticstate.driver.agents import Agents
@@ -50,6 +52,7 @@ class AgentMessages:
             self._backend.host_lost(event.host)
             self._outputs.forget(event.host)
             self._durable.host_lost(event.host)
+            self._state.copies.host_lost(event.host)
         self._queue.post(event)
 
     def received(self, host: str, message: messages.FromAgent) -> None:
@@ -61,7 +64,8 @@ class AgentMessages:
         match message:
             case messages.FromWorker(worker, body):
                 self._from_worker(worker, body)
-            case messages.Stamps(stamps, number):
+            case messages.Stamps(stamps, number, copies):
+                self._state.copies.update(host, copies, asyncio.get_running_loop().time())
                 if number:
                     self._agents.send(host, messages.Acknowledgement(number))
                 if self._reattachment is None or self._reattachment.is_over:  # else: more of them will arrive

@@ -57,6 +57,7 @@ class Agents:
         self._rivals: dict[str, AgentStream] = {}  # by host: dialled in while another agent of the host is connected
         self._named: frozenset[str] = frozenset()  # hosts that discovery has named so far, beside agents that dial in
         self._leaving: frozenset[str] = frozenset()  # those of them that it does not name any more
+        self._racks: dict[str, str] = {}  # by host, as discovery names them beside agents that dial in
         self._silence: asyncio.Task[None] | None = None
 
     # ----------------------------------------------------------------------------------------- beginning and ending
@@ -209,6 +210,7 @@ class Agents:
 
     def _accept(self, hello: messages.AgentHello) -> AgentHandle:
         agent = self._agents[hello.host] = self._starter.accept(hello.host, hello.agent, hello.slots)
+        agent.rack = hello.rack if is_host_name(hello.rack) else ""
         return agent
 
     def _dismiss(self, agent: AgentHandle) -> None:
@@ -230,8 +232,10 @@ class Agents:
         if not self._has_news:
             return []
         self._has_news = False
-        slots = {agent.host: 0 if agent.host in self._leaving else agent.slots for agent in self._agents.values()}
-        return [t.HostsDiscovered(tuple(t.HostSlots(*each) for each in slots.items()))]
+        agents = self._agents.values()
+        racks = {agent.host: agent.rack or self._racks.get(agent.host, "") for agent in agents}
+        found = (t.HostSlots(a.host, 0 if a.host in self._leaving else a.slots, racks[a.host]) for a in agents)
+        return [t.HostsDiscovered(tuple(found))]
 
     def discovered(self, hosts: Sequence[t.HostSlots]) -> None:
         """Drain the agents that have dialled in on hosts that discovery names without slots, or does not name any more.
@@ -241,6 +245,7 @@ class Agents:
         usable = frozenset(host.name for host in hosts if host.slots)
         self._named |= {host.name for host in hosts}
         self._leaving = self._named - usable
+        self._racks = {host.name: host.rack for host in hosts}
         self._report_dialled_in()
 
     # -------------------------------------------------------------------------------------- callbacks of the server

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from elasticstate.core.types import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.errors import DiscoveryError
-from elasticstate.kinds import is_host_name
+from elasticstate.kinds import RACK_RULE, is_host_name
 from elasticstate.net.names import learn_full_name
 from elasticstate.threads import in_thread
 
@@ -95,6 +95,8 @@ def _checked(hosts: Hosts) -> Hosts:
     for host in hosts:
         if not (isinstance(host, HostSlots) and is_host_name(host.name) and isinstance(host.slots, int)):
             raise DiscoveryFault("malformed", f"{host!r} is not a HostSlots with a host name and a number of slots")
+        if host.rack and not is_host_name(host.rack):
+            raise DiscoveryFault("malformed", f"host {host.name}: rack {host.rack!r}: {RACK_RULE}")
         if host.slots < 0:
             raise DiscoveryFault("malformed", f"host {host.name} has {host.slots} slots")
     names = [host.name for host in hosts]

@@ -250,8 +250,9 @@ class Driver:
 
     def _status(self, as_json: bool) -> str:
         state, now = self._state, self._loop.time()
-        overview, figures = overview_of(self._job, state.membership, state.reason, now, state.durable)
+        m, reason, copies = state.membership, state.reason, state.copies
+        overview, figures = overview_of(self._job, m, reason, now, state.durable, copies)
         if as_json:
             return msgspec.json.encode(overview).decode() + "\n"
         durable = state.durable.lines(now) if self._options.durable_dir is not None else ()
-        return status_text(self._job, state.membership, figures, state.reason, now, self._outputs.lines(), durable)
+        return status_text(self._job, m, figures, reason, now, self._outputs.lines(), durable, copies)

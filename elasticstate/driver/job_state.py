@@ -8,6 +8,7 @@ from elasticstate.core import types as t
 from elasticstate.core.membership import new_membership, step
 from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import reattach
+from elasticstate.driver.copy_totals import CopyTotals
 from elasticstate.driver.durable_figures import DurableFigures
 from elasticstate.driver.reattach import Reattachment
 from elasticstate.driver.report import Outcome
@@ -26,6 +27,7 @@ class JobState:
         self.stepped_at = now
         self.committed_at: float | None = None  # when this driver received the newest commit
         self.durable = DurableFigures()
+        self.copies = CopyTotals()
         self._policy = policy
 
     def step(self, event: t.Event, now: float) -> tuple[t.Effect, ...]:

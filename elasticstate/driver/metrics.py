@@ -20,6 +20,7 @@ from elasticstate.core.phases import Phase, Running
 from elasticstate.core.time_account import CAUSES
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.overview import overview_of
+from elasticstate.driver.shards_overview import ShardsOverview
 from elasticstate.errors import OptionError
 from elasticstate.kinds import split_address
 
@@ -35,7 +36,8 @@ class JobCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         state = self._state
-        overview, figures = overview_of(self._job, state.membership, state.reason, time.monotonic(), state.durable)
+        now = time.monotonic()
+        overview, figures = overview_of(self._job, state.membership, state.reason, now, state.durable, state.copies)
         yield InfoMetricFamily("elasticstate_job", "Name of the job.", {"job_name": self._job})
         yield _gauge("wall_seconds", "Time since the start of the job: goodput and badput.", figures.wall_s)
         yield _gauge("goodput_seconds", "Time of ticks that were completed and kept.", figures.times.goodput)
@@ -62,6 +64,8 @@ class JobCollector(Collector):
         if overview.commit is not None:
             yield _gauge("commit_generation", "Generation of the newest commit.", overview.commit.generation)
             yield _gauge("commit_tick", "Tick of the newest commit in its generation.", overview.commit.tick)
+        if overview.shards is not None:
+            yield from _shards(overview.shards)
         if overview.durable is not None:
             yield _counter("durable_copies", "Durable copies that were saved.", overview.durable.saved)
             yield _counter("durable_copy_failures", "Durable copies that could not be saved.", overview.durable.failed)
@@ -108,6 +112,19 @@ def _stragglers(phase: Phase) -> Metric:
         host, slot = straggler.worker.slot_id
         family.add_metric([host, str(slot), str(straggler.rank)], straggler.factor)
     return family
+
+
+def _shards(shards: ShardsOverview) -> Iterator[Metric]:
+    """Yield the metrics of a sharded job. An age is absent while there is no such commit."""
+    if shards.line_age_s is not None:
+        yield _gauge("commit_line_age_seconds", "Age of the newest commit of all members.", shards.line_age_s)
+    if shards.replicated_age_s is not None:
+        yield _gauge("replica_age_seconds", "Age of the newest replicated commit.", shards.replicated_age_s)
+    yield _gauge("replicas", "Other hosts that are to keep a copy of each shard.", shards.replicas)
+    yield _gauge("kept_copies", "Copies of shards that agents keep.", shards.copies)
+    yield _by("kept_copies_bytes", "Memory of the kept copies, by host.", "host", shards.memory)
+    yield _counter("replication_sent_bytes", "Bytes of copies that hosts have sent to others.", shards.sent_bytes)
+    yield _counter("replication_received_bytes", "Bytes of copies that hosts have received.", shards.received_bytes)
 
 
 def _by(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -10,10 +10,10 @@ from elasticstate.core.accounting import figures_of, ticks_of
 from elasticstate.core.figures import JobFigures
 from elasticstate.core.membership import Membership, waiting_for
 from elasticstate.core.records import Host, Over, Worker, living_members
-from elasticstate.core.replication import replicas_of
-from elasticstate.core.texts import number_of
 from elasticstate.core.types import CommitId
+from elasticstate.driver.copy_totals import CopyTotals
 from elasticstate.driver.durable_figures import DurableFigures
+from elasticstate.driver.shards_overview import ShardsOverview, shards_of
 
 HOST_STATES = ("joined", "starting", "draining", "cooldown", "lost", "removed")
 WORKER_STATES = ("booting", "ready", "member", "draining", "stopping")
@@ -27,26 +27,6 @@ class DurableOverview(Struct, frozen=True):
     commit: CommitId | None  # in the newest copy
     age_s: float | None  # of the newest copy
     trouble: str  # why the last attempt failed; "" after a success
-
-
-class ShardsOverview(Struct, frozen=True):
-    """Commit line and replication of a sharded job. Ages count from when the driver received the last report."""
-
-    line: CommitId | None  # newest commit that all members have sealed
-    line_age_s: float | None
-    replicated: CommitId | None  # newest commit whose replication is complete
-    replicated_age_s: float | None
-    replicas: int  # other hosts that keep a copy of each shard, as --replicas says
-    copies: int  # kept by the agents
-
-    def text(self) -> str:
-        """Return the overview as one line."""
-        line = f"commit line {self.line}, {self.line_age_s:.1f} s old" if self.line else "no commit line"
-        if not self.replicas:
-            return f"{line}; no replicas"
-        hosts = number_of(self.replicas, "other host")
-        done = f"{self.replicated}, {self.replicated_age_s:.1f} s old" if self.replicated else "no commit yet"
-        return f"{line}; replicated on {hosts}: {done}"
 
 
 class Overview(Struct, frozen=True):
@@ -71,7 +51,12 @@ class Overview(Struct, frozen=True):
 
 
 def overview_of(
-    job: str, m: Membership, reason: str, now: float, durable: DurableFigures | None = None
+    job: str,
+    m: Membership,
+    reason: str,
+    now: float,
+    durable: DurableFigures | None = None,
+    copies: CopyTotals | None = None,
 ) -> tuple[Overview, JobFigures]:
     """Return the overview, and the figures in it. ``m`` never changes, so any thread may call this function."""
     figures = figures_of(m, now)
@@ -93,7 +78,7 @@ def overview_of(
         waiting_for=waiting_for(m, now),
         durable=_durable(m, durable or DurableFigures(), now),
         figures=figures.fields(),
-        shards=shards_of(m, now),
+        shards=shards_of(m, now, copies),
     )
     return overview, figures
 
@@ -103,21 +88,6 @@ def _durable(m: Membership, figures: DurableFigures, now: float) -> DurableOverv
         return None
     age_s = figures.age_s(now)
     return DurableOverview(figures.saved, figures.failed, figures.newest, age_s, figures.trouble)
-
-
-def shards_of(m: Membership, now: float) -> ShardsOverview | None:
-    """Return the commit line and the replication of a sharded job."""
-    shards = m.shards
-    if not shards.layouts:
-        return None
-    return ShardsOverview(
-        line=shards.line,
-        line_age_s=None if shards.line is None else now - shards.line_at,
-        replicated=shards.replicated,
-        replicated_age_s=None if shards.replicated is None else now - shards.replicated_at,
-        replicas=replicas_of(m, shards.layouts[-1]),
-        copies=sum(len(host.kept) for host in m.hosts.values() if host.agent == "joined"),
-    )
 
 
 def host_state(host: Host, now: float) -> str:

@@ -70,7 +70,7 @@ def newer(old: Record, m: Membership, ports: tuple[int, ...], clocks: tuple[floa
     ``clocks``: the core's clock, and Unix time. The next driver must know them, because it may have another clock.
     """
     agents = tuple(sorted(host.name for host in m.hosts.values() if host.agent == "joined"))
-    hosts = tuple(t.HostSlots(host.name, host.slots) for host in by_discovery(m) if host.slots)
+    hosts = tuple(t.HostSlots(host.name, host.slots, host.rack) for host in by_discovery(m) if host.slots)
     is_first_commit = old.highest is None and m.ledger.highest is not None
     is_same_world = m.world is old.world
     first_round = _first_round(m)

@@ -10,7 +10,8 @@ from elasticstate.core.membership import Membership, waiting_for
 from elasticstate.core.records import Over, Running, Worker
 from elasticstate.core.stragglers import straggler_lines
 from elasticstate.core.texts import number_of
-from elasticstate.driver.overview import shards_of
+from elasticstate.driver.copy_totals import CopyTotals
+from elasticstate.driver.shards_overview import shards_of
 
 
 def status_text(
@@ -21,13 +22,14 @@ def status_text(
     now: float,
     outputs: Iterable[str] = (),
     durable: Iterable[str] = (),
+    copies: CopyTotals | None = None,
 ) -> str:
     """Return the status as lines of plain text.
 
     ``now`` is a time of the clock that ``step`` uses. ``outputs``: the outputs that cannot be written. ``durable``: the
-    durable copies.
+    durable copies. ``copies``: memory and bandwidth of the copies of a sharded job.
     """
-    return "\n".join(_lines(job, m, figures, reason, now, outputs, durable)) + "\n"
+    return "\n".join(_lines(job, m, figures, reason, now, outputs, durable, copies)) + "\n"
 
 
 def _lines(
@@ -38,6 +40,7 @@ def _lines(
     now: float,
     outputs: Iterable[str],
     durable: Iterable[str],
+    copies: CopyTotals | None,
 ) -> Iterator[str]:
     since = "" if isinstance(m.phase, Over) else f" for {now - m.phase.since:.1f} s"
     yield f"job {job}: {m.phase_name}{since}; {reason}"
@@ -49,8 +52,8 @@ def _lines(
         hosts = len({worker.id.host for worker in members})
         living = f"{len(members)} of {number_of(m.world.size, 'worker')} alive"
         yield f"world {m.generation}: {living}, on {number_of(hosts, 'host')}"
-    if (shards := shards_of(m, now)) is not None:
-        yield shards.text()
+    if (shards := shards_of(m, now, copies)) is not None:
+        yield from shards.lines()
     for worker in members:
         yield f"  rank {worker.rank}  {worker.id}  {_about_worker(worker, now)}"
     in_world = {worker.id for worker in members}

@@ -24,6 +24,7 @@ from __future__ import annotations
 import signal
 
 from elasticstate.config import Options
+from elasticstate.core.copies import CopyFigures
 from elasticstate.core.types import (
     CommitId,
     SlotId,
@@ -85,6 +86,7 @@ class AgentHello(Message, frozen=True):
     pid: int
     protocol: int
     version: str
+    rack: str = ""
 
 
 class FromWorker(Message, frozen=True):
@@ -154,11 +156,13 @@ class HostReport(Message, frozen=True):
 class Stamps(Message, frozen=True):
     """The latest stamp of each worker of the host with a heartbeat or a change since the last message of this kind.
 
-    ``number``: the driver acknowledges it with ``Acknowledgement``; 0: no acknowledgement.
+    ``number``: the driver acknowledges it with ``Acknowledgement``; 0: no acknowledgement. ``copies``: of commits of a
+    sharded job, on this host.
     """
 
     stamps: tuple[tuple[WorkerId, Stamp], ...]
     number: int = 0
+    copies: CopyFigures = CopyFigures()
 
 
 class NextStore(Message, frozen=True):

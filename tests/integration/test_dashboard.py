@@ -22,6 +22,7 @@ from job import Hosts, Job
 from playwright.sync_api import Locator, Page, expect
 from series import Series, faults_file
 
+from elasticstate.core.copies import CopyFigures
 from elasticstate.core.phases import Running, Straggler
 from elasticstate.core.types import WorkerId
 from elasticstate.driver.dashboard.history import History
@@ -34,6 +35,9 @@ from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
 from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.net.names import own_addresses
+from tests.policy import policy_of
+from tests.unit.core.test_membership import drive
+from tests.unit.core.test_replication import ALL_KEPT, NEWER, attach
 from tests.unit.driver.test_dashboard import state_after
 
 pytestmark = pytest.mark.skipif(NO_CHROMIUM, reason=WHY)
@@ -77,6 +81,7 @@ def confirm(page: Page, action: str, token: str) -> None:
 def test_a_page_shows_a_job_through_all_its_changes(tmp_path: Path) -> None:
     hosts, name, errors = Hosts(tmp_path).set("localhost:2"), f"dashboard-{uuid.uuid4().hex[:8]}", list[str]()
     options = ("-np", "2", "--min-np", "1", *hosts.options, "--dashboard", "0", "--job-name", name)
+    options = (*options, "--durable-dir", str(tmp_path / "durable"), "--durable-interval", "2")
     script = {**SCRIPT, "until": tmp_path / "stop", "faults_file": faults_file(tmp_path)}
     with Job(tmp_path, *options, *FAST, **script) as job:
         url = url_of(job)
@@ -86,6 +91,7 @@ def test_a_page_shows_a_job_through_all_its_changes(tmp_path: Path) -> None:
             expect(page.get_by_role("status")).to_have_text("Live")
             page.evaluate("window.loaded = 'once'")
             members(page, 2)
+            durable_copies_are_saved(page)
             a_worker_is_killed(job, page)
             a_host_joins_and_is_drained(hosts, name, page)
             a_worker_hangs(job, page)
@@ -103,6 +109,13 @@ def test_a_page_shows_a_job_through_all_its_changes(tmp_path: Path) -> None:
 def token_of(name: str) -> str:
     command = [sys.executable, "-m", "elasticstate", "status", name, "--token"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def durable_copies_are_saved(page: Page) -> None:
+    commits = page.get_by_role("region", name="Commits")
+    soon(commits, re.compile(r"newest durable copy\(\d+, \d+\)[\d.]+ s ago, [\d.]+ kB"))
+    soon(commits, re.compile(r"durable copies[1-9]\d* saved0 failed"))
+    expect(commits).not_to_contain_text(re.compile("commit line|replica"))
 
 
 def a_worker_is_killed(job: Job, page: Page) -> None:
@@ -212,19 +225,52 @@ def served(view: View, address: str = "127.0.0.1") -> Iterator[str]:
         loop.close()
 
 
+def commits_in_trouble() -> View:
+    """Return the part of the view about a sharded job and durable copies that both have a trouble."""
+    m, _ = attach(durable_dir="/copies")
+    m, _ = drive(f"2.0 {ALL_KEPT.format('1.0')} + {NEWER}\n2.1 dropped b b:0 1.5", m)
+    state = JobState(policy_of(np=3, min_np=1), 0.0)
+    state.membership, state.durable.failed, state.durable.trouble = m, 3, "no space is left"
+    state.copies.update("a", CopyFigures(3_000_000, 5, 5), 2.0)
+    view = view_of("j", state, History(), 2.2, 1000.0)
+    return {"shards": view["shards"], "durable": view["durable"]}
+
+
+def test_troubles_with_copies_are_told_in_words() -> None:
+    view, errors = {**view_of("j", state_after(5), History(), 4.5, 1000.0), **commits_in_trouble()}, list[str]()
+    with served(view) as url, opened(url, errors) as page:
+        troubles = page.get_by_role("list", name="Troubles with copies").get_by_role("listitem")
+        expect(troubles).to_have_text(
+            [
+                "Replication: the last attempt to replicate failed",
+                "Durable copies: the last attempt failed: no space is left",
+            ],
+            timeout=TIMEOUT_MS,
+        )
+        commits = page.get_by_role("region", name="Commits")
+        soon(
+            commits, re.compile(r"commit line\(1, 5\).*replicated commit\(1, 0\).*replicationwaits.*none yet.*3 failed")
+        )
+    assert not errors
+
+
 def test_texts_of_a_job_never_become_a_part_of_the_page() -> None:
     history, state = History(), state_after(6)
     history.failure(WorkerFailure("failed", "a", 0, error="Traceback"), 1.0)
     history.line("a line", 1.0)
     fields = {"generation": 1, "size": 2, "hosts": 1, "joined": [], "left": ["a:0#1"]}
     history.event("world_formed", fields, 1.0)
-    view = hostile(view_of("j", state, history, 9.0, 1000.0))
+    state.copies.update("a", CopyFigures(1, 1, 1), 1.0)
+    view = hostile({**view_of("j", state, history, 9.0, 1000.0), **commits_in_trouble()})
+    view["shards"]["memory"] = {f"h{EVIL}": 2_000_000}
     view["hosts"][f"h{EVIL}"] = {**view["hosts"]["a"], "state": "lost", "why": EVIL}
     errors = list[str]()
     with served(view) as url, opened(url, errors) as page:
         expect(page.get_by_role("heading", level=1)).to_contain_text(f"j{EVIL}", timeout=TIMEOUT_MS)
-        for name in ("Failures", "Generations", "Discovery and cooldowns"):
+        for name in ("Failures", "Generations", "Discovery and cooldowns", "Commits"):
             soon(page.get_by_role("region", name=name), EVIL)
+        page.get_by_text("Memory of copies by host").click()
+        soon(page.get_by_role("region", name="Commits").get_by_role("table"), f"h{EVIL}")
         page.get_by_role("gridcell").first.click()
         soon(page.get_by_role("log", name="stdout of a:0"), EVIL)
         page.get_by_role("button", name="End the job …").click()

@@ -225,6 +225,7 @@ class ShardedJob(Job):
         self.m = replace(self.m, policy=self.policy)
         self.script.uneven = False
         self.shards = rng.choice((None, None, 1, 2))
+        self.has_racks = rng.random() < 0.5
         self.stores = Stores(self.retained)
         self.judge: LineJudge = LineJudge(self)
         self.orders: list[tuple[t.CommitId, t.SlotId, str]] = []
@@ -253,6 +254,8 @@ class ShardedJob(Job):
         self.judge.host_is_lost(host)
 
     def deliver(self, event: t.Event) -> None:
+        if isinstance(event, t.HostsDiscovered) and self.has_racks:
+            event = t.HostsDiscovered(tuple(host._replace(rack=_rack(host.name)) for host in event.hosts))
         if isinstance(event, t.AgentLost):
             self.judge.host_is_lost(event.host)
         super().deliver(event)
@@ -268,6 +271,7 @@ class ShardedJob(Job):
     def _carry_out(self, effect: t.Effect) -> None:
         match effect:
             case t.Replicate(commit, copies):
+                self._judge_racks(copies)
                 self.reached["replication begun"] += 1
                 self.reached["commit to come"] += self.m.shards.line is not None and commit > self.m.shards.line
                 self.orders += [(commit, *copy) for copy in copies if self._is_served(copy[0].host)]
@@ -275,6 +279,19 @@ class ShardedJob(Job):
                 self._forget(before, besides)
             case _:
                 super()._carry_out(effect)
+
+    def _judge_racks(self, copies: tuple[tuple[t.SlotId, str], ...]) -> None:
+        """Check that a digest of one host has a copy in another rack, if there is another with a usable host."""
+        hosts, racks = self.m.hosts, {host.name: host.rack for host in self.m.hosts.values()}
+        usable = [host.name for host in hosts.values() if host.agent == "joined" and host.slots and not host.draining]
+        digests = dict(self.m.shards.layouts[-1].digests)
+        for digest in set(digests.values()):
+            own = {slot_id.host for slot_id, each in digests.items() if each == digest}
+            keepers = {host for slot_id, host in copies if digests[slot_id] == digest}
+            # After a restart of the driver, the rack of a host that had left is not known.
+            if len(own) == 1 and racks[min(own)] and {racks[host] for host in usable} - {racks[min(own)]}:
+                assert len({racks[host] for host in keepers}) > 1, f"{keepers} keep the shards of {own}"
+                self.reached["replica in another rack"] += 1
 
     def _is_served(self, host: str) -> bool:
         return self.agents.get(host) == "up" and self._reaches(host)
@@ -312,6 +329,10 @@ class ShardedJob(Job):
     def _report(self, host: str, event: t.Event) -> None:
         if self._is_served(host) and not self.restart.is_down:
             self.deliver(event)
+
+
+def _rack(host: str) -> str:
+    return "first" if host == HOSTS[-1] else "second"
 
 
 def play(seed: int, actions: int) -> dict[str, int]:

@@ -43,6 +43,8 @@ ALLOWED = {
     "copies.incoming: _LOOK_INTERVAL_S": "the same",
     "copies.connection: _SIGN_INTERVAL_S": "the same",
     "copies.server: _NO_DESCRIPTOR_PAUSE_S": "when the process has no descriptors left",
+    "driver.copy_totals: _WINDOW_S": "no wait: the bandwidth in the status is that of this time",
+    "driver.copy_totals: _SAMPLE_S": "no wait: between two samples of the bytes sent",
     "copies.rate: _BURST_S": "no wait: the bytes of this time are sent at once",
     "copies.pusher: _LOOK_INTERVAL_S": "between two looks for the seal of a commit",
     "copies.pusher: _FIRST_PAUSE_S": "between two attempts to send a copy; the driver's next order ends them",

@@ -45,6 +45,23 @@ function merge(target, patch) { // RFC 7396
 
 // ------------------------------------------------------------------------------------------------------ the numbers
 
+function facts(list, shown) { // shown: title, value, more. Returns true if the elements are new.
+  const titles = JSON.stringify(shown.map(([title]) => title)), isNew = list.dataset.titles !== titles;
+  if (isNew) {
+    list.dataset.titles = titles;
+    list.replaceChildren(...shown.map(([title]) => {
+      const group = make("div"), value = make("dd");
+      value.append(make("span"), make("small"));
+      group.append(make("dt", title), value);
+      return group;
+    }));
+  }
+  shown.forEach(([, value, more], i) => {
+    const [first, second] = list.children[i].querySelectorAll("span, small");
+    setText(first, value); setText(second, more);
+  });
+  return isNew;
+}
 function numbers() {
   const f = view.figures, w = view.world, c = view.commit, list = $("numbers");
   const shown = [
@@ -55,35 +72,68 @@ function numbers() {
     ["downtime", f.downtime_s === undefined ? "unknown" : span(f.downtime_s), `${f.commits_lost} commits lost`],
     ["newest commit", c ? c.id : "none yet", c ? [c.bytes ? `${bytes(c.bytes)} a worker` : "", c.at ? age(c.at) : "", `stall ${span(c.stall_s)}`].filter(Boolean).join(", ") : ""],
   ];
-  if (!list.children.length) {
-    for (const [title] of shown) {
-      const group = make("div"), value = make("dd");
-      value.append(make("span"), make("small"));
-      group.append(make("dt", title), value);
-      list.append(group);
-    }
+  if (facts(list, shown)) {
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     svg.setAttribute("class", "spark"); svg.setAttribute("viewBox", "0 0 100 24");
     svg.setAttribute("preserveAspectRatio", "none"); svg.setAttribute("aria-hidden", "true");
     svg.append(document.createElementNS("http://www.w3.org/2000/svg", "polyline"));
     list.children[2].append(svg);
   }
-  shown.forEach(([, value, more], i) => {
-    const [first, second] = list.children[i].querySelectorAll("span, small");
-    setText(first, value); setText(second, more);
-  });
   const rates = samples.slice(1).map((s, i) => (s[1] - samples[i][1]) / (s[0] - samples[i][0]));
   const most = Math.max(...rates, 1e-9);
   const points = rates.map((r, i) => `${(100 * i / Math.max(1, rates.length - 1)).toFixed(1)},${(23 - 22 * Math.max(0, r) / most).toFixed(1)}`);
   list.querySelector("polyline").setAttribute("points", points.join(" "));
 }
 function sample(at) {
-  samples.push([at, view.figures.ticks]);
+  samples.push([at, view.figures.ticks, view.shards ? view.shards.sent_bytes : 0]);
   if (samples.length > 120) samples.shift();
 }
-function rate() {
+function perSecond(i) { // of the samples' number i; undefined at the start
   const last = samples[samples.length - 1], first = samples.find((s) => s[0] >= last[0] - RATE_S);
-  return last[0] - first[0] < 0.9 ? "…" : Math.max(0, (last[1] - first[1]) / (last[0] - first[0])).toFixed(2);
+  return last[0] - first[0] < 0.9 ? undefined : Math.max(0, (last[i] - first[i]) / (last[0] - first[0]));
+}
+function rate() {
+  const ticks = perSecond(1);
+  return ticks === undefined ? "…" : ticks.toFixed(2);
+}
+function sharded(s) {
+  const shown = [["commit line", s.line || "none yet", s.line ? age(s.line_at) : ""]];
+  if (s.replicas) {
+    const on = `on ${count(s.replicas, "other host")}`, r = s.replication;
+    shown.push(["replicated commit", s.replicated || "none yet", s.replicated ? `${age(s.replicated_at)}, ${on}` : on]);
+    shown.push(r ? ["replication", `${r.done} of ${r.copies} copies`, `of ${r.commit}, for ${span(now() - r.since)}`]
+      : ["replication", s.replicated && s.replicated === s.line ? "complete" : "waits", ""]);
+  } else shown.push(["replicas", "none", ""]);
+  const memory = Object.values(s.memory);
+  if (s.copies || memory.length) {
+    const total = memory.reduce((sum, n) => sum + n, 0), speed = perSecond(2);
+    shown.push(["memory of copies", bytes(total), `${s.copies} ${s.copies === 1 ? "copy" : "copies"} on ${count(memory.length, "host")}, at most ${bytes(Math.max(0, ...memory))} on one`]);
+    shown.push(["sent between hosts", speed === undefined ? "…" : `${bytes(speed)}/s`, `${bytes(s.sent_bytes)} in all`]);
+  }
+  return shown;
+}
+function commits() {
+  const s = view.shards, d = view.durable;
+  $("commits").hidden = !s && !d;
+  if (!s && !d) return;
+  const shown = s ? sharded(s) : [];
+  if (d) {
+    shown.push(["newest durable copy", d.commit || "none yet", d.commit ? [age(d.at), d.bytes ? bytes(d.bytes) : ""].filter(Boolean).join(", ") : ""]);
+    shown.push(["durable copies", `${d.saved} saved`, `${d.failed} failed`]);
+  }
+  facts($("commit-facts"), shown);
+  const troubles = [];
+  if (s && s.trouble) troubles.push(`Replication: ${s.trouble}`);
+  if (d && d.trouble) troubles.push(`Durable copies: the last attempt failed: ${d.trouble}`);
+  $("commit-troubles").hidden = !troubles.length;
+  list($("commit-troubles"), troubles);
+  const hosts = s ? Object.entries(s.memory) : [];
+  $("copies").hidden = !hosts.length;
+  if ($("copies").open) list($("copies-by-host"), hosts.sort((a, b) => b[1] - a[1]).map(([name, n]) => [name, (view.hosts[name] || {}).rack || "", bytes(n)]), ([name, ...cells]) => {
+    const row = make("tr");
+    row.append(make("th", name, { scope: "row" }), ...cells.map((text) => make("td", text)));
+    return row;
+  });
 }
 function times() {
   const f = view.figures, parts = [["goodput", f.goodput_s], ...Object.entries(f.badput_s).sort((a, b) => b[1] - a[1])];
@@ -171,9 +221,9 @@ function paint(slot, cell) {
 function paintHost(name) {
   const host = view.hosts[name], head = rows.get(name);
   if (!head) return;
-  const state = host.why ? `${host.state}: ${host.why}` : host.state;
+  const words = host.why ? `${host.state}: ${host.why}` : host.state, state = host.rack ? `${words}, rack ${host.rack}` : words;
   setText(head.children[1], isDense() && host.state === "joined" ? "" : state);
-  head.title = `${name}: ${host.state}`;
+  head.title = `${name}: ${host.state}${host.rack ? `, rack ${host.rack}` : ""}`;
   head.children[2].disabled = isOver || host.state !== "joined";
 }
 function map(patch) {
@@ -309,7 +359,7 @@ function head() {
 }
 function render(patch) {
   if (patch.job) head();
-  numbers();
+  numbers(); commits();
   if (patch.figures) times();
   map(patch);
   if (patch.generations) generations();
@@ -325,7 +375,7 @@ setInterval(() => { // ages grow without any message
   if (!view.job || isOver) return;
   if (!isDense()) for (const [slot, cell] of cells) paint(slot, cell);
   if (selected && $("detail").firstElementChild) setText($("detail").firstElementChild, about(selected));
-  numbers(); cooldowns();
+  numbers(); commits(); cooldowns();
   const row = $("generations").firstElementChild, newest = Object.values(view.generations).pop();
   if (row && newest && !newest.until) setText(row.children[2], span(now() - newest.at));
 }, 1000);
@@ -420,6 +470,7 @@ async function act(path, body) {
 const askDrain = (host) => ask(`Drain host ${host}?`, "Its workers leave at the end of a tick, as after a preemption notice. Nothing is lost.", "Drain", () => act("drain", { host }));
 const askToSee = () => ask("This page needs the token", "It is not opened over the loopback interface.", "Open", async () => "");
 $("end").addEventListener("click", () => ask("End the job?", "All workers are stopped, as by SIGTERM to elasticrun.", "End the job", () => act("end", {})));
+$("copies").addEventListener("toggle", commits);
 $("map").addEventListener("keydown", move);
 $("map").addEventListener("click", (event) => {
   const cell = event.target.closest("[role=gridcell]");

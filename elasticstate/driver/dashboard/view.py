@@ -13,14 +13,16 @@ from elasticstate.core.phases import Phase
 from elasticstate.core.records import Host, Over, Running, Slot, Worker
 from elasticstate.driver.dashboard.history import History
 from elasticstate.driver.dashboard.merge_patch import View
+from elasticstate.driver.durable_figures import DurableFigures
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.overview import host_state, overview_of, worker_state
+from elasticstate.driver.shards_overview import ShardsOverview
 
 
 def view_of(job: str, state: JobState, history: History, now: float, ahead_s: float) -> View:
     """Return the view. ``ahead_s``: Unix time minus the core's clock."""
     m = state.membership
-    overview, figures = overview_of(job, m, state.reason, now)
+    overview, figures = overview_of(job, m, state.reason, now, state.durable, state.copies)
     view: View = {
         "job": {
             "name": job,
@@ -45,6 +47,32 @@ def view_of(job: str, state: JobState, history: History, now: float, ahead_s: fl
         id = f"({overview.commit.generation}, {overview.commit.tick})"
         stall_s = round(figures.times.commit_stall, 2)
         view["commit"] = {"id": id, "bytes": state.commit_bytes, "stall_s": stall_s, **_time("at", at, ahead_s)}
+    if overview.shards is not None:
+        view["shards"] = _shards(m, overview.shards, ahead_s)
+    if overview.durable is not None:
+        view["durable"] = _durable(state.durable, ahead_s)
+    return view
+
+
+def _shards(m: Membership, shards: ShardsOverview, ahead_s: float) -> View:
+    """Return the commit line, its replication, and the memory and bandwidth of the copies."""
+    view: View = {"replicas": shards.replicas, "copies": shards.copies, "trouble": shards.trouble}
+    view |= {"memory": shards.memory, "sent_bytes": shards.sent_bytes}
+    if shards.line is not None:
+        view |= {"line": str(shards.line), **_time("line_at", m.shards.line_at, ahead_s)}
+    if shards.replicated is not None:
+        view |= {"replicated": str(shards.replicated), **_time("replicated_at", m.shards.replicated_at, ahead_s)}
+    if (present := m.shards.replication) is not None and shards.replication is not None:
+        done, since = shards.replication.done, _time("since", present.since, ahead_s)
+        view["replication"] = {"commit": str(present.commit), "done": done, "copies": len(present.copies), **since}
+    return view
+
+
+def _durable(figures: DurableFigures, ahead_s: float) -> View:
+    view: View = {"saved": figures.saved, "failed": figures.failed, "trouble": figures.trouble}
+    if figures.newest is not None and figures.newest_at is not None:
+        newest = {"commit": str(figures.newest), "bytes": figures.newest_bytes}
+        view |= {**newest, **_time("at", figures.newest_at, ahead_s)}
     return view
 
 
@@ -56,6 +84,8 @@ def _stragglers(phase: Phase) -> list[str]:
 
 def _host(host: Host, now: float, ahead_s: float) -> View:
     view: View = {"state": host_state(host, now), "slots": host.slots, "order": host.order}
+    if host.rack:
+        view["rack"] = host.rack
     if why := host.draining or (f"its agent {host.loss}" if host.loss else ""):
         view["why"] = why
     if host.cooldown_until > now:

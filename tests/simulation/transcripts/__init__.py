@@ -78,6 +78,12 @@ def _commits(text: str) -> tuple[t.CommitId, ...]:
     return tuple(t.CommitId(*map(int, word.split("."))) for word in text.split(",") if word)
 
 
+def _host(word: str) -> t.HostSlots:
+    """Parse ``a:2`` or ``a:2/rack``."""
+    name, _, slots = word.partition("/")[0].partition(":")
+    return t.HostSlots(name, int(slots), word.partition("/")[2])
+
+
 def _slot(name: str) -> t.SlotId:
     host, _, slot = name.rpartition(":")
     return t.SlotId(host, int(slot))
@@ -101,7 +107,7 @@ def parse_event(words: list[str]) -> t.Event:
     if kind == "time":
         return t.TimePassed()
     if kind == "hosts":
-        return t.HostsDiscovered(tuple(t.HostSlots(name, int(slots)) for name, slots in (w.split(":") for w in rest)))
+        return t.HostsDiscovered(tuple(map(_host, rest)))
     if kind.startswith("agent-"):
         events: dict[str, Callable[[], t.Event]] = {
             "agent-joined": lambda: _joined(rest[0], rest[1:]),

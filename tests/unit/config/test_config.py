@@ -247,6 +247,10 @@ def test_only_the_options_declare_defaults() -> None:
         ("127.0.0.2:0", HostSlots("127.0.0.2", 0)),
         ("node-1.x slots=8", HostSlots("node-1.x", 8)),
         ("n slots = 8", HostSlots("n", 8)),
+        ("n:2 rack=r-1", HostSlots("n", 2, "r-1")),
+        ("n rack = 7", HostSlots("n", 1, "7")),
+        ("n slots=8  rack=eu.1", HostSlots("n", 8, "eu.1")),
+        ("n rack=a slots=8", HostSlots("n", 8, "a")),
     ],
 )
 def test_hosts_are_read(text: str, host: HostSlots) -> None:
@@ -257,6 +261,35 @@ def test_hosts_are_read(text: str, host: HostSlots) -> None:
 def test_what_is_no_host_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a host: must be host or host:slots"):
         parse_host(text, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("a:4 zone=b", "'a:4 zone=b': unknown attribute 'zone': must be slots=N or rack=NAME"),
+        ("a max_slots=4", "'a max_slots=4': unknown attribute 'max_slots': must be slots=N or rack=NAME"),
+        (
+            "a rack=",
+            "'a rack=': rack=: must be letters, digits, dots, dashes and underscores, and not begin with a dot",
+        ),
+        ("a rack=b/c", "'a rack=b/c': rack=b/c: must be letters, .*"),
+        ("a rack=b rack=c", "'a rack=b rack=c': rack=c: must be one rack=, with a value"),
+        ("a:4 slots=4", "'a:4 slots=4': slots=4: must be one slots=, with a value"),
+        ("a slots=x", "'a slots=x': slots=x: must be one slots=, with a value"),
+    ],
+)
+def test_an_attribute_of_a_host_that_is_unknown_or_wrong_is_named(text: str, error: str) -> None:
+    with pytest.raises(ValueError, match=f"^{error}$"):
+        parse_host(text, 1)
+
+
+def test_hosts_of_the_command_line_have_racks() -> None:
+    hosts = read_options({"np": "3", "hosts": "a:2 rack=x, b rack=y"}, ["true"], {}).hosts
+    assert hosts == ("a:2 rack=x", "b rack=y")
+    with pytest.raises(
+        OptionError, match=r"^-H/--hosts: 'a zone=b': must be host or host:slots, perhaps with rack=NAME"
+    ):
+        read_options({"np": "1", "hosts": "a zone=b"}, ["true"], {})
 
 
 def test_a_worker_reads_what_its_agent_wrote(monkeypatch: pytest.MonkeyPatch) -> None:

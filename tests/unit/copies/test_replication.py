@@ -178,6 +178,42 @@ def test_the_rate_is_an_upper_limit(stack: ExitStack, tmp_path: Path) -> None:
     assert time.monotonic() - begin > (4 << 20) / 20e6 - 0.06
 
 
+def test_at_no_time_more_bytes_have_arrived_than_the_rate_allows(stack: ExitStack, tmp_path: Path) -> None:
+    rate, size = 20e6, 8 << 20
+    a, b = stack.enter_context(Host("a", tmp_path, rate=rate)), stack.enter_context(Host("b", tmp_path))
+    worker = a.worker()
+    worker.commit(C1, os.urandom(size))
+    begin, on_the_way = time.monotonic(), 0
+    a.copies.replicate(C1, {0: [b.target]})
+    while not b.copies.kept():
+        received = b.copies.figures().received_bytes
+        assert received <= rate * (time.monotonic() - begin + 0.05), "the bucket holds the bytes of 0.05 s"
+        on_the_way += 0 < received < size
+        time.sleep(0.001)
+    assert on_the_way, "the copy was never seen on its way"
+    assert a.copies.figures() == (a.copies.store.size_bytes(), b.copies.figures().received_bytes, 0)
+    assert b.copies.figures().sent_bytes == 0
+    assert b.copies.figures().received_bytes >= size
+    assert b.copies.figures().memory_bytes >= size
+
+
+def test_the_memory_of_copies_counts_those_that_arrive_and_falls_when_they_are_forgotten(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    a, b = (stack.enter_context(Host(name, tmp_path)) for name in "ab")
+    assert b.copies.figures() == (0, 0, 0)
+    worker = a.worker()
+    for commit in (C1, C2):
+        worker.commit(commit, os.urandom(3 << 20))
+        a.copies.replicate(commit, {0: [b.target]})
+        assert {a.report()[2], b.report()[2]} == {commit}
+    one = os.stat(b.path / "copies" / next(name for name in b.files() if name.endswith(".safetensors"))).st_size
+    assert b.copies.figures().memory_bytes == 2 * one
+    b.copies.forget(C3)
+    wait_until(lambda: not b.copies.kept())
+    assert b.copies.figures().memory_bytes == one, "one file waits for the next copy"
+
+
 def test_a_target_with_another_key_gets_nothing(stack: ExitStack, tmp_path: Path) -> None:
     a = stack.enter_context(Host("a", tmp_path))
     b = stack.enter_context(Host("b", tmp_path, key=b"o" * 32))

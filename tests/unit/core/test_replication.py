@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from elasticstate.core import types as t
-from elasticstate.core.membership import Membership
+from elasticstate.core.keepers import Keepers
+from elasticstate.core.membership import Membership, new_membership
+from tests.policy import policy_of
 from tests.unit.core.test_membership import drive
 
 THREE_HOSTS = """
@@ -65,6 +69,54 @@ def test_nothing_is_replicated_if_each_digest_is_on_several_hosts_or_all_are_on_
     m, _ = drive("0.0 hosts a:2\n0.1 agent-joined a\n1.0 ready a:0#1 + ready a:1#1", np=2, min_np=1, replicas=1)
     _, effects = drive("1.1 attached a:0#1 in=1 digest=7 + attached a:1#1 in=1 digest=8", m)
     assert not copies(effects), "no other host"
+
+
+def keepers(racks: dict[str, str], count: int) -> dict[str, tuple[str, ...]]:
+    """Return the keepers of each host's digest."""
+    choose = Keepers(racks, list(racks), count)
+    return {host: choose((host,)) for host in racks}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 4, 4), (10, 5), (7, 1), (3, 3, 1), (1, 1, 1), (5,), (300, 200, 500)])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_lie_in_other_racks_and_the_load_is_even(sizes: tuple[int, ...], replicas: int) -> None:
+    racks = {f"{rack}-{i}": f"r{rack}" for rack, size in enumerate(sizes) for i in range(size)}
+    found, load = keepers(racks, 1 + replicas), Counter[str]()
+    for host, chosen in found.items():
+        assert chosen[0] == host, "the own host first"
+        assert len(set(chosen)) == min(1 + replicas, len(racks))
+        assert len({racks[name] for name in chosen}) == min(1 + replicas, len(sizes)), "as many racks as possible"
+        load.update(chosen[1:])
+    for name, copies in load.items():
+        size, largest = sizes[int(name[0])], max(sizes)
+        if len(sizes) > replicas + 1:
+            fair = max(replicas, -(-replicas * largest // (len(racks) - largest)))
+        else:  # each rack has a copy of each digest, or there are fewer racks than copies
+            fair = max(replicas, -(-(len(racks) - size) // size))
+        assert copies <= 2 * fair, (name, load)
+
+
+def test_without_racks_the_next_hosts_in_the_order_of_discovery_keep_the_copies() -> None:
+    found = keepers(dict.fromkeys("dcba", ""), 3)
+    assert found == {"d": ("d", "c", "b"), "c": ("c", "b", "a"), "b": ("b", "a", "d"), "a": ("a", "d", "c")}
+    found = keepers({"a": "x", "b": "x", "c": "", "d": ""}, 2)
+    assert {host: chosen[1] for host, chosen in found.items()}["a"] in "cd", "a host without a rack is elsewhere"
+
+
+def test_of_several_own_hosts_those_in_different_racks_keep_the_copies() -> None:
+    choose = Keepers({"a": "x", "b": "x", "c": "y", "d": "y", "gone": "x"}, "abcd", 2)
+    assert choose(("a", "b", "c")) == ("a", "c")
+    assert choose(("a", "b")) == ("a", "b"), "a copy elsewhere would cost bandwidth"
+    assert choose(("gone",)) == ("gone", "c"), "the rack of a host that leaves counts"
+
+
+def test_replicas_lie_in_the_other_rack_that_discovery_names() -> None:
+    script = ATTACHED.format(9).replace("a:1 b:1 c:1", "a:1/x b:1/x c:1/y")
+    m, effects = drive(script, new_membership(policy_of(**SIZES)))
+    assert copies(effects) == ["a:0 on a", "a:0 on c", "b:0 on b", "b:0 on c", "c:0 on b", "c:0 on c"]
+    assert {host.name: host.rack for host in m.hosts.values()} == {"a": "x", "b": "x", "c": "y"}
+    m, _ = drive("2.0 hosts a:1/x b:1/z c:1/y", m)
+    assert m.hosts["b"].rack == "z"
 
 
 def test_one_commit_is_replicated_at_a_time_and_then_older_copies_are_forgotten() -> None:

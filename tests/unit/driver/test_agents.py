@@ -92,14 +92,18 @@ def test_discovery_drains_the_agents_that_have_dialled_in(tmp_path: Path) -> Non
         drivers = []
         for name in ("a", "b", "c"):
             driver = await DriverStream.dial((f"127.0.0.1:{agents.ports[0]}",), Trust(TOKEN), 60)
-            driver.send(messages.AgentHello(name, name, 2, 0, 7, messages.PROTOCOL_VERSION, "1"))
+            rack = {"a": "r1", "b": "no rack!"}.get(name, "")
+            driver.send(messages.AgentHello(name, name, 2, 0, 7, messages.PROTOCOL_VERSION, "1", rack))
             await driver.receive()
             drivers.append(driver)
 
         def discovered(*hosts: tuple[str, int]) -> dict[str, int]:
-            agents.discovered([t.HostSlots(*host) for host in hosts])
+            agents.discovered([t.HostSlots(*host, rack="r2") for host in hosts])
             (event,) = agents.news()
             assert isinstance(event, t.HostsDiscovered)
+            racks = {host.name: host.rack for host in event.hosts}
+            named = {name for name, _ in hosts}
+            assert racks == {name: "r1" if name == "a" else "r2" if name in named else "" for name in "abc"}
             return {host.name: host.slots for host in event.hosts}
 
         assert agents.refuse("a") == "", "this driver starts no agent"

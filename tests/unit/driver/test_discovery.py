@@ -74,6 +74,9 @@ def test_hosts_are_read_line_by_line() -> None:
     text = "# our hosts\na:2\n\n  b   # the slow one\nc slots=4\r\na:1\n"
     assert parse_hosts(text, 8) == hosts(("a", 3), ("b", 8), ("c", 4))
     assert parse_hosts("", 1) == ()
+    assert parse_hosts("a:2 rack=x\nb\na:1\n", 1) == (HostSlots("a", 3, "x"), HostSlots("b", 1))
+    with pytest.raises(DiscoveryFault, match=r"^host a is in rack x and in rack y\. Name one rack$"):
+        parse_hosts("a rack=x\na rack=y\n", 1)
     with pytest.raises(DiscoveryFault, match="'oops, no' is not a host") as caught:
         parse_hosts("a:2\noops, no\n", 1)
     assert caught.value.kind == "malformed"

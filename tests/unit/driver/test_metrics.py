@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elasticstate.config import read_options
 from elasticstate.core.accounting import figures_of
+from elasticstate.core.copies import CopyFigures
 from elasticstate.core.membership import Membership
 from elasticstate.core.phases import Running, Straggler
 from elasticstate.core.types import CommitId, WorkerId
@@ -28,6 +29,7 @@ from elasticstate.errors import OptionError
 from tests.policy import policy_of
 from tests.prometheus import CONFIG, DASHBOARD, PROMTOOL, RULES, WHY, promtool
 from tests.unit.core.test_membership import RUNNING, drive
+from tests.unit.core.test_replication import ALL_KEPT, attach
 from tests.unit.driver.test_figures import SCRIPT
 
 Samples = dict[tuple[str, str], float]
@@ -154,8 +156,32 @@ def with_straggler() -> Membership:
     return replace(m, phase=replace(m.phase, stragglers=(straggler,)))
 
 
+def sharded() -> str:
+    """Return the metrics of a sharded job with a complete replication and a durable copy."""
+    m, _ = attach(durable_dir="/copies")
+    state = job_state(drive(f"2.0 {ALL_KEPT.format('1.0')}", m)[0])
+    state.copies.update("a", CopyFigures(1000, 30, 20), 1.0)
+    state.copies.update("b", CopyFigures(2000, 0, 10), 1.0)
+    registry = CollectorRegistry()
+    registry.register(JobCollector("j", state))
+    return generate_latest(registry).decode()
+
+
 def exported() -> set[str]:
-    return {name for m in (over(), with_straggler()) for name, _ in samples(scraped(m))}
+    return {name for text in (scraped(over()), scraped(with_straggler()), sharded()) for name, _ in samples(text)}
+
+
+def test_a_sharded_job_has_the_age_of_its_line_and_replica_and_the_memory_and_bandwidth_of_copies() -> None:
+    found = samples(sharded())
+    assert found["elasticstate_replicas", ""] == 1
+    assert found["elasticstate_kept_copies", ""] == 6
+    assert found["elasticstate_kept_copies_bytes", "a"] == 1000
+    assert found["elasticstate_kept_copies_bytes", "b"] == 2000
+    assert found["elasticstate_replication_sent_bytes_total", ""] == 30
+    assert found["elasticstate_replication_received_bytes_total", ""] == 30
+    age = found["elasticstate_commit_line_age_seconds", ""] - found["elasticstate_replica_age_seconds", ""]
+    assert age == pytest.approx(0.9), "1.1 and 2.0 s after the start"
+    assert not [name for name, _ in samples(scraped(over())) if "cop" in name or "repli" in name], "not sharded"
 
 
 def test_a_straggler_has_the_factor_of_its_own_time() -> None:
@@ -186,6 +212,7 @@ def test_each_panel_of_the_dashboard_shows_a_metric() -> None:
 def test_promtool_accepts_metrics_configuration_and_rules() -> None:
     promtool("check", "metrics", input=scraped(with_straggler()))
     promtool("check", "metrics", input=scraped(over()))
+    promtool("check", "metrics", input=sharded())
     promtool("check", "config", CONFIG)
     promtool("check", "rules", RULES)
 

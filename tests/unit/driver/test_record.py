@@ -201,7 +201,7 @@ def test_a_record_that_cannot_be_written_is_no_record() -> None:
     assert find_job("a") == keeper.record
     obstacle = directory.path / "driver.json.new"
     obstacle.mkdir()
-    m = step(new_membership(OPTIONS.policy()), HostsDiscovered((HostSlots("a", 2),)), 0.0).next
+    m = step(new_membership(OPTIONS.policy()), HostsDiscovered((HostSlots("a", 2, "r1"),)), 0.0).next
     asyncio.run(keeper.keep(m, (5, 6), 1.0))
     asyncio.run(keeper.keep(m, (5, 6), 1.0))
     assert find_job("a") is None
@@ -210,7 +210,7 @@ def test_a_record_that_cannot_be_written_is_no_record() -> None:
     obstacle.rmdir()
     asyncio.run(keeper.keep(m, (5, 6), 1.0))
     assert find_job("a") == keeper.record
-    assert keeper.record.hosts == (HostSlots("a", 2),)
+    assert keeper.record.hosts == (HostSlots("a", 2, "r1"),)
     directory.remove()
 
 

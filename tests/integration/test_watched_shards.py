@@ -1,0 +1,117 @@
+"""A real sharded job on two hosts, as a person sees it: in status, Prometheus, and the dashboard in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import NO_CHROMIUM, WHY as WHY_NOT, opened
+from job import Job
+from playwright.sync_api import Page, expect
+from test_commit_line import SCRIPT, attached
+from test_dashboard import soon, url_of
+from test_prometheus import each_panel_has_data, page_of
+
+from tests.prometheus import PROMETHEUS, WHY, Prometheus
+
+pytestmark = [
+    pytest.mark.skipif(NO_CHROMIUM, reason=WHY_NOT),
+    pytest.mark.skipif(PROMETHEUS is None, reason=WHY),
+]
+
+RATE = 2 << 20
+SHARD_BYTES = 1024 * 1024 * 2  # of float32 in one of two shards
+
+
+def test_line_replicas_memory_and_bandwidth_of_a_sharded_job_are_shown(tmp_path: Path) -> None:
+    changes = (("torch.nn.Linear(2, 4)", "torch.nn.Linear(1024, 1024)"), ("state.commit()", "state.commit(every=100)"))
+    script = SCRIPT
+    for old, new in changes:
+        assert old in script
+        script = script.replace(old, new)
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "logs")]
+    name = f"shards-{uuid.uuid4().hex[:8]}"
+    hosts = ("-np", "2", "--min-np", "1", "-H", "localhost:1 rack=left,127.0.0.2:1 rack=right")
+    shown = ("--dashboard", "0", "--metrics", "0", "--job-name", name)
+    begin, errors = time.monotonic(), list[str]()
+    with Job(tmp_path, *hosts, *shown, "--replica-rate", "2M", command=command) as job:
+        first = attached(job, 1, 2)
+        shards = replicated_twice(job, name, begin)
+        assert shards["memory"].keys() == {"localhost", "127.0.0.2"}
+        assert all(memory >= 2 * SHARD_BYTES for memory in shards["memory"].values()), "its own shard and the other"
+        assert shards["memory_bytes"] == sum(shards["memory"].values())
+        with Prometheus(tmp_path / "prometheus", page_of(job).split("/")[2]) as prometheus:
+            prometheus.wait_for("two scrapes", lambda: prometheus.value("rate(elasticstate_ticks_total[1m])"))
+            each_panel_has_data(prometheus, sharded=True)
+            sent = prometheus.value("elasticstate_replication_sent_bytes_total")
+            assert sent is not None
+            assert sent >= shards["sent_bytes"]
+            assert "ElasticstateReplicaIsTooOld" not in prometheus.firing()
+        with opened(url_of(job), errors) as page:
+            the_page_shows_the_copies(page)
+            os.kill(first[1]["pid"], signal.SIGSTOP)  # the survivor's world begins after --heartbeat-timeout
+            os.kill(first[1]["pid"], signal.SIGKILL)
+            soon(page.get_by_role("region", name="Commits"), re.compile(r"commit line\([2-9]\d*, \d+\)"))
+        job.process.send_signal(signal.SIGINT)
+        job.finish(130)
+    assert not errors
+
+
+def replicated_twice(job: Job, name: str, begin: float) -> dict[str, Any]:
+    """Wait until two commits have been replicated. Check the rate all the time. Return the last overview."""
+    seen: set[tuple[int, ...]] = set()
+
+    def look() -> dict[str, Any] | None:
+        status = [sys.executable, "-m", "elasticstate", "status", name, "--json"]
+        shards: dict[str, Any] | None = json.loads(subprocess.check_output(status))["shards"]
+        if shards is None:
+            return None
+        elapsed_s = time.monotonic() - begin
+        assert shards["sent_bytes"] <= 2 * RATE * (elapsed_s + 0.05), "two hosts, and the bytes of 0.05 s at once"
+        seen.add(tuple(shards["replicated"] or ()))
+        return shards if len(seen - {()}) >= 2 and shards["sent_bytes"] >= 4 * SHARD_BYTES else None
+
+    found: dict[str, Any] = job.wait_for("two replicated commits", look)
+    text = subprocess.check_output([sys.executable, "-m", "elasticstate", "status", name], text=True)
+    assert re.search(r"^commit line \(1, \d+\), [\d.]+ s old; replicated on 1 other host: \(1, \d+\), ", text, re.M), (
+        text
+    )
+    assert re.search(
+        r"^  \d+ copies, [\d.]+ MB of memory on 2 hosts; sent from host to host: [\d.]+ MB/s, ", text, re.M
+    )
+    return found
+
+
+def the_page_shows_the_copies(page: Page) -> None:
+    commits = page.get_by_role("region", name="Commits")
+    for text in (
+        r"commit line\(1, \d+\)[\d.]+ s ago",
+        r"replicated commit\(1, \d+\)[\d.]+ s ago, on 1 other host",
+        r"replication(\d of 4 copiesof \(1, \d+\), for [\d.]+ s|complete)",
+        r"memory of copies[\d.]+ MB\d copies on 2 hosts, at most [\d.]+ MB on one",
+        r"sent between hosts[\d.]+ [kM]B/s[\d.]+ MB in all",
+    ):
+        soon(commits, re.compile(text))
+    expect(commits).not_to_contain_text("durable")
+    expect(page.get_by_role("list", name="Troubles with copies")).to_be_hidden()
+    for host, rack in (("localhost", "left"), ("127.0.0.2", "right")):
+        soon(page.get_by_role("rowheader").filter(has_text=host), f"joined, rack {rack}")
+    commits.get_by_text("Memory of copies by host").focus()
+    page.keyboard.press("Enter")
+    table = commits.get_by_role("table")
+    expect(table.get_by_role("row")).to_have_count(3)
+    soon(table.get_by_role("row", name="127.0.0.2"), re.compile(r"127\.0\.0\.2right[\d.]+ MB"))
+    if folder := os.environ.get("SCREENSHOTS"):
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            page.screenshot(path=f"{folder}/shards-{scheme}.png", full_page=True)
