@@ -66,7 +66,7 @@ from elasticstate.net.worker_messages import (
     WorldMessage as WorldMessage,
 )
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 STORE_JOINED = "joined"
@@ -226,7 +226,8 @@ class OutputTail(Message, frozen=True):
 
 
 class DurableSaved(Message, frozen=True):
-    """A durable copy is complete. Answer to SaveDurable."""
+    """The parts of a durable copy on this host are saved, or it is complete. Answer to SaveDurable and
+    CompleteDurable."""
 
     folder: str
     commit: CommitId
@@ -237,7 +238,7 @@ class DurableSaved(Message, frozen=True):
 
 
 class DurableFailed(Message, frozen=True):
-    """A durable copy could not be saved. Answer to SaveDurable. ``kind``: see durable/failure.py."""
+    """A durable copy could not be saved: another answer to these. ``kind``: see durable/failure.py."""
 
     folder: str
     kind: str
@@ -299,14 +300,41 @@ class FetchOutput(Message, frozen=True):
     worker: WorkerId
 
 
+class DurablePart(Message, frozen=True):
+    """A commit of a slot, of this or another host, that becomes a part of a durable copy."""
+
+    slot: SlotId
+    number: int  # of the part, from 1 on
+    digest: int  # of its shards; 0: a replicated state
+
+
 class SaveDurable(Message, frozen=True):
-    """Save the newest commit of a slot as a durable copy. The agent answers with DurableSaved or DurableFailed."""
+    """Save commits that this host holds as parts of a durable copy. The agent answers with DurableSaved or
+    DurableFailed. If these are all parts, the copy is complete then."""
 
     folder: str  # name of the copy
-    slot: int
+    parts: tuple[DurablePart, ...]
+    total: int  # parts of the copy
     world_size: int
+    first: CommitId | None = None  # save the first commit from this one on; None: the newest one of the only part
     earlier: tuple[str, ...] = ()  # the newest copy that this job has saved
     saved: CommitId | None = None  # the commit in that copy: there is nothing to do if it is still the newest
+
+
+class CompleteDurable(Message, frozen=True):
+    """Complete a durable copy whose parts are all saved. The agent answers with DurableSaved or DurableFailed."""
+
+    folder: str
+    commit: CommitId
+    total: int
+    world_size: int
+    earlier: tuple[str, ...] = ()
+
+
+class DropDurable(Message, frozen=True):
+    """The durable copy has failed on another host: save no more of it. There is no answer."""
+
+    folder: str
 
 
 class ToWorkers(Message, frozen=True):
@@ -375,6 +403,8 @@ ToAgent = (
     | Fetch
     | FetchOutput
     | SaveDurable
+    | CompleteDurable
+    | DropDurable
     | StopWorker
     | ToWorkers
     | WorldsOnHost
