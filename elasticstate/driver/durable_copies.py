@@ -119,11 +119,11 @@ class DurableCopies:
 
     # -------------------------------------------------------------------------------------------------------- answers
 
-    def saved(self, host: str, message: DurableSaved) -> None:
-        """Handle the success of an order: the copy is complete, or parts of it are saved."""
+    def saved(self, host: str, message: DurableSaved) -> bool:
+        """Handle the success of an order. Return True if the copy is complete, False if only parts of it are saved."""
         attempt = self._answered_by(host, message.folder)
         if attempt is None:
-            return
+            return False
         attempt.commits.add(message.commit)
         if len(attempt.commits) > 1:
             commits = ", ".join(map(str, sorted(attempt.commits)))
@@ -132,10 +132,12 @@ class DurableCopies:
         elif attempt.is_one_order:
             self._end_attempt(attempt)
             self._complete(host, message)
+            return True
         elif not attempt.hosts:
             attempt.hosts, attempt.is_one_order = {host}, True
             order = CompleteDurable(attempt.folder, message.commit, attempt.total, self._world_size, self._earlier)
             self._send(host, order)
+        return False
 
     def _complete(self, host: str, message: DurableSaved) -> None:
         figures = self._state.durable
