@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from elasticstate.config import Options
 from elasticstate.core.types import CommitId
-from elasticstate.driver.durable_plan import Pace, Plan, plan_copy, plan_last
+from elasticstate.driver.durable_plan import CopyPlan, Pace, plan_copy, plan_last
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.durable.copies import copy_name
@@ -97,7 +97,7 @@ class DurableCopies:
         for event in events:
             event.cancel()
 
-    def _order(self, plan: Plan) -> None:
+    def _order(self, plan: CopyPlan) -> None:
         self._last_name = max(time.time_ns() // 1_000_000, self._last_name + 1)
         self._began_at = self._loop.time()
         folder = copy_name(self._last_name)

@@ -27,7 +27,7 @@ _PACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CopyPlan:
     """Parts of a copy, by the host that saves them."""
 
     parts: dict[str, tuple[DurablePart, ...]]
@@ -52,7 +52,7 @@ class Pace:
             self._since, self.ticks_per_s = (m.generation, now, ticks), (ticks - before) / (now - at)
 
 
-def plan_copy(m: Membership, ticks_per_s: float, now: float, lead_s: float, saved: CommitId | None) -> Plan | None:
+def plan_copy(m: Membership, ticks_per_s: float, now: float, lead_s: float, saved: CommitId | None) -> CopyPlan | None:
     """Return the plan of a copy of the running job; None if there is nothing to save now.
 
     ``lead_s``: time for the orders to arrive. ``saved``: the commit in the last copy of this job.
@@ -60,7 +60,7 @@ def plan_copy(m: Membership, ticks_per_s: float, now: float, lead_s: float, save
     if not isinstance(m.phase, Running):
         return None
     if not is_sharded(m):
-        return _plan_of_one(_source(m))
+        return _plan_of_one(_source(m)) if not m.shards.attached else None
     layout = m.shards.layouts[-1]
     if layout.generation != m.generation or m.world is None or len(_members(m)) < m.world.size:
         return None  # the world attaches its values, or ends
@@ -78,7 +78,7 @@ def plan_copy(m: Membership, ticks_per_s: float, now: float, lead_s: float, save
     return _plan_of_shards(_in_slots(layout, to_come), to_come)
 
 
-def plan_last(m: Membership) -> Plan | None:
+def plan_last(m: Membership) -> CopyPlan | None:
     """Return the plan of the last copy, of a job that makes no more commits."""
     if is_sharded(m):
         found = find_line(m)
@@ -86,11 +86,11 @@ def plan_last(m: Membership) -> Plan | None:
     return _plan_of_one(_newest_retained(m) if isinstance(m.phase, Over) else _source(m))
 
 
-def _plan_of_one(slot: SlotId | None) -> Plan | None:
-    return Plan({slot.host: (DurablePart(slot, 1, 0),)}, 1) if slot is not None else None
+def _plan_of_one(slot: SlotId | None) -> CopyPlan | None:
+    return CopyPlan({slot.host: (DurablePart(slot, 1, 0),)}, 1) if slot is not None else None
 
 
-def _plan_of_shards(sources: list[ShardSource], first: CommitId) -> Plan | None:
+def _plan_of_shards(sources: list[ShardSource], first: CommitId) -> CopyPlan | None:
     """Return a plan in which each digest is saved once, each by the host that saves least so far."""
     copies: dict[int, list[CopyOf]] = {}
     for source in sources:
@@ -101,7 +101,7 @@ def _plan_of_shards(sources: list[ShardSource], first: CommitId) -> Plan | None:
         copy = min(same, key=lambda copy: load[copy.host])
         load[copy.host] += 1
         parts.setdefault(copy.host, []).append(DurablePart(copy.slot, number, digest))
-    return Plan({host: tuple(found) for host, found in parts.items()}, len(copies), first) if parts else None
+    return CopyPlan({host: tuple(found) for host, found in parts.items()}, len(copies), first) if parts else None
 
 
 # -------------------------------------------------------------------------------------------------------- shards

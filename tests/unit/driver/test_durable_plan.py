@@ -9,7 +9,7 @@ import pytest
 
 from elasticstate.core.membership import Membership
 from elasticstate.core.types import CommitId, SlotId
-from elasticstate.driver.durable_plan import Pace, Plan, plan_copy, plan_last
+from elasticstate.driver.durable_plan import CopyPlan, Pace, plan_copy, plan_last
 from elasticstate.durable.failure import FULL
 from elasticstate.net.messages import CompleteDurable, DropDurable, DurableFailed, DurablePart, DurableSaved
 from tests.unit.core.test_line import DISTINCT, HSDP, SIZES
@@ -24,7 +24,7 @@ def beats(at: float, ticks: int, commit: int, previous: int) -> str:
     return f"{at} " + " + ".join(f"heartbeat {name} {held}" for name in NAMES) + "\n"
 
 
-def plan(m: Membership, ticks_per_s: float = 0.0, now: float = 3.0, saved: CommitId | None = None) -> Plan:
+def plan(m: Membership, ticks_per_s: float = 0.0, now: float = 3.0, saved: CommitId | None = None) -> CopyPlan:
     found = plan_copy(m, ticks_per_s, now, 0.5, saved)
     assert found is not None
     return found
@@ -68,6 +68,8 @@ def test_a_world_that_has_not_attached_or_has_lost_a_member_saves_nothing() -> N
     attached = DISTINCT.splitlines()[:-1]
     m, _ = drive("\n".join(attached) + "\n" + beats(2.0, 40, 40, 20) + "3.0 exit b:1#1 signal=9\n", **SIZES)
     assert plan_copy(m, 1.0, 3.0, 0.5, None) is None
+    m, _ = drive(DISTINCT.replace(" + attached b:1#1 in=1 digest=3", "") + beats(2.0, 0, 0, 0), **SIZES)
+    assert plan_copy(m, 1.0, 3.0, 0.5, None) is None, "a commit of a slot may have shards"
 
 
 def test_the_last_copy_is_that_of_the_commit_line_also_from_kept_copies() -> None:
