@@ -125,7 +125,7 @@ class _Staging:
         if kept is not None:
             with closing(kept):
                 return self._stage_kept(slot, kept)
-        place = -1, 0
+        place = self._prepared(slot)
         for _ in range(1 if self._first is not None else _ATTEMPTS):
             index, seal = self._find(slot)
             generation, tick, _, length, checksum, tag = seal
@@ -180,6 +180,11 @@ class _Staging:
         return self._go_on() and self._failure is None and (place, entered) == (Place.TRAIN, generation)
 
     # -------------------------------------------------------------------------------------------------------- the file
+
+    def _prepared(self, slot: StagingSlot) -> _Place:
+        """Reserve a place of the size of the newest commit now, because new pages cost more than the copy itself."""
+        seals = [seal for index in (0, 1) if slot.page is not None and (seal := slot.page.sealed(index, slot.owner))]
+        return self._reserve(max(seals)[3], (-1, 0)) if seals else (-1, 0)
 
     def _reserve(self, length: int, place: _Place) -> _Place:
         """Return a place of this size: the same one, if the commits have the same length. Raises OSError."""

@@ -57,7 +57,7 @@ def plan_copy(m: Membership, ticks_per_s: float, now: float, lead_s: float, save
 
     ``lead_s``: time for the orders to arrive. ``saved``: the commit in the last copy of this job.
     """
-    if not isinstance(m.phase, Running):
+    if not isinstance(m.phase, Running) or m.ledger.highest is None:
         return None
     if not is_sharded(m):
         return _plan_of_one(_source(m)) if not m.shards.attached else None
@@ -80,6 +80,8 @@ def plan_copy(m: Membership, ticks_per_s: float, now: float, lead_s: float, save
 
 def plan_last(m: Membership) -> CopyPlan | None:
     """Return the plan of the last copy, of a job that makes no more commits."""
+    if m.ledger.highest is None:
+        return None
     if is_sharded(m):
         found = find_line(m)
         return _plan_of_shards(list(found[1]), found[0]) if found is not None else None

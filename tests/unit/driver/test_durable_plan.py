@@ -57,9 +57,19 @@ def test_frequent_commits_are_saved_at_one_that_is_to_come() -> None:
     assert sum(map(len, found.parts.values())) == found.total == 4
 
 
-@pytest.mark.parametrize(("now", "first"), [(5.0, None), (12.0, CommitId(1, 0))])
-def test_a_world_that_has_just_begun_may_commit_soon(now: float, first: CommitId | None) -> None:
+def test_a_job_that_has_not_committed_has_nothing_to_save() -> None:
     m, _ = drive(DISTINCT, **SIZES)
+    assert plan_copy(m, 0.0, 12.0, 0.5, None) is None
+    assert plan_last(m) is None
+
+
+@pytest.mark.parametrize(("now", "first"), [(8.0, None), (15.0, CommitId(2, 0))])
+def test_a_world_that_has_just_begun_may_commit_soon(now: float, first: CommitId | None) -> None:
+    m, _ = drive(DISTINCT + beats(2.0, 40, 40, 20) + "3.0 exit b:1#1 signal=9 held=1.40,1.20\n", **SIZES)
+    ready = " + ".join(f"ready {name} in=1 ticks=40 commit=1.40 previous=1.20" for name in NAMES[:3])
+    attached = " + ".join(f"attached {name} in=2 digest={n}" for n, name in enumerate(NAMES[:3], start=20))
+    m, _ = drive(f"3.1 {ready}\n3.5 {attached}\n", m)
+    assert m.shards.line == CommitId(2, 0)
     found = plan_copy(m, 0.0, now, 0.5, None)
     assert (found.first if found is not None else None) == first
 
