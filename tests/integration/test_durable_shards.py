@@ -206,3 +206,68 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
         for key, full in {"": f"model.{name}", **({} if name == "frozen" else state)}.items():
             found.update(f"{name} {key}".encode() + tensors[full].contiguous().numpy().tobytes())
     return found.hexdigest()
+
+
+SMALL = """
+import json, os, signal, sys, time
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import elasticstate as elastic
+from elasticstate.worker.session import WorkerSession
+
+logs, name, steps, death = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+state = elastic.TorchState(step=0)
+
+def die(self, digest):
+    time.sleep(0.5)  # the others have sealed their shards, and have reported them
+    open(death, "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@elastic.run
+def train(state):
+    if death and elastic.rank() == 1 and not os.path.exists(death):
+        WorkerSession.record_attached = die
+    begun = state.step
+    model = torch.nn.Linear(5, 7, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (elastic.size(),)))
+    weight = model.weight.to_local().detach()
+    state.attach(**{name: model}, init=lambda: weight.fill_(0.0))
+    line = {"what": "enter", "time": time.time(), "generation": elastic.generation(), "size": elastic.size(),
+            "rank": elastic.rank(), "step": begun, "digest": weight.unique().tolist()}
+    with open(os.path.join(logs, f"{os.getpid()}.jsonl"), "a") as file:
+        print(json.dumps(line), file=file)
+    while state.step < begun + steps:
+        dist.barrier()
+        state.step += 1
+        weight.fill_(state.step)
+        state.commit()
+train(state)
+"""
+
+
+def test_a_world_that_dies_while_it_attaches_never_mixes_a_copy_with_new_weights(tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(SMALL)
+
+    def small(folder: str, name: str, death: str, *options: str) -> Job:
+        (tmp_path / folder).mkdir()
+        command = [sys.executable, str(tmp_path / "small.py"), str(tmp_path / folder / "logs"), name, "5", death]
+        places = ("-np", "2", "--durable-dir", str(tmp_path / "run"), "--cooldown-range", "0", "0")
+        return Job(tmp_path / folder, *places, *options, command=command)
+
+    def check(job: Job, generation: int, step: int) -> None:
+        lines = [line for line in job.log("enter") if line["generation"] == generation]
+        values = [[step]] * 2
+        assert [(line["step"], line["digest"]) for line in lines] == [(step, value) for value in values]
+
+    for number, step in (("first", 0), ("second", 5)):  # without a copy, and with one
+        death = tmp_path / f"death-{number}"
+        with small(number, "model", str(death)) as job:
+            job.finish()
+            assert death.exists()
+            assert [line["generation"] for line in job.log("enter")] == [2, 2]
+            check(job, 2, step)
+            assert len(saved(job)) == 1
+    with small("third", "net", "", "--max-no-progress", "1") as job:
+        job.finish(status=1)
+        assert "attach() has the values net, and the commit has model" in job.output
