@@ -127,9 +127,14 @@ class DurableUploads:
             slots = [self._staging_slot(part.slot, opened) for part in order.parts]
             directory = os.dup(self._storage.directory.fd)
             opened.append(directory)
-            staging = in_thread(_stage_and_close, slots, self._key, directory, order.first, is_over, tuple(opened))
+            arguments = (slots, self._key, directory, order.first, is_over, tuple(opened))
+            staging = asyncio.ensure_future(in_thread(_stage_and_close, *arguments))
             opened.clear()
-            return await staging
+            try:
+                return await asyncio.shield(staging)
+            except asyncio.CancelledError:
+                staging.add_done_callback(_discard)
+                raise
         except OSError as error:
             path = self._storage.directory.path
             needed = format_bytes(sum(map(self._size_of, order.parts)))
@@ -268,13 +273,15 @@ def _stage_and_close(
     is_over: threading.Event,
     descriptors: tuple[int, ...],
 ) -> Staged:
-    """Stage, and close the descriptors. If nobody waits for the result any more, close it, too."""
+    """Stage, and close the descriptors."""
     try:
-        staged = stage(slots, key, directory, first, lambda: not is_over.is_set())
+        return stage(slots, key, directory, first, lambda: not is_over.is_set())
     finally:
         for fd in descriptors:
             os.close(fd)
-    if is_over.is_set():
-        os.close(staged.fd)
-        raise TornError("the order was dropped")
-    return staged
+
+
+def _discard(staging: asyncio.Future[Staged]) -> None:
+    """Close the result of a staging that nobody waits for."""
+    if not staging.cancelled() and staging.exception() is None:
+        os.close(staging.result().fd)

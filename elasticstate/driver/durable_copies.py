@@ -72,20 +72,23 @@ class DurableCopies:
         """Order copies until cancelled."""
         while self._options.durable_dir is not None:
             await asyncio.sleep(_LOOK_INTERVAL_S)
-            m, now = self._state.membership, self._loop.time()
-            self._pace.look(m, now)
-            if self._attempt is None and now >= self._schedule.due_at:
-                lead_s = min(_LONGEST_LEAD_S, _LEAD_S * 2.0**self._schedule.failures)
-                plan = plan_copy(m, self._pace.ticks_per_s, now, lead_s, self._state.durable.newest)
+            self._pace.look(self._state.membership, self._loop.time())
+            if self._attempt is None and self._loop.time() >= self._schedule.due_at:
+                plan = self._plan()
                 if plan is not None:
                     self._order(plan)
+
+    def _plan(self) -> CopyPlan | None:
+        lead_s = min(_LONGEST_LEAD_S, _LEAD_S * 2.0**self._schedule.failures)
+        figures, ticks_per_s = self._state.durable, self._pace.ticks_per_s
+        return plan_copy(self._state.membership, ticks_per_s, self._loop.time(), lead_s, figures.newest)
 
     async def finish(self, hurry: asyncio.Event) -> None:
         """Save the last commit of the job. ``hurry``: give up when it is set."""
         if self._options.durable_dir is None:
             return
         await self._answered_or(hurry)
-        plan = plan_last(self._state.membership)
+        plan = self._plan() or plan_last(self._state.membership)  # after a signal, the workers still train
         if plan is not None and not hurry.is_set():
             self._order(plan)
             await self._answered_or(hurry)
