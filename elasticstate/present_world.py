@@ -32,7 +32,7 @@ class WorldView:
     root_slot: int = 0  # of the root, on its host
     line: CommitId | None = None  # the commit from which a sharded job starts
     sources: tuple[tuple[ShardSource, str], ...] = ()  # its copies, each with the address of its host's copy server
-    durable: DurableSource | None = None  # no member holds a commit: the root reads the newest durable copy
+    durable: DurableSource | None = None  # no member holds a usable commit: all start from the newest durable copy
 
     @property
     def rank(self) -> int:

@@ -235,7 +235,7 @@ class Agent:
         )
         environment = environment_of_workers(launch.environment, spec.environment)
         environment.update([agent_variable(place.mark)])
-        durable = DurableUploads(spec, storage, key, environment, driver)
+        durable = DurableUploads(launch.host, spec, storage, copies.store, key, environment, driver)
         messages = DriverMessages(
             driver,
             workers,

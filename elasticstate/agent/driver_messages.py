@@ -85,8 +85,10 @@ class DriverMessages:
                 self._calls.watch(message, asyncio.get_running_loop().time())
             case messages.Fetch(slot, offset):
                 self._tasks.begin(self._supply.send_result(slot, offset, self._driver))
-            case messages.SaveDurable():
+            case messages.SaveDurable() | messages.CompleteDurable():
                 self._durable.begin(message)
+            case messages.DropDurable(folder):
+                self._durable.drop(folder)
             case messages.FetchOutput(worker):
                 self._driver.send(self._outputs.tail(worker))
             case _:

@@ -61,11 +61,20 @@ def generation_failed(d: Draft) -> None:
     d.update_ledger(account=d.ledger.account.with_failure(d.now), failures=d.ledger.failures + 1)
 
 
-def world_changes(d: Draft, chosen: Sequence[Worker], line: t.CommitId | None = None) -> None:
-    """Count what the change to a world of ``chosen`` costs, except the time. ``line``: the commit that it starts from,
-    if not from the newest of ``chosen``."""
-    best, ledger = newest(chosen) if line is None else line, d.ledger
+def world_changes(d: Draft, chosen: Sequence[Worker], line: t.CommitId | None, from_copy: bool) -> None:
+    """Count what the change to a world of ``chosen`` costs, except the time.
+
+    ``line``: the commit that it starts from, if not from the newest of ``chosen``. ``from_copy``: it starts from a
+    durable copy, if there is one. If the newest is not intact, more is lost than is counted here.
+    """
+    ledger = d.ledger
+    best = newest(chosen) if line is None else line
+    if from_copy:
+        best = ledger.durable or NOTHING
     position, is_known = _position(d, best)
+    if from_copy and d.generation > 0:
+        position = position if is_known else _reached(d, chosen)[0]
+        is_known = False
     if d.generation > 0:
         commits, all_commits = _lost_commits(d, best)
         ticks, all_ticks = _reached(d, chosen)

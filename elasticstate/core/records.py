@@ -143,6 +143,7 @@ class Ledger(Struct, frozen=True, gc=False):
     store_joined: bool = False  # a worker has joined the process group that its environment variables describe
     restarts: int = 0  # failed rounds
     highest: CommitId | None = None  # the newest user's commit (tick >= 1) that was ever reported
+    durable: CommitId | None = None  # in the newest durable copy, as far as this driver knows
     next_age: int = 0
     no_progress: int = 0  # failed generations in a row without a commit
     no_progress_cause: RootCause | None = None  # the first failure of this row

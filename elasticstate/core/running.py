@@ -28,6 +28,7 @@ from elasticstate.core.texts import number_of
 from elasticstate.core.worlds import (
     enter,
     make_world,
+    resumes_from_copy,
 )
 
 _UNEQUAL_TICKS = "Call commit() equally often on all ranks: count steps, not seconds."
@@ -79,7 +80,8 @@ def become_running(
     left = [p.worker for p in d.world.members if p.worker not in before] if d.world is not None else []
     if d.generation > 0 and d.ledger.down_since is None:  # planned: no failure since the last first tick
         d.update_ledger(planned_at=d.now)
-    accounting.world_changes(d, chosen, line)
+    from_copy = line is None and d.ledger.highest is not None and resumes_from_copy(d, chosen)
+    accounting.world_changes(d, chosen, line, from_copy)
     report_hang(d)
     world = make_world(d, chosen, line, sources)
     enter(d, world)

@@ -17,7 +17,7 @@ from elasticstate.core.copies import (
     ShardsAttached as ShardsAttached,
     ShardSource as ShardSource,
 )
-from elasticstate.core.durable import DurableSource as DurableSource
+from elasticstate.core.durable import DurableCopySaved as DurableCopySaved, DurableSource as DurableSource
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
 from elasticstate.core.message import Message as Message
 from elasticstate.core.places import Placement as Placement, PlainPlace as PlainPlace
@@ -37,7 +37,7 @@ class World:
     near: tuple[int, ...] = ()  # those of ``lacking`` that read the root's commit from the memory of their common host
     line: CommitId | None = None  # the commit line; None: nothing is attached, or no attach is complete
     sources: tuple[ShardSource, ...] = ()  # the readable copies of the line: a slot's own buffer before kept copies
-    durable: DurableSource | None = None  # no member holds a commit: the root reads the newest durable copy
+    durable: DurableSource | None = None  # no member holds a usable commit: all start from the newest durable copy
 
     @property
     def size(self) -> int:
@@ -249,6 +249,7 @@ Event = (
     | ShardsAttached
     | CopyKept
     | CopyDropped
+    | DurableCopySaved
     | CallReported
     | CollectivesReported
     | TimePassed

@@ -171,7 +171,8 @@ def form(d: Draft) -> bool:
 def _form_from_line(d: Draft, chosen: list[Worker]) -> bool:
     """Make a world of ``chosen`` from the commit line. Return False to wait for hosts that hold shards of a newer one.
 
-    The job ends if no commit is reachable, and no awaited host has returned in time.
+    If no commit is reachable, and no awaited host has returned in time, a durable copy decides; without one the job
+    ends.
     """
     awaited_, ends = awaited_copies(d), exiting(d)
     if (awaited_ or ends) and isinstance(d.phase, Waiting) and d.phase.retained_since is None:
@@ -189,8 +190,13 @@ def _form_from_line(d: Draft, chosen: list[Worker]) -> bool:
             d.warn(f"{_missing_shards(awaited_)} is given up for {found[0]}: {_too_late(d)}")
         become_running(d, chosen, *found)
         return True
-    reason = "StateLostError: no commit is left of which all shards can be read"
+    reason = "no commit is left of which all shards can be read"
     reason += f"; {_too_late(d)}: {_missing_shards(awaited_)}" if awaited_ else ""
+    if durable_source(d) is not None:
+        d.warn(f"{reason}; the job resumes from the newest durable copy")
+        become_running(d, chosen)
+        return True
+    reason = f"StateLostError: {reason}"
     newest_whole = d.shards.line if d.shards.line is not None else d.ledger.highest
     fail_job(d, f"{reason}; the newest commit was {newest_whole}", d.ledger.outage)
     return True

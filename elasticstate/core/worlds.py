@@ -89,19 +89,33 @@ def make_world(
     fresh = not any(worker.joined for worker in chosen)
     if line is not None:
         return t.World(d.generation + 1, placements, root, (), first.store, fresh, line=line, sources=sources)
+    durable = durable_source(d, bool(d.shards.layouts) or best != NOTHING) if resumes_from_copy(d, chosen) else None
+    if d.shards.layouts:
+        return t.World(d.generation + 1, placements, root, (), first.store, fresh, durable=durable)
     near = [] if best == NOTHING else [rank for rank in lacking if _is_near(d, placements, rank, root)]
-    durable = durable_source(d) if best == NOTHING else None
     return t.World(
         d.generation + 1, placements, root, tuple(lacking), first.store, fresh, near=tuple(near), durable=durable
     )
 
 
-def durable_source(d: Draft) -> t.DurableSource | None:
-    """Return the storage from which a world without any commit gets its state; None: the job has no such storage."""
+def durable_source(d: Draft, is_sharded: bool = False) -> t.DurableSource | None:
+    """Return the storage from which a world without a usable commit gets its state; None: the job has none."""
     policy = d.policy
     if policy.durable_dir is None:
         return None
-    return t.DurableSource(policy.durable_dir, policy.durable_timeout_s, d.ledger.highest is not None)
+    return t.DurableSource(policy.durable_dir, policy.durable_timeout_s, d.ledger.highest is not None, is_sharded)
+
+
+def resumes_from_copy(d: Draft, chosen: Iterable[Worker]) -> bool:
+    """Return True if a world of ``chosen`` without a commit line starts from a durable copy, if there is one.
+
+    A commit is no use if shards in it are those of one worker: of a sharded job without a line, or of a world of which
+    not all members have attached.
+    """
+    best = newest(chosen)
+    if durable_source(d) is None or best == NOTHING or d.shards.layouts:
+        return durable_source(d) is not None
+    return any(slot.attached[0] == best.generation for slot in d.slots.values())
 
 
 def _is_near(d: Draft, placements: Sequence[t.Placement], rank: int, root: int) -> bool:

@@ -96,7 +96,8 @@ class AgentMessages:
             case messages.OutputTail():
                 self._tails.received(message)
             case messages.DurableSaved():
-                self._durable.saved(host, message)
+                if self._durable.saved(host, message):
+                    self._queue.post(t.DurableCopySaved(message.commit))
             case messages.DurableFailed():
                 self._durable.failed(host, message)
             case messages.Fetched():

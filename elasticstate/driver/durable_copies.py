@@ -1,38 +1,42 @@
-"""DurableCopies: decides when a durable copy of the job's state is saved, and by which agent.
+"""DurableCopies: decides when a durable copy of the job's state is saved, and by which agents (see durable_plan.py).
 
-One copy at a time: the agent of the root's host saves the newest commit of the root. The next copy begins
-``--durable-interval`` after the begin of the last one. After a failure it is tried again, after a growing delay. A
-failed, slow or full storage never holds up the job.
+One copy at a time. If several agents save parts of it, one of them completes the copy when all parts are saved; the
+failure of one part is the failure of the copy. The next copy begins ``--durable-interval`` after the begin of the last
+one. After a failure it is tried again, after a growing delay. A failed, slow or full storage never holds up the job.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from elasticstate.config import Options
-from elasticstate.core.membership import Membership
-from elasticstate.core.records import Over, Running
-from elasticstate.core.types import SlotId, WorkerId
+from elasticstate.core.types import CommitId
+from elasticstate.driver.durable_plan import CopyPlan, Pace, plan_copy, plan_last
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.durable.copies import copy_name
-from elasticstate.durable.failure import HOST, LOST, NOT_FAILED
-from elasticstate.net.messages import DurableFailed, DurableSaved, SaveDurable, ToAgent
+from elasticstate.durable.failure import HOST, LOST, NOT_FAILED, TORN
+from elasticstate.net.messages import CompleteDurable, DropDurable, DurableFailed, DurableSaved, SaveDurable, ToAgent
 
 _LOOK_INTERVAL_S = 0.25
 _FIRST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
+_LEAD_S = 0.5  # for orders to arrive before a commit to come
+_LONGEST_LEAD_S = 8.0
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """An order that the agent of a host has not answered yet."""
+    """A copy in progress."""
 
-    host: str
     folder: str
+    hosts: set[str]  # whose agents have not answered yet
+    total: int  # parts
+    is_one_order: bool  # one agent has all parts, or all parts are saved: its answer ends the copy
+    commits: set[CommitId] = field(default_factory=set)  # in the parts that are saved
 
 
 @dataclass(slots=True)
@@ -60,6 +64,7 @@ class DurableCopies:
         self._began_at = 0.0  # of the attempt
         self._last_name = 0  # milliseconds in the name of the last copy
         self._newest_name = ""  # of the newest copy that is complete
+        self._pace = Pace()
         self._answered = asyncio.Event()  # no order waits for an answer
         self._answered.set()
 
@@ -67,21 +72,25 @@ class DurableCopies:
         """Order copies until cancelled."""
         while self._options.durable_dir is not None:
             await asyncio.sleep(_LOOK_INTERVAL_S)
-            m = self._state.membership
-            if self._attempt is None and self._loop.time() >= self._schedule.due_at and isinstance(m.phase, Running):
-                source = _source(m)
-                if source is not None:
-                    self._order(source)
+            self._pace.look(self._state.membership, self._loop.time())
+            if self._attempt is None and self._loop.time() >= self._schedule.due_at:
+                plan = self._plan()
+                if plan is not None:
+                    self._order(plan)
+
+    def _plan(self) -> CopyPlan | None:
+        lead_s = min(_LONGEST_LEAD_S, _LEAD_S * 2.0**self._schedule.failures)
+        figures, ticks_per_s = self._state.durable, self._pace.ticks_per_s
+        return plan_copy(self._state.membership, ticks_per_s, self._loop.time(), lead_s, figures.newest)
 
     async def finish(self, hurry: asyncio.Event) -> None:
         """Save the last commit of the job. ``hurry``: give up when it is set."""
         if self._options.durable_dir is None:
             return
         await self._answered_or(hurry)
-        m = self._state.membership
-        slot = _newest_retained(m) if isinstance(m.phase, Over) else _source(m)
-        if slot is not None and not hurry.is_set():
-            self._order(slot)
+        plan = self._plan() or plan_last(self._state.membership)  # after a signal, the workers still train
+        if plan is not None and not hurry.is_set():
+            self._order(plan)
             await self._answered_or(hurry)
 
     async def _answered_or(self, hurry: asyncio.Event) -> None:
@@ -91,23 +100,49 @@ class DurableCopies:
         for event in events:
             event.cancel()
 
-    def _order(self, slot: SlotId) -> None:
-        world = self._state.membership.world
+    def _order(self, plan: CopyPlan) -> None:
         self._last_name = max(time.time_ns() // 1_000_000, self._last_name + 1)
         self._began_at = self._loop.time()
-        self._attempt = _Attempt(slot.host, copy_name(self._last_name))
+        folder = copy_name(self._last_name)
+        self._attempt = _Attempt(folder, set(plan.parts), plan.total, is_one_order=len(plan.parts) == 1)
         self._answered.clear()
-        earlier = (self._newest_name,) if self._newest_name else ()
-        size = world.size if world is not None else 0
         saved = self._state.durable.newest
-        self._send(slot.host, SaveDurable(self._attempt.folder, slot.slot, size, earlier, saved))
+        for host, parts in plan.parts.items():
+            order = SaveDurable(folder, parts, plan.total, self._world_size, plan.first, self._earlier, saved)
+            self._send(host, order)
+
+    @property
+    def _world_size(self) -> int:
+        world = self._state.membership.world
+        return world.size if world is not None else 0
+
+    @property
+    def _earlier(self) -> tuple[str, ...]:
+        return (self._newest_name,) if self._newest_name else ()
 
     # -------------------------------------------------------------------------------------------------------- answers
 
-    def saved(self, host: str, message: DurableSaved) -> None:
-        """Handle the success of an attempt."""
-        if not self._is_answered(host, message.folder):
-            return
+    def saved(self, host: str, message: DurableSaved) -> bool:
+        """Handle the success of an order. Return True if the copy is complete, False if only parts of it are saved."""
+        attempt = self._answered_by(host, message.folder)
+        if attempt is None:
+            return False
+        attempt.commits.add(message.commit)
+        if len(attempt.commits) > 1:
+            commits = ", ".join(map(str, sorted(attempt.commits)))
+            self._end_attempt(attempt)
+            self._failed(host, message.folder, TORN, f"its parts are of different commits: {commits}")
+        elif attempt.is_one_order:
+            self._end_attempt(attempt)
+            self._complete(host, message)
+            return True
+        elif not attempt.hosts:
+            attempt.hosts, attempt.is_one_order = {host}, True
+            order = CompleteDurable(attempt.folder, message.commit, attempt.total, self._world_size, self._earlier)
+            self._send(host, order)
+        return False
+
+    def _complete(self, host: str, message: DurableSaved) -> None:
         figures = self._state.durable
         figures.saved += 1
         figures.newest, figures.newest_at, figures.newest_bytes = message.commit, self._began_at, message.bytes
@@ -119,7 +154,7 @@ class DurableCopies:
             folder=message.folder,
             commit=list(message.commit),
             bytes=message.bytes,
-            seconds=message.seconds,
+            seconds=self._loop.time() - self._began_at,
             failures=self._schedule.failures,
         )
         self._schedule = _Schedule(max(self._loop.time(), self._began_at + self._options.durable_interval_s))
@@ -132,8 +167,10 @@ class DurableCopies:
 
     def failed(self, host: str, message: DurableFailed) -> None:
         """Handle the failure of an attempt: try again later."""
-        if not self._is_answered(host, message.folder):
+        attempt = self._answered_by(host, message.folder)
+        if attempt is None:
             return
+        self._end_attempt(attempt)
         if message.kind in NOT_FAILED:
             self._schedule.due_at = self._loop.time() + min(_FIRST_RETRY_S, self._options.durable_interval_s)
         else:
@@ -141,17 +178,26 @@ class DurableCopies:
 
     def host_lost(self, host: str) -> None:
         """Handle the loss of an agent, which may have an order."""
-        if self._attempt is not None and self._attempt.host == host:
-            folder, self._attempt = self._attempt.folder, None
-            self._answered.set()
-            self._failed(host, folder, HOST, "the agent was lost while it saved the copy")
+        attempt = self._attempt
+        if attempt is not None and host in attempt.hosts:
+            attempt.hosts.remove(host)
+            self._end_attempt(attempt)
+            self._failed(host, attempt.folder, HOST, "the agent was lost while it saved the copy")
 
-    def _is_answered(self, host: str, folder: str) -> bool:
-        if self._attempt != _Attempt(host, folder):
-            return False
+    def _answered_by(self, host: str, folder: str) -> _Attempt | None:
+        """Return the attempt to which the answer of a host belongs; None: to an older one."""
+        attempt = self._attempt
+        if attempt is None or attempt.folder != folder or host not in attempt.hosts:
+            return None
+        attempt.hosts.remove(host)
+        return attempt
+
+    def _end_attempt(self, attempt: _Attempt) -> None:
+        """End an attempt. Agents that still save parts of it are to stop."""
+        for host in sorted(attempt.hosts):
+            self._send(host, DropDurable(attempt.folder))
         self._attempt = None
         self._answered.set()
-        return True
 
     def _failed(self, host: str, folder: str, kind: str, reason: str) -> None:
         schedule, figures = self._schedule, self._state.durable
@@ -171,30 +217,3 @@ class DurableCopies:
         if kind not in self._schedule.warned:
             self._schedule.warned.add(kind)
             self._journal.warn(f"--durable-dir {self._options.durable_dir}: host {host}: {text}")
-
-
-def _source(m: Membership) -> SlotId | None:
-    """Return the slot whose commit is saved: the root's if it lives."""
-    if m.world is None:
-        return None
-    for placement in _root_first(m):
-        worker = m.workers.get(placement)
-        if worker is not None and worker.commit is not None and not worker.gone and worker.joined == m.generation:
-            return worker.id.slot_id
-    return None
-
-
-def _root_first(m: Membership) -> Iterator[WorkerId]:
-    assert m.world is not None
-    yield m.world.members[m.world.root].worker
-    yield from (placement.worker for placement in m.world.members)
-
-
-def _newest_retained(m: Membership) -> SlotId | None:
-    """Return the slot with the newest commit in memory, after the end of all workers."""
-    held = [
-        (slot.retained, slot_id)
-        for slot_id, slot in m.slots.items()
-        if slot.retained is not None and m.hosts[slot_id.host].agent == "joined"
-    ]
-    return max(held, key=lambda item: item[0])[1] if held else None

@@ -4,9 +4,9 @@ ones."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,6 +17,7 @@ from elasticstate.durable.storage import CopyStorage
 MANIFEST = "manifest.json"
 VERSION = 1
 BLOCK_BYTES = 8 << 20
+C = TypeVar("C")
 _NAME = re.compile(r"commit-(\d{8})-(\d{6})-(\d{3})")
 
 
@@ -40,6 +41,10 @@ class Part(msgspec.Struct, frozen=True):
     data_bytes: int
     blocks_crc32c: tuple[int, ...]  # of each ``BLOCK_BYTES`` of the data, so that ranges can be read and verified
 
+    @property
+    def files(self) -> tuple[File, File, File]:
+        return self.head, self.tensors, self.objects
+
 
 class Manifest(msgspec.Struct, frozen=True):
     """Description of a complete copy."""
@@ -54,7 +59,12 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def files(self) -> list[File]:
-        return [file for part in self.parts for file in (part.head, part.tensors, part.objects)]
+        return [file for part in self.parts for file in part.files]
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if each part has only shards of the state."""
+        return any(part.digest for part in self.parts)
 
     @property
     def size_bytes(self) -> int:
@@ -99,24 +109,58 @@ def copy_names(storage: CopyStorage) -> list[str]:
     return sorted((name for name in storage.folders() if milliseconds_of(name) is not None), reverse=True)
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    text = msgspec.json.encode(manifest)
+def description_of(number: int) -> str:
+    """Return the name of the file that describes a part, for the host that writes the manifest."""
+    return f"part-{number}.json"
+
+
+def encode(content: Manifest | Part) -> bytes:
+    """Return the content of a manifest, or of the description of a part."""
+    text = msgspec.json.encode(content)
     return msgspec.json.encode(_Checked(crc32c(text), msgspec.Raw(text))) + b"\n"
 
 
-def decode_manifest(data: bytes) -> Manifest:
-    """Return a manifest. Raises DamagedCopyError."""
+def _decode(data: bytes, name: str, kind: type[C]) -> C:
+    """Return what ``encode`` has encoded. Raises DamagedCopyError."""
     try:
         checked = msgspec.json.decode(data, type=_Checked)
         text = bytes(checked.copy)
         if crc32c(text) != checked.crc32c:
-            raise DamagedCopyError(f"{MANIFEST} is damaged: its checksum is wrong")
-        manifest = msgspec.json.decode(text, type=Manifest)
+            raise DamagedCopyError(f"{name} is damaged: its checksum is wrong")
+        return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedCopyError(f"{MANIFEST} is damaged: {error}") from None
+        raise DamagedCopyError(f"{name} is damaged: {error}") from None
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Return a manifest. Raises DamagedCopyError."""
+    manifest = _decode(data, MANIFEST, Manifest)
     if manifest.version != VERSION:
         raise DamagedCopyError(f"{MANIFEST} has version {manifest.version}, but this elasticstate reads {VERSION}")
     return manifest
+
+
+def read_parts(storage: CopyStorage, folder: str, total: int) -> tuple[Part, ...]:
+    """Return all parts of a copy that has no manifest yet, by their descriptions.
+
+    Raises DamagedCopyError if one is missing or not complete, and errors of the storage.
+    """
+    sizes, parts = storage.sizes(folder), []
+    for name in map(description_of, range(1, total + 1)):
+        if name not in sizes:
+            raise DamagedCopyError(f"{name} is missing")
+        with storage.open(folder, name) as source:
+            parts.append(_decode(source.read_at(0, sizes[name]), name, Part))
+        _check_sizes(parts[-1].files, sizes)
+    return tuple(parts)
+
+
+def _check_sizes(files: Iterable[File], sizes: Mapping[str, int]) -> None:
+    for file in files:
+        if file.name not in sizes:
+            raise DamagedCopyError(f"{file.name} is missing")
+        if sizes[file.name] != file.bytes:
+            raise DamagedCopyError(f"{file.name} has {sizes[file.name]} bytes instead of {file.bytes}")
 
 
 def read_manifest(storage: CopyStorage, name: str) -> Manifest:
@@ -126,11 +170,7 @@ def read_manifest(storage: CopyStorage, name: str) -> Manifest:
         raise IncompleteCopyError(f"it has no {MANIFEST}: it was not completed")
     with storage.open(name, MANIFEST) as source:
         manifest = decode_manifest(source.read_at(0, sizes[MANIFEST]))
-    for file in manifest.files:
-        if file.name not in sizes:
-            raise DamagedCopyError(f"{file.name} is missing")
-        if sizes[file.name] != file.bytes:
-            raise DamagedCopyError(f"{file.name} has {sizes[file.name]} bytes instead of {file.bytes}")
+    _check_sizes(manifest.files, sizes)
     return manifest
 
 

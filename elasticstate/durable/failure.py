@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 
+ABSENT = "absent"
 BUSY = "busy"
 FULL = "full"
 HOST = "host"
@@ -15,14 +16,14 @@ SHARDED = "sharded"
 STORAGE = "storage"
 TORN = "torn"
 UNCHANGED = "unchanged"
-NOT_FAILED = {BUSY, UNCHANGED}
+NOT_FAILED = {ABSENT, BUSY, UNCHANGED}
 """Reasons not to save a copy now that are no failures."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class ShardedCommitError(Exception):
-    """A commit has only a part of the state, so it alone must not become a complete copy."""
+    """A commit is not of the kind that was ordered: that of one worker alone must not become a complete copy."""
 
 
 def failure_of(error: BaseException) -> tuple[str, str]:

@@ -1,8 +1,8 @@
-"""Program that uploads one copy: ``python -m elasticstate.durable.upload ORDER``.
+"""Program that uploads a copy, or the parts of it on one host: ``python -m elasticstate.durable.upload ORDER``.
 
-The agent starts it for each copy, as a process of its own: storage may hang in a call that nothing can interrupt, and
-the libraries of object stores are large. Its stdin is not used, its stdout is the staged commit, open for reading, and
-its stderr is a pipe to the agent, which gets one line of JSON for each message.
+The agent starts it for each order, as a process of its own: storage may hang in a call that nothing can interrupt, and
+the libraries of object stores are large. Its stdin is not used, its stdout is the file with the staged commits, open
+for reading, and its stderr is a pipe to the agent, which gets one line of JSON for each message.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from elasticstate.durable.copies import (
     DamagedCopyError,
     Manifest,
     copy_names,
-    encode_manifest,
+    description_of,
+    encode,
     read_manifest,
+    read_parts,
     remove_old,
 )
 from elasticstate.durable.failure import ShardedCommitError, failure_of
@@ -35,8 +37,21 @@ _PROGRESS_INTERVAL_S = 0.5
 _NICENESS = 10  # training has precedence
 
 
+class StagedPart(msgspec.Struct, frozen=True):
+    """A commit in the staged file, which becomes a part of the copy."""
+
+    number: int  # of the part, from 1 on
+    digest: int  # of its shards; 0: a replicated state
+    offset: int  # in the file
+    bytes: int
+
+
 class UploadOrder(msgspec.Struct, frozen=True):
-    """Order to upload a staged commit."""
+    """Order to upload the parts of a copy that are staged on this host.
+
+    The upload of all parts completes the copy. If other hosts have parts, too, each part gets a description instead,
+    and a later order without parts completes the copy.
+    """
 
     place: str  # path or URL of the storage
     folder: str
@@ -45,7 +60,8 @@ class UploadOrder(msgspec.Struct, frozen=True):
     job_id: str
     commit: CommitId
     world_size: int
-    size_bytes: int  # of the staged commit
+    total: int  # parts of the copy
+    parts: tuple[StagedPart, ...] = ()
     earlier: tuple[str, ...] = ()  # copies that this job has saved, the newest last
 
 
@@ -53,18 +69,21 @@ class UploadMessage(msgspec.Struct, frozen=True):
     """A message of the program: progress, the end, or a failure."""
 
     bytes: int = 0
-    is_saved: bool = False
+    is_saved: bool = False  # the order is carried out
     lost: str = ""  # what is wrong with the newest earlier copy of this job
     kind: str = ""  # of a failure; empty: no failure
     reason: str = ""
     warning: str = ""
 
 
-def upload(order: UploadOrder, commit: memoryview, storage: CopyStorage, send: Callable[[UploadMessage], None]) -> None:
-    """Save a commit as a copy, and remove old copies. Raises errors of the storage, or ShardedCommitError."""
-    if cut(commit).is_sharded:
-        raise ShardedCommitError(f"commit {order.commit} has only the shards of one worker")
-    lost = _lost(storage, order)
+def upload(order: UploadOrder, staged: memoryview, storage: CopyStorage, send: Callable[[UploadMessage], None]) -> None:
+    """Save the staged parts, and complete the copy if it has no others.
+
+    Raises errors of the storage, ValueError for a commit that is none, ShardedCommitError, or DamagedCopyError if parts
+    of other hosts are missing.
+    """
+    completes = len(order.parts) in (0, order.total)
+    lost = _lost(storage, order) if completes else ""
     sent_at, done = time.monotonic(), 0
 
     def progress(size: int) -> None:
@@ -74,9 +93,21 @@ def upload(order: UploadOrder, commit: memoryview, storage: CopyStorage, send: C
             sent_at = time.monotonic()
             send(UploadMessage(done))
 
-    part = write_part(storage, order.folder, 1, 0, commit, progress)
-    manifest = Manifest(VERSION, order.job, order.job_id, order.commit, order.world_size, time.time(), (part,))
-    storage.publish(order.folder, MANIFEST, encode_manifest(manifest))
+    parts = []
+    for staged_part in order.parts:
+        commit = staged[staged_part.offset : staged_part.offset + staged_part.bytes]
+        if cut(commit).is_sharded != bool(staged_part.digest):
+            what = "the whole state" if staged_part.digest else "only the shards of one worker"
+            raise ShardedCommitError(f"commit {order.commit} has {what}")
+        parts.append(write_part(storage, order.folder, staged_part.number, staged_part.digest, commit, progress))
+    if not completes:
+        for staged_part, part in zip(order.parts, parts, strict=True):
+            storage.write(order.folder, description_of(staged_part.number), [encode(part)])
+        send(UploadMessage(done, is_saved=True))
+        return
+    found = tuple(parts) or read_parts(storage, order.folder, order.total)
+    manifest = Manifest(VERSION, order.job, order.job_id, order.commit, order.world_size, time.time(), found)
+    storage.publish(order.folder, MANIFEST, encode(manifest))
     warning = ""
     try:
         remove_old(storage, order.keep, order.folder)
@@ -113,8 +144,8 @@ def main() -> None:
         os.write(messages, msgspec.json.encode(message) + b"\n")
 
     try:
-        commit = memoryview(mmap.mmap(staged, order.size_bytes, prot=mmap.PROT_READ))
-        upload(order, commit, open_storage(order.place), send)
+        content = mmap.mmap(staged, 0, prot=mmap.PROT_READ) if order.parts else b""
+        upload(order, memoryview(content), open_storage(order.place), send)
     except BaseException as error:
         kind, reason = failure_of(error)
         send(UploadMessage(kind=kind, reason=reason))

@@ -33,6 +33,14 @@ from elasticstate.core.types import (
     WatchCalls as WatchCalls,
     WorkerId,
 )
+from elasticstate.net.durable_messages import (
+    CompleteDurable as CompleteDurable,
+    DropDurable as DropDurable,
+    DurableFailed as DurableFailed,
+    DurablePart as DurablePart,
+    DurableSaved as DurableSaved,
+    SaveDurable as SaveDurable,
+)
 from elasticstate.net.worker_messages import (
     LASTING as LASTING,
     Attached as Attached,
@@ -67,7 +75,7 @@ from elasticstate.net.worker_messages import (
     WorldMessage as WorldMessage,
 )
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 STORE_JOINED = "joined"
@@ -229,25 +237,6 @@ class OutputTail(Message, frozen=True):
     stderr: str
 
 
-class DurableSaved(Message, frozen=True):
-    """A durable copy is complete. Answer to SaveDurable."""
-
-    folder: str
-    commit: CommitId
-    bytes: int
-    seconds: float  # since the order arrived
-    lost: str = ""  # what is wrong with the newest earlier copy of this job
-    warning: str = ""
-
-
-class DurableFailed(Message, frozen=True):
-    """A durable copy could not be saved. Answer to SaveDurable. ``kind``: see durable/failure.py."""
-
-    folder: str
-    kind: str
-    reason: str
-
-
 class AskStatus(Message, frozen=True):
     """First message of ``elasticrun status``, instead of a Hello. The driver answers with text, then disconnects."""
 
@@ -301,16 +290,6 @@ class FetchOutput(Message, frozen=True):
     """Request for the last lines of a worker's output. The agent answers with OutputTail."""
 
     worker: WorkerId
-
-
-class SaveDurable(Message, frozen=True):
-    """Save the newest commit of a slot as a durable copy. The agent answers with DurableSaved or DurableFailed."""
-
-    folder: str  # name of the copy
-    slot: int
-    world_size: int
-    earlier: tuple[str, ...] = ()  # the newest copy that this job has saved
-    saved: CommitId | None = None  # the commit in that copy: there is nothing to do if it is still the newest
 
 
 class ToWorkers(Message, frozen=True):
@@ -379,6 +358,8 @@ ToAgent = (
     | Fetch
     | FetchOutput
     | SaveDurable
+    | CompleteDurable
+    | DropDurable
     | StopWorker
     | ToWorkers
     | WorldsOnHost

@@ -11,6 +11,7 @@ from elasticstate.errors import StateError, UsageError
 from elasticstate.log import logger
 from elasticstate.state import rng
 from elasticstate.state.attached import AttachedValues
+from elasticstate.state.durable_parts import StoredParts
 from elasticstate.state.live_state import LiveState
 from elasticstate.state.peer import Peers
 from elasticstate.state.peer_copies import PeerCopies
@@ -38,6 +39,7 @@ class CommitWriter:
         self._peers: PeerCopies | None = None  # of commits of the other workers of this host
         self.is_adopted = False
         """True if the only commit is one that was copied from another worker before the first world."""
+        self._stored: StoredParts | None = None  # durable copy of a sharded state, from which this world starts
         self._must_seal = False  # reset callbacks may have changed the live state since the newest commit
         self._synced_generation = 0
         self._ticks = TickRecords(live.capture, live.quick_capture, live.owned)
@@ -76,6 +78,15 @@ class CommitWriter:
         """True if this rank holds a commit that decides on the job's state: not one that a sync is about to replace."""
         is_replaced = self.is_adopted and self.session.rank in self.session.lacking
         return self.snapshot.newest is not None and not is_replaced
+
+    def use_stored(self, parts: StoredParts | None) -> None:
+        """Let the present world start from a durable copy of a sharded state; None: it does not."""
+        self._stored = parts
+
+    @property
+    def starts_from_shards(self) -> bool:
+        """True if the present world starts from the shards of a commit, and no rank sends its state."""
+        return self.session.line is not None or self._stored is not None
 
     @property
     def commit_bytes(self) -> int:
@@ -194,7 +205,7 @@ class CommitWriter:
 
     def _require_attached(self) -> None:
         """Raise UsageError if this world starts from shards, and nothing is attached to it yet."""
-        if self.session.line is not None and self.attached is None:
+        if self.starts_from_shards and self.attached is None:
             raise UsageError(
                 "This job has committed attached values, and nothing is attached in this world. Call state.attach() in "
                 "each world, before the first commit or tick."

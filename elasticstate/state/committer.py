@@ -150,7 +150,7 @@ class Committer(CommitWriter):
             return False
         if session.generation == self._synced_generation:
             return False
-        if session.line is not None:  # ``start_from_line`` has done it, and ``attach`` seals (generation, 0)
+        if self.starts_from_shards:  # ``start_from_line`` has done it, and ``attach`` seals (generation, 0)
             self._synced_generation = session.generation
             return False
         start = CommitId(session.generation, 0)
@@ -243,21 +243,22 @@ class Committer(CommitWriter):
     # ------------------------------------------------------------------------------------- values attached to a world
 
     def start_from_line(self) -> bool:
-        """Make the plain values of the commit line the live state. Return False if the world starts from no line.
+        """Make the plain values of the commit line, or of a stored copy, the live state. Return False if the world
+        starts from neither.
 
-        This worker's own commit is used if it has that one. Otherwise the values are another worker's, and the random
+        This worker's own commit is used if it is the line. Otherwise the values are another worker's, and the random
         state is derived, as in a sync. Then this worker holds no commit of the line.
         """
         session, line = self.session, self.session.line
-        if line is None:
+        if not self.starts_from_shards:
             return False
         self.settle()
         newest, previous = self.commits
-        if newest != line and previous == line:
+        if line is not None and newest != line and previous == line:
             self.snapshot.drop_newest()
             self._record_commits()
             self._restore_or_discard()
-        if self.snapshot.newest != line:
+        if line is None or self.snapshot.newest != line:
             with self._copies() as copies:
                 values, private = copies.plain()
             self._targets()
@@ -272,7 +273,7 @@ class Committer(CommitWriter):
             raise UsageError("attach() was called before in this world. Call it once, with all values.")
         if session.commit_id().tick > 1 and session.generation > 0:
             raise UsageError("attach() was called after the first tick of this world. Call it before.")
-        if init is None and session.line is None:
+        if init is None and not self.starts_from_shards:
             raise UsageError(
                 "attach() needs init in the first world of a job: init=model.init_weights, or another call."
             )
@@ -280,7 +281,7 @@ class Committer(CommitWriter):
         dtensors.clear_mesh_caches()
         attached = AttachedValues(values)
         self._compare_attached(attached)
-        if session.line is not None:
+        if self.starts_from_shards:
             with self._copies() as copies:
                 pieces = attached.restore(copies)
                 if session.verify_sync:
@@ -302,6 +303,8 @@ class Committer(CommitWriter):
             dtensors.clear_mesh_caches()
 
     def _copies(self) -> CommitCopies:
+        if self._stored is not None:
+            return self._stored.commit_copies(self.session.rank)
         return CommitCopies(self.session.copy_reader(), [source for source, _ in self.session.sources])
 
     def _compare_attached(self, attached: AttachedValues) -> None:

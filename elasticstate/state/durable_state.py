@@ -1,9 +1,14 @@
-"""The state of a job from its newest durable copy, for the root of a world in which no worker holds a commit."""
+"""The state of a job from its newest intact durable copy, for a world in which no worker holds a usable commit.
+
+The root looks for the copy. A copy of a replicated state it reads alone, and the usual sync follows. A copy of a
+sharded state is verified by all ranks, each a share of it; then each rank reads what it needs (see durable_parts.py).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -14,94 +19,172 @@ from elasticstate.durable.reader import StorageHangsError, StoredCopies
 from elasticstate.errors import CollectiveError, StateError, StateLostError
 from elasticstate.log import logger
 from elasticstate.state.buffer import LENGTH_BYTES
+from elasticstate.state.channel import Channel
 from elasticstate.state.committer import Committer
-from elasticstate.state.layout import Frame, parse_header
+from elasticstate.state.durable_parts import StoredParts, frame_of
+from elasticstate.state.session import Session
 from elasticstate.state.snapshot import Incoming, Snapshot
 from elasticstate.state.values import Captured
 
-_ANY_SIZE = 1 << 62  # the header describes a buffer, which may be longer than its commit
+
+class _Candidate(msgspec.Struct, frozen=True):
+    """Message of the root: verify this copy of a sharded state. Without a name: there is none to verify."""
+
+    name: str = ""
+    manifest: Manifest | None = None
 
 
 def resume(committer: Committer, source: DurableSource) -> None:
-    """Make the newest intact copy the live state, as a commit that is older than all of the present generation.
+    """Let this world start from the newest intact copy. All ranks call it.
 
-    Without any copy the live state stays as it is: the job begins.
+    The content of a copy of a replicated state becomes the root's live state, as a commit that is older than all of the
+    present generation. From one of a sharded state, ``Committer.start_from_line`` and ``attach`` read. Without any copy
+    the live state stays as it is: the job begins.
 
     Raises:
         StateLostError: there is no intact copy, but the job has committed.
         StateError: the storage cannot be read. A job never begins anew because its storage does not answer.
     """
-    session, started = committer.session, time.monotonic()
-
-    def check() -> None:
-        session.check()
-        session.progress()
-
-    def load(targets: Callable[[], Captured]) -> Incoming | None:
-        found = _read_newest(committer.snapshot, source, check)
-        return committer.snapshot.load_incoming(targets()) if found else None
-
-    committer.settle()
-    if committer.receive(CommitId(session.generation - 1, 1), load):
-        session.record_sync(committer.commit_bytes, time.monotonic() - started)
+    _Resume(committer, source).run()
 
 
-def _read_newest(snapshot: Snapshot, source: DurableSource, check: Callable[[], None]) -> bool:
-    """Read the newest intact copy into the older buffer of a snapshot. Return False if the job may begin without."""
-    try:
-        copies = StoredCopies(source.place, source.timeout_s, check)
-        damaged = 0
-        for name in copies.names():
-            error = _read(snapshot, copies, name)
-            if error is None:
-                return True
-            damaged += not isinstance(error, IncompleteCopyError)
-            logger.warning("durable copy %s cannot be used: %s", name, error)
-    except (StateError, CollectiveError):
-        raise
-    except Exception as error:  # of the storage, or of its library
-        reason = str(error) if isinstance(error, StorageHangsError) else f"{type(error).__name__}: {error}"
-        raise StateError(
-            f"--durable-dir {source.place} cannot be read: {reason}. Repair the storage, or name another one."
-        ) from error
-    if damaged:
-        raise StateLostError(
-            f"--durable-dir {source.place}: all copies are damaged ({damaged}), see the warnings. Repair one, or name "
-            "an empty directory to begin anew."
+class _Resume:
+    def __init__(self, committer: Committer, source: DurableSource) -> None:
+        self._committer, self._source = committer, source
+        self._session: Session = committer.session
+        everyone = tuple(range(self._session.size))
+        self._channel = (
+            Channel(self._session.process_group_for(everyone), self._session.root) if len(everyone) > 1 else None
         )
-    if source.is_required:
-        raise StateLostError(f"No worker holds a commit any more, and --durable-dir {source.place} has no copy.")
-    return False
+        self._started = time.monotonic()
 
+    def _check(self) -> None:
+        self._session.check()
+        self._session.progress()
 
-def _read(snapshot: Snapshot, copies: StoredCopies, name: str) -> DamagedCopyError | None:
-    """Read one copy. Return the reason why it cannot be used, or None."""
-    try:
-        manifest = copies.manifest(name)
-        _fill(snapshot, copies, name, manifest)
-    except FileNotFoundError as error:
-        return DamagedCopyError(str(error))
-    except DamagedCopyError as error:
-        return error
-    logger.warning("resumed from durable copy %s: commit %s of job %s", name, manifest.commit, manifest.job)
-    return None
+    def run(self) -> None:
+        self._committer.settle()
+        if self._session.rank != self._session.root:
+            self._follow()
+            return
+        found = self._find()
+        if not isinstance(found, StoredParts):
+            self._send(_Candidate())
+        else:
+            self._committer.use_stored(found)
+        if found is None and self._source.is_required:
+            raise StateLostError(
+                f"No worker holds a commit any more, and --durable-dir {self._source.place} has no copy."
+            )
+
+    def _find(self) -> StoredParts | bool | None:
+        """As the root: return the newest intact copy if it is sharded, True after reading a replicated one, or None if
+        the job may begin without."""
+        with self._errors_of_storage(of_copy=False):
+            copies = self._open()
+            names = copies.names()
+        damaged = 0
+        for name in names:
+            try:
+                with self._errors_of_storage():
+                    manifest = copies.manifest(name)
+                if self._source.is_sharded and not manifest.is_sharded:
+                    continue  # it was saved before any value was attached
+                parts = StoredParts(copies, name, manifest) if manifest.is_sharded else None
+                if parts is not None:
+                    self._verify(parts)
+                else:
+                    self._receive(copies, name, manifest)
+            except DamagedCopyError as error:
+                damaged += not isinstance(error, IncompleteCopyError)
+                logger.warning("durable copy %s cannot be used: %s", name, error)
+                continue
+            logger.warning("resumed from durable copy %s: commit %s of job %s", name, manifest.commit, manifest.job)
+            return parts or True
+        if damaged:
+            raise StateLostError(
+                f"--durable-dir {self._source.place}: all copies are damaged ({damaged}), see the warnings. Repair "
+                "one, or name an empty directory to begin anew."
+            )
+        return None
+
+    def _open(self) -> StoredCopies:
+        return StoredCopies(self._source.place, self._source.timeout_s, self._check)
+
+    @contextmanager
+    def _errors_of_storage(self, of_copy: bool = True) -> Iterator[None]:
+        """Raise StateError for an error that does not say that a copy is damaged. ``of_copy``: a missing file does."""
+        try:
+            yield
+        except (StateError, CollectiveError, DamagedCopyError):
+            raise
+        except Exception as error:  # of the storage, or of its library
+            if of_copy and isinstance(error, FileNotFoundError):
+                raise DamagedCopyError(str(error)) from error
+            reason = str(error) if isinstance(error, StorageHangsError) else f"{type(error).__name__}: {error}"
+            raise StateError(
+                f"--durable-dir {self._source.place} cannot be read: {reason}. Repair the storage, or name another one."
+            ) from error
+
+    # ------------------------------------------------------------------------------------------------ a sharded state
+
+    def _verify(self, parts: StoredParts) -> None:
+        """As the root: let all ranks verify a copy. Raises DamagedCopyError, and StateError if it cannot be read."""
+        self._send(_Candidate(parts.name, parts.manifest))
+        if reason := self._verified(parts):
+            raise DamagedCopyError(reason)
+
+    def _verified(self, parts: StoredParts) -> str:
+        """Verify this rank's share. Return what is wrong with the copy on the first rank that has found something."""
+        session, reason = self._session, ""
+        try:
+            with self._errors_of_storage():
+                parts.verify(session.rank, session.size)
+        except DamagedCopyError as error:
+            reason = str(error)
+        if self._channel is None:
+            return reason
+        found = map(msgspec.msgpack.decode, self._channel.messages_of_all(msgspec.msgpack.encode(reason)))
+        return next((str(text) for text in found if text), "")
+
+    def _follow(self) -> None:
+        """As another rank than the root: verify what the root has found, until that is intact or there is none."""
+        assert self._channel is not None, "there are several ranks"
+        copies: StoredCopies | None = None
+        while (candidate := msgspec.msgpack.decode(self._channel.receive(), type=_Candidate)).manifest is not None:
+            if copies is None:
+                with self._errors_of_storage(of_copy=False):
+                    copies = self._open()
+            parts = StoredParts(copies, candidate.name, candidate.manifest)
+            if not self._verified(parts):
+                self._committer.use_stored(parts)
+                return
+
+    def _send(self, candidate: _Candidate) -> None:
+        if self._channel is not None:
+            self._channel.send(msgspec.msgpack.encode(candidate))
+
+    # --------------------------------------------------------------------------------------------- a replicated state
+
+    def _receive(self, copies: StoredCopies, name: str, manifest: Manifest) -> None:
+        """As the root: make a copy the live state. Raises DamagedCopyError, and StateError if it cannot be read."""
+        committer = self._committer
+
+        def load(targets: Callable[[], Captured]) -> Incoming:
+            with self._errors_of_storage():
+                _fill(committer.snapshot, copies, name, manifest)
+            return committer.snapshot.load_incoming(targets())
+
+        committer.receive(CommitId(self._session.generation - 1, 1), load)
+        self._session.record_sync(committer.commit_bytes, time.monotonic() - self._started)
 
 
 def _fill(snapshot: Snapshot, copies: StoredCopies, name: str, manifest: Manifest) -> None:
+    """Read a commit into the older buffer of a snapshot."""
     reader = PartReader(copies, name, manifest.parts[0])
-    frame = _frame(reader.head, manifest.parts[0].data_bytes)
+    frame = frame_of(reader.head, manifest.parts[0].data_bytes)
     random = reader.head[frame.random : frame.tensors]
     length = int.from_bytes(random[:LENGTH_BYTES], "little")
     header = msgspec.msgpack.encode((frame.layout, reader.length - frame.objects, frame.sharding))
     place = snapshot.incoming(header, random[LENGTH_BYTES : LENGTH_BYTES + length])
     reader.read_into([(frame.tensors, place.numpy().data)])
-
-
-def _frame(head: bytes, data_bytes: int) -> Frame:
-    try:
-        frame, _ = parse_header(memoryview(head), _ANY_SIZE)
-    except ValueError as error:
-        raise DamagedCopyError(f"the header is invalid: {error}") from None
-    if (frame.tensors, frame.objects - frame.tensors) != (len(head), data_bytes):
-        raise DamagedCopyError("the header does not describe the files")
-    return frame

@@ -259,9 +259,10 @@ class WorkerLoop:
             raise CollectiveError("this worker cannot restore the commits that it reported when it joined the world")
 
     def _resume_from_copy(self) -> None:
-        """As the root of a world in which no member holds a commit: read the newest durable copy."""
+        """In a world in which no member holds a usable commit: find the newest intact durable copy."""
         view = self._session.view
-        if view.durable is not None and view.rank == view.root and self._committer.commits[0] is None:
+        self._committer.use_stored(None)
+        if view.durable is not None:
             durable_state.resume(self._committer, view.durable)
 
     def _read_root_ahead(self, view: WorldView) -> None:

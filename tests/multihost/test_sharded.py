@@ -153,3 +153,25 @@ def test_fsdp_with_tensor_parallelism_on_four_hosts_continues_on_two(
         job.finish(0, timeout=120)
     job.check_shards()
     assert job.check_losses(undisturbed) <= TOLERANCE
+
+
+def test_an_unreachable_line_is_awaited_then_a_durable_copy_decides(network: Network, tmp_path: Path) -> None:
+    place = tmp_path / "copies"
+    options = ("-np", "2", "--min-np", "1", "-H", "a:1,b:1", "--replicas", "0", "--regroup-timeout", "4", *QUICK)
+    soon = ("--driver-timeout", "1", "--stop-timeout", "1", "--durable-dir", str(place), "--durable-interval", "1")
+    with ShardedJob(tmp_path, *options, *soon, within=tuple(network["d"].storage.enter()), pace=0.05) as job:
+        first = job.trains_with(2)
+        copy = job.wait_for_event("durable_copy", state="saved")
+        network["b"].power_off()
+        job.trains_with(1, after=first)
+        job.stop_file.touch()
+        job.finish(0, timeout=120)
+    lost, resumed = job.events("agent_lost")[0], job.events("training_resumed")[0]
+    assert lost["host"] == "b"
+    assert resumed["time"] - lost["time"] >= 4, "the host may return"
+    (warning,) = [e["text"] for e in job.events("warning") if "the job resumes from" in e["text"]]
+    assert "host b with shards of commit" in warning
+    assert resumed["ticks_lost"] > 0
+    assert "ticks_lost" in resumed["lower_bounds"]
+    assert min(line["step"] for line in job.log("enter") if line["generation"] > first) >= copy["commit"][1]
+    job.check_shards()

@@ -121,6 +121,8 @@ def parse_event(words: list[str]) -> t.Event:
     if kind in ("kept", "dropped"):
         copy = (rest[0], _slot(rest[1]), _commits(rest[2])[0])
         return t.CopyKept(*copy) if kind == "kept" else t.CopyDropped(*copy)
+    if kind == "saved":
+        return t.DurableCopySaved(_commits(rest[0])[0])
     worker, given = _worker(rest[0]), dict(_pairs(rest[1:]))
     generation, ticks, commit = int(given.get("in", "0")), int(given.get("ticks", "0")), _commit(given.get("commit"))
     paused_s, commit_s, train_s, sync_s = (float(given.get(key, "0")) for key in ("paused", "commits", "train", "sync"))

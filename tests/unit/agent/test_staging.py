@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,8 +14,11 @@ import torch
 
 from elasticstate._native import ControlPage
 from elasticstate.agent import staging
-from elasticstate.agent.staging import Staged, TornError, stage
-from elasticstate.core.types import CommitId
+from elasticstate.agent.staging import NoCommitError, Staged, StagingSlot, TornError, stage
+from elasticstate.copies.sealed import Sealed
+from elasticstate.copies.source import Source
+from elasticstate.core.types import CommitId, SlotId
+from elasticstate.net.messages import Place
 from elasticstate.private import open_directory
 from elasticstate.state.snapshot import Snapshot
 
@@ -52,8 +57,17 @@ class Worker:
         values = {"weight": torch.full((1 << 16,), float(self.tick)), "step": self.tick}
         self.snapshot.write(values, b"random", CommitId(1, self.tick))
 
-    def stage(self) -> Staged | None:
-        return stage(self.page, (self.fds[1], self.fds[2]), OWNER, KEY, self.directory)
+    @property
+    def slot(self) -> StagingSlot:
+        return StagingSlot("a:0", OWNER, self.page, (self.fds[1], self.fds[2]))
+
+    def stage(self, first: CommitId | None = None) -> Staged:
+        return stage([self.slot], KEY, self.directory, first)
+
+    def train(self) -> None:
+        """Enter generation 1, as a worker that may commit at any time."""
+        self.page.enter(1)
+        self.page.set_place(Place.TRAIN)
 
     def close(self) -> None:
         for fd in (*self.fds, self.directory):
@@ -67,15 +81,17 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     made.close()
 
 
-def content(staged: Staged | None) -> set[float]:
-    """Return the values of the weight in a staged commit, and close it."""
-    assert staged is not None
+def content(staged: Staged) -> set[float]:
+    """Return the values of the weight in the staged commits, and close them."""
+    values: set[float] = set()
     with os.fdopen(staged.fd, "rb") as file:
-        file.seek(0)
-        data = file.read()
-    assert len(data) == staged.size_bytes
-    found = staging.cut(memoryview(data))
-    return set(torch.frombuffer(bytearray(data[found.tensors : found.objects]), dtype=torch.float32).tolist())
+        for offset, size in staged.places:
+            file.seek(offset)
+            data = file.read(size)
+            found = staging.cut(memoryview(data))
+            weight = torch.frombuffer(bytearray(data[found.tensors : found.objects]), dtype=torch.float32)
+            values.update(weight.tolist())
+    return values
 
 
 def while_copying(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], times: int) -> list[int]:
@@ -83,26 +99,26 @@ def while_copying(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], time
     copies: list[int] = []
     plain = staging._copy
 
-    def copy(source: int, target: int, length: int) -> None:
-        plain(source, target, length // 2)
+    def copy(source: int, target: int, offset: int, length: int) -> None:
+        plain(source, target, offset, length // 2)
         if len(copies) < times:
             act()
         copies.append(length)
-        plain(source, target, length)
+        plain(source, target, offset, length)
 
     monkeypatch.setattr(staging, "_copy", copy)
     return copies
 
 
 def test_a_slot_without_a_commit_has_nothing_to_stage(worker: Worker) -> None:
-    assert worker.stage() is None
+    with pytest.raises(NoCommitError, match="a:0 holds no commit"):
+        worker.stage()
 
 
 def test_the_newest_commit_is_staged(worker: Worker) -> None:
     worker.commit()
     worker.commit()
     staged = worker.stage()
-    assert staged is not None
     assert staged.commit == CommitId(1, 2)
     assert content(staged) == {2.0}
     assert not list(worker.folder.glob("durable*")), "the staged file has no name"
@@ -117,7 +133,6 @@ def test_a_commit_that_is_overwritten_is_staged_again(worker: Worker, monkeypatc
 
     copies = while_copying(monkeypatch, two_commits, times=2)
     staged = worker.stage()
-    assert staged is not None
     assert len(copies) == 3
     assert staged.commit == CommitId(1, 5)
     assert content(staged) == {5.0}
@@ -157,3 +172,82 @@ def test_a_commit_with_the_seal_of_another_job_is_an_error(worker: Worker) -> No
     worker.commit()
     with pytest.raises(ValueError, match="was not written by a worker of this job"):
         worker.stage()
+
+
+# ------------------------------------------------------------------------------------- one commit of several slots
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[tuple[Worker, Worker]]:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    made = Worker(tmp_path / "a"), Worker(tmp_path / "b")
+    yield made
+    for worker in made:
+        worker.close()
+
+
+def test_a_commit_that_all_slots_hold_is_staged_once_for_each(workers: tuple[Worker, Worker]) -> None:
+    for worker in workers:
+        worker.commit()
+        worker.commit()
+    workers[1].commit()  # one is a commit ahead
+    staged = stage([worker.slot for worker in workers], KEY, workers[0].directory, CommitId(1, 2))
+    assert staged.commit == CommitId(1, 2)
+    assert len(staged.places) == 2
+    assert content(staged) == {2.0}
+
+
+def test_workers_that_commit_all_the_time_are_met_at_a_commit_to_come(workers: tuple[Worker, Worker]) -> None:
+    ends = threading.Event()
+
+    def commit_until_the_end(worker: Worker) -> None:
+        worker.tick = 1
+        while not ends.wait(0.005):
+            worker.tick += 1  # every second tick
+            worker.commit()
+
+    for worker in workers:
+        worker.train()
+    threads = [threading.Thread(target=commit_until_the_end, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    try:
+        while min(worker.tick for worker in workers) < 20:
+            time.sleep(0.001)
+        first = CommitId(1, max(worker.tick for worker in workers) // 2 * 2 + 40)
+        staged = stage([worker.slot for worker in workers], KEY, workers[0].directory, first)
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+    assert staged.commit == CommitId(1, first.tick + 1), "the first commit from there on"
+    assert content(staged) == {float(staged.commit.tick)}
+
+
+def test_a_commit_that_is_gone_is_an_error(worker: Worker) -> None:
+    for _ in range(3):
+        worker.commit()
+    with pytest.raises(TornError, match="newer commits than"):
+        worker.stage(CommitId(1, 1))
+
+
+def test_a_worker_that_has_left_makes_no_commit_to_come(worker: Worker) -> None:
+    worker.train()
+    worker.commit()
+    worker.page.set_place(Place.GATE)
+    with pytest.raises(NoCommitError, match="a:0 does not make commit"):
+        worker.stage(CommitId(1, 2))
+
+
+def test_a_kept_copy_is_staged_for_a_slot_of_another_host(tmp_path: Path, worker: Worker) -> None:
+    worker.commit()
+    seal = worker.page.sealed(0, OWNER)
+    assert seal is not None
+    sealed = Sealed(SlotId("a", 0), CommitId(1, 1), 0, *seal[2:])
+    buffer = worker.open(0).numpy().data
+    slot = StagingSlot("a:0", OWNER, None, None, lambda commit: Source(sealed, buffer))
+    assert content(stage([slot], KEY, worker.directory, CommitId(1, 1))) == {1.0}
+    slot = StagingSlot("a:0", OWNER, None, None)
+    with pytest.raises(NoCommitError, match="this host keeps no copy of commit"):
+        stage([slot], KEY, worker.directory, CommitId(1, 1))

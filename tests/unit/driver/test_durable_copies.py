@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticstate.cli import parse_options
-from elasticstate.core.types import CommitId
+from elasticstate.core.types import CommitId, SlotId
 from elasticstate.driver.durable_copies import DurableCopies
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.driver.report import Report
 from elasticstate.durable.failure import BUSY, FULL, HUNG
-from elasticstate.net.messages import DurableFailed, DurableSaved, SaveDurable, ToAgent
+from elasticstate.net.messages import DurableFailed, DurablePart, DurableSaved, SaveDurable, ToAgent
 from tests.unit.core.test_membership import RUNNING, drive
 
 COMMITTED = RUNNING + "1.2 heartbeat a:1#1 in=1 ticks=9 commit=1.9"
@@ -25,18 +26,21 @@ OPTIONS = ["-np", "3", "--durable-dir", "/copies", "--durable-interval", "0", "t
 class Scene:
     """The part of a driver that orders copies, and the agents' ends of it."""
 
-    def __init__(self, events: Path, script: str) -> None:
+    def __init__(self, events: Path, script: str, **policy: Any) -> None:
         options = parse_options(OPTIONS)
         self.report = Report("j", str(events), verbose=False)
         self.state = JobState(options.policy(), 0.0)
-        self.state.membership, _ = drive(script, durable_dir="/copies")
+        self.state.membership, _ = drive(script, durable_dir="/copies", **policy)
         self.orders: list[tuple[str, SaveDurable]] = []
+        self.others: list[tuple[str, ToAgent]] = []
         self.copies = DurableCopies(options, self.state, Journal(self.report, self.state), self._sent)
         self._ordered = asyncio.Event()
         self._running = asyncio.ensure_future(self.copies.run())
 
     def _sent(self, host: str, message: ToAgent) -> None:
-        assert isinstance(message, SaveDurable)
+        if not isinstance(message, SaveDurable):
+            self.others.append((host, message))
+            return
         self.orders.append((host, message))
         self._ordered.set()
 
@@ -59,7 +63,8 @@ def test_failures_are_reported_once_for_each_kind_and_retried(
         figures = scene.state.durable
         first = await scene.order()
         assert scene.orders == [("a", first)]
-        assert (first.slot, first.world_size, first.saved, first.earlier) == (1, 3, None, ()), "the root has no commit"
+        assert first.parts == (DurablePart(SlotId("a", 1), 1, 0),), "the root has no commit"
+        assert (first.total, first.world_size, first.saved, first.earlier) == (1, 3, None, ())
         scene.copies.failed("a", DurableFailed("another", FULL, "of an order of the last driver"))
         scene.copies.failed("b", DurableFailed(first.folder, FULL, "of another host"))
         assert figures.failed == 0

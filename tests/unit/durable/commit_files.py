@@ -9,7 +9,7 @@ import torch
 
 from elasticstate.core.types import CommitId
 from elasticstate.durable.copies import copy_name
-from elasticstate.durable.upload import UploadMessage, UploadOrder
+from elasticstate.durable.upload import StagedPart, UploadMessage, UploadOrder
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.storage import PrivateStorage
 
@@ -46,7 +46,8 @@ def shard_file(tensors: dict[str, tuple[torch.Tensor, tuple[int, ...]]]) -> byte
 
 def order(number: int, commit: bytes, keep: int = 3, earlier: tuple[str, ...] = (), place: str = "/d") -> UploadOrder:
     """Return the order for the copy with this number."""
-    return UploadOrder(place, copy_name(number), keep, "job", "id", CommitId(1, number), 2, len(commit), earlier)
+    parts = (StagedPart(1, 0, 0, len(commit)),)
+    return UploadOrder(place, copy_name(number), keep, "job", "id", CommitId(1, number), 2, 1, parts, earlier)
 
 
 class Sent:

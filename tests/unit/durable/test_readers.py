@@ -11,15 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 
 from elasticstate.cli import main
 from elasticstate.core.types import CommitId
-from elasticstate.durable.copies import MANIFEST, VERSION, Manifest, copy_name, encode_manifest
+from elasticstate.durable.copies import (
+    MANIFEST,
+    VERSION,
+    DamagedCopyError,
+    Manifest,
+    copy_name,
+    encode,
+    read_manifest,
+)
 from elasticstate.durable.failure import ShardedCommitError
 from elasticstate.durable.parts import write_part
 from elasticstate.durable.storage import Directory, Files
-from elasticstate.durable.upload import upload
+from elasticstate.durable.upload import StagedPart, UploadOrder, upload
 from tests.unit.durable.commit_files import Sent, commit_of, order, shard_file
 
 READER = """
@@ -75,7 +84,7 @@ def save_shards(place: Path, *parts: dict[str, tuple[torch.Tensor, tuple[int, ..
     for number, part in enumerate(parts, start=1):
         written.append(write_part(storage, name, number, number, memoryview(shard_file(part)), lambda size: None))
     manifest = Manifest(VERSION, "job", "id", CommitId(3, 4), len(parts), 1.0, tuple(written))
-    storage.publish(name, MANIFEST, encode_manifest(manifest))
+    storage.publish(name, MANIFEST, encode(manifest))
     return name
 
 
@@ -173,3 +182,36 @@ def test_the_manifest_is_text_for_people(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / save(tmp_path, TENSORS) / MANIFEST).read_text())
     assert manifest["copy"]["commit"] == [1, 1]
     assert manifest["copy"]["parts"][0]["tensors"]["name"] == "part-1.safetensors"
+
+
+def test_hosts_save_parts_and_one_of_them_completes_the_copy(tmp_path: Path) -> None:
+    weight = torch.randn(7, 3)
+    blocks = [shard_file({"model.weight": (weight[at : at + 3], (at, 0))}) for at in (0, 3, 6)]
+    staged = [b"".join((blocks[0], blocks[1])), blocks[2]]
+    hosts = [(StagedPart(1, 7, 0, len(blocks[0])), StagedPart(2, 8, len(blocks[0]), len(blocks[1])))]
+    hosts.append((StagedPart(3, 9, 0, len(blocks[2])),))
+    storage, name = Directory(str(tmp_path), Files()), copy_name(1)
+    whole = UploadOrder(str(tmp_path), name, 3, "job", "id", CommitId(3, 4), 3, 3)
+
+    def save_part(number: int) -> None:
+        sent = Sent()
+        upload(structs.replace(whole, parts=hosts[number]), memoryview(staged[number]), storage, sent)
+        assert sent.last.is_saved
+        assert not (tmp_path / name / MANIFEST).exists()
+
+    save_part(0)
+    with pytest.raises(DamagedCopyError, match=r"part-3\.json is missing"):
+        upload(whole, memoryview(b""), storage, Sent())
+    save_part(1)
+    (tmp_path / name / "part-2.safetensors").rename(tmp_path / "aside")
+    with pytest.raises(DamagedCopyError, match=r"part-2\.safetensors is missing"):
+        upload(whole, memoryview(b""), storage, Sent())
+    (tmp_path / "aside").rename(tmp_path / name / "part-2.safetensors")
+    assert not (tmp_path / name / MANIFEST).exists(), "a copy without all parts never passes for complete"
+    sent = Sent()
+    upload(whole, memoryview(b""), storage, sent)
+    assert sent.last.is_saved
+    manifest = read_manifest(storage, name)
+    assert [part.digest for part in manifest.parts] == [7, 8, 9]
+    assert sent.last.bytes == manifest.size_bytes
+    assert equal(read_by_torch(tmp_path / name, tmp_path / "out")["model.weight"], weight)
