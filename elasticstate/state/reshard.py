@@ -36,7 +36,7 @@ from elasticstate.state.blocks import (
 )
 from elasticstate.state.buffer import LENGTH_BYTES
 from elasticstate.state.layout import ALIGNMENT_BYTES, Entry, Frame, Layout, parse_header, round_up, torch_dtype
-from elasticstate.state.shards import CopyReader, Piece, PartPlace
+from elasticstate.state.shards import CopyReader, PartPlace, Piece
 from elasticstate.state.values import Values
 
 RANGES = 4096  # of one request

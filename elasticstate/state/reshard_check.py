@@ -17,7 +17,7 @@ from elasticstate.commit_header import Shard
 from elasticstate.core.texts import listed
 from elasticstate.errors import StateDivergedError
 from elasticstate.state.reshard import MAX_NAMES, CommitCopies
-from elasticstate.state.shards import Piece, PartPlace
+from elasticstate.state.shards import PartPlace, Piece
 
 _ELEMENTS = 1 << 20  # that are summed at once
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
