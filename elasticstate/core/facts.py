@@ -55,6 +55,8 @@ def apply(d: Draft, event: t.Event) -> None:
             replication.copy_kept(d, event)
         case t.CopyDropped():
             replication.copy_dropped(d, event)
+        case t.CommitDamaged():
+            retained.commit_damaged(d, event)
         case t.CallReported(name, report):
             if (worker := _member(d, name, report.generation)) is not None:
                 call_reported(d, worker, report)

@@ -9,6 +9,7 @@ from msgspec import Struct
 from elasticstate.core.calls import CallReport as CallReport, CallReported as CallReported, WatchCalls as WatchCalls
 from elasticstate.core.collectives import CollectivesReported as CollectivesReported
 from elasticstate.core.copies import (
+    CommitDamaged as CommitDamaged,
     CopyDropped as CopyDropped,
     CopyKept as CopyKept,
     CopyOf as CopyOf,
@@ -249,6 +250,7 @@ Event = (
     | ShardsAttached
     | CopyKept
     | CopyDropped
+    | CommitDamaged
     | CallReported
     | CollectivesReported
     | TimePassed

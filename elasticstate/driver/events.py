@@ -32,8 +32,8 @@ def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | Non
             return t.GateEntered(worker, generation, commit_s)
         case messages.First(generation, train_s, sync_s):
             return t.FirstTick(worker, generation, train_s, sync_s)
-        case messages.Attached(generation, digest):
-            return t.ShardsAttached(worker, generation, digest)
+        case messages.Attached(generation, digests):
+            return t.ShardsAttached(worker, generation, digests)
         case messages.CallReport():
             return t.CallReported(worker, body)
         case messages.CommitSealed():

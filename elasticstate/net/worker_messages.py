@@ -103,10 +103,13 @@ class First(Message, frozen=True):
 
 
 class Attached(Message, frozen=True):
-    """The worker has attached its shards and sealed them as ``(generation, 0)``. ``digest``: of the shards."""
+    """All workers of the world have attached their shards and sealed them as ``(generation, 0)``.
+
+    ``digests``: of the shards of each worker, by rank.
+    """
 
     generation: int
-    digest: int
+    digests: tuple[int, ...]
 
 
 class Synced(Message, frozen=True):

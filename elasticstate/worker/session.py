@@ -109,9 +109,9 @@ class WorkerSession:
     def record_commit_time(self, seconds: float) -> None:
         self._sentinel.add_commit_time(seconds)
 
-    def record_attached(self, digest: int) -> None:
-        """Report that this worker has attached its shards, and sealed them as (generation, 0)."""
-        self._sentinel.send(messages.Attached(self.view.generation, digest))
+    def record_attached(self, digests: tuple[int, ...]) -> None:
+        """Report that all workers have attached their shards, and sealed them as (generation, 0)."""
+        self._sentinel.send(messages.Attached(self.view.generation, digests))
 
     def copy_reader(self) -> CopyReader:
         addresses = {source.copy.host: address for source, address in self.view.sources}
@@ -171,7 +171,7 @@ class LastWorldSession:
     def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
         """Do nothing: these are no commits of the job."""
 
-    def record_attached(self, digest: int) -> None:
+    def record_attached(self, digests: tuple[int, ...]) -> None:
         """Do nothing: no other world follows, so nobody reads the shards."""
 
     def copy_reader(self) -> CopyReader:

@@ -114,7 +114,9 @@ def parse_event(words: list[str]) -> t.Event:
         return t.PlainStoreJoined(int(rest[0]))
     if kind in ("kept", "dropped"):
         copy = (rest[0], _slot(rest[1]), _commits(rest[2])[0])
-        return t.CopyKept(*copy) if kind == "kept" else t.CopyDropped(*copy)
+        return t.CopyKept(*copy) if kind == "kept" else t.CopyDropped(*copy, " ".join(rest[3:]))
+    if kind == "damaged":
+        return t.CommitDamaged(_slot(rest[0]), _commits(rest[1])[0])
     worker, given = _worker(rest[0]), dict(_pairs(rest[1:]))
     generation, ticks, commit = int(given.get("in", "0")), int(given.get("ticks", "0")), _commit(given.get("commit"))
     paused_s, commit_s, train_s, sync_s = (float(given.get(key, "0")) for key in ("paused", "commits", "train", "sync"))
@@ -144,7 +146,7 @@ def parse_event(words: list[str]) -> t.Event:
             previous = _commit(given.get("previous"))
             return t.Heartbeat(worker, place, generation, ticks, commit, commit_s, pace, previous)
         case "attached":
-            return t.ShardsAttached(worker, generation, int(given["digest"]))
+            return t.ShardsAttached(worker, generation, tuple(map(int, given["digests"].split(","))))
         case "sealed":
             assert commit is not None
             return t.CommitSealed(worker, commit)

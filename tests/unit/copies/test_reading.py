@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticstate.copies import library
 from elasticstate.copies.client import CopyClient
 from elasticstate.core.copies import CopyOf
 from elasticstate.core.ids import CommitId, SlotId
@@ -42,6 +43,15 @@ def client(stack: ExitStack, host: Host) -> CopyClient:
 
 def copy_of(worker: Worker, commit: CommitId, host: str = "a") -> CopyOf:
     return CopyOf(host, worker.slot, commit)
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
 
 
 def read(client: CopyClient, copy: CopyOf, offset: int, length: int) -> bytes:
@@ -96,6 +106,47 @@ def test_a_damaged_buffer_is_not_served(host: Host, client: CopyClient) -> None:
     for size in (10, 4096):
         with pytest.raises(CopyError, match="is damaged"):
             read(client, copy_of(worker, C1), 0, size)
+        assert host.report() == ("damaged", worker.slot, C1), "the driver must name other copies"
+    with pytest.raises(CopyError, match="is damaged"):
+        client.header(copy_of(worker, C1))
+
+
+@pytest.mark.parametrize("at", [20, 4200, 60_000], ids=["header", "tensors", "not requested"])
+def test_a_kept_copy_that_is_damaged_later_is_dropped_and_the_buffer_is_read(
+    host: Host, client: CopyClient, at: int
+) -> None:
+    worker = host.worker()
+    data = worker.commit(C1, os.urandom(100_000))
+    host.copies.replicate(C1, {0: []})
+    assert host.report() == ("kept", worker.slot, C1)
+    flip(host.kept_file(), at)
+    assert client.header(copy_of(worker, C1)) == data[:4096]
+    assert read(client, copy_of(worker, C1), 0, 5000) == data[:5000]
+    assert host.report() == ("dropped", worker.slot, C1)
+    assert host.reasons == [("a", "it is damaged: its checksum is wrong")]
+    assert host.copies.kept() == []
+
+
+def test_a_copy_that_is_damaged_after_a_read_is_detected_by_the_next_readers(
+    host: Host, client: CopyClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, other = host.worker(0), host.worker(1)
+    for each in (worker, other):
+        each.commit(C1, os.urandom(100_000))
+    host.copies.replicate(C1, {0: []})
+    assert host.report() == ("kept", worker.slot, C1)
+    for each in (worker, other):
+        read(client, copy_of(each, C1), 0, 5000)
+    flip(host.kept_file(), 50_000)
+    with open(f"/proc/self/fd/{other.buffers[0]}", "r+b") as file:
+        flip(Path(file.name), 50_000)
+    monkeypatch.setattr(library, "_TRUST_S", 0.0)
+    worker.commit(C2, b"2")
+    worker.commit(C3, b"3")
+    for each in (worker, other):
+        with pytest.raises(CopyError, match=r"has no commit|is damaged"):
+            read(client, copy_of(each, C1), 0, 5000)
+    assert {host.report(), host.report()} == {("dropped", worker.slot, C1), ("damaged", other.slot, C1)}
 
 
 @pytest.mark.parametrize("reads_all", [True, False])
