@@ -61,6 +61,11 @@ class Stores:
             self.reports.append((copy.host, t.CommitDamaged(copy.slot, copy.commit)))
         return found
 
+    def untold(self) -> set[t.CopyOf]:
+        """Return the kept copies whose damage is found, but not reported yet."""
+        dropped = (report for _, report in self.reports if isinstance(report, t.CopyDropped))
+        return {t.CopyOf(report.host, report.slot, report.commit) for report in dropped}
+
     def resume(self, slot_id: t.SlotId) -> None:
         """Let a new worker verify the buffers of its slot."""
         own = self.retained[slot_id]
@@ -247,7 +252,7 @@ class LineJudge(Judge):
         for source in world.sources:
             if self._up(source.copy.host) and source.copy.slot not in moving:
                 held = job.stores.look(source.copy)
-                is_damaged = source.copy in job.stores.damaged_copies | job.stores.damaged_buffers
+                is_damaged = source.copy in job.stores.damaged_copies | job.stores.damaged_buffers | job.stores.untold()
                 assert held is not None or is_damaged, f"{source} cannot be read"
                 assert held is None or held[1] == source.digest, f"{source} has the shards {held[1]}"
                 assert held is not None or source.copy not in self.told, f"{source} is damaged, and the core knows it"
@@ -265,7 +270,8 @@ class LineJudge(Judge):
             job.reached["replicas kept the line from damage"] += bool(self.damages)
 
     def _is_damaged(self) -> bool:
-        return bool(self.job.stores.damaged_buffers or self.job.stores.damaged_copies)
+        stores = self.job.stores
+        return bool(stores.damaged_buffers or stores.damaged_copies or stores.untold())
 
     def draining_worker_holds_nothing_back(self, draining_worker: t.WorkerId) -> None:
         """Leave I15 out: the agent keeps the commits of a worker that has left."""
