@@ -179,6 +179,14 @@ def needed_hosts(d: Draft) -> set[str]:
     if not isinstance(d.phase, Running):
         found = _copies(d, _reachable(d))
         return {copy.host for copies in found.values() for same in copies.values() for copy in same}
-    if d.phase.first_tick or d.world is None:
-        return set()
-    return {source.copy.host for source in d.world.sources}
+    return set() if d.phase.first_tick else _source_hosts(d)
+
+
+def reads_from(d: Draft, host: str) -> bool:
+    """Return True if members may be reading shards on this host: the loss of it ends the world, because they would wait
+    for its silence, one copy after the other, and the next world names copies on other hosts."""
+    return isinstance(d.phase, Running) and not d.phase.first_tick and host in _source_hosts(d)
+
+
+def _source_hosts(d: Draft) -> set[str]:
+    return {source.copy.host for source in d.world.sources} if d.world is not None else set()

@@ -21,8 +21,9 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 SCRIPT = Path(__file__).parent / "scripts" / "sharded_faults.py"
 HELD_BACK = 1_000_000  # bytes that pass before the others of a copy are dropped
+HOSTS = ("a", "b", "c")
 BALLAST_MB = 4  # much more of them in each worker's shards
-OPTIONS = ("-np", "3", "--min-np", "2", "-H", "a:1,b:1,c:1", *QUICK, "--replicas", "1", "--max-no-progress", "20")
+OPTIONS = ("-np", "3", "--min-np", "2", "-H", "a:1,b:1,c:1", *QUICK, "--replicas", "2", "--max-no-progress", "20")
 
 
 @pytest.fixture
@@ -50,26 +51,49 @@ class FaultyJob(ShardedJob):
         (found,) = self.wait_for(f"copies on host {host}", lambda: list(shm.glob("elasticstate-*/copies")))
         return Path(found)
 
-    def kept(self, host: str, of: str) -> list[Path]:
-        """Return the copies of the commits of slot 0 of another host that a host keeps."""
-        job_id = (self.copies(host).parent / "job").read_text().split()[0]
-        return sorted(self.copies(host).glob(f"{owner_of(job_id, of, 0).hex()}.*.seal"))
+    def wait_for_a_replication(self, step: int = 0) -> str:
+        """Wait until all hosts keep a commit of all slots, of the newest world. Return its generation and tick.
 
-    def wait_for_a_replication(self) -> None:
-        """Wait until a commit of the newest world is on two hosts."""
+        ``step``: wait for the commit of this step.
+        """
         now = self.events("world_formed")[-1]["generation"]
-        names = [name for name, host in self.network.hosts.items() if name != "d" and host.has_power]
+        first = min(line["step"] for line in self.log("enter") if line["generation"] == now)
 
-        def is_done() -> bool:
-            kept = [path.name.split(".")[:3] for host in names for path in self.copies(host).glob("*.seal")]
-            whole = [commit for commit in kept if kept.count(commit) > 1 and int(commit[1]) == now]
-            return len({owner for owner, *_ in whole}) == len(names)
+        def is_done() -> str:
+            kept = [path.name.split(".") for host in HOSTS for path in self.copies(host).glob("*.seal")]
+            commits = [f"{generation}.{tick}" for _, generation, tick, _ in kept]
+            whole = [commit for commit in commits if commits.count(commit) == len(HOSTS) ** 2]
+            wanted = f"{now}.{step - first}" if step else ""
+            return next((c for c in whole if (c == wanted if step else c.startswith(f"{now}."))), "")
 
-        self.wait_for(f"replication in generation {now}", is_done, timeout=120)
+        return str(self.wait_for(f"replication of step {step} in generation {now}", is_done, timeout=120))
+
+    def pause(self) -> int:
+        """Let no other step begin. Return the last one that all workers have committed."""
+        (self.logs / "pause").touch()
+
+        def last() -> int:
+            steps = [line["step"] for line in self.log("step")]
+            paused = {line["rank"] for line in self.log("paused") if line["step"] == max(steps)}
+            return max(steps) if len(paused) == len(HOSTS) else 0
+
+        return int(self.wait_for("pause of all workers", last))
+
+    def damage(self, host: str, of: str, commit: str) -> None:
+        """Flip a bit of the copy that a host keeps of a commit of slot 0 of another host."""
+        job_id = (self.copies(host).parent / "job").read_text().split()[0]
+        path = self.copies(host) / f"{owner_of(job_id, of, 0).hex()}.{commit}.safetensors"
+        with open(path, "r+b") as file:
+            at = path.stat().st_size // 2
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
 
     def lose(self, victim: str, after: int) -> int:
         """Lose the power of a host. Return the generation of the world of the others."""
-        self.network[victim].power_off()
+        if self.network[victim].has_power:
+            self.network[victim].power_off()
         for host in self.network.hosts.values():
             if host.has_power:
                 host.mend()
@@ -101,6 +125,18 @@ def hold_back(job: FaultyJob, host: Host, chain: str) -> None:
 def test_hosts_are_lost_in_mid_replication_and_in_mid_reshard(network: Network, tmp_path: Path) -> None:
     with FaultyJob(tmp_path, network, *OPTIONS) as job:
         generation = job.trains_with(3, steps=3)
+        step = job.pause()
+        job.damage("b", "a", job.wait_for_a_replication(step))
+        network["a"].power_off()
+        (job.logs / "pause").unlink()
+        generation = job.lose("a", after=generation)
+        told = [event["text"] for event in job.events("warning") if "host b has lost its copy of" in event["text"]]
+        assert len(told) == 1, job.events("warning")
+        assert "slot a:0: it is damaged" in told[0]
+        begun = [line["step"] for line in job.log("enter") if line["generation"] == generation]
+        assert begun == [step, step], "host c has another copy"
+        generation = job.come_back("a", after=generation)
+
         for victim in ("a", "b"):  # the sender of the copies that b is to keep, then their receiver
             job.wait_for_a_replication()
             before = network["b"].dropped()
@@ -113,6 +149,8 @@ def test_hosts_are_lost_in_mid_replication_and_in_mid_reshard(network: Network, 
         os.kill(job.pid_of(0, generation), signal.SIGKILL)
         job.wait_for("shards that are held back", lambda: network["c"].dropped() > 0)
         job.lose("c", after=generation)
+        cause = "host c, from which the world reads shards, was lost"
+        assert [event for event in job.events("end") if cause in event["cause"]], job.events("end")
         job.stop_file.touch()
         job.finish(0, timeout=120)
     job.check_shards()

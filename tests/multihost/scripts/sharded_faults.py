@@ -12,6 +12,7 @@ While the file ``<log>/pause`` exists, no step begins.
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
@@ -84,6 +85,10 @@ def commit_and_pause(state: elastic.TorchState) -> None:
         newest.memory[newest.length // 2] ^= 1
         (logs / f"struck-damage-{newest.commit.generation}-{newest.commit.tick}").touch()
         faults.fire(fault)
+    if (logs / "pause").exists():
+        line = {"what": "paused", "time": time.time(), "rank": elastic.rank(), "step": state.step}
+        with open(logs / f"paused-{os.getpid()}.jsonl", "a") as file:
+            print(json.dumps(line), file=file)
     while (logs / "pause").exists():
         time.sleep(0.005)
 

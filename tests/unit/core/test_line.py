@@ -128,6 +128,23 @@ def test_the_job_waits_for_hosts_with_missing_shards_and_names_them() -> None:
 
 
 @pytest.mark.parametrize("first_tick", [False, True])
+def test_the_loss_of_a_host_with_shards_ends_a_world_that_may_be_reading_them(first_tick: bool) -> None:
+    """The kept copy on host c is the only one of a slot whose host was lost before."""
+    m, _ = drive("0.0 hosts a:1 b:1 c:0\n0.1 agent-joined a + agent-joined b", np=2, min_np=1, max_np=2, replicas=0)
+    m, _ = drive("0.2 hosts a:1 b:1 c:1\n0.3 agent-joined c\n1.0 ready a:0#1 + ready b:0#1", m)
+    m, _ = drive("1.1 attached a:0#1 in=1 digests=7,8\n1.2 first a:0#1 in=1\n1.3 kept c b:0 1.0", m)
+    m, _ = drive("2.0 agent-lost b exited", m)
+    m, effects = drive("2.1 ready a:0#1 in=1 commit=1.0", m)
+    assert [source.copy.host for source in published(effects).sources] == ["a", "c"]
+    m, _ = drive("2.2 first a:0#1 in=2" if first_tick else "2.2 time", m)
+    _, effects = drive("2.3 agent-lost c exited", m)
+    ends = [effect for effect in effects if isinstance(effect, t.End)]
+    assert bool(ends) != first_tick
+    if ends:
+        assert ends[0].cause == "host c, from which the world reads shards, was lost: its agent exited"
+
+
+@pytest.mark.parametrize("first_tick", [False, True])
 def test_a_host_that_leaves_keeps_its_agent_until_the_first_tick(first_tick: bool) -> None:
     m, _ = drive(DISTINCT + "2.0 hosts a:2\n2.1 failure a:0#1 in=1", **SIZES)
     names = ("a:0#1", "a:1#1", "b:0#1", "b:1#1")
