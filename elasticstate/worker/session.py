@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from elasticstate.state.shards import CopyReader
 from elasticstate.worker.contexts.context import Context
 from elasticstate.worker.sentinel import Sentinel
 
+_LOOK_INTERVAL_S = 0.05
 _SILENCE_S = 10.0  # of a copy server: then its copy counts as unreachable, and another one may serve
 
 
@@ -115,7 +117,16 @@ class WorkerSession:
 
     def copy_reader(self) -> CopyReader:
         addresses = {source.copy.host: address for source, address in self.view.sources}
-        return CopyClient(addresses, self._key(), _SILENCE_S)
+        client = CopyClient(addresses, self._key(), _SILENCE_S)
+        watch = threading.Thread(target=self._close_at_end, args=(client, self.generation), daemon=True)
+        watch.start()
+        return client
+
+    def _close_at_end(self, client: CopyClient, generation: int) -> None:
+        """End the reads of a world that is over: a lost host is silent, and the next world has other copies."""
+        while not client.closed.wait(_LOOK_INTERVAL_S):
+            if self.has_ended(generation):
+                client.close()
 
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         self._sentinel.send(messages.Synced(self.view.generation, size_bytes, seconds))

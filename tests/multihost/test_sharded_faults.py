@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 SCRIPT = Path(__file__).parent / "scripts" / "sharded_faults.py"
 HELD_BACK = 1_000_000  # bytes that pass before the others of a copy are dropped
+SILENCE_S = 10.0  # after which a worker reads another copy
 HOSTS = ("a", "b", "c")
 BALLAST_MB = 4  # much more of them in each worker's shards
 OPTIONS = ("-np", "3", "--min-np", "2", "-H", "a:1,b:1,c:1", *QUICK, "--replicas", "2", "--max-no-progress", "20")
@@ -150,7 +151,9 @@ def test_hosts_are_lost_in_mid_replication_and_in_mid_reshard(network: Network, 
         job.wait_for("shards that are held back", lambda: network["c"].dropped() > 0)
         job.lose("c", after=generation)
         cause = "host c, from which the world reads shards, was lost"
-        assert [event for event in job.events("end") if cause in event["cause"]], job.events("end")
+        (end,) = [event for event in job.events("end") if cause in event["cause"]]
+        after = next(event for event in job.events("world_formed") if event["generation"] > end["generation"])
+        assert after["time"] - end["time"] < SILENCE_S / 2, "no worker waits for the silence of the lost host"
         job.stop_file.touch()
         job.finish(0, timeout=120)
     job.check_shards()

@@ -16,7 +16,7 @@ from elasticstate.copies import library
 from elasticstate.copies.client import CopyClient
 from elasticstate.core.copies import CopyOf
 from elasticstate.core.ids import CommitId, SlotId
-from elasticstate.errors import CopyError
+from elasticstate.errors import CollectiveError, CopyError
 from tests.unit.copies.hosts import Host
 from tests.unit.copies.made import KEY, Worker
 from tests.unit.copies.proxy import Proxy, flip_once
@@ -219,10 +219,10 @@ def test_close_ends_a_read_that_waits(stack: ExitStack, host: Host) -> None:
         answer = thread.submit(read, client, copy_of(worker, C1), 0, 10)
         assert begun.wait(30)
         client.close()
-        with pytest.raises(CopyError):
+        with pytest.raises(CollectiveError):
             answer.result()
         ended.set()
-    with pytest.raises(CopyError, match="closed"):
+    with pytest.raises(CollectiveError, match="the world has ended"):
         client.header(copy_of(worker, C1))
 
 
@@ -238,5 +238,5 @@ def test_close_ends_the_attempt_to_reach_a_server_that_does_not_answer(stack: Ex
         answer = thread.submit(client.header, CopyOf("a", SlotId("a", 0), C1))
         wait_until(lambda: len(client._in_use) == 1, "an attempt")
         client.close()
-        with pytest.raises(CopyError):
+        with pytest.raises(CollectiveError):
             answer.result()
