@@ -1,8 +1,9 @@
 """Replication of commits: an agent keeps copies of its slots' commits, and sends them to agents of other hosts.
 
 One thread does both, outside the training path. It copies the buffer as soon as the worker has sealed the commit, while
-the worker trains. If the worker overwrites the buffer meanwhile, the copy is dropped, and the driver orders a newer
-commit. Only a complete copy is sent: it does not change, so a broken connection continues where it was.
+the worker trains. If the worker overwrites the buffer meanwhile, the copy is dropped, and the driver orders a commit
+that is still to come, for which workers wait. Only a complete copy is sent: it does not change, so a broken connection
+continues where it was.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _UNREACHABLE_S = 30.0  # after that time, a target is given up
 _SEND_BYTES = 4 << 20
+_PIN_BYTES_PER_S = 500 << 20  # at least: of copies in memory, while workers wait
+_PIN_NS = 10_000_000
+_NO_COMMIT = CommitId(-1, 0)
 
 
 class Target(msgspec.Struct, frozen=True, array_like=True):
@@ -134,8 +138,9 @@ class Pusher:
             self._carry_out(order)
 
     def _carry_out(self, order: _Order) -> None:
-        kept = [SlotId(self._library.buffers.host, slot) for slot in sorted(order.targets)]
-        kept = [slot for slot in kept if self._keep(slot, order)]
+        slots = [SlotId(self._library.buffers.host, slot) for slot in sorted(order.targets)]
+        self._pin(slots, order)
+        kept = [slot for slot in slots if self._keep(slot, order)]
         deliveries = [_Delivery(slot, target) for slot in kept for target in order.targets[slot.slot]]
         while deliveries and not order.cancelled.is_set():
             next_one = min(deliveries, key=lambda delivery: delivery.due)
@@ -146,8 +151,31 @@ class Pusher:
 
     # ------------------------------------------------------------------------------------------- copies on this host
 
+    def _pin(self, slots: list[SlotId], order: _Order) -> None:
+        """Let the workers wait with the next commit but one, if the driver has ordered a commit that was still to come:
+        earlier attempts have failed, because the workers commit more often than copies of all slots take.
+
+        The wait is bounded by the time in which all slots can be copied in memory. No copy rests on it: if it is too
+        short, the seal is gone at the end, and the copy is dropped.
+        """
+        buffers = self._library.buffers
+        pending = [slot for slot in slots if (buffers.newest(slot) or _NO_COMMIT) < order.commit]
+
+        def until_ns(length: int) -> int:
+            return time.monotonic_ns() + _PIN_NS + len(slots) * length * 1_000_000_000 // _PIN_BYTES_PER_S
+
+        while pending and not order.cancelled.wait(_LOOK_INTERVAL_S):
+            late = [slot for slot in pending if not buffers.pin(slot, order.commit, until_ns)]
+            pending = [slot for slot in late if (buffers.newest(slot) or _NO_COMMIT) < order.commit]
+
     def _keep(self, slot: SlotId, order: _Order) -> bool:
         """Keep a copy of a slot's commit in the store. Return False if that is not possible."""
+        try:
+            return self._try_to_keep(slot, order)
+        finally:
+            self._library.buffers.unpin(slot)
+
+    def _try_to_keep(self, slot: SlotId, order: _Order) -> bool:
         try:
             if (slot, order.commit) not in self._library.store.kept():
                 with closing(self._sealed(slot, order)) as source:

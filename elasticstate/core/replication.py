@@ -4,8 +4,9 @@ Agents keep the copies: a slot's own host copies its buffer, other hosts receive
 time. When all its copies are reported, agents forget the older ones, so the replication before stays whole meanwhile.
 A lost host, or an agent that could not make a copy, ends a replication; the next one has a newer commit.
 
-Workers never wait for a copy. If they commit so often that the agents find a commit overwritten, the next attempt names
-a commit that is still to come: the agents wait for its seals, and copy it at once.
+If workers commit so often that the agents find a commit overwritten, the next attempt names a commit that is still to
+come: the agents wait for its seals, and copy it at once, while the workers wait with the commit that would overwrite it
+(see copies/pusher.py).
 """
 
 from __future__ import annotations

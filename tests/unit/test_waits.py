@@ -48,6 +48,8 @@ ALLOWED = {
     "copies.pusher: _FIRST_PAUSE_S": "between two attempts to send a copy; the driver's next order ends them",
     "copies.pusher: _LONGEST_PAUSE_S": "the same",
     "copies.pusher: _UNREACHABLE_S": "of a target that another agent cannot reach: the driver orders a newer commit",
+    "state.buffer: _LOOK_INTERVAL_S": "between two looks whether the agent still copies a buffer; it sets the limit",
+    "copies.pusher: _PIN_NS": "for which workers wait at most with a commit, beside the time of copies in memory",
     "copies.library: _TRUST_S": "no wait: a copy that was not read for this time is verified again",
     "commits: time.sleep(0.01)": "between two looks at a lock",
     "driver.agent_silence: _LONGEST_INTERVAL_S": "between two searches for silent agents; --heartbeat-timeout decides",

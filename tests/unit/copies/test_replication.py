@@ -17,7 +17,7 @@ from elasticstate.copies import pusher
 from elasticstate.copies.client import CopyClient
 from elasticstate.copies.pusher import Target
 from elasticstate.core.copies import CopyOf
-from elasticstate.core.ids import CommitId
+from elasticstate.core.ids import CommitId, SlotId
 from tests.unit.copies.hosts import Host
 from tests.unit.copies.made import KEY
 from tests.unit.copies.proxy import Proxy, flip_once
@@ -165,6 +165,38 @@ def test_a_copy_during_which_its_worker_commits_twice_is_dropped(stack: ExitStac
     assert a.report() == ("dropped", worker.slot, C1)
     assert a.copies.kept() == []
     assert a.files() == [], "nothing of the torn copy is left"
+
+
+@pytest.mark.parametrize("is_to_come", [False, True])
+def test_workers_are_asked_to_wait_only_for_a_commit_that_was_still_to_come(
+    stack: ExitStack, tmp_path: Path, is_to_come: bool
+) -> None:
+    """The buffers of all slots are pinned before the first one is copied, each until its own copy is made."""
+    a = stack.enter_context(Host("a", tmp_path))
+    workers = [a.worker(slot) for slot in (0, 1)]
+    for worker in workers:
+        worker.commit(C1, b"1" * 1000)
+    pinned: list[list[bool]] = []
+    begin = a.copies.store.begin
+
+    def look(*arguments: Any) -> Any:
+        pinned.append([worker.page.pinned_until(1) > 0 for worker in workers])
+        return begin(*arguments)
+
+    a.copies.store.begin = look  # type: ignore[method-assign]
+    if is_to_come:
+        looks: list[SlotId] = []
+        newest = a.copies._library.buffers.newest
+        a.copies._library.buffers.newest = lambda slot: (newest(slot), looks.append(slot))[0]  # type: ignore
+        a.copies.replicate(C2, {0: [], 1: []})
+        wait_until(lambda: len(looks) > 4, "waiting for the seals")
+    for worker in workers:
+        worker.commit(C2, b"2" * 1000)
+    if not is_to_come:
+        a.copies.replicate(C2, {0: [], 1: []})
+    assert [a.report(), a.report()] == [("kept", worker.slot, C2) for worker in workers]
+    assert pinned == ([[True, True], [False, True]] if is_to_come else [[False, False]] * 2)
+    wait_until(lambda: not any(worker.page.pinned_until(1) for worker in workers), "the end of the pins")
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
