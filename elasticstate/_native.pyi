@@ -179,6 +179,15 @@ class ControlPage:
     def set_lease(self, until_ns: int) -> None:
         """Permit ticks until this instant of CLOCK_BOOTTIME, in nanoseconds; 0: no limit. The agent calls it."""
 
+    def pin(self, index: int, until_ns: int) -> None:
+        """Ask the worker not to overwrite a buffer before this instant of CLOCK_MONOTONIC, in nanoseconds; 0: it may.
+
+        The agent calls it while it copies the buffer.
+        """
+
+    def pinned_until(self, index: int) -> int:
+        """Return the instant of the last ``pin`` of a buffer."""
+
     def set_stale(self, stale: bool) -> None:
         """Mark the page as stale: the files of the slot have lost their names. The agent calls it."""
 

@@ -192,6 +192,15 @@ void bind_control_page(nb::module_ &m) {
         .def("enter", &ControlPage::enter, "generation"_a)
         .def("set_place", &ControlPage::set_place, "place"_a)
         .def("set_lease", &ControlPage::set_lease, "until_ns"_a)
+        .def(
+            "pin",
+            [](ControlPage &page, std::size_t index, std::uint64_t until_ns) {
+                page.pin(checked_index(index), until_ns);
+            },
+            "index"_a, "until_ns"_a)
+        .def(
+            "pinned_until",
+            [](ControlPage &page, std::size_t index) { return page.pinned_until(checked_index(index)); }, "index"_a)
         .def("set_stale", &ControlPage::set_stale, "stale"_a)
         .def_prop_ro("is_stale", &ControlPage::is_stale)
         .def("add_commit_s", &ControlPage::add_commit_s, "seconds"_a)

@@ -118,6 +118,8 @@ void ControlPage::reset() noexcept {
     page_->progress.store(0);
     page_->lease.store(0);
     page_->points.store(0);
+    page_->pins[0].store(0);
+    page_->pins[1].store(0);
     enter(0);
 }
 

@@ -47,6 +47,7 @@ constexpr std::size_t POINTS = 64;
 ///     is_stale    the slot's files have lost their names: the worker requests new ones. The agent writes it
 ///     seals       of both buffers, two places each: a new seal never overwrites the valid one
 ///     commit_s    seconds that the ticks of this generation spent in commits
+///     pins        of both buffers: until when the agent copies it, on CLOCK_MONOTONIC in nanoseconds; 0: it does not
 ///     points      number of points that were ever written; the newest are in `ring`
 struct ControlLayout {
     std::atomic<std::uint64_t> heartbeat;
@@ -61,6 +62,7 @@ struct ControlLayout {
     std::atomic<double> commit_s;
     std::atomic<std::uint64_t> points;
     std::atomic<std::uint64_t> ring[POINTS][3];
+    std::atomic<std::uint64_t> pins[2];
 };
 static_assert(sizeof(ControlLayout) <= 4096);
 
@@ -91,6 +93,9 @@ public:
 
     void set_lease(std::uint64_t until_ns) noexcept { page_->lease.store(until_ns); }
     bool lease_is_over() const noexcept;
+    /// Asks the worker not to overwrite buffer `index` before this time; 0: it may.
+    void pin(std::size_t index, std::uint64_t until_ns) noexcept { page_->pins[index].store(until_ns); }
+    std::uint64_t pinned_until(std::size_t index) const noexcept { return page_->pins[index].load(); }
     void set_stale(bool stale) noexcept { page_->is_stale.store(stale ? 1 : 0); }
     bool is_stale() const noexcept { return page_->is_stale.load() != 0; }
     void beat() noexcept { page_->heartbeat.fetch_add(1); }

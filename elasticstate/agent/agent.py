@@ -56,7 +56,7 @@ from elasticstate.errors import OptionError
 from elasticstate.net.agent_status import AgentStatus
 from elasticstate.net.launch import Launch
 from elasticstate.net.link import AgentSocket
-from elasticstate.net.messages import AgentWarning, Dropped, JobSpec, Kept
+from elasticstate.net.messages import AgentWarning, Damaged, Dropped, JobSpec, Kept
 from elasticstate.net.trust import storage_key
 from elasticstate.threads import in_thread
 
@@ -208,7 +208,8 @@ class Agent:
             launch.connect_timeout_s,
             spec.options.replica_rate,
             lambda slot, commit: driver.send(Kept(slot, commit)),
-            lambda slot, commit: driver.send(Dropped(slot, commit)),
+            lambda keeper, slot, commit, reason: driver.send(Dropped(keeper, slot, commit, reason)),
+            lambda slot, commit: driver.send(Damaged(slot, commit)),
             outputs.complain,
         )
         supervisor.copy_figures = copies.figures

@@ -128,11 +128,11 @@ class DriverMessages:
             self._socket.send(worker, worker_codec.encode_to_worker(world))
 
 
-def _by_slot(targets: tuple[tuple[SlotId, str], ...]) -> Targets:
-    """Return the targets of each slot; without an address, the copy stays on this host."""
+def _by_slot(targets: tuple[tuple[SlotId, str, str], ...]) -> Targets:
+    """Return the other hosts that are to keep a copy of each slot."""
     found: dict[int, list[Target]] = {}
-    for slot_id, address in targets:
+    for slot_id, host, address in targets:
         others = found.setdefault(slot_id.slot, [])
-        if address:
-            others.append(Target(address, address))
+        if host != slot_id.host:
+            others.append(Target(host, address))
     return found

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 
 from elasticstate.agent.host_storage import HostStorage
-from elasticstate.copies.library import Notify
+from elasticstate.copies.library import Notify, NotifyDropped
 from elasticstate.copies.service import HostCopies
 
 
@@ -21,7 +21,8 @@ def open_copies(
     timeout_s: float,
     rate_bytes_per_s: int | None,
     on_kept: Notify,
-    on_dropped: Notify,
+    on_dropped: NotifyDropped,
+    on_damaged: Notify,
     log: Callable[[str], None],
 ) -> HostCopies:
     """Adopt the copies that this host keeps, and serve them at ``address``, at any port. Raises OSError.
@@ -46,6 +47,7 @@ def open_copies(
         timeout_s=timeout_s,
         on_kept=on_loop(on_kept),
         on_dropped=on_loop(on_dropped),
+        on_damaged=on_loop(on_damaged),
         log=on_loop(log),
         rate_bytes_per_s=rate_bytes_per_s,
     )

@@ -23,7 +23,7 @@ class HostReporter:
         self._exits: list[messages.Exited] = []  # since this host received its last world
         self._incarnations: dict[int, int] = {}
         self._placed = 0  # newest world of plain workers
-        self._attached: dict[int, tuple[WorkerId, messages.Attached]] = {}  # by slot: the newest report
+        self._attached: tuple[tuple[WorkerId, messages.Attached], ...] = ()  # the newest report
         self._gate = 0  # newest generation whose exit gate is open
         self._ended = 0  # newest generation that was ended at once, not at a tick
         self.held: int | None = None  # generation on hold, if any
@@ -35,7 +35,7 @@ class HostReporter:
         self._incarnations[worker.slot] = worker.incarnation
 
     def attached(self, worker: WorkerId, message: messages.Attached) -> None:
-        self._attached[worker.slot] = worker, message
+        self._attached = ((worker, message),)
 
     def ended(self, exited: messages.Exited) -> None:
         self._exits.append(exited)
@@ -71,7 +71,7 @@ class HostReporter:
             store=self._stores.next_address,
             store_joined=self._stores.joined,
             previous=tuple((slot, previous) for slot, _, previous in found if previous is not None),
-            attached=tuple(self._attached.values()),
+            attached=self._attached,
             kept=tuple(self._copies.kept()),
             copies_address=self._copies.address,
         )

@@ -15,7 +15,7 @@ from elasticstate.copies.sealed import Sealed
 from elasticstate.copies.wire import Wire
 from elasticstate.core.copies import CopyOf
 from elasticstate.core.ids import SlotId
-from elasticstate.errors import CopyError
+from elasticstate.errors import CollectiveError, CopyError
 
 KEYED_BYTES = 1 << 20
 """Up to this size, a read has a keyed checksum. It costs CPU time, so larger reads have a CRC-32C."""
@@ -30,7 +30,8 @@ Part = tuple[int, memoryview]  # offset in the file, and the target
 class CopyClient:
     """Reads copies. All methods are safe on any thread; all raise CopyError, which names the copy.
 
-    A call waits at most the time-out for the connection, and for each piece of data.
+    A call waits at most the time-out for the connection, and for each piece of data. Calls raise CollectiveError when
+    another thread has closed the client, because the world is over.
     """
 
     def __init__(self, addresses: Mapping[str, str], key: bytes, timeout_s: float) -> None:
@@ -41,7 +42,7 @@ class CopyClient:
         self._lock = threading.Lock()
         self._idle: dict[str, list[Wire]] = {}
         self._in_use: set[socket.socket] = set()
-        self._is_closed = False
+        self.closed = threading.Event()
 
     def __enter__(self) -> CopyClient:
         return self
@@ -50,9 +51,9 @@ class CopyClient:
         self.close()
 
     def close(self) -> None:
-        """Close all connections. Calls on other threads end with CopyError."""
+        """Close all connections. Calls on other threads end with CollectiveError."""
         with self._lock:
-            self._is_closed = True
+            self.closed.set()
             idle = [connection for connections in self._idle.values() for connection in connections]
             self._idle.clear()
             for used in self._in_use:
@@ -128,12 +129,14 @@ class CopyClient:
             try:
                 connection, is_used = self._take(copy.host)
             except (OSError, CopyError) as error:
+                self._check_open()
                 raise CopyError(f"{_name(copy)} cannot be read: {_reason(error)}") from error
             try:
                 result = call(connection)
             except BaseException as error:
                 self._discard(connection)
-                if is_used and isinstance(error, ConnectionError) and not self._is_closed:
+                self._check_open()
+                if is_used and isinstance(error, ConnectionError):
                     continue
                 if isinstance(error, OSError | CopyError):
                     raise CopyError(f"{_name(copy)} cannot be read: {_reason(error)}") from error
@@ -141,11 +144,14 @@ class CopyClient:
             self._give_back(copy.host, connection)
             return result
 
+    def _check_open(self) -> None:
+        if self.closed.is_set():
+            raise CollectiveError("the world has ended while shards were read")
+
     def _take(self, host: str) -> tuple[Wire, bool]:
         """Return a connection, and True if it has been used before."""
         with self._lock:
-            if self._is_closed:
-                raise CopyError("the reader of copies is closed")
+            self._check_open()
             idle = self._idle.get(host)
             if idle:
                 connection = idle.pop()
@@ -163,14 +169,13 @@ class CopyClient:
 
     def _use(self, connection: socket.socket) -> None:
         with self._lock:
-            if self._is_closed:
-                raise CopyError("the reader of copies is closed")
+            self._check_open()
             self._in_use.add(connection)
 
     def _give_back(self, host: str, connection: Wire) -> None:
         with self._lock:
             self._in_use.discard(connection.socket)
-            if not self._is_closed:
+            if not self.closed.is_set():
                 self._idle.setdefault(host, []).append(connection)
                 return
         connection.close()

@@ -45,7 +45,7 @@ class CopyConnection:
     def _carry_out(self, request: wire.Request) -> None:
         match request:
             case wire.OpenCopy():
-                with closing(self._library.open(request.slot, request.commit)) as source:
+                with closing(self._library.open_verified(request.slot, request.commit, self._go_on)) as source:
                     header = source.header()
                     source.check_unchanged()
                     self._wire.send(wire.CopyOpened(source.sealed, header))

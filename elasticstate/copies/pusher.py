@@ -1,8 +1,9 @@
 """Replication of commits: an agent keeps copies of its slots' commits, and sends them to agents of other hosts.
 
 One thread does both, outside the training path. It copies the buffer as soon as the worker has sealed the commit, while
-the worker trains. If the worker overwrites the buffer meanwhile, the copy is dropped, and the driver orders a newer
-commit. Only a complete copy is sent: it does not change, so a broken connection continues where it was.
+the worker trains. If the worker overwrites the buffer meanwhile, the copy is dropped, and the driver orders a commit
+that is still to come, for which workers wait. Only a complete copy is sent: it does not change, so a broken connection
+continues where it was.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import closing
 import msgspec
 
 from elasticstate.copies import wire
-from elasticstate.copies.library import Library, Notify
+from elasticstate.copies.library import Library, Notify, NotifyDropped
 from elasticstate.copies.rate import Rate
 from elasticstate.copies.sealed import parts_of
 from elasticstate.copies.source import Source
@@ -27,7 +28,11 @@ from elasticstate.errors import CopyError
 _LOOK_INTERVAL_S = 0.002
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
+_UNREACHABLE_S = 30.0  # after that time, a target is given up
 _SEND_BYTES = 4 << 20
+_PIN_BYTES_PER_S = 500 << 20  # at least: of copies in memory, while workers wait
+_PIN_NS = 10_000_000
+_NO_COMMIT = CommitId(-1, 0)
 
 
 class Target(msgspec.Struct, frozen=True, array_like=True):
@@ -39,6 +44,10 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
 
 Targets = Mapping[int, Sequence[Target]]
 """Targets of each slot of this host whose commit is to be kept here, too."""
+
+
+class _NotAccepted(CopyError):
+    """The target does not want this copy, or has no place for it."""
 
 
 class _Order:
@@ -54,6 +63,7 @@ class _Delivery:
         self.slot, self.target = slot, target
         self.pause_s = _FIRST_PAUSE_S
         self.due = 0.0
+        self.fails_since = 0.0  # when the first attempt failed since bytes have arrived; 0: none
 
 
 class Pusher:
@@ -66,10 +76,11 @@ class Pusher:
         timeout_s: float,
         rate_bytes_per_s: float | None,
         on_kept: Notify,
-        on_dropped: Notify,
+        on_dropped: NotifyDropped,
         log: Callable[[str], None],
     ) -> None:
-        """``on_kept`` and ``on_dropped`` are called on the thread: a copy is kept here, or could not be made."""
+        """Callbacks, on the thread: ``on_kept`` for a copy that is kept here, ``on_dropped`` for one that could not be
+        made, or that its target does not accept."""
         self._library, self._key, self._timeout_s = library, key, timeout_s
         self._rate = Rate(rate_bytes_per_s, _SEND_BYTES)
         self._on_kept, self._on_dropped, self._log = on_kept, on_dropped, log
@@ -132,8 +143,9 @@ class Pusher:
             self._carry_out(order)
 
     def _carry_out(self, order: _Order) -> None:
-        kept = [SlotId(self._library.buffers.host, slot) for slot in sorted(order.targets)]
-        kept = [slot for slot in kept if self._keep(slot, order)]
+        slots = [SlotId(self._library.buffers.host, slot) for slot in sorted(order.targets)]
+        self._pin(slots, order)
+        kept = [slot for slot in slots if self._keep(slot, order)]
         deliveries = [_Delivery(slot, target) for slot in kept for target in order.targets[slot.slot]]
         while deliveries and not order.cancelled.is_set():
             next_one = min(deliveries, key=lambda delivery: delivery.due)
@@ -144,8 +156,32 @@ class Pusher:
 
     # ------------------------------------------------------------------------------------------- copies on this host
 
+    def _pin(self, slots: list[SlotId], order: _Order) -> None:
+        """Let the workers wait with the next commit but one, if the driver has ordered a commit that was still to come:
+        earlier attempts have failed, because the workers commit more often than copies of all slots take.
+
+        The wait is bounded by the time in which all slots can be copied in memory. No copy rests on it: if it is too
+        short, the seal is gone at the end, and the copy is dropped.
+        """
+        buffers, kept = self._library.buffers, self._library.store.kept()
+        pending = [slot for slot in slots if (slot, order.commit) not in kept]
+        pending = [slot for slot in pending if (buffers.newest(slot) or _NO_COMMIT) < order.commit]
+
+        def until_ns(length: int) -> int:
+            return time.monotonic_ns() + _PIN_NS + len(slots) * length * 1_000_000_000 // _PIN_BYTES_PER_S
+
+        while pending and not order.cancelled.wait(_LOOK_INTERVAL_S):
+            late = [slot for slot in pending if not buffers.pin(slot, order.commit, until_ns)]
+            pending = [slot for slot in late if (buffers.newest(slot) or _NO_COMMIT) < order.commit]
+
     def _keep(self, slot: SlotId, order: _Order) -> bool:
         """Keep a copy of a slot's commit in the store. Return False if that is not possible."""
+        try:
+            return self._try_to_keep(slot, order)
+        finally:
+            self._library.buffers.unpin(slot)
+
+    def _try_to_keep(self, slot: SlotId, order: _Order) -> bool:
         try:
             if (slot, order.commit) not in self._library.store.kept():
                 with closing(self._sealed(slot, order)) as source:
@@ -154,7 +190,7 @@ class Pusher:
         except (CopyError, OSError) as error:
             if not order.cancelled.is_set():
                 self._log(f"commit {order.commit} of slot {slot} is not replicated: {error}")
-                self._on_dropped(slot, order.commit)
+                self._on_dropped(slot.host, slot, order.commit, str(error))
             return False
         return True
 
@@ -190,6 +226,8 @@ class Pusher:
                     source.copy_into(part, incoming.offset)
                     incoming.advance(len(part))
                 source.check_unchanged()
+                if not incoming.is_good():
+                    self._library.verify_buffer(source, go_on)
                 store.finish(incoming)
         except BaseException:
             store.abandon(incoming)
@@ -198,7 +236,10 @@ class Pusher:
     # -------------------------------------------------------------------------------------------- copies elsewhere
 
     def _deliver(self, delivery: _Delivery, order: _Order) -> bool:
-        """Send a copy to its target. Return False if it has to be tried again later."""
+        """Send a copy to its target. Return False if it has to be tried again later.
+
+        A target that refuses the copy, or is unreachable for long, is reported: it may have no memory for the copy.
+        """
         try:
             connection = wire.dial(delivery.target.address, self._key, self._timeout_s, self._use)
             with closing(connection):
@@ -206,10 +247,15 @@ class Pusher:
         except (OSError, CopyError) as error:
             if order.cancelled.is_set():
                 return False
+            target = f"{delivery.target.host} ({delivery.target.address})"
             if delivery.pause_s == _FIRST_PAUSE_S:
-                target = f"{delivery.target.host} ({delivery.target.address})"
                 self._log(f"commit {order.commit} of slot {delivery.slot} cannot be sent to host {target}: {error}")
-            delivery.due = time.monotonic() + delivery.pause_s
+            now = time.monotonic()
+            delivery.fails_since = delivery.fails_since or now
+            if isinstance(error, _NotAccepted) or now - delivery.fails_since > _UNREACHABLE_S:
+                self._on_dropped(delivery.target.host, delivery.slot, order.commit, f"host {target}: {error}")
+                return True
+            delivery.due = now + delivery.pause_s
             delivery.pause_s = min(2 * delivery.pause_s, _LONGEST_PAUSE_S)
             return False
         finally:
@@ -225,10 +271,17 @@ class Pusher:
             self._socket = connection
 
     def _push(self, connection: Wire, delivery: _Delivery, order: _Order) -> None:
-        source = self._library.open_verified(delivery.slot, order.commit, lambda: not order.cancelled.is_set())
+        open_copy = self._library.open_verified if delivery.fails_since else self._library.open_new
+        try:
+            source = open_copy(delivery.slot, order.commit, lambda: not order.cancelled.is_set())
+        except CopyError as error:
+            raise _NotAccepted(str(error)) from error  # it is damaged, and there is no other to send
         with closing(source):
             connection.send(wire.PushCopy(source.sealed, len(source.memory)))
-            wanted = connection.receive(wire.CopyWanted)
+            try:
+                wanted = connection.receive(wire.CopyWanted)
+            except CopyError as error:
+                raise _NotAccepted(str(error)) from error
             if wanted.is_kept:
                 return
             offset = wanted.offset
@@ -238,4 +291,5 @@ class Pusher:
                     raise CopyError("the order is cancelled")
                 connection.send_bytes(source.memory, offset, offset + size)
                 offset += size
+                delivery.fails_since = 0.0
             connection.receive(wire.CopyComplete)

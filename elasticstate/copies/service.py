@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from elasticstate.copies.connection import CopyConnection
-from elasticstate.copies.library import Library, Notify
+from elasticstate.copies.library import Library, Notify, NotifyDropped
 from elasticstate.copies.pusher import Pusher, Targets
 from elasticstate.copies.server import CopyServer
 from elasticstate.copies.source import SealedSlot, SlotBuffers, Source
@@ -31,16 +31,17 @@ class HostCopies:
         slots: Mapping[int, SealedSlot],
         timeout_s: float,
         on_kept: Notify,
-        on_dropped: Notify,
+        on_dropped: NotifyDropped,
+        on_damaged: Notify,
         log: Callable[[str], None],
         rate_bytes_per_s: float | None = None,
     ) -> None:
         """Adopt the copies that the previous agent of this host has kept.
 
-        ``directory``: descriptor of the commit directory. ``slots``: files of each slot, may change. ``on_kept`` and
-        ``on_dropped``, with slot and commit, are called on any thread when this host has a new copy, and when a copy is
-        damaged or could not be made. ``log`` is called on any thread. ``timeout_s``: for a peer that does not
-        authenticate or sends nothing. ``rate_bytes_per_s``: most bytes to send per second; None: no limit.
+        ``directory``: descriptor of the commit directory. ``slots``: files of each slot, may change. Callbacks, on any
+        thread: ``on_kept`` when this host has a new copy, ``on_dropped`` when a copy is damaged, could not be made or
+        was refused, ``on_damaged`` when a buffer of a slot is damaged, and ``log``. ``timeout_s``: for a peer that does
+        not authenticate or sends nothing. ``rate_bytes_per_s``: most bytes to send per second; None: no limit.
 
         Raises OSError.
         """
@@ -49,7 +50,7 @@ class HostCopies:
         self._received_bytes = 0
         self._counting = threading.Lock()
         self.store = CopyStore(directory, job_id, key)
-        self._library = Library(SlotBuffers(job_id, host, slots), self.store, on_dropped)
+        self._library = Library(SlotBuffers(job_id, host, slots), self.store, on_dropped, on_damaged)
         self._pusher = Pusher(self._library, key, timeout_s, rate_bytes_per_s, on_kept, on_dropped, log)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="elasticstate-copies")
         self._server: CopyServer | None = None
@@ -98,7 +99,7 @@ class HostCopies:
     def open(self, slot: SlotId, commit: CommitId) -> Source:
         """Open a copy on this host whose checksum is correct: a kept one, or a buffer. Close it. Raises CopyError.
 
-        Blocks while the copy is verified, which happens once for each content.
+        Blocks while the copy is verified.
         """
         return self._library.open_verified(slot, commit, self._library.is_open)
 

@@ -112,6 +112,22 @@ class SlotBuffers:
         found = [self._sealed(files, slot, index) for index in (0, 1)] if files is not None else []
         return max((sealed.commit for sealed in found if sealed is not None), default=None)
 
+    def pin(self, slot: SlotId, commit: CommitId, until_ns: Callable[[int], int]) -> bool:
+        """Let the worker not overwrite this commit until ``until_ns(its length)``. Return False if it is not sealed."""
+        files = self._slots.get(slot.slot)
+        for index in (0, 1):
+            sealed = self._sealed(files, slot, index) if files is not None else None
+            if files is not None and sealed is not None and sealed.commit == commit:
+                files.page.pin(index, until_ns(sealed.length))
+                return True
+        return False
+
+    def unpin(self, slot: SlotId) -> None:
+        files = self._slots.get(slot.slot)
+        for index in (0, 1):
+            if files is not None:
+                files.page.pin(index, 0)
+
     def open(self, slot: SlotId, commit: CommitId) -> Source | None:
         """Open the buffer that holds this commit; None if there is none."""
         files = self._slots.get(slot.slot) if slot.host == self.host else None

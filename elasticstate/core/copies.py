@@ -35,11 +35,14 @@ class ShardSource:
 
 @dataclass(frozen=True, slots=True)
 class ShardsAttached:
-    """The worker has attached its shards, and has sealed them as ``(generation, 0)``. ``digest``: of these shards."""
+    """All members of the worker's world have attached their shards, and have sealed them as ``(generation, 0)``.
+
+    ``digests``: of the shards of each member, by rank.
+    """
 
     worker: WorkerId
     generation: int
-    digest: int
+    digests: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,18 @@ class CopyKept:
 
 @dataclass(frozen=True, slots=True)
 class CopyDropped:
-    """The agent of ``host`` has no such copy: the copy is damaged, or could not be made."""
+    """The agent of ``host`` has no such copy: the copy is damaged, could not be made, or was refused."""
 
     host: str
+    slot: SlotId
+    commit: CommitId
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitDamaged:
+    """The commit in a buffer of ``slot`` has a wrong checksum: the agent of its host has read it."""
+
     slot: SlotId
     commit: CommitId
 

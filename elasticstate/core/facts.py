@@ -57,6 +57,8 @@ def apply(d: Draft, event: t.Event) -> None:
             replication.copy_dropped(d, event)
         case t.DurableCopySaved(commit):
             d.update_ledger(durable=commit)
+        case t.CommitDamaged():
+            retained.commit_damaged(d, event)
         case t.CallReported(name, report):
             if (worker := _member(d, name, report.generation)) is not None:
                 call_reported(d, worker, report)
@@ -124,6 +126,9 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
         elif d.breaks(worker):
             d.update_ledger(is_broken=True)
         _remove_worker(d, worker, exit_code=None, signal=None)
+    if not expected and line.reads_from(d, host.name):
+        reason = f"host {host.name}, from which the world reads shards, was lost: its agent {event.reason}"
+        d.broken.append(Failure(t.RootCause(reason, generation=d.generation), "lost"))
     replication.host_lost(d, host.name, expected)
     if expected:
         retained.replace_commits(d, host.name, {}, {})  # a stopped agent has removed its workers' commits

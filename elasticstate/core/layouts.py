@@ -29,11 +29,11 @@ class Shards(Struct, frozen=True, gc=False):
     """State of a sharded job. Without a layout the job is not sharded."""
 
     layouts: tuple[ShardLayout, ...] = ()  # of the generations whose commits may be the line, the newest last
-    attached: int = 0  # members of the newest world that have attached
     line: CommitId | None = None  # newest commit that all members of the newest world are known to have sealed
     line_at: float = -inf  # when that became known
     replicated: CommitId | None = None  # newest commit whose replication is complete
     replicated_at: float = -inf
     replication: Replication | None = None
     failures: int = 0  # replications in a row that were given up
+    trouble: str = ""  # why the last of them was given up
     not_before: float = -inf  # no replication begins before this time

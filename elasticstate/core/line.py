@@ -5,10 +5,11 @@ digests hold the same shards. A commit is reachable if, for each digest of its g
 driver reaches has a copy: in a slot's own two buffers, or a kept copy (see replication.py). The newest reachable commit
 is the line, and each world of a sharded job starts from it.
 
-A layout counts when all members have attached. Before that, at least one member may not have sealed ``(g, 0)``, so the
-line of the last world must stay. Behind the barrier of ``attach`` all members have sealed ``(g, 0)``. In each later
-tick all members take part in a collective, so no member is more than one commit ahead, and its other buffer holds the
-commit before.
+A layout counts when a member is behind the barrier of ``attach``, where all members have sealed ``(g, 0)``. Before
+that, at least one member may not have sealed it, so the line of the last world must stay. The barrier gives each member
+the digests of all, and each reports them before its next collective: so the report of one agent is enough, and others
+may die with theirs. In each later tick all members take part in a collective, so no member is more than one commit
+ahead, and its other buffer holds the commit before.
 """
 
 from __future__ import annotations
@@ -34,41 +35,32 @@ def is_sharded(m: Draft | Membership) -> bool:
 
 
 def shards_attached(d: Draft, event: t.ShardsAttached) -> None:
-    """Record the digest of a member's shards. The report of the last member makes the layout.
-
-    The report of a member that has died since then counts: others may have committed after it.
-    """
-    slot_id = event.worker.slot_id
-    slot = d.slots.get(slot_id)
-    if event.generation != d.generation or slot is None or slot.attached[0] >= event.generation or not event.digest:
+    """Record the layout of the newest world. The first report makes it, from a member that may have died since then."""
+    world = d.world
+    if world is None or event.generation != d.generation or len(event.digests) != world.size or not all(event.digests):
         return
-    worker = d.workers.get(event.worker)
-    if d.world is None or not (_was_member(d.world, event.worker) if worker is None else d.breaks(worker)):
+    has_layout = bool(d.shards.layouts) and d.shards.layouts[-1].generation == event.generation
+    if has_layout or not any(placement.worker == event.worker for placement in world.members):
         return
-    d.put_slot(slot_id, attached=(event.generation, event.digest))
-    if worker is not None:  # else its agent has reported the commits since then
-        _record_start(d, event)
-    d.update_shards(attached=d.shards.attached + 1)
-    if d.shards.attached == d.world.size:
-        slots = ((p.worker.slot_id, d.slots[p.worker.slot_id]) for p in d.world.members)
-        digests = tuple((slot_id, slot.attached[1]) for slot_id, slot in slots)
-        layouts = (*d.shards.layouts, ShardLayout(event.generation, digests))
-        d.update_shards(layouts=_that_count(d, layouts), line=t.CommitId(event.generation, 0), line_at=d.now)
+    for member in (placement.worker for placement in world.members):
+        worker, host = d.workers.get(member), d.hosts.get(member.host)
+        is_away = host is not None and host.agent != "joined"  # its memory may return with the next agent
+        if is_away or (worker is not None and d.breaks(worker)):  # else its agent has reported the commits since then
+            _record_start(d, world, member.slot_id)
+    members = zip(world.members, event.digests, strict=True)
+    layout = ShardLayout(event.generation, tuple((placement.worker.slot_id, digest) for placement, digest in members))
+    layouts = _that_count(d, (*d.shards.layouts, layout))
+    d.update_shards(layouts=layouts, line=t.CommitId(event.generation, 0), line_at=d.now)
 
 
-def _was_member(world: t.World, worker: t.WorkerId) -> bool:
-    return any(placement.worker == worker for placement in world.members)
-
-
-def _record_start(d: Draft, event: t.ShardsAttached) -> None:
-    """Record the commit that the worker has sealed, unless newer reports from the slot have arrived. The commit before
-    it is the line of the world, if the slot holds it."""
-    slot, start = d.slots[event.worker.slot_id], t.CommitId(event.generation, 0)
+def _record_start(d: Draft, world: t.World, slot_id: t.SlotId) -> None:
+    """Record the first commit that a member has sealed, unless newer reports from its slot have arrived. The commit
+    before it is the line of the world, if the slot holds it."""
+    slot, start = d.slots[slot_id], t.CommitId(world.generation, 0)
     if slot.retained is not None and slot.retained >= start:
         return
-    line = d.world.line if d.world is not None else None
-    previous = line if line in (slot.retained, slot.previous) else None
-    d.put_slot(event.worker.slot_id, retained=start, previous=previous, sealed=max(slot.sealed, start))
+    previous = world.line if world.line in (slot.retained, slot.previous) else None
+    d.put_slot(slot_id, retained=start, previous=previous, sealed=max(slot.sealed, start))
 
 
 def _that_count(d: Draft, layouts: tuple[ShardLayout, ...]) -> tuple[ShardLayout, ...]:
@@ -159,6 +151,8 @@ def _possible_copies(m: Draft | Membership) -> Copies:
             slot = m.slots.get(slot_id)
             if slot is None or slot.retained is None or slot.retained >= commit or slot_id.host not in m.hosts:
                 continue
+            if commit in slot.damaged:
+                continue
             worker = m.workers.get(slot.worker) if slot.worker is not None else None
             is_late = worker is not None and worker.ready is None and worker.joined >= commit.generation
             if is_late or m.hosts[slot_id.host].agent != "joined":
@@ -185,6 +179,14 @@ def needed_hosts(d: Draft) -> set[str]:
     if not isinstance(d.phase, Running):
         found = _copies(d, _reachable(d))
         return {copy.host for copies in found.values() for same in copies.values() for copy in same}
-    if d.phase.first_tick or d.world is None:
-        return set()
-    return {source.copy.host for source in d.world.sources}
+    return set() if d.phase.first_tick else _source_hosts(d)
+
+
+def reads_from(d: Draft, host: str) -> bool:
+    """Return True if members may be reading shards on this host: the loss of it ends the world, because they would wait
+    for its silence, one copy after the other, and the next world names copies on other hosts."""
+    return isinstance(d.phase, Running) and not d.phase.first_tick and host in _source_hosts(d)
+
+
+def _source_hosts(d: Draft) -> set[str]:
+    return {source.copy.host for source in d.world.sources} if d.world is not None else set()

@@ -73,7 +73,7 @@ class Slot(Struct, frozen=True, gc=False):
     retained: CommitId | None = None  # the newest commit in its storage, as last reported; it outlives the workers
     previous: CommitId | None = None  # the commit in the other buffer
     sealed: CommitId = CommitId(0, 0)  # the newest commit ever reported for the slot, damaged or not
-    attached: tuple[int, int] = (0, 0)  # the newest generation in which its worker attached shards, and their digest
+    damaged: tuple[CommitId, ...] = ()  # commits in its buffers that cannot be read, whatever the seals say
 
 
 class Worker(Struct, frozen=True, gc=False):

@@ -4,8 +4,9 @@ Agents keep the copies: a slot's own host copies its buffer, other hosts receive
 time. When all its copies are reported, agents forget the older ones, so the replication before stays whole meanwhile.
 A lost host, or an agent that could not make a copy, ends a replication; the next one has a newer commit.
 
-Workers never wait for a copy. If they commit so often that the agents find a commit overwritten, the next attempt names
-a commit that is still to come: the agents wait for its seals, and copy it at once.
+If workers commit so often that the agents find a commit overwritten, the next attempt names a commit that is still to
+come: the agents wait for its seals, and copy it at once, while the workers wait with the commit that would overwrite it
+(see copies/pusher.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from elasticstate.core.records import Draft, Membership, Over, Running
 _FIRST_PAUSE_S = 0.5  # before another attempt; it doubles
 _LONGEST_PAUSE_S = 30.0
 _LEAD_S = 0.5  # for orders to arrive before a commit to come
+_FAILURES_TO_WARN = 3
 _COMING_S = 10.0  # after that time without it, such a commit is given up
 
 # -------------------------------------------------------------------------------------------------------------- facts
@@ -48,7 +50,7 @@ def host_lost(d: Draft, host: str, with_copies: bool) -> None:
     if kept != d.hosts[host].kept:
         d.put_host(d.hosts[host], kept=kept)
     if present is not None and any(host in (keeper, slot_id.host) for slot_id, keeper in present.copies):
-        _give_up(d, present)
+        _give_up(d, present, f"host {host} was lost")
 
 
 def copy_kept(d: Draft, event: t.CopyKept) -> None:
@@ -67,7 +69,8 @@ def _go_on(d: Draft, present: Replication) -> None:
     if present.missing:
         d.update_shards(replication=present)
         return
-    d.update_shards(replication=None, replicated=present.commit, replicated_at=d.now, failures=0, not_before=-inf)
+    d.update_shards(replication=None, replicated=present.commit, replicated_at=d.now)
+    d.update_shards(failures=0, trouble="", not_before=-inf)
     _forget(d, present.commit, None)
 
 
@@ -77,14 +80,22 @@ def copy_dropped(d: Draft, event: t.CopyDropped) -> None:
         return
     if (event.slot, event.commit) in host.kept:
         d.put_host(host, kept=host.kept - {(event.slot, event.commit)})
+        d.warn(f"host {event.host} has lost its copy of commit {event.commit} of slot {event.slot}: {event.reason}")
     present = d.shards.replication
     if present is not None and event.commit == present.commit and (event.slot, event.host) in present.copies:
-        _give_up(d, present)
+        _give_up(d, present, f"slot {event.slot} on host {event.host}: {event.reason}")
 
 
-def _give_up(d: Draft, present: Replication) -> None:
+def _give_up(d: Draft, present: Replication, why: str) -> None:
+    """End a replication. Warn about a row of such ends once: others pass by themselves."""
     pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**d.shards.failures)
-    d.update_shards(replication=None, failures=d.shards.failures + 1, not_before=d.now + pause_s)
+    failures = d.shards.failures + 1
+    d.update_shards(replication=None, failures=failures, trouble=why, not_before=d.now + pause_s)
+    if failures == _FAILURES_TO_WARN:
+        since = (
+            f"the newest replicated commit is {d.shards.replicated}" if d.shards.replicated else "none is replicated"
+        )
+        d.warn(f"{failures} replications in a row have failed, and {since}; the last one, of {why}")
     _forget(d, t.CommitId(present.commit.generation, present.commit.tick + 1), d.shards.replicated)
 
 
@@ -107,7 +118,7 @@ def replicate(d: Draft) -> None:
     layout, present = _present_layout(d), d.shards.replication
     will_not_come = present is not None and (layout is None or d.now >= _coming_until(present))
     if present is not None and will_not_come and not _is_sealed(d, present.commit):
-        _give_up(d, present)
+        _give_up(d, present, f"commit {present.commit} has not come")
     if layout is None:
         return
     commit = _sealed_by_all(d, layout)

@@ -32,12 +32,26 @@ def record_both(
     if slot is None:
         return
     newest = slot.sealed
+    if slot.damaged:
+        intact = [each for each in (commit, previous) if each is not None and each not in slot.damaged]
+        newest = max(newest, commit or newest)
+        commit, previous = (*intact, None, None)[:2]
     if commit is not None and commit > newest:
         newest = commit
     if sealed is not None and sealed > newest:
         newest = sealed
     if newest is not slot.sealed or slot.retained != commit or slot.previous != previous:
         d.put_slot(slot_id, retained=commit, previous=previous, sealed=newest)
+
+
+def commit_damaged(d: Draft, event: t.CommitDamaged) -> None:
+    """Count a damaged commit as not held, whatever the seals in its slot say. A slot has two buffers."""
+    slot, host = d.slots.get(event.slot), d.hosts.get(event.slot.host)
+    if slot is None or host is None or host.agent != "joined" or event.commit in slot.damaged:
+        return
+    d.put_slot(event.slot, damaged=(*slot.damaged, event.commit)[-2:])
+    record_both(d, event.slot, slot.retained, slot.previous)
+    d.warn(f"commit {event.commit} in the memory of slot {event.slot} is damaged and not used: its checksum is wrong")
 
 
 def replace_commits(d: Draft, host: str, commits: dict[int, t.CommitId], previous: dict[int, t.CommitId]) -> None:

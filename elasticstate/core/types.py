@@ -9,6 +9,7 @@ from msgspec import Struct
 from elasticstate.core.calls import CallReport as CallReport, CallReported as CallReported, WatchCalls as WatchCalls
 from elasticstate.core.collectives import CollectivesReported as CollectivesReported
 from elasticstate.core.copies import (
+    CommitDamaged as CommitDamaged,
     CopyDropped as CopyDropped,
     CopyKept as CopyKept,
     CopyOf as CopyOf,
@@ -105,6 +106,7 @@ class WorkerReady(Struct, frozen=True, gc=False):
     sealed: CommitId | None = None  # the newest commit ever sealed; newer than ``commit`` if that commit is damaged
     names: int = 0  # digest of its value names, if it can read commits of other workers of its host; 0: it cannot
     commit_s: float = 0.0  # seconds of that generation's ticks that it spent in commits
+    has_shards: bool = False  # ``commit`` has attached values, of which each member has its own shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +252,7 @@ Event = (
     | CopyKept
     | CopyDropped
     | DurableCopySaved
+    | CommitDamaged
     | CallReported
     | CollectivesReported
     | TimePassed

@@ -14,7 +14,7 @@ from elasticstate.core.ending import (
     fail_job,
 )
 from elasticstate.core.line import awaited_copies, exiting, find_line, hosts_of, is_sharded
-from elasticstate.core.partition import may_train_on, unreachable_hosts, unreachable_until
+from elasticstate.core.partition import lease_s, may_train_on, unreachable_hosts, unreachable_until
 from elasticstate.core.plain import (
     first_rounds,
     has_finished,
@@ -211,7 +211,12 @@ def _missing_shards(copies: list[t.CopyOf]) -> str:
 
 
 def _too_late(d: Draft) -> str:
-    return f"not back within --regroup-timeout of {d.policy.regroup_timeout_s:g} s"
+    """Return how long the core has waited for shards, and which times it has waited for."""
+    waited_s = d.now - d.phase.since if isinstance(d.phase, Waiting) else 0.0
+    times = f"--regroup-timeout is {d.policy.regroup_timeout_s:g} s"
+    if unreachable_until(d) > -inf:
+        times += f"; workers on unreachable hosts may live on for {lease_s(d.policy):g} s"
+    return f"not back within {waited_s:.1f} s ({times})"
 
 
 def _shards_until(d: Draft, phase: Waiting, copies: list[t.CopyOf], ends: list[Worker]) -> float:

@@ -115,7 +115,9 @@ def resumes_from_copy(d: Draft, chosen: Iterable[Worker]) -> bool:
     best = newest(chosen)
     if durable_source(d) is None or best == NOTHING or d.shards.layouts:
         return durable_source(d) is not None
-    return any(slot.attached[0] == best.generation for slot in d.slots.values())
+    return any(
+        worker.ready is not None and worker.ready.has_shards and worker.ready.commit == best for worker in chosen
+    )
 
 
 def _is_near(d: Draft, placements: Sequence[t.Placement], rank: int, root: int) -> bool:
@@ -161,9 +163,7 @@ def enter(d: Draft, world: t.World) -> None:
         age += newcomer
     d.update_ledger(next_age=age, own_errors=0, own_error=None, is_broken=False)
     if d.shards.layouts:
-        d.update_shards(attached=0, line=world.line, line_at=d.now if world.line != d.shards.line else d.shards.line_at)
-    elif d.shards.attached:
-        d.update_shards(attached=0)
+        d.update_shards(line=world.line, line_at=d.now if world.line != d.shards.line else d.shards.line_at)
     for host in list(d.hosts.values()):
         if host.may_live_until > -inf:
             d.put_host(host, may_live_until=-inf)  # the old world stands still: reports from it prove nothing

@@ -85,8 +85,10 @@ class AgentMessages:
                 self._queue.post(t.PlainStoreJoined(generation))
             case messages.Kept(slot, commit):
                 self._queue.post(t.CopyKept(host, slot, commit))
-            case messages.Dropped(slot, commit):
-                self._queue.post(t.CopyDropped(host, slot, commit))
+            case messages.Dropped(keeper, slot, commit, reason):
+                self._queue.post(t.CopyDropped(keeper, slot, commit, reason))
+            case messages.Damaged(slot, commit):
+                self._queue.post(t.CommitDamaged(slot, commit))
             case messages.HostPreemptionNotice(reason):
                 self._queue.post(t.HostDraining(host, reason))
             case messages.AgentWarning(text):

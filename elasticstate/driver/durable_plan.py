@@ -60,7 +60,7 @@ def plan_copy(m: Membership, ticks_per_s: float, now: float, lead_s: float, save
     if not isinstance(m.phase, Running) or m.ledger.highest is None:
         return None
     if not is_sharded(m):
-        return _plan_of_one(_source(m)) if not m.shards.attached else None
+        return _plan_of_one(_source(m))
     layout = m.shards.layouts[-1]
     if layout.generation != m.generation or m.world is None or len(_members(m)) < m.world.size:
         return None  # the world attaches its values, or ends

@@ -83,13 +83,13 @@ class Effects:
     def _replicate(self, commit: t.CommitId, copies: tuple[tuple[t.SlotId, str], ...]) -> None:
         """Send each agent the orders for its slots."""
         servers = self._state.copy_servers
-        targets: dict[str, list[tuple[t.SlotId, str]]] = {}
+        targets: dict[str, list[tuple[t.SlotId, str, str]]] = {}
         for slot_id, host in copies:
-            address = "" if host == slot_id.host else servers.get(host, "")
+            address = servers.get(host, "")
             if address or host == slot_id.host:
-                targets.setdefault(slot_id.host, []).append((slot_id, address))
+                targets.setdefault(slot_id.host, []).append((slot_id, host, address))
             else:
-                self._queue.post(t.CopyDropped(host, slot_id, commit))  # its agent serves no copies
+                self._queue.post(t.CopyDropped(host, slot_id, commit, "its agent serves no copies"))
         for host, its in targets.items():
             self._agents.send(host, ReplicateOrder(commit, tuple(its)))
 

@@ -17,9 +17,9 @@ def heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
 def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | None:
     """Return the event for a message; None if the core does not need the message."""
     match body:
-        case messages.Ready(generation, commit, previous, store, ticks, paused_s, behind, sealed, names, commit_s):
-            commits = (generation, commit, previous)
-            return t.WorkerReady(worker, *commits, store, ticks, paused_s, behind, sealed, names, commit_s)
+        case messages.Ready(generation, commit, previous, store, ticks, paused_s, behind, sealed, names):
+            last = (generation, commit, previous, store, ticks, paused_s, behind, sealed, names)
+            return t.WorkerReady(worker, *last, body.commit_s, body.has_shards)
         case messages.HoldAnswer(generation, ticks, in_gate, number):
             return t.HoldAnswered(worker, generation, ticks, in_gate, number)
         case messages.RunUsed():
@@ -32,8 +32,8 @@ def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | Non
             return t.GateEntered(worker, generation, commit_s)
         case messages.First(generation, train_s, sync_s):
             return t.FirstTick(worker, generation, train_s, sync_s)
-        case messages.Attached(generation, digest):
-            return t.ShardsAttached(worker, generation, digest)
+        case messages.Attached(generation, digests):
+            return t.ShardsAttached(worker, generation, digests)
         case messages.CallReport():
             return t.CallReported(worker, body)
         case messages.CommitSealed():

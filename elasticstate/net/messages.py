@@ -158,7 +158,7 @@ class HostReport(Message, frozen=True):
     previous: tuple[tuple[int, CommitId], ...] = ()  # by slot: the commit in the other buffer
     kept: tuple[tuple[SlotId, CommitId], ...] = ()  # copies in the copy store
     copies_address: str = ""  # "address:port" of the copy server
-    attached: tuple[tuple[WorkerId, Attached], ...] = ()  # the newest report of each slot, also of a dead worker
+    attached: tuple[tuple[WorkerId, Attached], ...] = ()  # the newest report, also of a dead worker
 
 
 class Stamps(Message, frozen=True):
@@ -193,7 +193,16 @@ class Kept(Message, frozen=True):
 
 
 class Dropped(Message, frozen=True):
-    """The copy store of this host has no such copy: it is damaged, or could not be made."""
+    """The copy store of ``keeper`` has no such copy: it is damaged, could not be made, or ``keeper`` has refused it."""
+
+    keeper: str
+    slot: SlotId
+    commit: CommitId
+    reason: str
+
+
+class Damaged(Message, frozen=True):
+    """The commit in a buffer of a slot of this host has a wrong checksum."""
 
     slot: SlotId
     commit: CommitId
@@ -255,6 +264,7 @@ FromAgent = (
     | StoreJoined
     | Kept
     | Dropped
+    | Damaged
     | HostPreemptionNotice
     | AgentWarning
     | OutputTrouble
@@ -319,7 +329,7 @@ class ReplicateOrder(Message, frozen=True):
     """
 
     commit: CommitId
-    targets: tuple[tuple[SlotId, str], ...]  # slot, and "address:port" of a copy server; "": the store of this host
+    targets: tuple[tuple[SlotId, str, str], ...]  # slot, host to keep it, and "address:port" of its copy server
 
 
 class ForgetCopiesOrder(Message, frozen=True):

@@ -73,6 +73,7 @@ class Ready(Message, frozen=True):
     sealed: CommitId | None = None  # newest commit ever sealed: newer than ``commit`` if that one was damaged
     names: int = 0  # digest of the value names; 0: the worker cannot read commits of other workers of its host
     commit_s: float = 0.0  # seconds that the ticks of ``generation`` spent in commits
+    has_shards: bool = False  # ``commit`` has attached values, of which each member has its own shards
 
 
 class HoldAnswer(Message, frozen=True):
@@ -103,10 +104,13 @@ class First(Message, frozen=True):
 
 
 class Attached(Message, frozen=True):
-    """The worker has attached its shards and sealed them as ``(generation, 0)``. ``digest``: of the shards."""
+    """All workers of the world have attached their shards and sealed them as ``(generation, 0)``.
+
+    ``digests``: of the shards of each worker, by rank.
+    """
 
     generation: int
-    digest: int
+    digests: tuple[int, ...]
 
 
 class Synced(Message, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import pickle
+import time
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ from elasticstate.state.copy_stream import CopyStream
 from elasticstate.state.layout import Frame, Header, Layout, digest, parse, round_up, view
 from elasticstate.state.plan import Plan
 from elasticstate.state.storage import CommitStorage
+
+_LOOK_INTERVAL_S = 0.0005
 
 GRANULE_BYTES = 1 << 16  # the pickle of the objects grows by a few bytes now and then: avoid a new buffer for that
 LENGTH_BYTES = 8  # length prefix of the random state, whose part of the buffer is longer
@@ -70,6 +73,7 @@ class Buffer:
 
         The previous commit in this buffer is lost.
         """
+        self._wait_for_copy()
         self.unseal()
         self.ensure_size(header.frame.objects + objects_bytes)
         self.frame = header.frame
@@ -85,6 +89,12 @@ class Buffer:
         part = (len(private).to_bytes(LENGTH_BYTES, "little") + private).ljust(self.frame.tensors - self.frame.random)
         content[self.frame.random : self.frame.tensors] = np.frombuffer(part, dtype=np.uint8)
         return self._header_checksum
+
+    def _wait_for_copy(self) -> None:
+        """Wait while the agent copies this buffer for other hosts (see copies/pusher.py): as long as a copy in memory
+        takes, and at most until the time that the agent has set."""
+        while time.monotonic_ns() < self._storage.page.pinned_until(self.index):
+            time.sleep(_LOOK_INTERVAL_S)
 
     def places(self, plan: Plan) -> list[torch.Tensor]:
         """Return the destinations of the tensors in ``plan.queued``, in order. Computed once per plan."""

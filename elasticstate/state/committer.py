@@ -292,8 +292,8 @@ class Committer(CommitWriter):
                 attached.spread(session)
         self.attached = attached
         self._seal_attached(CommitId(session.generation, 0) if session.generation > 0 else session.commit_id())
-        session.record_attached(attached.digest())
-        self._numbers_of_all([0])  # no rank may overwrite the line before all have sealed this commit
+        # No rank may overwrite the line before all have sealed this commit.
+        session.record_attached(tuple(found for (found,) in self._numbers_of_all([attached.digest()])))
         return session.verify_sync
 
     def detach(self) -> None:

@@ -62,8 +62,8 @@ class Session(Protocol):
     def sources(self) -> tuple[tuple[ShardSource, str], ...]:
         """Copies of ``line`` in the order in which to try them, each with the "ip:port" of its copy server."""
 
-    def record_attached(self, digest: int, /) -> None:
-        """Record that this worker has attached values whose shards have this digest, and sealed (generation, 0)."""
+    def record_attached(self, digests: tuple[int, ...], /) -> None:
+        """Record that all ranks have attached values whose shards have these digests, and sealed (generation, 0)."""
 
     def copy_reader(self) -> CopyReader:
         """Return the reader of the copies in ``sources``."""
@@ -154,7 +154,7 @@ class SoloSession:
         if newest is not None:
             self._saves = newest.tick
 
-    def record_attached(self, digest: int) -> None:
+    def record_attached(self, digests: tuple[int, ...]) -> None:
         """Do nothing: there is no other world, so nobody reads the shards."""
 
     def copy_reader(self) -> CopyReader:

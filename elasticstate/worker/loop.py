@@ -85,7 +85,7 @@ class WorkerLoop:
             storage.ask, owner(worker.slot), lambda *question: self._sentinel.request(*question)
         )
         self._peers = HostPeers(storage, self._storage, owner)
-        self._names: Callable[[], int] = lambda: 0  # of the state's values, when there is a state
+        self._commit_facts: Callable[[], tuple[int, bool]] = lambda: (0, False)  # names, has_shards, of the state
         self._read_ahead: Callable[[WorldView], None] = lambda view: None  # the same
         page = self._page = self._storage.page  # the stamps stay on this page if the commits move
         self._sentinel = _sentinel = Sentinel(link, worker, page, environment.reports_hangs)
@@ -195,7 +195,7 @@ class WorkerLoop:
         self._committer.use_storage(self._storage)
         self._committer.use_session(self._session)
         self._committer.use_peers(self._peers)
-        self._names = lambda: self._committer.names
+        self._commit_facts = lambda: (self._committer.names, self._committer.snapshot.has_attached)
         self._read_ahead = self._read_root_ahead
         self._committer.reserve(self._environment.reserve_bytes)
         heap.fill(2 * self._environment.reserve_bytes)  # see decision 0061
@@ -269,7 +269,7 @@ class WorkerLoop:
         self._committer.read_ahead(view.near, view.rank, view.root_slot, view.generation)
 
     def _enter(self) -> None:
-        view = self._regrouper.enter(self._is_behind, self._names(), self._read_ahead)
+        view = self._regrouper.enter(self._is_behind, *self._commit_facts(), self._read_ahead)
         self._session.enter(view, self._regrouper.context)
         self._is_behind = False
 

@@ -39,18 +39,24 @@ class Regrouper:
         return self._context
 
     def enter(
-        self, behind: bool = False, names: int = 0, prepare: Callable[[present_world.WorldView], None] | None = None
+        self,
+        behind: bool = False,
+        names: int = 0,
+        has_shards: bool = False,
+        prepare: Callable[[present_world.WorldView], None] | None = None,
     ) -> present_world.WorldView:
         """Enter the next world: READY → WORLD → process group.
 
         Raises torch's errors, or CollectiveError, when the generation fails.
 
-        ``behind``: this worker ended ticks without training in the last generation. ``names``: see messages.Ready.
-        ``prepare`` is called with the world before its process group is created.
+        ``behind``: this worker ended ticks without training in the last generation. ``names`` and ``has_shards``: see
+        messages.Ready. ``prepare`` is called with the world before its process group is created.
         """
         if self._server is None:
             self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        message = self._sentinel.ready(f"{self._environment.local_address}:{self._server.port}", behind, names)
+        message = self._sentinel.ready(
+            f"{self._environment.local_address}:{self._server.port}", behind, names, has_shards
+        )
         self._context = self._backend.context()
         self._sentinel.enter(message, self._context)
         self._sentinel.check()

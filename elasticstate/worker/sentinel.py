@@ -186,16 +186,19 @@ class Sentinel:
 
     # ------------------------------------------------------------------------------------------------------ generations
 
-    def ready(self, store: str, behind: bool = False, names: int = 0) -> messages.WorldMessage:
+    def ready(
+        self, store: str, behind: bool = False, names: int = 0, has_shards: bool = False
+    ) -> messages.WorldMessage:
         """Send READY and wait for the next world. Raises SystemExit(0) on the LEAVE message.
 
-        ``behind``: this worker ended ticks without training in the last generation. ``names``: see messages.Ready.
+        ``behind``: this worker ended ticks without training in the last generation. ``names`` and ``has_shards``: see
+        messages.Ready.
         """
         self._native.set_place(Place.REGROUP)
         joined, ids, commit_s = self.generation, (self._commit, self._previous), self._page.commit_s
         paused_s = time.monotonic() - self._ticked_at if self.ticks else 0.0
         ticks, sealed = self.ticks, self._newest_sealed
-        self.send(messages.Ready(joined, *ids, store, ticks, paused_s, behind, sealed, names, commit_s))
+        self.send(messages.Ready(joined, *ids, store, ticks, paused_s, behind, sealed, names, commit_s, has_shards))
         message = self._native.wait_world(joined)
         if message is None:
             raise SystemExit(0)

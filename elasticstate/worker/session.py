@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from elasticstate.state.shards import CopyReader
 from elasticstate.worker.contexts.context import Context
 from elasticstate.worker.sentinel import Sentinel
 
+_LOOK_INTERVAL_S = 0.05
 _SILENCE_S = 10.0  # of a copy server: then its copy counts as unreachable, and another one may serve
 
 
@@ -109,13 +111,22 @@ class WorkerSession:
     def record_commit_time(self, seconds: float) -> None:
         self._sentinel.add_commit_time(seconds)
 
-    def record_attached(self, digest: int) -> None:
-        """Report that this worker has attached its shards, and sealed them as (generation, 0)."""
-        self._sentinel.send(messages.Attached(self.view.generation, digest))
+    def record_attached(self, digests: tuple[int, ...]) -> None:
+        """Report that all workers have attached their shards, and sealed them as (generation, 0)."""
+        self._sentinel.send(messages.Attached(self.view.generation, digests))
 
     def copy_reader(self) -> CopyReader:
         addresses = {source.copy.host: address for source, address in self.view.sources}
-        return CopyClient(addresses, self._key(), _SILENCE_S)
+        client = CopyClient(addresses, self._key(), _SILENCE_S)
+        watch = threading.Thread(target=self._close_at_end, args=(client, self.generation), daemon=True)
+        watch.start()
+        return client
+
+    def _close_at_end(self, client: CopyClient, generation: int) -> None:
+        """End the reads of a world that is over: a lost host is silent, and the next world has other copies."""
+        while not client.closed.wait(_LOOK_INTERVAL_S):
+            if self.has_ended(generation):
+                client.close()
 
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         self._sentinel.send(messages.Synced(self.view.generation, size_bytes, seconds))
@@ -171,7 +182,7 @@ class LastWorldSession:
     def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
         """Do nothing: these are no commits of the job."""
 
-    def record_attached(self, digest: int) -> None:
+    def record_attached(self, digests: tuple[int, ...]) -> None:
         """Do nothing: no other world follows, so nobody reads the shards."""
 
     def copy_reader(self) -> CopyReader:

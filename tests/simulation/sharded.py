@@ -1,7 +1,9 @@
 """A model of a sharded job: workers that attach shards, agents that keep copies, and a judge of the commit line.
 
-A worker destroys its older commit when it begins a new one, as state/snapshot.py does. The judge knows all buffers and
-copy stores, so it knows which commits can really be read.
+A worker destroys its older commit when it begins a new one, as state/snapshot.py does. Kept copies, and buffers without
+a worker, are damaged at random; a copy server detects that when it reads them. Hosts refuse copies, and agents die with
+reports that they have not forwarded. The judge knows all buffers and copy stores, so it knows which commits can really
+be read.
 """
 
 from __future__ import annotations
@@ -28,15 +30,51 @@ class Stores:
 
     retained: dict[t.SlotId, Retained]
     kept: dict[str, dict[tuple[t.SlotId, t.CommitId], Held]] = field(default_factory=dict)
-    attached: dict[str, dict[t.SlotId, t.ShardsAttached]] = field(default_factory=dict)
+    attached: dict[str, t.ShardsAttached] = field(default_factory=dict)  # by host: the report that its agent can repeat
+    layouts: dict[int, ShardLayout] = field(default_factory=dict)  # of all worlds whose members have all attached
+    damaged_copies: set[t.CopyOf] = field(default_factory=set)
+    damaged_buffers: set[t.CopyOf] = field(default_factory=set)
+    reports: list[tuple[str, t.CopyDropped | t.CommitDamaged]] = field(default_factory=list)  # of damage, on their way
 
-    def read(self, copy: t.CopyOf) -> Held | None:
+    def look(self, copy: t.CopyOf) -> Held | None:
         """Return the content of a copy; None: it cannot be read."""
+        kept = self.kept.get(copy.host, {}).get((copy.slot, copy.commit))
+        if kept is not None and copy not in self.damaged_copies:
+            return kept
+        return self._in_buffer(copy) if copy not in self.damaged_buffers else None
+
+    def _in_buffer(self, copy: t.CopyOf) -> Held | None:
         own = self.retained.get(copy.slot) if copy.host == copy.slot.host else None
         for sealed in (own.commit, own.previous) if own is not None else ():
             if sealed is not None and sealed[0] == copy.commit and own is not None:
                 return sealed[1], own.digests.get(copy.commit, 0)
-        return self.kept.get(copy.host, {}).get((copy.slot, copy.commit))
+        return None
+
+    def read(self, copy: t.CopyOf) -> Held | None:
+        """Read a copy as its copy server does: damage is reported, and a damaged kept copy is removed."""
+        if copy in self.damaged_copies:
+            self.damaged_copies.discard(copy)
+            if self.kept.get(copy.host, {}).pop((copy.slot, copy.commit), None) is not None:
+                self.reports.append((copy.host, t.CopyDropped(copy.host, copy.slot, copy.commit, "damaged")))
+        found = self.look(copy)
+        if found is None and copy in self.damaged_buffers and self._in_buffer(copy) is not None:
+            self.reports.append((copy.host, t.CommitDamaged(copy.slot, copy.commit)))
+        return found
+
+    def untold(self) -> set[t.CopyOf]:
+        """Return the kept copies whose damage is found, but not reported yet."""
+        dropped = (report for _, report in self.reports if isinstance(report, t.CopyDropped))
+        return {t.CopyOf(report.host, report.slot, report.commit) for report in dropped}
+
+    def resume(self, slot_id: t.SlotId) -> None:
+        """Let a new worker verify the buffers of its slot."""
+        own = self.retained[slot_id]
+        intact = [
+            sealed
+            for sealed in (own.commit, own.previous)
+            if sealed is not None and t.CopyOf(slot_id.host, slot_id, sealed[0]) not in self.damaged_buffers
+        ]
+        own.commit, own.previous = (*intact, None, None)[:2]
 
 
 @dataclass(eq=False)
@@ -81,18 +119,21 @@ class ShardedWorker(Worker):
         self.content = found[0][0]
 
     def _seal_start(self, group: Group) -> Iterator[bool]:
-        """Attach: seal (g, 0), report the digest, wait for all."""
+        """Attach: seal (g, 0), wait for all, report the digests."""
         members = [placement.worker for placement in group.world.members]
         count = min(self.shards or len(members), len(members))
-        self.digest = 100 * count + members.index(self.id) % count + 1
+        digests = tuple(100 * count + rank % count + 1 for rank in range(len(members)))
+        self.digest = digests[members.index(self.id)]
         start = t.CommitId(group.world.generation, 0)
         yield from self._commits(start)
         self._begins(group)
-        report = t.ShardsAttached(self.id, start.generation, self.digest)
-        self.up.append(report)
-        self.stores.attached.setdefault(self.id.host, {})[self.id.slot_id] = report
-        yield True
         yield from self._collective("attach")
+        slots = (member.slot_id for member in members)
+        self.stores.layouts[start.generation] = ShardLayout(start.generation, tuple(zip(slots, digests, strict=True)))
+        report = t.ShardsAttached(self.id, start.generation, digests)
+        self.up.append(report)
+        self.stores.attached[self.id.host] = report
+        yield True
 
     def _commits(self, commit: t.CommitId) -> Iterator[bool]:
         self.retained.previous = None
@@ -112,6 +153,8 @@ class LineJudge(Judge):
         self.lost: set[str] = set()  # hosts that were lost since the last complete replication
         self.replicated: t.CommitId | None = None
         self.replicas = 0  # of that commit
+        self.damages = 0  # of its copies, since then
+        self.told: set[t.CopyOf] = set()  # damaged copies that the core has been told of
 
     def see(self, transition: Transition) -> None:
         super().see(transition)
@@ -119,6 +162,23 @@ class LineJudge(Judge):
         if shards.replicated is not None and shards.replicated != self.replicated:
             self._replication_is_complete(shards.replicated, shards.layouts)
         self.job.reached["line awaited"] += "with shards of commit" in transition.reason
+
+    def restart(self) -> None:
+        super().restart()
+        self.told.clear()
+
+    def record(self, event: t.Event) -> None:
+        super().record(event)
+        match event:
+            case t.CommitDamaged(slot_id, commit):
+                self.told.add(t.CopyOf(slot_id.host, slot_id, commit))
+                self.job.reached["damaged buffer reported"] += 1
+            case t.CopyDropped(reason="damaged"):
+                self.job.reached["damaged copy reported"] += 1
+
+    @property
+    def _losses(self) -> int:
+        return len(self.lost) + self.damages
 
     def _replication_is_complete(self, commit: t.CommitId, layouts: tuple[ShardLayout, ...]) -> None:
         keepers: dict[int, set[str]] = {}
@@ -132,6 +192,7 @@ class LineJudge(Judge):
             return
         self.replicas = min(len(hosts) for hosts in keepers.values()) - 1
         self.replicated, self.lost = commit, {*self.job.partition.cuts, *self.job.lost}
+        self.damages = sum(copy.commit == commit for copy in self.job.stores.damaged_copies)
         self.job.reached["replicated"] += 1
         self.job.reached[f"replicas {self.replicas}"] += 1
 
@@ -150,7 +211,7 @@ class LineJudge(Judge):
             h for h, at in job.agents.items() if at == "up" and agents[h].agent == "joined" and self._up(h)
         ]
         newest = None
-        for layout in job.m.shards.layouts:
+        for layout in self._layouts():
             commits = {
                 sealed[0]
                 for slot_id, _ in layout.digests
@@ -165,10 +226,16 @@ class LineJudge(Judge):
                 ]
                 own = [copy for copy in copies if copy[1].host == copy[1].slot.host]
                 copies = copies if reaches_all or commit == self.replicated else own
-                found = {digest for digest, copy in copies if job.stores.read(copy) is not None}
+                found = {digest for digest, copy in copies if job.stores.look(copy) is not None}
                 if found == {digest for _, digest in layout.digests}:
                     newest = commit if newest is None else max(newest, commit)
         return newest
+
+    def _layouts(self) -> list[ShardLayout]:
+        """Return the layouts that the core knows, or that an agent which it reaches has reported."""
+        known = {layout.generation for layout in self.job.m.shards.layouts}
+        known |= {report.generation for host, report in self.job.stores.attached.items() if self._up(host)}
+        return [layout for generation, layout in self.job.stores.layouts.items() if generation in known]
 
     def _up(self, host: str) -> bool:
         return host not in self.job.partition and host not in self.job.lost
@@ -184,20 +251,27 @@ class LineJudge(Judge):
         moving -= {placement.worker.slot_id for placement in world.members}  # late, or not known as dead yet
         for source in world.sources:
             if self._up(source.copy.host) and source.copy.slot not in moving:
-                held = job.stores.read(source.copy)
-                assert held is not None, f"{source} cannot be read"
-                assert held[1] == source.digest, f"{source} has the shards {held[1]}"
+                held = job.stores.look(source.copy)
+                is_damaged = source.copy in job.stores.damaged_copies | job.stores.damaged_buffers | job.stores.untold()
+                assert held is not None or is_damaged, f"{source} cannot be read"
+                assert held is None or held[1] == source.digest, f"{source} has the shards {held[1]}"
+                assert held is not None or source.copy not in self.told, f"{source} is damaged, and the core knows it"
         job.reached["line from a kept copy"] += any(s.copy.host != s.copy.slot.host for s in world.sources)
         own = {placement.worker.slot_id for placement in world.members}
         job.reached["line from a slot that left"] += any(s.copy.slot not in own for s in world.sources)
         newest = self.readable()
         if not moving and not job.exits and not job.lost and not job.partition.cuts:
-            assert newest is not None, "the core has named a line"
-            assert world.line >= newest, f"the line is {world.line}, but {newest} can be read"
+            assert newest is not None or self._is_damaged(), "the core has named a line"
+            assert newest is None or world.line >= newest, f"the line is {world.line}, but {newest} can be read"
             job.reached["newest line"] += 1
-        if self.replicated is not None and len(self.lost) <= self.replicas:
+        if self.replicated is not None and self._losses <= self.replicas:
             assert world.line >= self.replicated, f"{self.replicated} was replicated, but the line is {world.line}"
             job.reached["replicas kept the line"] += bool(self.lost)
+            job.reached["replicas kept the line from damage"] += bool(self.damages)
+
+    def _is_damaged(self) -> bool:
+        stores = self.job.stores
+        return bool(stores.damaged_buffers or stores.damaged_copies or stores.untold())
 
     def draining_worker_holds_nothing_back(self, draining_worker: t.WorkerId) -> None:
         """Leave I15 out: the agent keeps the commits of a worker that has left."""
@@ -208,7 +282,7 @@ class LineJudge(Judge):
             return
         job = self.job
         job.reached["line lost"] += 1
-        assert self.replicated is None or len(self.lost) > self.replicas, f"{self.lost} were lost: {end}"
+        assert self.replicated is None or self._losses > self.replicas, f"{self.lost} were lost: {end}"
         newest = self.readable() if not job.exits and not job.lost else None
         assert newest is None or self._has_waited(), f"{end}, but {newest} can be read"
         away = self.readable([host for host in HOSTS if host not in job.lost]) if not job.exits else None
@@ -229,12 +303,15 @@ class ShardedJob(Job):
         self.stores = Stores(self.retained)
         self.judge: LineJudge = LineJudge(self)
         self.orders: list[tuple[t.CommitId, t.SlotId, str]] = []
+        self.full: set[str] = set()  # hosts that refuse copies
+        self.has_faults = True
 
     def _with_replicas(self, policy: Policy, replicas: int | None) -> Policy:
         return replace(policy, replicas=replicas)
 
     def new_worker(self, worker: t.WorkerId, content: Content, retained: Retained) -> Worker:
         self.stores.retained = self.retained
+        self.stores.resume(worker.slot_id)
         parts = (worker, self.script, self.groups, self.rng, content, retained)
         return ShardedWorker(*parts, stores=self.stores, shards=self.shards)
 
@@ -245,11 +322,15 @@ class ShardedJob(Job):
         self._agent_is_gone(host)
 
     def _stop_agent(self, host: str, *, with_commits: bool) -> None:
+        if host in self.agents:
+            unsent = any(isinstance(e, t.ShardsAttached) for worker in self.workers_on(host) for e in worker.up)
+            self.reached["attached not forwarded"] += unsent
         super()._stop_agent(host, with_commits=with_commits)
         self._agent_is_gone(host)
 
     def _agent_is_gone(self, host: str) -> None:
         self.stores.attached.pop(host, None)
+        self.stores.reports = [report for report in self.stores.reports if report[0] != host]
         self.orders = [order for order in self.orders if host not in (order[1].host, order[2])]
         self.judge.host_is_lost(host)
 
@@ -266,7 +347,37 @@ class ShardedJob(Job):
         return tuple(self.stores.kept.get(host, ()))
 
     def attached_on(self, host: str) -> list[t.Event]:
-        return list(self.stores.attached.get(host, {}).values())
+        return [self.stores.attached[host]] if host in self.stores.attached else []
+
+    def _fault(self) -> None:
+        kind = self.rng.choice(("", "", "", "", "damage a copy", "damage a buffer", "full host"))
+        if not kind:
+            super()._fault()
+            return
+        self.stores.retained = self.retained
+        kept = [t.CopyOf(host, *key) for host, copies in self.stores.kept.items() for key in copies]
+        idle = [
+            t.CopyOf(slot_id.host, slot_id, sealed[0])
+            for slot_id, own in self.retained.items()
+            for sealed in (own.commit, own.previous)
+            if sealed is not None and not any(w.id.slot_id == slot_id for w in self.workers.values())
+        ]
+        if kind == "full host":
+            self.full ^= {self.rng.choice(HOSTS)}
+        elif kind == "damage a copy" and kept:
+            copy = self.rng.choice(kept)
+            self.judge.damages += copy not in self.stores.damaged_copies and copy.commit == self.judge.replicated
+            self.stores.damaged_copies.add(copy)
+        elif kind == "damage a buffer" and idle:
+            self.stores.damaged_buffers.add(self.rng.choice(idle))
+        else:
+            return
+        self.reached[f"fault {kind}"] += 1
+
+    def _all_is_well_again(self) -> None:
+        self.full.clear()
+        self.has_faults = False
+        super()._all_is_well_again()
 
     def _carry_out(self, effect: t.Effect) -> None:
         match effect:
@@ -304,7 +415,17 @@ class ShardedJob(Job):
         self.orders = [order for order in self.orders if order[0] >= before or order[0] == besides]
 
     def copies_act(self) -> bool:
-        """Let an agent carry out one order."""
+        """Let an agent carry out one order, report damage, or die with a report that it has not forwarded."""
+        if self.stores.reports and self.rng.random() < 0.3:
+            host, report = self.stores.reports.pop(0)
+            self._report(host, report)
+            return True
+        if self.has_faults and self.rng.random() < 0.02:
+            unsent = {w.id.host for w in self.workers.values() if any(isinstance(e, t.ShardsAttached) for e in w.up)}
+            hosts = [host for host in self.agents if host in unsent and host not in self.partition]
+            if hosts:
+                self._stop_agent(self.rng.choice(hosts), with_commits=self.rng.random() < 0.5)
+                return True
         if not self.orders or self.rng.random() < 0.7:
             return False
         number = self.rng.randrange(len(self.orders))
@@ -321,8 +442,12 @@ class ShardedJob(Job):
             self.reached["copy dropped"] += 1
         elif self.agents.get(host) != "up":
             self._report(slot_id.host, t.CopyDropped(slot_id.host, slot_id, commit))
+        elif host in self.full and host != slot_id.host:
+            self._report(slot_id.host, t.CopyDropped(host, slot_id, commit, "no memory is left"))
+            self.reached["copy refused"] += 1
         else:
             self.stores.kept.setdefault(host, {})[slot_id, commit] = source
+            self.stores.damaged_copies.discard(t.CopyOf(host, slot_id, commit))
             self._report(host, t.CopyKept(host, slot_id, commit))
         return True
 

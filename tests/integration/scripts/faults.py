@@ -28,6 +28,7 @@ from elasticstate.worker.regroup import Regrouper
 
 BUSY_S = 6.0
 POINTS = ("import", "step", "backward", "new_group", "callback", "gate", "init", "store", "sync", "leave")
+SHARDED = ("commit-bytes", "seal", "reshard", "damage")  # see tests/multihost/scripts/sharded_faults.py
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Fault:
         fields = dict(item.split("=") for item in rest)
         step = int(where) if where.isdigit() else int(fields["step"]) if "step" in fields else None
         point = "step" if where.isdigit() else where
-        if point not in POINTS:
+        if point not in (*POINTS, *SHARDED):
             raise ValueError(f"no such point: {point}")
         rank = fields.get("rank")
         return Fault(
@@ -94,6 +95,12 @@ class Faults:
             self._faults = list(enumerate([*self._first, *later]))
 
     def at(self, point: str, *, rank: int | None = None, step: int | None = None) -> None:
+        fault = self.taken(point, rank=rank, step=step)
+        if fault is not None:
+            self.fire(fault)
+
+    def taken(self, point: str, *, rank: int | None = None, step: int | None = None) -> Fault | None:
+        """Return the fault that strikes here, after it has been recorded. The caller fires it."""
         self._read()
         for number, fault in self._faults:
             if fault.point != point or (fault.step is not None and step != fault.step):
@@ -103,7 +110,8 @@ class Faults:
             if fault.generation is not None and fault.generation != elastic.generation():
                 continue
             if self._take_lock(number, fault, rank):
-                self._fire(fault)
+                return fault
+        return None
 
     def _take_lock(self, number: int, fault: Fault, rank: int | None) -> bool:
         everybody = fault.rank is None and fault.point in ("step", "backward")
@@ -116,7 +124,7 @@ class Faults:
             return True
         return False
 
-    def _fire(self, fault: Fault) -> None:
+    def fire(self, fault: Fault) -> None:
         sys.stdout.flush()
         match fault.what:
             case "kill":

@@ -120,9 +120,11 @@ def parse_event(words: list[str]) -> t.Event:
         return t.PlainStoreJoined(int(rest[0]))
     if kind in ("kept", "dropped"):
         copy = (rest[0], _slot(rest[1]), _commits(rest[2])[0])
-        return t.CopyKept(*copy) if kind == "kept" else t.CopyDropped(*copy)
+        return t.CopyKept(*copy) if kind == "kept" else t.CopyDropped(*copy, " ".join(rest[3:]))
     if kind == "saved":
         return t.DurableCopySaved(_commits(rest[0])[0])
+    if kind == "damaged":
+        return t.CommitDamaged(_slot(rest[0]), _commits(rest[1])[0])
     worker, given = _worker(rest[0]), dict(_pairs(rest[1:]))
     generation, ticks, commit = int(given.get("in", "0")), int(given.get("ticks", "0")), _commit(given.get("commit"))
     paused_s, commit_s, train_s, sync_s = (float(given.get(key, "0")) for key in ("paused", "commits", "train", "sync"))
@@ -130,7 +132,7 @@ def parse_event(words: list[str]) -> t.Event:
         case "ready":
             sealed, store = _commit(given.get("sealed")), f"{worker.host}:5000"
             begin = (worker, generation, commit, _commit(given.get("previous")), store, ticks, paused_s)
-            return t.WorkerReady(*begin, sealed=sealed, commit_s=commit_s)
+            return t.WorkerReady(*begin, sealed=sealed, commit_s=commit_s, has_shards="shards" in given)
         case "exit":
             code, signal = (int(given[key]) if key in given else None for key in ("code", "signal"))
             end = (given.get("error", ""), int(given.get("at", "0")), "unstarted" not in given)
@@ -152,7 +154,7 @@ def parse_event(words: list[str]) -> t.Event:
             previous = _commit(given.get("previous"))
             return t.Heartbeat(worker, place, generation, ticks, commit, commit_s, pace, previous)
         case "attached":
-            return t.ShardsAttached(worker, generation, int(given["digest"]))
+            return t.ShardsAttached(worker, generation, tuple(map(int, given["digests"].split(","))))
         case "sealed":
             assert commit is not None
             return t.CommitSealed(worker, commit)

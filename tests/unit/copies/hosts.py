@@ -24,6 +24,7 @@ class Host:
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.slots: dict[int, Worker] = {}
         self.reports: SimpleQueue[tuple[str, SlotId, CommitId]] = SimpleQueue()
+        self.reasons: list[tuple[str, str]] = []  # of dropped copies: the host without the copy, and why
         self.log: list[str] = []
         fd = os.open(self.path, os.O_RDONLY)
         try:
@@ -35,7 +36,8 @@ class Host:
                 slots=self.slots,
                 timeout_s=timeout_s,
                 on_kept=lambda slot, commit: self.reports.put(("kept", slot, commit)),
-                on_dropped=lambda slot, commit: self.reports.put(("dropped", slot, commit)),
+                on_dropped=lambda keeper, slot, commit, reason: self._dropped(keeper, slot, commit, reason),
+                on_damaged=lambda slot, commit: self.reports.put(("damaged", slot, commit)),
                 log=self.log.append,
                 rate_bytes_per_s=rate,
             )
@@ -43,6 +45,10 @@ class Host:
             os.close(fd)
         self.address = self.copies.start("127.0.0.1")
         self.target = Target(name, self.address)
+
+    def _dropped(self, keeper: str, slot: SlotId, commit: CommitId, reason: str) -> None:
+        self.reasons.append((keeper, reason))
+        self.reports.put(("dropped", slot, commit))
 
     @staticmethod
     def slot_of(name: str) -> SlotId:
@@ -58,6 +64,11 @@ class Host:
             return self.reports.get(timeout=30)
         except Empty:
             raise AssertionError(f"host {self.name} reports nothing; its log: {self.log}") from None
+
+    def kept_file(self) -> Path:
+        """Return the file of the only kept copy."""
+        (path,) = (self.path / "copies").glob("*.safetensors")
+        return path
 
     def files(self) -> list[str]:
         return sorted(os.listdir(self.path / "copies"))

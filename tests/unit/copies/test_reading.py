@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from elasticstate.copies import library
 from elasticstate.copies.client import CopyClient
 from elasticstate.core.copies import CopyOf
 from elasticstate.core.ids import CommitId, SlotId
-from elasticstate.errors import CopyError
+from elasticstate.errors import CollectiveError, CopyError
 from tests.unit.copies.hosts import Host
 from tests.unit.copies.made import KEY, Worker
 from tests.unit.copies.proxy import Proxy, flip_once
@@ -42,6 +43,15 @@ def client(stack: ExitStack, host: Host) -> CopyClient:
 
 def copy_of(worker: Worker, commit: CommitId, host: str = "a") -> CopyOf:
     return CopyOf(host, worker.slot, commit)
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
 
 
 def read(client: CopyClient, copy: CopyOf, offset: int, length: int) -> bytes:
@@ -96,6 +106,47 @@ def test_a_damaged_buffer_is_not_served(host: Host, client: CopyClient) -> None:
     for size in (10, 4096):
         with pytest.raises(CopyError, match="is damaged"):
             read(client, copy_of(worker, C1), 0, size)
+        assert host.report() == ("damaged", worker.slot, C1), "the driver must name other copies"
+    with pytest.raises(CopyError, match="is damaged"):
+        client.header(copy_of(worker, C1))
+
+
+@pytest.mark.parametrize("at", [20, 4200, 60_000], ids=["header", "tensors", "not requested"])
+def test_a_kept_copy_that_is_damaged_later_is_dropped_and_the_buffer_is_read(
+    host: Host, client: CopyClient, at: int
+) -> None:
+    worker = host.worker()
+    data = worker.commit(C1, os.urandom(100_000))
+    host.copies.replicate(C1, {0: []})
+    assert host.report() == ("kept", worker.slot, C1)
+    flip(host.kept_file(), at)
+    assert client.header(copy_of(worker, C1)) == data[:4096]
+    assert read(client, copy_of(worker, C1), 0, 5000) == data[:5000]
+    assert host.report() == ("dropped", worker.slot, C1)
+    assert host.reasons == [("a", "it is damaged: its checksum is wrong")]
+    assert host.copies.kept() == []
+
+
+def test_a_copy_that_is_damaged_after_a_read_is_detected_by_the_next_readers(
+    host: Host, client: CopyClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, other = host.worker(0), host.worker(1)
+    for each in (worker, other):
+        each.commit(C1, os.urandom(100_000))
+    host.copies.replicate(C1, {0: []})
+    assert host.report() == ("kept", worker.slot, C1)
+    for each in (worker, other):
+        read(client, copy_of(each, C1), 0, 5000)
+    flip(host.kept_file(), 50_000)
+    with open(f"/proc/self/fd/{other.buffers[0]}", "r+b") as file:
+        flip(Path(file.name), 50_000)
+    monkeypatch.setattr(library, "_TRUST_S", 0.0)
+    worker.commit(C2, b"2")
+    worker.commit(C3, b"3")
+    for each in (worker, other):
+        with pytest.raises(CopyError, match=r"has no commit|is damaged"):
+            read(client, copy_of(each, C1), 0, 5000)
+    assert {host.report(), host.report()} == {("dropped", worker.slot, C1), ("damaged", other.slot, C1)}
 
 
 @pytest.mark.parametrize("reads_all", [True, False])
@@ -168,10 +219,10 @@ def test_close_ends_a_read_that_waits(stack: ExitStack, host: Host) -> None:
         answer = thread.submit(read, client, copy_of(worker, C1), 0, 10)
         assert begun.wait(30)
         client.close()
-        with pytest.raises(CopyError):
+        with pytest.raises(CollectiveError):
             answer.result()
         ended.set()
-    with pytest.raises(CopyError, match="closed"):
+    with pytest.raises(CollectiveError, match="the world has ended"):
         client.header(copy_of(worker, C1))
 
 
@@ -187,5 +238,5 @@ def test_close_ends_the_attempt_to_reach_a_server_that_does_not_answer(stack: Ex
         answer = thread.submit(client.header, CopyOf("a", SlotId("a", 0), C1))
         wait_until(lambda: len(client._in_use) == 1, "an attempt")
         client.close()
-        with pytest.raises(CopyError):
+        with pytest.raises(CollectiveError):
             answer.result()

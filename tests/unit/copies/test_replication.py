@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from elasticstate.copies import pusher
 from elasticstate.copies.client import CopyClient
 from elasticstate.copies.pusher import Target
 from elasticstate.core.copies import CopyOf
-from elasticstate.core.ids import CommitId
+from elasticstate.core.ids import CommitId, SlotId
 from tests.unit.copies.hosts import Host
 from tests.unit.copies.made import KEY
 from tests.unit.copies.proxy import Proxy, flip_once
@@ -164,6 +165,81 @@ def test_a_copy_during_which_its_worker_commits_twice_is_dropped(stack: ExitStac
     assert a.report() == ("dropped", worker.slot, C1)
     assert a.copies.kept() == []
     assert a.files() == [], "nothing of the torn copy is left"
+
+
+@pytest.mark.parametrize("is_to_come", [False, True])
+def test_workers_are_asked_to_wait_only_for_a_commit_that_was_still_to_come(
+    stack: ExitStack, tmp_path: Path, is_to_come: bool
+) -> None:
+    """The buffers of all slots are pinned before the first one is copied, each until its own copy is made."""
+    a = stack.enter_context(Host("a", tmp_path))
+    workers = [a.worker(slot) for slot in (0, 1)]
+    for worker in workers:
+        worker.commit(C1, b"1" * 1000)
+    pinned: list[list[bool]] = []
+    begin = a.copies.store.begin
+
+    def look(*arguments: Any) -> Any:
+        pinned.append([worker.page.pinned_until(1) > 0 for worker in workers])
+        return begin(*arguments)
+
+    a.copies.store.begin = look  # type: ignore[method-assign]
+    if is_to_come:
+        looks: list[SlotId] = []
+        newest = a.copies._library.buffers.newest
+        a.copies._library.buffers.newest = lambda slot: (newest(slot), looks.append(slot))[0]  # type: ignore
+        a.copies.replicate(C2, {0: [], 1: []})
+        wait_until(lambda: len(looks) > 4, "waiting for the seals")
+    for worker in workers:
+        worker.commit(C2, b"2" * 1000)
+    if not is_to_come:
+        a.copies.replicate(C2, {0: [], 1: []})
+    assert [a.report(), a.report()] == [("kept", worker.slot, C2) for worker in workers]
+    assert pinned == ([[True, True], [False, True]] if is_to_come else [[False, False]] * 2)
+    wait_until(lambda: not any(worker.page.pinned_until(1) for worker in workers), "the end of the pins")
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_damage_at_the_source_is_reported_and_nothing_is_sent(stack: ExitStack, tmp_path: Path, is_kept: bool) -> None:
+    """A buffer is damaged before its agent copies it, or the copy while its target cannot be reached."""
+    a, b = (stack.enter_context(Host(name, tmp_path)) for name in "ab")
+    worker = a.worker()
+    worker.commit(C1, b"x" * 100_000)
+    if not is_kept:
+        os.pwrite(worker.buffers[0], b"y", 50_000)
+        a.copies.replicate(C1, {0: [b.target]})
+        assert [a.report(), a.report()] == [("damaged", worker.slot, C1), ("dropped", worker.slot, C1)]
+    else:
+        is_reachable = threading.Event()
+        proxy = stack.enter_context(Proxy(b.address, up=lambda _, part: part if is_reachable.is_set() else None))
+        a.copies.replicate(C1, {0: [Target("b", proxy.address)]})
+        assert a.report() == ("kept", worker.slot, C1)
+        wait_until(lambda: bool(a.log), "a failed attempt")
+        with open(a.kept_file(), "r+b") as file:
+            file.seek(50_000)
+            file.write(b"y")
+        worker.commit(C2, b"2")
+        worker.commit(C3, b"3")
+        is_reachable.set()
+        assert {a.report()[0], a.report()[0]} == {"dropped"}
+        assert [keeper for keeper, _ in a.reasons] == ["a", "b"]
+    assert b.copies.kept() == []
+
+
+def test_a_target_that_stays_unreachable_is_given_up(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pusher, "_UNREACHABLE_S", 0.05)
+    a = stack.enter_context(Host("a", tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    worker = a.worker()
+    worker.commit(C1, b"x" * 1000)
+    a.copies.replicate(C1, {0: [Target("c", nobody)]})
+    assert [a.report(), a.report()] == [("kept", worker.slot, C1), ("dropped", worker.slot, C1)]
+    ((keeper, reason),) = a.reasons
+    assert keeper == "c"
+    assert "refused" in reason
 
 
 def test_the_rate_is_an_upper_limit(stack: ExitStack, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
 from tests.unit.copies.hosts import Host
 from tests.unit.copies.made import JOB, KEY, content, put, seal_of
-from tests.unit.copies.waiting import wait_until
 
 C1, C2 = CommitId(1, 1), CommitId(1, 2)
 SLOT = SlotId("a", 0)
@@ -185,8 +184,10 @@ def test_a_full_file_system_is_a_refusal_and_leaves_the_space_to_others(tmp_path
         worker.commit(C1, os.urandom(16 << 20))
         a.copies.replicate(C1, {0: [b.target]})
         assert a.report() == ("kept", worker.slot, C1)
-        wait_until(lambda: bool(a.log), "a refusal")
-        assert "do not fit into the commit directory" in a.log[0]
+        assert a.report() == ("dropped", worker.slot, C1), "the driver must end this replication"
+        ((keeper, reason),) = a.reasons
+        assert keeper == "b"
+        assert "do not fit into the commit directory" in reason
         assert os.statvfs(small).f_bfree * os.statvfs(small).f_frsize > 11 << 20, "the reserved space is free again"
         worker.commit(C2, b"x" * (5 << 20))
         a.copies.replicate(C2, {0: [b.target]})

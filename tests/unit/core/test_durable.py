@@ -99,7 +99,7 @@ def test_a_line_that_is_back_in_time_needs_no_copy() -> None:
 
 def test_a_world_that_fails_before_it_has_attached_reads_the_copy_again() -> None:
     m, _ = drive(COMMITTED, **SIZES, durable_dir="/copies", regroup_timeout_s=30.0)
-    m, _ = drive(HOST_LOST + "33.2 time\n33.4 attached a:0#1 in=2 digest=7\n33.5 exit a:1#1 signal=9", m)
+    m, _ = drive(HOST_LOST + "33.2 time\n33.5 exit a:1#1 signal=9", m)
     m, _ = drive("33.6 ready a:0#1 in=2 commit=2.0 previous=1.40 + ready a:1#2 commit=1.40\n70.0 time", m)
     world = m.world
     assert world is not None
@@ -109,9 +109,9 @@ def test_a_world_that_fails_before_it_has_attached_reads_the_copy_again() -> Non
 
 
 def test_shards_of_an_incomplete_first_attach_are_no_state() -> None:
-    attached = DISTINCT.replace(" + attached b:1#1 in=1 digest=3", "")
-    m, _ = drive(attached + "2.0 exit b:1#1 signal=9", **SIZES, durable_dir="/copies")
-    ready = " + ".join(f"ready {name} in=1 commit=1.0" for name in NAMES[:3])
+    first = "\n".join(line for line in DISTINCT.splitlines() if "attached" not in line)
+    m, _ = drive(first + "\n2.0 exit b:1#1 signal=9", **SIZES, durable_dir="/copies")
+    ready = " + ".join(f"ready {name} in=1 commit=1.0 shards=yes" for name in NAMES[:3])
     m, effects = drive(f"2.1 {ready}", m)
     world = world_of(effects)[0]
     assert world.durable is not None

@@ -17,9 +17,7 @@ THREE_HOSTS = """
 0.1 agent-joined a + agent-joined b + agent-joined c
 1.0 ready a:0#1 + ready b:0#1 + ready c:0#1
 """
-ATTACHED = (
-    THREE_HOSTS + "1.1 attached a:0#1 in=1 digest=7 + attached b:0#1 in=1 digest=8 + attached c:0#1 in=1 digest={}\n"
-)
+ATTACHED = THREE_HOSTS + "1.1 attached a:0#1 in=1 digests=7,8,{}\n"
 ALL_KEPT = "kept a a:0 {0} + kept b b:0 {0} + kept c c:0 {0} + kept b a:0 {0} + kept c b:0 {0} + kept a c:0 {0}"
 NEWER = " + ".join(f"heartbeat {host}:0#1 in=1 ticks=5 commit=1.5 previous=1.4" for host in "abc")
 SIZES = {"np": 3, "min_np": 1, "max_np": 3}
@@ -63,11 +61,11 @@ def test_nothing_is_replicated_if_each_digest_is_on_several_hosts_or_all_are_on_
     m, _ = drive("0.0 hosts a:2 b:2\n0.1 agent-joined a + agent-joined b", np=4, min_np=1, max_np=4)
     names = [f"{host}:{slot}#1" for host in "ab" for slot in (0, 1)]
     m, _ = drive("1.0 " + " + ".join(f"ready {name}" for name in names), m)
-    m, effects = drive("1.1 " + " + ".join(f"attached {name} in=1 digest={name[2]}1" for name in names), m)
+    m, effects = drive("1.1 attached a:0#1 in=1 digests=1,2,1,2", m)
     assert not copies(effects)
     assert m.shards.layouts
     m, _ = drive("0.0 hosts a:2\n0.1 agent-joined a\n1.0 ready a:0#1 + ready a:1#1", np=2, min_np=1, replicas=1)
-    _, effects = drive("1.1 attached a:0#1 in=1 digest=7 + attached a:1#1 in=1 digest=8", m)
+    _, effects = drive("1.1 attached a:0#1 in=1 digests=7,8", m)
     assert not copies(effects), "no other host"
 
 
@@ -150,6 +148,31 @@ def test_a_copy_that_cannot_be_made_ends_the_replication_and_a_commit_to_come_fo
     assert forgotten(effects) == [(t.CommitId(1, 13), t.CommitId(1, 0))], "10 s are over, and the commit has not come"
     _, effects = drive("2.8 failure a:0#1 in=1", m)
     assert forgotten(effects) == [(t.CommitId(1, 13), t.CommitId(1, 0))], "the commit will not come"
+
+
+def test_replications_that_fail_in_a_row_are_told_once_with_the_reason() -> None:
+    m, effects = attach()
+    told = []
+    now = 2.0
+    for tick in range(5, 60, 6):
+        assert m.shards.replication is not None
+        commit = m.shards.replication.commit
+        m, effects = drive(f"{now} dropped b a:0 {commit.generation}.{commit.tick} host b (1.2.3.4:5): no place", m)
+        assert m.shards.replication is None
+        told += [effect for effect in effects if isinstance(effect, t.Note) and effect.event == "warning"]
+        pause_s = min(30.0, 0.5 * 2 ** (m.shards.failures - 1))
+        assert m.shards.not_before == now + pause_s
+        now += pause_s + 0.1
+        beats = " + ".join(
+            f"heartbeat {host}:0#1 in=1 ticks={tick} commit=1.{tick} previous=1.{tick - 1}" for host in "abc"
+        )
+        m, _ = drive(f"{now} {beats}", m)
+        if m.shards.replication is None:  # a commit that is to come needs a second report
+            m, _ = drive(f"{now + 0.1} time", m)
+    (warning,) = told
+    text = dict(warning.fields)["text"]
+    assert "3 replications in a row have failed, and none is replicated" in str(text)
+    assert "slot a:0 on host b: host b (1.2.3.4:5): no place" in str(text)
 
 
 def test_a_lost_host_ends_the_replication_and_its_copies_count_again_when_it_is_back() -> None:

@@ -67,8 +67,7 @@ def test_a_job_that_has_not_committed_has_nothing_to_save() -> None:
 def test_a_world_that_has_just_begun_may_commit_soon(now: float, first: CommitId | None) -> None:
     m, _ = drive(DISTINCT + beats(2.0, 40, 40, 20) + "3.0 exit b:1#1 signal=9 held=1.40,1.20\n", **SIZES)
     ready = " + ".join(f"ready {name} in=1 ticks=40 commit=1.40 previous=1.20" for name in NAMES[:3])
-    attached = " + ".join(f"attached {name} in=2 digest={n}" for n, name in enumerate(NAMES[:3], start=20))
-    m, _ = drive(f"3.1 {ready}\n3.5 {attached}\n", m)
+    m, _ = drive(f"3.1 {ready}\n3.5 attached {NAMES[0]} in=2 digests=20,21,22\n", m)
     assert m.shards.line == CommitId(2, 0)
     found = plan_copy(m, 0.0, now, 0.5, None)
     assert (found.first if found is not None else None) == first
@@ -78,7 +77,7 @@ def test_a_world_that_has_not_attached_or_has_lost_a_member_saves_nothing() -> N
     attached = DISTINCT.splitlines()[:-1]
     m, _ = drive("\n".join(attached) + "\n" + beats(2.0, 40, 40, 20) + "3.0 exit b:1#1 signal=9\n", **SIZES)
     assert plan_copy(m, 1.0, 3.0, 0.5, None) is None
-    m, _ = drive(DISTINCT.replace(" + attached b:1#1 in=1 digest=3", "") + beats(2.0, 0, 0, 0), **SIZES)
+    m, _ = drive("\n".join(attached) + "\n" + beats(2.0, 0, 0, 0), **SIZES)
     assert plan_copy(m, 1.0, 3.0, 0.5, None) is None, "a commit of a slot may have shards"
 
 

@@ -93,8 +93,8 @@ class Member:
         assert self.world.reader is not None
         return self.world.reader
 
-    def record_attached(self, digest: int) -> None:
-        self.attached.append(digest)
+    def record_attached(self, digests: tuple[int, ...]) -> None:
+        self.attached.append(digests)
 
     def check(self) -> None:
         if self.is_over:

@@ -224,7 +224,7 @@ def _train(plan: Plan, state: Any, member: GroupMember) -> tuple[Any, int, tuple
         model(torch.randn(4, 6)).sum().backward()
         hook.remove()
     losses.append(optimizer.param_groups[0]["lr"])
-    return model, member.attached[0], (began_with, tensors_of(model, optimizer), losses)
+    return model, member.attached[0][member.rank], (began_with, tensors_of(model, optimizer), losses)
 
 
 def verified(

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -304,3 +307,20 @@ def test_room_that_was_made_ahead_is_used_and_what_is_held_is_kept() -> None:
     snapshot.reserve(1 << 22)
     assert snapshot.read(CommitId(1, 2))["x"].sum() == 2000
     assert snapshot.read(CommitId(1, 1))["x"].sum() == 1000
+
+
+def test_a_commit_waits_while_the_agent_copies_the_buffer_that_it_overwrites(
+    file_storage: Callable[[], Any],
+) -> None:
+    storage = file_storage()
+    snapshot = Snapshot(storage)
+    for tick in (1, 2):
+        snapshot.write({"x": torch.ones(10) * tick}, b"", CommitId(1, tick))
+    index = snapshot._older.index
+    until = time.monotonic_ns() + 30_000_000
+    storage.page.pin(index, until)
+    snapshot.write({"x": torch.ones(10)}, b"", CommitId(1, 3))
+    assert time.monotonic_ns() >= until
+    storage.page.pin(1 - index, 0)
+    snapshot.write({"x": torch.ones(10)}, b"", CommitId(1, 4))
+    assert snapshot.newest == CommitId(1, 4)

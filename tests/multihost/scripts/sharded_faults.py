@@ -1,0 +1,105 @@
+"""The script sharded.py with faults at named points: ``--faults-file`` and the options of sharded.py.
+
+The faults are data, as in tests/integration/scripts/faults.py. The points::
+
+    commit-bytes    half of a commit's bytes are in their buffer
+    seal            rank 0 has sealed a commit, and this rank has not
+    reshard         this worker has read a part of another worker's copy
+    damage          a bit of the newest sealed commit was flipped in the memory of this worker
+
+While the file ``<log>/pause`` exists, no step begins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "integration" / "scripts"))
+
+from faults import Fault, Faults
+
+import elasticstate as elastic
+from elasticstate.copies.client import CopyClient
+from elasticstate.core.types import CommitId, CopyOf
+from elasticstate.state import snapshot
+from elasticstate.state.base import committer_of
+from elasticstate.state.buffer import Buffer
+
+LONGEST_S = 30.0  # for another rank to seal
+
+
+def armed(point: str) -> Fault | None:
+    """Return the fault that strikes this worker now, after it has been recorded."""
+    return faults.taken(point, rank=elastic.rank())
+
+
+def others_sealed(commit: CommitId) -> bool:
+    return (logs / f"sealed-0-{commit.generation}-{commit.tick}").exists()
+
+
+gather, write_seal, read_into = snapshot.gather, Buffer.write_seal, CopyClient.read_into
+commit_of = elastic.TorchState.commit
+
+
+def half_of_gather(memory: Any, pieces: Any, start: int, length: int, found: int) -> int:
+    fault = armed("commit-bytes")
+    before = memory.clone() if fault is not None else None
+    result: int = gather(memory, pieces, start, length, found)
+    if fault is not None and before is not None:
+        half = length // 2
+        memory[half:length] = before[half:length]
+        faults.fire(fault)
+    return result
+
+
+def seal_after_rank_0(buffer: Buffer, commit: CommitId, found: int) -> None:
+    if commit.tick and (fault := armed("seal")) is not None:
+        deadline = time.monotonic() + LONGEST_S
+        while not others_sealed(commit):
+            assert time.monotonic() < deadline, "rank 0 has not sealed"
+            time.sleep(0.001)
+        (logs / f"struck-seal-{commit.generation}-{commit.tick}").touch()
+        faults.fire(fault)
+    write_seal(buffer, commit, found)
+    if elastic.rank() == 0 and commit.tick:
+        (logs / f"sealed-0-{commit.generation}-{commit.tick}").touch()
+
+
+def read_and_die(client: CopyClient, copy: CopyOf, ranges: Any) -> None:
+    read_into(client, copy, ranges)
+    host, slot, _ = os.environ["ELASTICSTATE_WORKER"].rsplit(":", 2)
+    if copy.slot != (host, int(slot)) and (fault := armed("reshard")) is not None:
+        faults.fire(fault)
+
+
+def commit_and_pause(state: elastic.TorchState) -> None:
+    commit_of(state)
+    if (fault := armed("damage")) is not None:
+        newest = committer_of(state).snapshot._newer
+        newest.memory[newest.length // 2] ^= 1
+        (logs / f"struck-damage-{newest.commit.generation}-{newest.commit.tick}").touch()
+        faults.fire(fault)
+    if (logs / "pause").exists():
+        line = {"what": "paused", "time": time.time(), "rank": elastic.rank(), "step": state.step}
+        with open(logs / f"paused-{os.getpid()}.jsonl", "a") as file:
+            print(json.dumps(line), file=file)
+    while (logs / "pause").exists():
+        time.sleep(0.005)
+
+
+at = sys.argv.index("--faults-file")
+faults_file = Path(sys.argv[at + 1])
+del sys.argv[at : at + 2]
+logs = Path(sys.argv[sys.argv.index("--log") + 1])
+faults = Faults([], logs, faults_file)
+snapshot.gather = half_of_gather
+Buffer.write_seal = seal_after_rank_0  # type: ignore[method-assign]
+CopyClient.read_into = read_and_die  # type: ignore[method-assign]
+elastic.TorchState.commit = commit_and_pause  # type: ignore[method-assign]
+runpy.run_path(str(Path(__file__).parent / "sharded.py"), run_name="__main__")
