@@ -18,7 +18,7 @@ from elasticstate.agent.supply import Supply
 from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.agent.workers import Workers
 from elasticstate.backends import AgentBackend
-from elasticstate.copies.pusher import Target, Targets
+from elasticstate.copies.pusher import Targets
 from elasticstate.copies.service import HostCopies
 from elasticstate.core.types import SlotId, WorkerId
 from elasticstate.net import messages, worker_codec
@@ -128,9 +128,9 @@ class DriverMessages:
 
 def _by_slot(targets: tuple[tuple[SlotId, str], ...]) -> Targets:
     """Return the targets of each slot; without an address, the copy stays on this host."""
-    found: dict[int, list[Target]] = {}
+    found: dict[int, list[str]] = {}
     for slot_id, address in targets:
         others = found.setdefault(slot_id.slot, [])
         if address:
-            others.append(Target(address, address))
+            others.append(address)
     return found

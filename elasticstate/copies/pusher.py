@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
-import msgspec
-
 from elasticstate.copies import wire
 from elasticstate.copies.library import Library, Notify
 from elasticstate.copies.rate import Rate
@@ -30,15 +28,8 @@ _LONGEST_PAUSE_S = 5.0
 _SEND_BYTES = 4 << 20
 
 
-class Target(msgspec.Struct, frozen=True, array_like=True):
-    """A host that is to keep a copy, and the "ip:port" of its copy server."""
-
-    host: str
-    address: str
-
-
-Targets = Mapping[int, Sequence[Target]]
-"""Targets of each slot of this host whose commit is to be kept here, too."""
+Targets = Mapping[int, Sequence[str]]
+"""Targets of each slot of this host whose commit is to be kept here, too: "ip:port" of their copy servers."""
 
 
 class _Order:
@@ -50,7 +41,7 @@ class _Order:
 class _Delivery:
     """The copy of one slot on its way to one target."""
 
-    def __init__(self, slot: SlotId, target: Target) -> None:
+    def __init__(self, slot: SlotId, target: str) -> None:
         self.slot, self.target = slot, target
         self.pause_s = _FIRST_PAUSE_S
         self.due = 0.0
@@ -195,15 +186,15 @@ class Pusher:
     def _deliver(self, delivery: _Delivery, order: _Order) -> bool:
         """Send a copy to its target. Return False if it has to be tried again later."""
         try:
-            connection = wire.dial(delivery.target.address, self._key, self._timeout_s, self._use)
+            connection = wire.dial(delivery.target, self._key, self._timeout_s, self._use)
             with closing(connection):
                 self._push(connection, delivery, order)
         except (OSError, CopyError) as error:
             if order.cancelled.is_set():
                 return False
             if delivery.pause_s == _FIRST_PAUSE_S:
-                target = f"{delivery.target.host} ({delivery.target.address})"
-                self._log(f"commit {order.commit} of slot {delivery.slot} cannot be sent to host {target}: {error}")
+                what = f"commit {order.commit} of slot {delivery.slot}"
+                self._log(f"{what} cannot be sent to the copy server at {delivery.target}: {error}")
             delivery.due = time.monotonic() + delivery.pause_s
             delivery.pause_s = min(2 * delivery.pause_s, _LONGEST_PAUSE_S)
             return False

@@ -11,7 +11,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from elasticstate.copies.pusher import Target
 from elasticstate.core.ids import CommitId
 from tests.unit.copies.hosts import Host
 
@@ -25,7 +24,7 @@ def main(name: str, directory: str, size: str = "", target: str = "") -> None:
                 host.copies.store.finish = lambda *_: print("stopped", flush=True) or sys.stdin.read()  # type: ignore
             elif os.environ.get("STOP_BEFORE") == "seal":
                 host.copies.store._mac = lambda *_: print("stopped", flush=True) or sys.stdin.read()  # type: ignore
-            host.copies.replicate(CommitId(1, 1), {0: [Target("b", target)]})
+            host.copies.replicate(CommitId(1, 1), {0: [target]})
         print(host.address, flush=True)
         while line := sys.stdin.readline():
             print(host.report(), flush=True) if line == "report\n" else None

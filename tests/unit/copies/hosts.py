@@ -7,7 +7,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 
-from elasticstate.copies.pusher import Target
 from elasticstate.copies.service import HostCopies
 from elasticstate.core.ids import CommitId, SlotId
 from tests.unit.copies.made import JOB, KEY, Worker
@@ -42,7 +41,6 @@ class Host:
         finally:
             os.close(fd)
         self.address = self.copies.start("127.0.0.1")
-        self.target = Target(name, self.address)
 
     @staticmethod
     def slot_of(name: str) -> SlotId:

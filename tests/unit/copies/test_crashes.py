@@ -95,8 +95,7 @@ def test_a_target_that_is_killed_during_a_push_gets_the_copy_later(stack: ExitSt
     first = HostProcess("b", tmp_path)
     a, proxy = stack.enter_context(Host("a", tmp_path)), stack.enter_context(Proxy(first.address, up=gate))
     a.worker().commit(C1, bytes(range(256)) * (SIZE // 256))
-    target = type(a.target)("b", proxy.address)
-    a.copies.replicate(C1, {0: [target]})
+    a.copies.replicate(C1, {0: [proxy.address]})
     assert gate.arrived.wait(30)
     first.kill()
     assert not list((tmp_path / "b" / "copies").glob("*.seal")), "an incomplete copy is no copy"
@@ -112,7 +111,7 @@ def test_a_target_that_is_killed_after_a_push_still_has_the_copy(stack: ExitStac
     first = HostProcess("b", tmp_path)
     a = stack.enter_context(Host("a", tmp_path))
     a.worker().commit(C1, bytes(range(256)) * (SIZE // 256))
-    a.copies.replicate(C1, {0: [type(a.target)("b", first.address)]})
+    a.copies.replicate(C1, {0: [first.address]})
     wait_until(lambda: bool(list((tmp_path / "b" / "copies").glob("*.seal"))), "the copy on host b")
     first.kill()
     b = stack.enter_context(Host("b", tmp_path))
@@ -132,7 +131,7 @@ def test_a_source_that_is_killed_during_a_push_leaves_an_agent_that_continues(st
     assert b.copies.kept() == []
     a = stack.enter_context(Host("a", tmp_path))
     assert a.copies.kept() == [(SLOT, C1)], "the copy on the own host is complete, and the next agent adopts it"
-    a.copies.replicate(C1, {0: [type(a.target)("b", proxy.address)]})
+    a.copies.replicate(C1, {0: [proxy.address]})
     assert b.report() == ("kept", SLOT, C1)
     assert proxy.carried < SIZE + (2 << 20), "the bytes that had arrived were not sent again"
     check(b.address)

@@ -183,13 +183,13 @@ def test_a_full_file_system_is_a_refusal_and_leaves_the_space_to_others(tmp_path
         a, b = (stack.enter_context(Host(name, tmp_path)) for name in "ab")
         worker = a.worker()
         worker.commit(C1, os.urandom(16 << 20))
-        a.copies.replicate(C1, {0: [b.target]})
+        a.copies.replicate(C1, {0: [b.address]})
         assert a.report() == ("kept", worker.slot, C1)
         wait_until(lambda: bool(a.log), "a refusal")
         assert "do not fit into the commit directory" in a.log[0]
         assert os.statvfs(small).f_bfree * os.statvfs(small).f_frsize > 11 << 20, "the reserved space is free again"
         worker.commit(C2, b"x" * (5 << 20))
-        a.copies.replicate(C2, {0: [b.target]})
+        a.copies.replicate(C2, {0: [b.address]})
         assert b.report() == ("kept", worker.slot, C2)
 
 
