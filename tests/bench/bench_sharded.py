@@ -42,7 +42,7 @@ import elasticstate as elastic
 HERE = Path(__file__).parent
 HOSTS = ("localhost", "127.0.0.2")
 TIMEOUT_S = 120.0
-BLOCK = 40  # steps of a turn
+BLOCK = 20  # steps of a turn
 EVERY = 5  # steps between two commits or checkpoints, where a host is lost
 LOST_AFTER, STEPS_AFTER = 7, 4  # steps
 VICTIM = 1  # rank
