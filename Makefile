@@ -53,7 +53,7 @@ chaos: setup  ## 10,000 simulated schedules; all faults at a job (odd seeds: wit
 	$(BIN)/python -m pytest -q tests/simulation --schedules 10000
 	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(or $(SEED),$(shell date +%s))
 
-bench: setup  ## recovery, scale-up, commits, sync, start, sampling next to the bare thing; the control plane at scale
+bench: setup  ## recovery, scale-up, commits, sharded state, sync, start, sampling next to the bare thing; the control plane at scale
 	$(BIN)/python tests/bench/bench_recovery.py
 	$(BIN)/python tests/bench/bench_strength.py
 	$(BIN)/python tests/bench/bench_joins.py
@@ -61,7 +61,7 @@ bench: setup  ## recovery, scale-up, commits, sync, start, sampling next to the 
 	$(BIN)/python tests/bench/bench_ticks.py
 	$(BIN)/python tests/bench/bench_stragglers.py
 	$(BIN)/python tests/bench/bench_sync.py
-	$(BIN)/python tests/bench/bench_copies.py
+	$(BIN)/python tests/bench/bench_sharded.py
 	$(BIN)/python tests/bench/bench_control_plane.py
 	$(BIN)/python tests/bench/bench_watching.py
 	$(BIN)/python tests/bench/bench_startup.py

@@ -98,6 +98,12 @@ def scatter(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int 
 def checksum(buffer: _Array, begin: int, end: int, checksum: int = 0) -> int:
     """Return the CRC-32C (RFC 3720) of bytes [begin, end), continued from ``checksum``. Errors as in ``gather``."""
 
+def copy(target: _Array, source: _Array, checksum: int = 0) -> int:
+    """Copy all bytes past the caches, on this thread alone. Return their CRC-32C, continued from ``checksum``.
+
+    Raises ValueError if the sizes differ.
+    """
+
 def checksums(buffer: _Array, offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
     """Return the CRC-32C of ``sizes[i]`` bytes at ``offsets[i]`` of the buffer, for each i. Ranges may overlap.
 

@@ -20,6 +20,7 @@
 #include "bind_identities.hpp"
 #include "bind_sentinel.hpp"
 #include "control_page.hpp"
+#include "crc32c.hpp"
 #include "hold_word.hpp"
 #include "permutation.hpp"
 #include "pieces.hpp"
@@ -73,6 +74,19 @@ std::uint32_t checksum_of(Readable buffer, std::size_t begin, std::size_t end, s
     return elasticstate::checksum_of(buffer.data(), begin, end, checksum);
 }
 
+std::uint32_t copy_bytes(Writable target, Readable source, std::uint32_t checksum) {
+    if (target.size() != source.size()) {
+        const std::string message = "a target of " + std::to_string(target.size()) + " bytes, but " +
+                                    std::to_string(source.size()) + " bytes to copy";
+        throw nb::value_error(message.c_str());
+    }
+    const nb::gil_scoped_release nogil;
+    const std::uint32_t found =
+        elasticstate::crc32c_copy(checksum, target.data(), source.data(), source.size(), true);
+    elasticstate::finish_copies();
+    return found;
+}
+
 std::vector<std::uint32_t> checksums_of(Readable buffer, const Numbers &offsets, const Numbers &sizes) {
     if (offsets.size() != sizes.size()) {
         const std::string message =
@@ -106,6 +120,7 @@ void bind_pieces(nb::module_ &m) {
     m.def("gather", &gather_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
     m.def("fill", &fill_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a);
     m.def("scatter", &scatter_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
+    m.def("copy", &copy_bytes, "target"_a.noconvert(), "source"_a.noconvert(), "checksum"_a = 0);
     m.def("checksum", &checksum_of, "buffer"_a.noconvert(), "begin"_a, "end"_a, "checksum"_a = 0);
     m.def("checksums", &checksums_of, "buffer"_a.noconvert(), "offsets"_a, "sizes"_a);
 }

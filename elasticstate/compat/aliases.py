@@ -6,7 +6,7 @@ watched memory, by replacing the attributes of ``torch.Tensor`` and ``ProcessGro
 
 - ``torch.Tensor.data``, ``numpy``, ``untyped_storage``, ``set_``, ``__dlpack__``; ``torch.utils.dlpack.to_dlpack``;
   ``apply_`` and ``map_``, which write themselves.
-- Methods of ``ProcessGroup`` and ``Backend``: c10d operations have no alias annotations
+- Methods of ``ProcessGroup`` and ``Backend``, and ``Work.wait``: c10d operations have no alias annotations
   (torch/csrc/distributed/c10d/Ops.cpp).
 - ``torch._C._storage_Use_Count`` and the references to the storage object: who refers to a tensor's memory.
 - ``torch._fused_adam_`` and the like count as a write of all memory.
@@ -204,6 +204,7 @@ def install() -> None:
     for owner in (dist.ProcessGroup, getattr(torch._C._distributed_c10d, "Backend", None)):
         for name in _COLLECTIVES:
             _replace(owner, name, _noting_work)
+    _replace(dist.Work, "wait", _noting_end)
 
 
 def _is_fused_step(name: str) -> bool:
@@ -279,5 +280,20 @@ def _noting_work(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             collective.is_over = not hasattr(collective.work, "is_completed")
         return work
+
+    return noting
+
+
+def _noting_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gloo's reduce-scatter of a tensor does its part in ``wait``, and never counts as completed (LambdaWork in
+    ProcessGroupGloo.cpp). It keeps its tensors alive."""
+
+    @functools.wraps(original)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        for _, collective in list(_in_flight) if found else ():
+            if collective.work is self:
+                collective.is_over, collective.work = True, None
+        return found
 
     return noting

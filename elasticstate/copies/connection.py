@@ -12,7 +12,6 @@ from elasticstate.copies.wire import Wire
 from elasticstate.errors import CopyError
 
 _SIGN_INTERVAL_S = 0.5
-_CHECKSUM_BYTES = 64 << 20  # enough for several threads; the thread that receives would be the slowest part otherwise
 
 
 class CopyConnection:
@@ -103,10 +102,11 @@ class CopyConnection:
         with incoming.owned(self._wire.cut, self._go_on):
             self._wire.send(wire.CopyWanted(incoming.offset))
             try:
-                while len(part := incoming.next_part(wire.PIECE_BYTES)):
+                received = memoryview(bytearray(wire.PIECE_BYTES))  # stays in a cache
+                while part := received[: incoming.missing_bytes]:
                     self._wire.fill(part)
                     self._on_received(len(part))
-                    incoming.advance(len(part), _CHECKSUM_BYTES)
+                    incoming.write(part)
             except CopyError as error:
                 # The peer is sending: a refusal between its bytes has no meaning to it.
                 raise ConnectionError(str(error)) from error

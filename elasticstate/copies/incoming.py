@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from elasticstate._native import checksum
+from elasticstate._native import copy
 from elasticstate.copies.sealed import Sealed
 from elasticstate.copies.store_file import StoreFile
 from elasticstate.errors import CopyError
@@ -24,8 +24,7 @@ class IncomingCopy:
         self.sealed, self.size_bytes, self.file = sealed, size_bytes, file
         self.offset = 0
         self.is_abandoned = False
-        self._checked = 0  # number of bytes whose checksum is computed
-        self._found = 0  # CRC-32C of them
+        self._found = 0  # CRC-32C of the bytes
         self._changed = threading.Condition()
         self._is_owned = False
         self._interrupt: Callable[[], None] = lambda: None
@@ -67,25 +66,25 @@ class IncomingCopy:
 
     # ------------------------------------------------------------------------------------------------- for the owner
 
-    def next_part(self, most_bytes: int) -> Any:
-        """Return the memory for the next bytes. Raises CopyError if the copy is abandoned."""
-        self.check_wanted()
-        end = min(self.sealed.length, self.offset + most_bytes)
-        return memoryview(self.file.memory())[self.offset : end]
+    @property
+    def missing_bytes(self) -> int:
+        """Number of bytes that are not there."""
+        return self.sealed.length - self.offset
 
-    def advance(self, size_bytes: int, lag_bytes: int = 0) -> None:
-        """Record that the next bytes are in the memory.
+    def write(self, data: Any) -> None:
+        """Write the next bytes, and compute their checksum in the same pass.
 
-        ``lag_bytes``: compute the checksum of so many bytes at a time, with several threads.
+        Raises CopyError if the copy is abandoned.
         """
-        self.offset += size_bytes
-        if self.offset - self._checked >= lag_bytes or self.offset == self.sealed.length:
-            self._found = checksum(self.file.memory(), self._checked, self.offset, self._found)
-            self._checked = self.offset
+        self.check_wanted()
+        end = self.offset + len(data)
+        target: Any = memoryview(self.file.memory())[self.offset : end]
+        self._found = copy(target, data, self._found)
+        self.offset = end
 
     def restart(self) -> None:
         """Drop the bytes."""
-        self.offset = self._checked = self._found = 0
+        self.offset = self._found = 0
 
     def is_good(self) -> bool:
         """Return True if all bytes are there, and their checksum is that of the seal."""

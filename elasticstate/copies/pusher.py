@@ -220,11 +220,10 @@ class Pusher:
         try:
             with incoming.owned(lambda: None, go_on):
                 incoming.restart()
-                while len(part := incoming.next_part(wire.PIECE_BYTES)):
+                while incoming.missing_bytes:
                     if not go_on():
                         raise CopyError("the driver has ordered a newer commit")
-                    source.copy_into(part, incoming.offset)
-                    incoming.advance(len(part))
+                    incoming.write(source.part(incoming.offset, wire.PIECE_BYTES))
                 source.check_unchanged()
                 if not incoming.is_good():
                     self._library.verify_buffer(source, go_on)

@@ -58,9 +58,9 @@ class Source:
     def read(self, offset: int, length: int) -> bytes:
         return bytes(self.memory[offset : offset + length])
 
-    def copy_into(self, target: memoryview, offset: int) -> None:
-        """Copy the bytes from this offset on."""
-        target[:] = memoryview(self.memory)[offset : offset + len(target)]
+    def part(self, offset: int, most_bytes: int) -> memoryview:
+        """Return the memory of the next sealed bytes from this offset on. A worker may write to it."""
+        return memoryview(self.memory)[offset : min(offset + most_bytes, self.sealed.length)]
 
     def header(self) -> bytes:
         return read_header(self.read, self.sealed.length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -207,6 +208,18 @@ def test_a_tick_that_another_thread_ends_inside_the_call_of_a_collective_does_no
     assert forgotten == [False]
     assert aliases.has_handles(watch)
     assert aliases.forget_handles(watch, [tensor]), "the call is over"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_collective_that_was_waited_for_keeps_no_tensors(is_async: bool) -> None:
+    aliases.watch([parameter()])
+    output = torch.empty(4)
+    work = dist.reduce_scatter_single(output, torch.ones(4), async_op=is_async)
+    if work is not None:
+        work.wait()
+    output_exists = weakref.ref(output)
+    del output, work
+    assert output_exists() is None, "torch's work object of a reduce-scatter keeps it, and is never completed"
 
 
 def test_tensors_without_memory_of_their_own_have_no_address() -> None:

@@ -55,11 +55,10 @@ def put(store: CopyStore, slot: SlotId, commit: CommitId, tensors: bytes, most_b
     incoming = store.begin(seal_of(slot, commit, data, length), len(data))
     if incoming is not None:
         with incoming.owned(lambda: None, lambda: True):
-            while len(part := incoming.next_part(1000)):
+            while incoming.missing_bytes:
                 if most_bytes is not None and incoming.offset >= most_bytes:
                     return data[:length]
-                part[:] = data[incoming.offset : incoming.offset + len(part)]
-                incoming.advance(len(part))
+                incoming.write(memoryview(data)[incoming.offset : min(incoming.offset + 1000, length)])
             store.finish(incoming)
     return data[:length]
 

@@ -113,8 +113,7 @@ def test_content_that_no_process_of_the_job_has_sealed_is_refused(tmp_path: Path
         incoming = store.begin(type(seal)(SLOT, C1, 0, seal.layout, length, seal.checksum, tag), len(evil))
         assert incoming is not None
         with incoming.owned(lambda: None, lambda: True):
-            incoming.next_part(1 << 20)[:] = evil[:length]
-            incoming.advance(length)
+            incoming.write(memoryview(evil)[:length])
             assert incoming.is_good()
             with pytest.raises(CopyError, match="checksum is wrong"):
                 store.finish(incoming)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from elasticstate._native import Pieces, checksum, checksums, gather, scatter
+from elasticstate._native import Pieces, checksum, checksums, copy, gather, scatter
 
 MIB = 1 << 20
 NOTHING = Pieces([], [], [])
@@ -28,6 +28,19 @@ def pieces_of(tensors: list[torch.Tensor]) -> Pieces:
     """Return the tensors as pieces, one after the other without gaps."""
     sizes = [tensor.nbytes for tensor in tensors]
     return Pieces([tensor.data_ptr() for tensor in tensors], sizes, [0, *accumulate(sizes)][:-1])
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, MIB + 3])
+def test_bytes_are_copied_with_their_checksum_and_nothing_around_them(size: int) -> None:
+    source = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8).tobytes()
+    target = bytearray(size + 10)
+    before = checksum(np.frombuffer(b"before", np.uint8), 0, 6)
+    found = copy(memoryview(target)[5 : 5 + size], memoryview(source), before)
+    assert bytes(target) == bytes(5) + source + bytes(5)
+    whole = np.frombuffer(b"before" + source, np.uint8)
+    assert found == checksum(whole, 0, len(whole))
+    with pytest.raises(ValueError, match=f"a target of {size + 10} bytes, but {size} bytes"):
+        copy(target, source)
 
 
 @pytest.mark.parametrize("sizes", [[5, 0, 17], [64 * MIB + 7], [1, 40 * MIB + 3, 0, 5, 24 * MIB], [100_003] * 300])
@@ -84,9 +97,9 @@ def test_each_range_has_its_checksum() -> None:
 @pytest.mark.parametrize(("begin", "end"), [(0, 11), (11, 11), (6, 5), (0, 2**62)])
 def test_a_range_outside_the_buffer_is_refused_and_nothing_is_copied(begin: int, end: int) -> None:
     buffer, one = zeros(10), torch.ones(10, dtype=torch.uint8)
-    for copy in (gather, scatter):
+    for way in (gather, scatter):
         with pytest.raises(ValueError, match=f"bytes {begin} to {end} are outside a buffer of 10"):
-            copy(buffer, pieces_of([one]), begin, end)
+            way(buffer, pieces_of([one]), begin, end)
     with pytest.raises(ValueError, match="outside a buffer of 10"):
         checksum(buffer, begin, end)
     assert not buffer.any()
