@@ -314,6 +314,14 @@ class Options(HostOptions, DurableOptions, HorovodOptions):
     tick_records: bool = option(
         True, COMMITS, kinds.FLAG, "--tick-records", "Record each tick, so that a failure repeats none if possible."
     )
+    one_copy_per_host: bool = option(
+        False,
+        COMMITS,
+        kinds.FLAG,
+        "--one-copy-per-host",
+        "Keep commits of one worker of each host, from which the other workers there restore. All workers' values must "
+        "be equal: they are compared at the first commit of each world.",
+    )
     replicas: int | None = option(
         None,
         COMMITS,
