@@ -33,6 +33,8 @@ class WorldView:
     line: CommitId | None = None  # the commit from which a sharded job starts
     sources: tuple[tuple[ShardSource, str], ...] = ()  # its copies, each with the address of its host's copy server
     durable: DurableSource | None = None  # no member holds a usable commit: all start from the newest durable copy
+    one_copy: bool = False  # with --one-copy-per-host
+    follows: int | None = None  # slot of the keeper whose commits this worker restores; None: it keeps its own
 
     @property
     def rank(self) -> int:

@@ -215,7 +215,11 @@ class Agent:
         supervisor.copy_figures = copies.figures
         supply = Supply(storage, handles, key, spec.call, tasks.begin, attachment.warn)
         allocator = StorageAllocator(
-            storage, launch.host, lambda: len(handles), outputs.complain, copies.store.release_spare
+            storage,
+            launch.host,
+            lambda: min(1, len(handles)) if spec.options.one_copy_per_host else len(handles),
+            outputs.complain,
+            copies.store.release_spare,
         )
         worker_messages: WorkerMessages
         socket = AgentSocket(

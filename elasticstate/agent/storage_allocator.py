@@ -36,8 +36,9 @@ def rounded_up(size_bytes: int) -> int:
 class StorageAllocator:
     """Allocates commit storage in the commit directory of one host.
 
-    ``workers()`` returns the number of workers on this host. ``log`` gets a line at the first request.
-    ``release_spare()`` frees memory in the directory that nobody needs, and returns False if there is none; it blocks.
+    ``workers()`` returns the number of workers of this host that keep commits. ``log`` gets a line at the first
+    request. ``release_spare()`` frees memory in the directory that nobody needs, and returns False if there is none; it
+    blocks.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class StorageAllocator:
 
     def _too_little(self, size: int) -> str:
         base, workers = self._storage.directory.base, self._workers()
-        needed, free = format_bytes(self._bytes_to_allocate(size)), format_bytes(self._free())
+        # 0 left to allocate: with --one-copy-per-host, buffers of an earlier keeper exist beside those of the new one.
+        needed, free = format_bytes(self._bytes_to_allocate(size) or size), format_bytes(self._free())
         return (
             f"commits do not fit into --commit-dir {base} of host {self._host}: they need {needed} more (two buffers "
             f"of {format_bytes(size)} for each of {workers}), and {free} are free. Make the state smaller, choose "

@@ -110,6 +110,7 @@ class WorkerStarter:
             preemption_signals=spec.options.preemption_signals,
             backend=spec.options.backend,
             reports_hangs=spec.options.hang_timeout_s is not None,
+            one_copy=spec.options.one_copy_per_host,
         )
         recorder = FLIGHT_RECORDER if own.reports_hangs else {}
         common = environment_of_workers(self._launch.environment, spec.environment)

@@ -88,6 +88,7 @@ class WorkerEnvironment:
     backend: str
     reserve_bytes: int = 0  # the size of a commit of the job, as far as it is known
     reports_hangs: bool = False  # the job has a --hang-timeout
+    one_copy: bool = False  # with --one-copy-per-host
 
     @property
     def error_file(self) -> str:
@@ -108,6 +109,7 @@ class WorkerEnvironment:
             _ERROR_FILE: self.error_file,
             PREFIX + "RESERVE_BYTES": str(self.reserve_bytes),
             PREFIX + "REPORTS_HANGS": "1" if self.reports_hangs else "",
+            PREFIX + "ONE_COPY": "1" if self.one_copy else "",
             PREFIX + "NOTICE_SIGNALS": " ".join(map(str, map(int, self.preemption_signals))),
             PREFIX + "BACKEND": self.backend,
         }
@@ -129,12 +131,14 @@ def worker_environment() -> WorkerEnvironment | None:
         reserve_bytes = int(os.environ.get(PREFIX + "RESERVE_BYTES", 0))
         signals = tuple(map(int, os.environ[PREFIX + "NOTICE_SIGNALS"].split()))
         reports_hangs = os.environ.get(PREFIX + "REPORTS_HANGS", "") != ""
+        one_copy = os.environ.get(PREFIX + "ONE_COPY", "") != ""
         return WorkerEnvironment(
             worker=worker,
             **values,
             preemption_signals=signals,
             reserve_bytes=reserve_bytes,
             reports_hangs=reports_hangs,
+            one_copy=one_copy,
         )
     except (KeyError, ValueError):
         raise OptionError(

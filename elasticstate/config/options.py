@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass, fields
 
 from elasticstate import kinds
-from elasticstate.config.durable_options import COMMITS, DurableOptions
+from elasticstate.config.commit_options import COMMITS, CommitOptions
 from elasticstate.config.horovod_options import HorovodOptions
 from elasticstate.config.host_options import DISCOVERY, REMOTE, HostOptions
 from elasticstate.config.option import Names, option
@@ -21,7 +21,7 @@ _GROUPS = (_SIZE, DISCOVERY, REMOTE, _TIMES, _CHANGES, _PREEMPTION, COMMITS, _OU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(HostOptions, DurableOptions, HorovodOptions):
+class Options(HostOptions, CommitOptions, HorovodOptions):
     """All options of a job. Times are in seconds. None means: off, or not given."""
 
     command: tuple[str, ...]
@@ -293,42 +293,6 @@ class Options(HostOptions, DurableOptions, HorovodOptions):
         "--straggler-action",
         "Action after the warning about a straggler: none (warn), or a drain of its worker (drain), one at a time. "
         "A drained slot stays empty for --preemption-cooldown.",
-    )
-    commit_dir: str = option(
-        "/dev/shm",
-        COMMITS,
-        kinds.PATH,
-        "--commit-dir",
-        "Directory of the commit storage, best in memory: two commits for each worker. A commit that does not fit is "
-        "refused.",
-    )
-    commit_device_memory: int = option(
-        0,
-        COMMITS,
-        kinds.BYTES,
-        "--commit-device-memory",
-        "Bytes of each worker's GPU memory that a commit may use. More memory means that training waits less.",
-    )
-    verify_sync: bool = option(
-        False, COMMITS, kinds.FLAG, "--verify-sync", "Compare all states after each sync. A difference is an error."
-    )
-    tick_records: bool = option(
-        True, COMMITS, kinds.FLAG, "--tick-records", "Record each tick, so that a failure repeats none if possible."
-    )
-    replicas: int | None = option(
-        None,
-        COMMITS,
-        kinds.NUMBER,
-        "--replicas",
-        "Number of other hosts that keep a copy of each shard of a sharded state (default: 1 if a shard is on one host "
-        "of several, else 0).",
-    )
-    replica_rate: int | None = option(
-        None,
-        COMMITS,
-        kinds.BYTES_OR_OFF,
-        "--replica-rate",
-        "Most bytes per second that a host sends to other hosts for --replicas, for example 100M. off: no limit.",
     )
     log_dir: str | None = option(
         None,

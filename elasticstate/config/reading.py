@@ -139,6 +139,11 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
         )
     if "durable_dir" in values and "://" not in values["durable_dir"]:
         values["durable_dir"] = os.path.abspath(values["durable_dir"])
+    if values.get("one_copy_per_host") and values.get("backend") == "mpi":
+        raise OptionError(
+            "--one-copy-per-host and --backend mpi: not tested together. Use --backend gloo or nccl, or leave "
+            "--one-copy-per-host out."
+        )
     _refuse_early_shutdown(values)
     _refuse_too_few_slots(values)
     return Options(command=tuple(command), **values)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from elasticstate.core import types as t
 from elasticstate.core.activity import activity_of, of_planned_end
 from elasticstate.core.figures import JobFigures, Losses, Origin
+from elasticstate.core.keepers import keeps
 from elasticstate.core.records import Draft, Forming, Membership, Over, Running, Worker
 from elasticstate.core.worlds import NOTHING, newest, survivors_of
 
@@ -174,15 +175,18 @@ def _start(d: Draft) -> int:
 
 
 def _sealed(d: Draft) -> Iterator[tuple[t.SlotId, t.CommitId]]:
-    """Yield, for each member of the ended world, the newest commit that is known to be sealed in its slot."""
-    for placement in d.world.members if d.world is not None else ():
+    """Yield, for each keeper in the ended world, the newest commit that is known to be sealed in its slot."""
+    world = d.world
+    for placement in world.members if world is not None else ():
+        if world is not None and not keeps(world, placement.rank):
+            continue
         slot_id = placement.worker.slot_id
         slot = d.slots.get(slot_id)
         yield slot_id, NOTHING if slot is None else slot.sealed
 
 
 def _made(d: Draft, start: t.CommitId) -> Iterator[tuple[t.SlotId, t.CommitId]]:
-    """Yield, for each member of the ended world, the newest commit that it made there; ``start`` if none."""
+    """Yield, for each keeper in the ended world, the newest commit that it made there; ``start`` if none."""
     for slot_id, commit in _sealed(d):
         yield slot_id, commit if commit.generation == d.generation and commit.tick else start
 

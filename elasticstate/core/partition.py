@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from elasticstate.core import types as t
+from elasticstate.core.keepers import keeps
 from elasticstate.core.policy import Policy
 from elasticstate.core.records import Draft, Forming, Waiting, Worker
 
@@ -49,8 +50,9 @@ def take_back(d: Draft, worker: t.WorkerId, generation: int) -> None:
     members = d.world.members if d.world is not None and generation == d.generation else ()
     rank = next((placement.rank for placement in members if placement.worker == worker), None)
     lacked = d.world is not None and rank in d.world.lacking  # so the worker's commit may be older than its world
+    keeps_own = d.world is None or rank is None or keeps(d.world, rank)
     late = generation > 0
-    d.add(Worker(worker, started_at=d.now, joined=generation, rank=rank, lacked=lacked, late=late))
+    d.add(Worker(worker, started_at=d.now, joined=generation, rank=rank, lacked=lacked, keeps=keeps_own, late=late))
     if late:
         d.effects.append(t.Sever(worker, generation, f"host {worker.host} was unreachable"))
 

@@ -42,6 +42,7 @@ class Policy:
     stall_shutdown_s: float | None
     straggler_threshold: float  # 0.2: 20 % slower than the others
     straggler_action: str  # warn or drain
+    one_copy_per_host: bool  # one worker of each host keeps commits
     replicas: int | None  # None: 1 if the hosts of the world hold different shards, else 0
     durable_dir: str | None  # path or URL of the durable copies
     durable_timeout_s: float

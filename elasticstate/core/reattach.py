@@ -16,6 +16,7 @@ from elasticstate.core.accounting import follow
 from elasticstate.core.activity import activity_of
 from elasticstate.core.ending import end_now
 from elasticstate.core.figures import NO_PAST, Losses, Origin, PastFigures
+from elasticstate.core.keepers import keeps
 from elasticstate.core.layouts import ShardLayout
 from elasticstate.core.membership import Transition, new_membership
 from elasticstate.core.partition import record_incarnation
@@ -148,6 +149,7 @@ def _members(d: Draft, remains: Remains, world: t.World) -> Failure | None:
                     ticks_at=d.now,
                     place="train",
                     lacked=placement.rank in lacking,
+                    keeps=keeps(world, placement.rank),
                 ),
             )
         else:

@@ -99,6 +99,7 @@ class Worker(Struct, frozen=True, gc=False):
     commit: CommitId | None = None  # the newest that was reported
     commit_at: float = -inf  # when the first report of ``commit`` arrived
     lacked: bool = False  # the worker lacked the state when its newest world began
+    keeps: bool = True  # the worker keeps commits of its own in its newest world
     draining: str = ""  # why the worker drains
     draining_since: float = inf
     gone: str = ""  # does not count, its exit is awaited: "stopped" (by the core) or "failed" (counts as a failure)

@@ -17,9 +17,9 @@ from math import ceil, inf
 from msgspec.structs import replace
 
 from elasticstate.core import types as t
-from elasticstate.core.keepers import Keepers
 from elasticstate.core.layouts import Replication, ShardLayout
 from elasticstate.core.records import Draft, Membership, Over, Running
+from elasticstate.core.replica_hosts import ReplicaHosts
 
 _FIRST_PAUSE_S = 0.5  # before another attempt; it doubles
 _LONGEST_PAUSE_S = 30.0
@@ -121,13 +121,14 @@ def replicate(d: Draft) -> None:
         _give_up(d, present, f"commit {present.commit} has not come")
     if layout is None:
         return
-    commit = _sealed_by_all(d, layout)
-    if commit is not None and (d.shards.line is None or commit > d.shards.line):
-        d.update_shards(line=commit, line_at=d.now)
+    line = min(d.slots[slot_id].sealed for slot_id, _ in layout.digests)
+    if line.generation == layout.generation and (d.shards.line is None or line > d.shards.line):
+        d.update_shards(line=line, line_at=d.now)
     shards = d.shards
     if shards.replication is not None or d.now < shards.not_before:
         return
-    if shards.failures % 2:
+    commit = _held_by_all(d, layout)
+    if commit is None or shards.failures % 2:  # the last reports of frequent commits have none in common
         commit = _to_come(d, layout)
     if commit is None or (shards.replicated is not None and commit <= shards.replicated):
         return
@@ -170,7 +171,7 @@ def _present_layout(d: Draft) -> ShardLayout | None:
     return layouts[-1] if d.world is not None and len(d.members()) == d.world.size else None
 
 
-def _sealed_by_all(d: Draft, layout: ShardLayout) -> t.CommitId | None:
+def _held_by_all(d: Draft, layout: ShardLayout) -> t.CommitId | None:
     """Return the newest commit that all slots of the layout hold, as last reported."""
     common: set[t.CommitId | None] = set()
     for number, (slot_id, _) in enumerate(layout.digests):
@@ -211,10 +212,10 @@ def _placed(d: Draft, layout: ShardLayout) -> Iterator[tuple[t.SlotId, str]]:
     usable = [host.name for host in d.by_discovery() if host.agent == "joined" and host.slots and not host.draining]
     if count == 1 or len(usable) < 2:
         return
-    keepers_of = Keepers({host.name: host.rack for host in d.hosts.values()}, usable, count)
+    hosts_of = ReplicaHosts({host.name: host.rack for host in d.hosts.values()}, usable, count)
     slots: dict[int, dict[str, t.SlotId]] = {}
     for slot_id, digest in layout.digests:
         slots.setdefault(digest, {}).setdefault(slot_id.host, slot_id)
     for own in slots.values():
         first = next(iter(own.values()))
-        yield from ((own.get(name, first), name) for name in keepers_of(tuple(own)))
+        yield from ((own.get(name, first), name) for name in hosts_of(tuple(own)))

@@ -2,8 +2,9 @@
 
 While a member of the newest world lives that began this world with the job's state, the commits of that member decide:
 it has sealed every commit that all members have sealed. This is not true for a member that ended ticks without training
-(torch's ``Join``). If no such member lives, the newest retained commit decides, and the core waits for its slot. The
-core records the last report about each slot, from its worker or from an agent that found the commit.
+(torch's ``Join``), nor for a follower (see keepers.py). If no such member lives, the newest retained commit decides,
+and the core waits for its slot. The core records the last report about each slot, from its worker or from an agent that
+found the commit.
 """
 
 from __future__ import annotations
@@ -91,9 +92,10 @@ def _is_given_back(host: Host) -> bool:
 def has_job_state(m: Draft | Membership, worker: Worker) -> bool:
     """Return True if the worker lives, was in the newest world, and had or received the job's state in that world.
 
-    A worker that ended ticks without training has an older state than the others.
+    A worker that ended ticks without training has an older state than the others. A worker that keeps no commits of
+    its own has no state that outlives the world.
     """
-    if worker.gone or worker.late or not 0 < worker.joined == m.generation:
+    if worker.gone or worker.late or not worker.keeps or not 0 < worker.joined == m.generation:
         return False
     commit = worker.ready.commit if worker.ready is not None else worker.commit
     if worker.ready is not None and (commit is None or worker.ready.behind):

@@ -35,10 +35,11 @@ class World:
     store: str  # "address:port" of the TCPStore server of rank 0
     fresh: bool = False  # all members are new processes that have not been in a world before
     is_plain: bool = False  # the members do not use ``run``
-    near: tuple[int, ...] = ()  # those of ``lacking`` that read the root's commit from the memory of their common host
+    near: tuple[int, ...] = ()  # those of ``lacking`` that read a commit of the root, or of their keeper, from memory
     line: CommitId | None = None  # the commit line; None: nothing is attached, or no attach is complete
     sources: tuple[ShardSource, ...] = ()  # the readable copies of the line: a slot's own buffer before kept copies
     durable: DurableSource | None = None  # no member holds a usable commit: all start from the newest durable copy
+    keepers: tuple[int, ...] = ()  # ranks that keep commits, ascending: the root and one of each host; (): all ranks
 
     @property
     def size(self) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import inf
 
 from elasticstate.core import types as t
 from elasticstate.core.assignment import NEWCOMER, assign
+from elasticstate.core.keepers import choose_keepers, keeper_of, keeps
 from elasticstate.core.records import Draft, Worker
 
 NOTHING = t.CommitId(0, 0)
@@ -92,10 +94,12 @@ def make_world(
     durable = durable_source(d, bool(d.shards.layouts) or best != NOTHING) if resumes_from_copy(d, chosen) else None
     if d.shards.layouts:
         return t.World(d.generation + 1, placements, root, (), first.store, fresh, durable=durable)
-    near = [] if best == NOTHING else [rank for rank in lacking if _is_near(d, placements, rank, root)]
-    return t.World(
-        d.generation + 1, placements, root, tuple(lacking), first.store, fresh, near=tuple(near), durable=durable
+    keepers = choose_keepers(d, placements, root, lacking, commits)
+    world = t.World(
+        d.generation + 1, placements, root, tuple(lacking), first.store, fresh, durable=durable, keepers=keepers
     )
+    near = [rank for rank in lacking if _is_near(d, world, rank, best)]
+    return replace(world, near=tuple(near)) if near else world
 
 
 def durable_source(d: Draft, is_sharded: bool = False) -> t.DurableSource | None:
@@ -120,9 +124,14 @@ def resumes_from_copy(d: Draft, chosen: Iterable[Worker]) -> bool:
     )
 
 
-def _is_near(d: Draft, placements: Sequence[t.Placement], rank: int, root: int) -> bool:
-    """Return True if the worker of this rank can read the root's commit from the memory of their common host."""
-    worker, source = (d.workers[placements[index].worker] for index in (rank, root))
+def _is_near(d: Draft, world: t.World, rank: int, best: t.CommitId) -> bool:
+    """Return True if the worker of this rank can read the state from the memory of its host: the commit of its keeper,
+    or, if it keeps commits itself, that of the root. ``best``: the newest commit of all members."""
+    is_keeper = keeps(world, rank)
+    if is_keeper and best == NOTHING:
+        return False
+    source_rank = world.root if is_keeper else keeper_of(world, rank)
+    worker, source = (d.workers[world.members[index].worker] for index in (rank, source_rank))
     if worker.ready is None or source.ready is None or worker.id.host != source.id.host:
         return False
     return worker.ready.names == source.ready.names != 0
@@ -149,6 +158,7 @@ def enter(d: Draft, world: t.World) -> None:
             answer=None,
             in_gate=False,
             lacked=placement.rank in lacking,
+            keeps=keeps(world, placement.rank),
             draining_since=d.now if worker.draining else worker.draining_since,
             ticks=0,
             ticks_at=d.now,

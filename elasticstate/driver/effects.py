@@ -78,7 +78,8 @@ class Effects:
         place = effect.place
         if place is not None:
             place = msgspec.structs.replace(place, store=self._state.stores.get(place.store_host, ""))
-        return msgspec.structs.replace(effect, reserve_bytes=self._state.commit_bytes, place=place)
+        is_shared = self._state.membership.policy.one_copy_per_host  # most workers need no commit storage
+        return msgspec.structs.replace(effect, reserve_bytes=0 if is_shared else self._state.commit_bytes, place=place)
 
     def _replicate(self, commit: t.CommitId, copies: tuple[tuple[t.SlotId, str], ...]) -> None:
         """Send each agent the orders for its slots."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from elasticstate import backends
 from elasticstate.config import COMMIT_DEVICE_MEMORY, Options, inherited_environment
 from elasticstate.core import types as t
+from elasticstate.core.keepers import keeper_of, keeps
 from elasticstate.net import messages
 from elasticstate.net.runs import as_runs
 
@@ -77,6 +78,11 @@ def _named(sources: Sequence[t.ShardSource]) -> list[t.ShardSource]:
     return [sources[position] for _, position in sorted(sorted(places)[:_MOST_SOURCES], key=lambda place: place[1])]
 
 
+def _followed(world: t.World, rank: int) -> int | None:
+    """Return the slot of the keeper whose commits this rank restores; None if the rank keeps its own."""
+    return None if keeps(world, rank) else world.members[keeper_of(world, rank)].worker.slot
+
+
 def world_messages(
     job: str, world: t.World, options: Options, copy_servers: Mapping[str, str]
 ) -> Iterator[tuple[str, messages.WorldsOnHost]]:
@@ -109,6 +115,8 @@ def world_messages(
                             line=world.line,
                             sources=sources,
                             durable=world.durable,
+                            one_copy=bool(world.keepers),
+                            follows=_followed(world, placement.rank),
                         ),
                     )
                     for placement in members

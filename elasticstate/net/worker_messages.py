@@ -192,6 +192,8 @@ class WorldMessage(Message, frozen=True):
     line: CommitId | None = None  # the commit from which a sharded job starts
     sources: tuple[tuple[ShardSource, str], ...] = ()  # its copies, each with the address of its host's copy server
     durable: DurableSource | None = None
+    one_copy: bool = False  # with --one-copy-per-host
+    follows: int | None = None  # slot of the keeper whose commits this worker restores; None: it keeps its own
 
 
 class BufferGrown(Message, frozen=True):

@@ -136,6 +136,8 @@ class State(Joinable):
             began_at = time.monotonic()
             self._committer.begin()
             self._committer.session.record_commit_time(time.monotonic() - began_at)
+            if self._committer.must_compare:
+                self._committer.compare(self._exclusions)
         self.check_host_updates()
 
     def save(self) -> None:
@@ -227,6 +229,11 @@ class State(Joinable):
     def join_hook(self, **kwargs: Any) -> StateJoinHook:
         if self._committer.attached is not None:
             raise UsageError("A state with attached values cannot be in a Join. Give all ranks equally many batches.")
+        if self._committer.session.one_copy:
+            raise UsageError(
+                "A state cannot be in a Join with --one-copy-per-host. Give all ranks equally many batches, or leave "
+                "the option out."
+            )
         self._has_joined = True
         return StateJoinHook(self._committer)
 

@@ -1,4 +1,4 @@
-"""CommitWriter: the part of a committer that makes commits."""
+"""CommitWriter: the part of a committer that makes and compares commits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from elasticstate.commit_header import NO_SHARDING, Sharding
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError, UsageError
 from elasticstate.log import logger
-from elasticstate.state import rng
+from elasticstate.state import divergence, rng
 from elasticstate.state.attached import AttachedValues
+from elasticstate.state.channel import Channel
 from elasticstate.state.durable_parts import StoredParts
 from elasticstate.state.live_state import LiveState
+from elasticstate.state.live_values import LiveValues
 from elasticstate.state.peer import Peers
 from elasticstate.state.peer_copies import PeerCopies
 from elasticstate.state.session import Session, SoloSession
@@ -40,6 +42,9 @@ class CommitWriter:
         self.is_adopted = False
         """True if the only commit is one that was copied from another worker before the first world."""
         self._stored: StoredParts | None = None  # durable copy of a sharded state, from which this world starts
+        self.has_followed = False
+        """True if the live state is that of a world in which this worker kept no commits (--one-copy-per-host)."""
+        self._compared_generation = 0  # the last world with --one-copy-per-host in which the ranks compared values
         self._must_seal = False  # reset callbacks may have changed the live state since the newest commit
         self._synced_generation = 0
         self._ticks = TickRecords(live.capture, live.quick_capture, live.owned)
@@ -107,13 +112,18 @@ class CommitWriter:
     def begin(self) -> None:
         """Begin a commit of the present tick. Tensors on a device are copied in the background after the return.
 
+        A follower makes none (``Session.follows``).
+
         With attached values it is complete on return: no rank may overwrite the commit before, until all ranks have
         sealed this one, because each holds other shards.
 
         Raises what ``State.commit`` raises.
         """
         self.settle()
-        self._begin(self.session.commit_id())
+        commit = self.session.commit_id()
+        if self.session.follows is not None:
+            return
+        self._begin(commit)
         if self.attached is not None:
             self.settle()
 
@@ -171,6 +181,48 @@ class CommitWriter:
             logger.warning("the state of tick %d cannot be committed: %s", commit.tick, error)
         finally:
             self._record_commits()
+
+    # ---------------------------------------------------------------------------------------------- comparison of ranks
+
+    def check(self, exclusions: divergence.Exclusions) -> None:
+        """Compare the newest commits of all ranks, or the live values if some keep no commits: see ``State.check``."""
+        session = self.session
+        self.settle()
+        if session.generation > 0 and session.size > 1:
+            exclusions.leave_out(self.attached.names if self.attached is not None else ())
+            if session.one_copy:  # followers hold no commits
+                live = LiveValues(self._live.capture(), session.ticks)
+                divergence.check(live, self._everyone(), session.rank, exclusions, live.difference)
+            else:
+                divergence.check(self.snapshot, self._everyone(), session.rank, exclusions)
+            return
+        try:
+            self.snapshot.verify()
+        finally:
+            self._record_commits()
+
+    def _everyone(self) -> Channel:
+        """Return a channel between all ranks."""
+        return Channel(self.session.process_group_for(tuple(range(self.session.size))), 0)
+
+    @property
+    def must_compare(self) -> bool:
+        """True if the ranks must compare their values at this commit: the first one of a world with followers."""
+        session = self.session
+        return session.one_copy and session.size > 1 and self._compared_generation != session.generation
+
+    def compare(self, exclusions: divergence.Exclusions) -> None:
+        """Compare the values of all ranks, as a restore makes them those of the keepers. See ``check``.
+
+        All keepers hold the state of this world then, so a follower discards older commits of its own.
+        """
+        self.check(exclusions)
+        self._compared_generation = self.session.generation
+        if self.session.follows is not None and self.snapshot.newest is not None:
+            self.snapshot.forget()
+            self._record_commits()
+
+    # -------------------------------------------------------------------------------------------------------- helpers
 
     def _begin(self, commit: CommitId, replaces: bool = False) -> None:
         """Begin a commit. ``replaces``: it may have the id of the newest one."""

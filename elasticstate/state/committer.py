@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,16 +15,17 @@ import torch
 
 from elasticstate.compat import aliases, dtensors
 from elasticstate.core.types import CommitId
-from elasticstate.errors import CollectiveError, StateError, UsageError
+from elasticstate.errors import CollectiveError, StateError, StateLostError, UsageError
 from elasticstate.log import logger
-from elasticstate.state import divergence, rng, value_names
+from elasticstate.state import rng, value_names
 from elasticstate.state.attached import AttachedValues
+from elasticstate.state.buffer import Buffer
 from elasticstate.state.channel import Channel, channel_between
 from elasticstate.state.commit_writer import CommitWriter
 from elasticstate.state.layout import digest
 from elasticstate.state.reshard import CommitCopies
 from elasticstate.state.reshard_check import check_reshard
-from elasticstate.state.snapshot import Incoming
+from elasticstate.state.snapshot import Incoming, Snapshot
 from elasticstate.state.values import Captured, Values
 
 
@@ -41,6 +42,11 @@ class Committer(CommitWriter):
         """
         if self.attached is not None:
             raise UsageError("restore() cannot restore attached values. They get their content when they are attached.")
+        if self.session.follows is not None and self.snapshot.newest is None:
+            raise UsageError(
+                f"restore() needs a commit of this worker's own, but with --one-copy-per-host the worker in slot "
+                f"{self.session.follows} keeps the commits of this host. Leave the option out."
+            )
         self.settle()
         try:
             values = self.snapshot.load_into(self._targets())
@@ -115,13 +121,13 @@ class Committer(CommitWriter):
         self._ticks.reset()
         return self._live.load_targets()
 
-    def _apply(self, values: Values, private: bytes) -> None:
+    def _apply(self, values: Values, private: bytes, others: Sequence[Buffer] = ()) -> None:
         """Make the content of a commit the live state: the last step of a restore or sync.
 
-        ``private``: the random state.
+        ``private``: the random state. ``others``: buffers of other workers that have the values.
         """
         self._live.apply(values)
-        if kept := self.snapshot.aliases(self._live.capture()):
+        if kept := self.snapshot.aliases(self._live.capture(), others):
             raise StateError(
                 f"{self._live.name}.apply() kept {kept[0]!r}, which is memory of the commit. Copy it into a tensor or "
                 "array of the state."
@@ -154,37 +160,28 @@ class Committer(CommitWriter):
             self._synced_generation = session.generation
             return False
         start = CommitId(session.generation, 0)
+        self.has_followed = self.has_followed or session.follows is not None
         channel = None
         far = [rank for rank in session.lacking if rank not in session.near]
         if far and session.rank in (session.root, *far):
             channel = channel_between(session, session.root, far)
             has_commit = self.snapshot.newest is not None
             value_names.compare(channel, session, far, self._live.value_kinds(), has_commit)
-        if session.rank not in session.lacking:
+        if session.rank not in session.lacking and session.follows is None:
             self._seal_start(start)
         if channel is not None and session.rank == session.root:
             self._send(channel)
         elif channel is not None:
             self._receive(channel, start)
+        elif session.rank in session.near and session.follows is not None:
+            self._load_from(session.follows, start)
         elif session.rank in session.near:
             self._read(start)
         self.is_adopted = False
+        self.has_followed = session.follows is not None
         self.drop_gradients()
         self._synced_generation = session.generation
         return session.verify_sync
-
-    def check(self, exclusions: divergence.Exclusions) -> None:
-        """Compare the newest commits of all ranks: see ``State.check``."""
-        session = self.session
-        self.settle()
-        if session.generation > 0 and session.size > 1:
-            exclusions.leave_out(self.attached.names if self.attached is not None else ())
-            divergence.check(self.snapshot, self._everyone(), session.rank, exclusions)
-            return
-        try:
-            self.snapshot.verify()
-        finally:
-            self._record_commits()
 
     def _seal_start(self, start: CommitId) -> None:
         """Seal ``start`` on a worker that holds the job's state, if the state is new or is sent to others.
@@ -193,6 +190,11 @@ class Committer(CommitWriter):
         """
         session = self.session
         is_first = self.snapshot.newest is None and session.rank == session.root
+        if is_first and self.has_followed:
+            raise StateLostError(
+                "no worker holds a commit any more, and this worker kept none because of --one-copy-per-host, so its "
+                "state is that of no tick. The job continues when this worker has been restarted."
+            )
         if is_first or self._must_seal or (session.lacking and self.snapshot.has_attached):
             self.seal(start)
             self._must_seal = False
@@ -219,14 +221,17 @@ class Committer(CommitWriter):
         started = time.monotonic()
         seed, header = msgspec.msgpack.decode(channel.receive(), type=tuple[int, bytes])
         private = rng.capture() if keeps_random_state else rng.derived(seed, session.worker_key, commit.generation)
+        # A follower that cannot read its keeper's commit receives it into memory of its process, for as long as it
+        # takes.
+        snapshot = self.snapshot if session.follows is None else Snapshot()
         try:
-            payload = self.snapshot.incoming(header, private)
+            payload = snapshot.incoming(header, private)
             channel.broadcast(payload)
-            values = self.snapshot.seal_incoming(commit, self.snapshot.load_incoming(self._targets()))
+            values = snapshot.seal_incoming(commit, snapshot.load_incoming(self._targets()))
         finally:
             self._record_commits()
         session.record_sync(payload.numel(), time.monotonic() - started)
-        self._apply(values, self.snapshot.read_private(commit))
+        self._apply(values, snapshot.read_private(commit))
 
     def _read(self, commit: CommitId) -> None:
         """Read the root's state from its memory on this host, seal it as ``commit``, and make it the live state."""
@@ -239,6 +244,25 @@ class Committer(CommitWriter):
             self._peers = None  # the next sync sends the state
             raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
         session.record_sync(self.snapshot.size_bytes, time.monotonic() - started + peers.seconds_ahead)
+
+    def _load_from(self, slot: int, commit: CommitId) -> None:
+        """Load a commit of this host's keeper into the live state, as soon as it is sealed. Nothing is sealed here.
+
+        The random state is derived from that of the keeper, as in a sync.
+        """
+        session = self.session
+        assert self._peers is not None, "only a worker that reads commits is in near"
+        source = self._peers.wait_for(slot, commit, session.check)
+        started = time.monotonic()
+        found = source.load_into(self._targets()) if source is not None else None
+        if source is not None and found is not None:
+            values, keepers_own = found
+            own = rng.derived(rng.initial_seed(keepers_own), session.worker_key, commit.generation)
+            self._apply(values, own, [source.buffer])
+            if source.is_unchanged():
+                session.record_sync(source.buffer.length, time.monotonic() - started)
+                return
+        raise CollectiveError(f"commit {commit} of the worker in slot {slot} cannot be read from its memory")
 
     # ------------------------------------------------------------------------------------- values attached to a world
 
@@ -269,6 +293,11 @@ class Committer(CommitWriter):
     def attach(self, values: Mapping[str, Any], init: Callable[[], object] | None) -> bool:
         """Attach values to the present world: see ``TorchState.attach``. Return True if a check must follow."""
         session = self.session
+        if session.one_copy:
+            raise UsageError(
+                "attach() was called in a job with --one-copy-per-host: each worker holds shards of its own, so no "
+                "other worker's commit has them. Leave the option out."
+            )
         if self.attached is not None:
             raise UsageError("attach() was called before in this world. Call it once, with all values.")
         if session.commit_id().tick > 1 and session.generation > 0:
@@ -321,9 +350,6 @@ class Committer(CommitWriter):
 
     def _messages_of_all(self, message: bytes) -> list[bytes]:
         return [message] if self.session.size == 1 else self._everyone().messages_of_all(message)
-
-    def _everyone(self) -> Channel:
-        return Channel(self.session.process_group_for(tuple(range(self.session.size))), 0)
 
     def _seal_attached(self, start: CommitId) -> None:
         """Seal the first commit with shards. A world without a line may have sealed the plain values under this id."""

@@ -8,8 +8,8 @@ import io
 import itertools
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Container, Iterable, Iterator
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,7 +17,6 @@ from elasticstate.core.types import CommitId
 from elasticstate.errors import StateDivergedError, StateError
 from elasticstate.log import logger
 from elasticstate.state.channel import Channel
-from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import Leaf, Row, Tree
 
 MAX_NAMES = 20  # maximum number of names in each rank's report
@@ -53,8 +52,21 @@ class Exclusions:
             logger.warning("check() skips values that differ by rank by design: %s%s", names, more)
 
 
-def check(snapshot: Snapshot, channel: Channel, rank: int, exclusions: Exclusions) -> None:
+class Comparable(Protocol):
+    """Values of one rank, as ``Snapshot`` has those of its newest commit."""
+
+    @property
+    def newest(self) -> CommitId | None: ...
+    def summary(self, left_out: Container[str] = ..., /) -> tuple[int, int, int]: ...
+    def details(self) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, Any]]: ...
+
+
+def check(
+    snapshot: Comparable, channel: Channel, rank: int, exclusions: Exclusions, difference: str | None = None
+) -> None:
     """Compare the newest commits of all ranks, except ``exclusions``. All ranks call it at the same time.
+
+    ``difference``: text for the message; None: that of different commits.
 
     It runs one collective over five numbers of each rank. If these differ, rank 0 sends the checksum of each tensor and
     object to the others, and each rank reports its differences to all.
@@ -83,7 +95,8 @@ def check(snapshot: Snapshot, channel: Channel, rank: int, exclusions: Exclusion
     messages = channel.messages_of_all(msgspec.msgpack.encode((len(others), first)))
     reports = [msgspec.msgpack.decode(message, type=tuple[int, dict[str, str]]) for message in messages]
     if any(count for count, _ in reports):
-        raise StateDivergedError(_text(commits[0], [names for _, names in reports], max(n for n, _ in reports)))
+        difference = difference or f"Ranks committed different values as {commits[0]}"
+        raise StateDivergedError(_text(difference, [names for _, names in reports], max(n for n, _ in reports)))
 
 
 def _from_rank_0(channel: Channel, rank: int, mine: dict[str, str]) -> dict[str, str]:
@@ -93,7 +106,7 @@ def _from_rank_0(channel: Channel, rank: int, mine: dict[str, str]) -> dict[str,
     return msgspec.msgpack.decode(channel.receive(), type=dict[str, str])
 
 
-def _text(commit: CommitId | None, reports: list[dict[str, str]], count: int) -> str:
+def _text(difference: str, reports: list[dict[str, str]], count: int) -> str:
     names: dict[str, dict[int, str]] = defaultdict(lambda: dict.fromkeys(range(len(reports)), "as on rank 0"))
     for rank, report in enumerate(reports):
         for name, fingerprint in report.items():
@@ -101,7 +114,7 @@ def _text(commit: CommitId | None, reports: list[dict[str, str]], count: int) ->
     shown = "; ".join(f"{name}: {_groups(by_rank, named=False)}" for name, by_rank in sorted(names.items()))
     more = f"; {count - MAX_NAMES} more" if count > MAX_NAMES else ""
     return (
-        f"Ranks committed different values as {commit}. {shown}{more}. Make them equal on all ranks, or exclude values "
+        f"{difference}. {shown}{more}. Make them equal on all ranks, or exclude values "
         f"that differ by design: state.exclude_from_check(name)."
     )
 
@@ -121,7 +134,7 @@ def _groups(by_rank: dict[int, str], named: bool = True) -> str:
 # ------------------------------------------------------------------------------------------------------- fingerprints
 
 
-def _fingerprints(snapshot: Snapshot) -> dict[str, str]:
+def _fingerprints(snapshot: Comparable) -> dict[str, str]:
     """Return a text for each tensor and object of the newest commit. Equal values have equal texts."""
     tensors, objects = snapshot.details()
     found = {name: f"{dtype}{list(shape)} {value:08x}" for name, (dtype, shape, value) in tensors.items()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +24,9 @@ from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId
 from elasticstate.state import rng
 from elasticstate.state.buffer import Buffer
+from elasticstate.state.loading import find_targets
 from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.values import Captured, Values
 
 _LOOK_INTERVAL_S = 0.001
 
@@ -114,27 +117,48 @@ class PeerCommit:
     """A commit in the memory of another worker."""
 
     def __init__(self, storage: PeerStorage, buffer: Buffer) -> None:
-        self._storage, self._buffer = storage, buffer
+        self._storage, self.buffer = storage, buffer
         self.content = storage.content(buffer.index)
 
     @property
     def has_attached(self) -> bool:
         """True if the commit has values attached to a world, of which each worker holds its own shards."""
-        return bool(self._buffer.frame.sharding.names)
+        return bool(self.buffer.frame.sharding.names)
 
     def is_intact(self) -> bool:
         """Return True if the checksum is correct."""
-        return self._buffer.is_intact()
+        return self.buffer.is_intact()
+
+    def is_unchanged(self) -> bool:
+        """Return True if the owner has not changed the commit since this object was made."""
+        return self.content is not None and self._storage.content(self.buffer.index) == self.content
+
+    def load_into(self, live: Captured) -> tuple[Values, bytes] | None:
+        """Copy the commit into the values of ``live`` that it fits. Return its values and its owner's random state.
+
+        Return None if the commit is damaged, or if its owner has changed it meanwhile: the content of ``live`` is
+        undefined then. The values that the pass could not copy are views of the owner's memory, so the caller must call
+        ``is_unchanged`` after copying them.
+
+        Devices copy from memory that is not pinned: CUDA cannot pin a read-only mapping.
+        """
+        buffer = self.buffer
+        objects = buffer.memory[buffer.frame.objects : buffer.length].numpy().tobytes()
+        private = buffer.private()
+        found = find_targets(buffer.frame.layout, live, [buffer.memory], lambda device: None)
+        if not buffer.load(found.pieces(buffer.frame)) or not self.is_unchanged():
+            return None
+        return Values(buffer.memory, buffer.frame, pickle.loads(objects), found.by_name), private
 
     def copy_to(self, snapshot: Snapshot, worker_key: str, generation: int) -> bool:
         """Copy the commit into ``snapshot``, which then seals it. Return False if its owner has changed it meanwhile.
 
         The random state is derived from that of the owner, as in a sync of this generation.
         """
-        buffer = self._buffer
+        buffer = self.buffer
         private = rng.derived(rng.initial_seed(buffer.private()), worker_key, generation)
         snapshot.incoming(buffer.transfer_header(), private).copy_(buffer.memory[buffer.frame.tensors : buffer.length])
-        return self.content is not None and self._storage.content(buffer.index) == self.content
+        return self.is_unchanged()
 
 
 class PeerReader:

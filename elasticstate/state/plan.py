@@ -180,14 +180,14 @@ def _describe_array(name: str, array: np.ndarray[Any, Any]) -> Described:
 
 
 def _describe_tensor(name: str, tensor: Tensor) -> Described:
-    _check_dense(name, tensor)
+    check_dense(name, tensor)
     dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
     bits = tensor.is_conj(), tensor.is_neg()
     key = (tensor.device, tensor.data_ptr(), dtype, shape, tensor.stride(), bits)
     return name, dtype, shape, tensor.numel() * tensor.element_size(), key
 
 
-def _check_dense(name: str, tensor: Tensor) -> None:
+def check_dense(name: str, tensor: Tensor) -> None:
     # Wrapper subclasses (DTensor, quantised weights) have __tensor_flatten__ and no bytes of their own.
     if tensor.layout is not torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
         kind = f"{type(tensor).__name__} with layout {tensor.layout}"

@@ -37,11 +37,19 @@ class Session(Protocol):
 
     @property
     def near(self) -> tuple[int, ...]:
-        """Those of ``lacking`` that read the root's commit from the memory of their host. See state/peer.py."""
+        """Those of ``lacking`` that read a commit from the memory of their host. See state/peer.py."""
 
     @property
     def root_slot(self) -> int:
         """Slot of the root on its host."""
+
+    @property
+    def one_copy(self) -> bool:
+        """True if one worker of each host keeps commits, from which the others there restore."""
+
+    @property
+    def follows(self) -> int | None:
+        """Slot of the worker of this host whose commits this worker restores; None: it keeps commits of its own."""
 
     def check(self) -> None:
         """Raise CollectiveError if the generation is over."""
@@ -107,6 +115,8 @@ class SoloSession:
     lacking: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
     root_slot = 0
+    one_copy = False
+    follows: int | None = None
     line: CommitId | None = None
     sources: tuple[tuple[ShardSource, str], ...] = ()
     verify_sync = False

@@ -292,10 +292,10 @@ class Snapshot:
         buffer = self._find(commit)
         return buffer.private()
 
-    def aliases(self, captured: Captured) -> list[str]:
-        """Return the names of the captured tensors and arrays that lie in one of the buffers."""
-        addresses = {name: address(value) for name, value in captured.items() if is_array(value)}
-        return [name for name, at in addresses.items() if self._newer.contains(at) or self._older.contains(at)]
+    def aliases(self, captured: Captured, others: Sequence[Buffer] = ()) -> list[str]:
+        """Return the names of the captured tensors and arrays that lie in one of the buffers, or in ``others``."""
+        found = {name: address(value) for name, value in captured.items() if is_array(value)}
+        return [name for name, at in found.items() if any(b.contains(at) for b in (self._newer, self._older, *others))]
 
     # -------------------------------------------------------------------------------------------- from worker to worker
 

@@ -203,7 +203,8 @@ class WorkerLoop:
             warmup()
         if not has_joined:
             _freeze_memory()
-        if not self._committer.resume() and not has_joined:  # no earlier worker has left a commit in this slot
+        may_adopt = not has_joined and not self._environment.one_copy
+        if not self._committer.resume() and may_adopt:  # no earlier worker has left a commit in this slot
             self._committer.adopt()
         self._sentinel.record_commits(*self._committer.commits)
 
@@ -220,6 +221,7 @@ class WorkerLoop:
             self._enter_or_continue()
             self._resume_from_copy()
             has_state = self._committer.start_from_line() or self._committer.has_own_commit
+            has_state = has_state or self._committer.has_followed
             if has_state:  # else: the job's first world, or sync brings the state
                 self._state.on_reset()
             self._state.sync()
@@ -266,6 +268,8 @@ class WorkerLoop:
             durable_state.resume(self._committer, view.durable)
 
     def _read_root_ahead(self, view: WorldView) -> None:
+        if view.follows is not None:
+            return
         self._committer.read_ahead(view.near, view.rank, view.root_slot, view.generation)
 
     def _enter(self) -> None:
@@ -323,7 +327,13 @@ class WorkerLoop:
             self._restore()
 
     def _save(self) -> bool:
-        """Save at the tick where all members leave. Return False if the generation ended before the device copy."""
+        """Save at the tick where all members leave. Return False if the generation ended before the device copy.
+
+        A follower saves nothing, and reports READY without a commit. If it holds an older one, it restores that.
+        """
+        if self._session.follows is not None:
+            self._committer.settle()
+            return self._committer.commits[0] is None
         here = CommitId(self._sentinel.generation, self._sentinel.ticks)
         self._committer.settle()
         try:

@@ -154,6 +154,8 @@ def _view(message: messages.WorldMessage) -> present_world.WorldView:
         message.line,
         message.sources,
         message.durable,
+        message.one_copy,
+        message.follows,
     )
 
 

@@ -67,6 +67,14 @@ class WorkerSession:
         return self.view.root_slot
 
     @property
+    def one_copy(self) -> bool:
+        return self.view.one_copy
+
+    @property
+    def follows(self) -> int | None:
+        return self.view.follows
+
+    @property
     def line(self) -> CommitId | None:
         return self.view.line
 
@@ -97,7 +105,7 @@ class WorkerSession:
 
     @property
     def records_ticks(self) -> bool:
-        return self.view.records_ticks and self.view.size > 1
+        return self.view.records_ticks and self.view.size > 1 and self.view.follows is None
 
     def progress(self) -> None:
         self._page.progress()
@@ -150,6 +158,8 @@ class LastWorldSession:
     root = 0
     near: tuple[int, ...] = ()
     root_slot = 0
+    one_copy = False
+    follows: int | None = None
     line: CommitId | None = None
     sources: tuple[tuple[ShardSource, str], ...] = ()
     verify_sync = False

@@ -43,6 +43,8 @@ class Session:
     lacking = (1,)
     verify_sync = False
     records_ticks = False
+    one_copy = False
+    follows = None
     line = None
     ticks = 0
 

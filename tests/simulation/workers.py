@@ -64,13 +64,14 @@ class Group:
         self.ticks[worker] = ticks
 
     def made(self) -> t.CommitId | None:
-        """Return the newest commit that all members have sealed, except members that are out of inputs."""
-        if len(self.sealed) < self.world.size:
+        """Return the newest commit that all keepers have sealed, except members that are out of inputs."""
+        if len(self.sealed) < len(self.world.keepers or self.world.members):
             return None
         return min(commit for worker, commit in self.sealed.items() if worker not in self.out)
 
     def complete(self, key: object) -> bool:
-        return len(self.arrived.get(key, ())) == self.world.size
+        parties = self.world.keepers if key == "sync" else ()
+        return len(self.arrived.get(key, ())) == len(parties or self.world.members)
 
 
 class Failed(Exception):
@@ -131,6 +132,7 @@ class Worker:
     restored: int = 0
     passed_gate: bool = False
     is_out: bool = False  # out of inputs in its last generation
+    names: int = 0  # digest of its value names; 0: it reads no commits of other workers
 
     def __post_init__(self) -> None:
         self._main = self._run()
@@ -171,8 +173,8 @@ class Worker:
                 here = t.CommitId(generation, self.ticks)
                 if self.is_out:
                     self._restore()
-                elif self.commit is None or self.commit[0] != here:
-                    yield from self._commits(here)
+                else:
+                    yield from self._save(here)
             except Failed:
                 self._restore()
                 yield True
@@ -198,6 +200,11 @@ class Worker:
     @property
     def ticks(self) -> int:
         return self.sentinel.word & (HOLD - 1)
+
+    def _save(self, here: t.CommitId) -> Iterator[bool]:
+        """Save at the tick at which all members leave."""
+        if self.commit is None or self.commit[0] != here:
+            yield from self._commits(here)
 
     def _commits(self, commit: t.CommitId) -> Iterator[bool]:
         self._seal(commit)
@@ -230,6 +237,7 @@ class Worker:
                 f"{self.id}:1",
                 self.ticks,
                 behind=self.is_out,
+                names=self.names,
             )
         )
         joined = sentinel.generation

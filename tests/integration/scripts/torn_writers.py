@@ -74,6 +74,8 @@ class Session:
     worker_key = "alone"
     verify_sync = False
     records_ticks = False
+    one_copy = False
+    follows = None
     line = None
 
     def __init__(self, ticks: int) -> None:

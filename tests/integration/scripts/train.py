@@ -133,7 +133,8 @@ def done() -> bool:
 def train(state: elastic.TorchState) -> int:
     g, rank = elastic.generation(), elastic.rank()
     here = {"size": elastic.size(), "backend": dist.get_backend()}
-    note("enter", generation=g, rank=rank, step=state.step, digest=digest(model, optimizer), **here)
+    follows = committer_of(state).session.follows
+    note("enter", generation=g, rank=rank, step=state.step, digest=digest(model, optimizer), follows=follows, **here)
     faults.at("new_group", rank=rank, step=state.step)
     if faults.have("new_group"):
         pair = dist.new_group(list(range(elastic.size())))
@@ -154,7 +155,9 @@ def train(state: elastic.TorchState) -> int:
             steps[g, committer_of(state).ticks + 1] = state.step
             state.commit(every=args.commit_every)
             newest = state.commits[0]
-            if newest != before:  # the newest sealed commit may be that of an earlier step
+            if follows is not None and committer_of(state).ticks % args.commit_every == 0:  # the keeper seals it
+                note("commit", generation=g, rank=rank, step=state.step, id=[g, committer_of(state).ticks])
+            elif newest != before:  # the newest sealed commit may be that of an earlier step
                 note("commit", generation=g, rank=rank, step=steps.get(newest, state.step), id=list(newest))
     except Exception as error:
         if args.wrap:

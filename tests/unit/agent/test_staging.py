@@ -157,7 +157,7 @@ def test_a_worker_that_is_always_faster_is_an_error(worker: Worker, monkeypatch:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TornError, match="Commit less often"):
         worker.stage()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_damaged_commit_is_an_error(worker: Worker) -> None:

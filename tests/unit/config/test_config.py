@@ -71,7 +71,7 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples |= {"preemption_signals": "USR1,SIGTERM"}
     samples |= {"tee": "1", "only_ranks": "0,4-7", "template": "0", "preload": "json,os.path"}
     samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90", "timeline_mark_cycles": "1"}
-    samples |= {"straggler_action": "drain"}
+    samples |= {"straggler_action": "drain", "one_copy_per_host": "1"}
     text = samples.get(name, "6")
     given = {} if name == "np" else {"np": "2"}
     given |= {"pod_selector": {"listen": "[::1]", "token_file": "f"}}.get(name, {})
@@ -150,6 +150,11 @@ def test_a_bad_value_in_the_environment_names_the_variable() -> None:
         ({"min_np": "3"}, "--min-np: 3: must be at most -np, which is 2. Lower --min-np, or raise -np."),
         ({"max_np": "1"}, "--max-np: 1: must be at least -np, which is 2. Raise --max-np, or lower -np."),
         ({"hosts": "a", "hostfile": "f"}, "--hosts and --hostfile exclude each other. Give only one of them."),
+        (
+            {"one_copy_per_host": "1", "backend": "mpi"},
+            "--one-copy-per-host and --backend mpi: not tested together. Use --backend gloo or nccl, or leave "
+            "--one-copy-per-host out.",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(given: dict[str, str], said: str) -> None:

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from elasticstate.core import types as t
-from elasticstate.core.keepers import Keepers
 from elasticstate.core.membership import Membership, new_membership
+from elasticstate.core.replica_hosts import ReplicaHosts
 from tests.policy import policy_of
 from tests.unit.core.test_membership import drive
 
@@ -52,6 +52,21 @@ def test_copies_lie_on_the_own_host_and_the_next_ones(replicas: int | None, expe
     assert copies(effects) == expected
 
 
+def test_commits_between_two_reports_do_not_stop_replication() -> None:
+    """The members commit so often that their last reports have no commit in common."""
+    m, _ = attach(replicas=1)
+    m, _ = drive("1.2 first a:0#1 in=1\n1.3 " + ALL_KEPT.format("1.0"), m)
+    assert m.shards.replicated == t.CommitId(1, 0)
+    reports = (
+        f"heartbeat {host}:0#1 in=1 ticks={k} commit=1.{k} previous=1.{k - 1}"
+        for host, k in zip("abc", (80, 60, 70), strict=True)
+    )
+    m, effects = drive("3.0 " + " + ".join(reports), m)
+    assert m.shards.line == t.CommitId(1, 60), "the newest one that all have sealed"
+    (order,) = (effect for effect in effects if isinstance(effect, t.Replicate))
+    assert order.commit > t.CommitId(1, 80), "a commit that is still to come"
+
+
 def test_a_digest_on_two_hosts_needs_no_copy_on_a_third() -> None:
     _, effects = attach(last_digest=7)
     assert copies(effects) == ["a:0 on a", "b:0 on b", "b:0 on c", "c:0 on c"]
@@ -71,7 +86,7 @@ def test_nothing_is_replicated_if_each_digest_is_on_several_hosts_or_all_are_on_
 
 def keepers(racks: dict[str, str], count: int) -> dict[str, tuple[str, ...]]:
     """Return the keepers of each host's digest."""
-    choose = Keepers(racks, list(racks), count)
+    choose = ReplicaHosts(racks, list(racks), count)
     return {host: choose((host,)) for host in racks}
 
 
@@ -102,7 +117,7 @@ def test_without_racks_the_next_hosts_in_the_order_of_discovery_keep_the_copies(
 
 
 def test_of_several_own_hosts_those_in_different_racks_keep_the_copies() -> None:
-    choose = Keepers({"a": "x", "b": "x", "c": "y", "d": "y", "gone": "x"}, "abcd", 2)
+    choose = ReplicaHosts({"a": "x", "b": "x", "c": "y", "d": "y", "gone": "x"}, "abcd", 2)
     assert choose(("a", "b", "c")) == ("a", "c")
     assert choose(("a", "b")) == ("a", "b"), "a copy elsewhere would cost bandwidth"
     assert choose(("gone",)) == ("gone", "c"), "the rack of a host that leaves counts"

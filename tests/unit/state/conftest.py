@@ -33,6 +33,7 @@ class World:
     lacking: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
     root_slot: int = 0
+    one_copy: bool = False
     line: CommitId | None = None
     sources: tuple[tuple[ShardSource, str], ...] = ()
     reader: CopyReader | None = None
@@ -52,6 +53,7 @@ class Member:
     groups: list[tuple[int, ...]] = field(default_factory=list)
     collectives: list[int] = field(default_factory=list)  # number of bytes of each
     verify_sync: bool = False
+    follows: int | None = None
     records_ticks: bool = False
     signs: int = 0
     is_over: bool = False
@@ -80,6 +82,10 @@ class Member:
     @property
     def root_slot(self) -> int:
         return self.world.root_slot
+
+    @property
+    def one_copy(self) -> bool:
+        return self.world.one_copy
 
     @property
     def line(self) -> CommitId | None:

@@ -1,0 +1,82 @@
+"""LiveValues: a summary of the live values of one rank, for a comparison of ranks of which some hold no commit."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from elasticstate._native import checksum
+from elasticstate.core.types import CommitId
+from elasticstate.state.layout import digest
+from elasticstate.state.plan import check_dense, dtype_name
+from elasticstate.state.values import Array, Captured, dumps, split_by_kind
+
+
+class LiveValues:
+    """The live values of one rank (see ``divergence.Comparable``). Tensors of a device are copied one by one.
+
+    The values must not change while this object is used.
+    """
+
+    def __init__(self, captured: Captured, ticks: int) -> None:
+        tensors, arrays, self._objects = split_by_kind(captured)
+        for name, tensor in tensors.items():
+            check_dense(name, tensor)
+        self._arrays: dict[str, Array] = {**tensors, **arrays}
+        self._ticks = ticks
+        self._checksums: dict[str, int] = {}
+
+    @property
+    def newest(self) -> CommitId:
+        """The number of completed ticks, in place of the commit that ranks must have in common."""
+        return CommitId(0, self._ticks)
+
+    @property
+    def difference(self) -> str:
+        """Text for the error if the ranks have different values."""
+        return (
+            f"Ranks have different values after {self._ticks} ticks of this world, and with --one-copy-per-host a "
+            "restore would replace them by those of one worker of each host"
+        )
+
+    def summary(self, left_out: Container[str] = ()) -> tuple[int, int, int]:
+        """Return what ``Snapshot.summary`` returns for a commit, with other numbers."""
+        included = {name: value for name, value in self._arrays.items() if name not in left_out}
+        forms = [(name, *_form(value)) for name, value in included.items()]
+        found = [self._checksum(name) for name in included]
+        blob = np.frombuffer(dumps(self._objects), dtype=np.uint8)
+        return _number(forms), _number(found), checksum(blob, 0, len(blob))
+
+    def details(self) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, Any]]:
+        """Return what ``Snapshot.details`` returns for a commit."""
+        return {name: (*_form(value), self._checksum(name)) for name, value in self._arrays.items()}, self._objects
+
+    def _checksum(self, name: str) -> int:
+        known = self._checksums.get(name)
+        if known is None:
+            content = _bytes(self._arrays[name])
+            known = self._checksums[name] = checksum(content, 0, len(content))
+        return known
+
+
+def _form(value: Array) -> tuple[str, tuple[int, ...]]:
+    is_tensor = isinstance(value, torch.Tensor)
+    return dtype_name(value.dtype) if is_tensor else value.dtype.str, tuple(value.shape)  # type: ignore[union-attr]
+
+
+def _bytes(value: Array) -> Any:
+    """Return the bytes of a value in C order, as ``uint8[n]`` on the CPU."""
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        real = torch.view_as_real(plain) if plain.is_complex() else plain
+        return real.reshape(-1).view(torch.uint8)
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def _number(value: object) -> int:
+    """Return a 63-bit hash of a value."""
+    return digest(msgspec.msgpack.encode(value)) >> 1
