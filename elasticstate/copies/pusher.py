@@ -32,6 +32,7 @@ _UNREACHABLE_S = 30.0  # after that time, a target is given up
 _SEND_BYTES = 4 << 20
 _PIN_BYTES_PER_S = 500 << 20  # at least: of copies in memory, while workers wait
 _PIN_NS = 10_000_000
+_LONGEST_PIN_NS = 1_000_000_000
 _NO_COMMIT = CommitId(-1, 0)
 
 
@@ -160,15 +161,16 @@ class Pusher:
         """Let the workers wait with the next commit but one, if the driver has ordered a commit that was still to come:
         earlier attempts have failed, because the workers commit more often than copies of all slots take.
 
-        The wait is bounded by the time in which all slots can be copied in memory. No copy rests on it: if it is too
-        short, the seal is gone at the end, and the copy is dropped.
+        The wait is bounded by the time in which all slots can be copied in memory, and by a second. No copy rests on
+        it: if it is too short, the seal is gone at the end, and the copy is dropped.
         """
         buffers, kept = self._library.buffers, self._library.store.kept()
         pending = [slot for slot in slots if (slot, order.commit) not in kept]
         pending = [slot for slot in pending if (buffers.newest(slot) or _NO_COMMIT) < order.commit]
 
         def until_ns(length: int) -> int:
-            return time.monotonic_ns() + _PIN_NS + len(slots) * length * 1_000_000_000 // _PIN_BYTES_PER_S
+            wait_ns = _PIN_NS + len(slots) * length * 1_000_000_000 // _PIN_BYTES_PER_S
+            return time.monotonic_ns() + min(wait_ns, _LONGEST_PIN_NS)
 
         while pending and not order.cancelled.wait(_LOOK_INTERVAL_S):
             late = [slot for slot in pending if not buffers.pin(slot, order.commit, until_ns)]

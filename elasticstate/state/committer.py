@@ -23,6 +23,7 @@ from elasticstate.state.buffer import Buffer
 from elasticstate.state.channel import Channel, channel_between
 from elasticstate.state.commit_writer import CommitWriter
 from elasticstate.state.layout import digest
+from elasticstate.state.own_commit import copies_with_own
 from elasticstate.state.reshard import CommitCopies
 from elasticstate.state.reshard_check import check_reshard
 from elasticstate.state.snapshot import Incoming, Snapshot
@@ -334,7 +335,10 @@ class Committer(CommitWriter):
     def _copies(self) -> CommitCopies:
         if self._stored is not None:
             return self._stored.commit_copies(self.session.rank)
-        return CommitCopies(self.session.copy_reader(), [source for source, _ in self.session.sources])
+        session = self.session
+        sources, line = [source for source, _ in session.sources], session.line
+        own = self.snapshot.find(line) if line is not None and line in self.commits else None
+        return copies_with_own(session.copy_reader(), sources, own)
 
     def _compare_attached(self, attached: AttachedValues) -> None:
         """Raise StateError if the ranks attach different names."""

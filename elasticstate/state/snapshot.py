@@ -281,7 +281,7 @@ class Snapshot:
         Raises StateError if that commit is not held, or is damaged.
         """
         self.settle()
-        buffer = self._find(commit)
+        buffer = self.find(commit)
         if not buffer.is_intact():
             self._discard_damaged(buffer)
             raise StateError(f"Commit {commit} is damaged. Restore the previous commit.")
@@ -289,7 +289,7 @@ class Snapshot:
 
     def read_private(self, commit: CommitId) -> bytes:
         """Return the part of ``commit`` that belongs to this worker alone. Call it after ``load_into`` or ``read``."""
-        buffer = self._find(commit)
+        buffer = self.find(commit)
         return buffer.private()
 
     def aliases(self, captured: Captured, others: Sequence[Buffer] = ()) -> list[str]:
@@ -389,7 +389,7 @@ class Snapshot:
         logger.warning("discarded damaged commit %s (buffer %d): its checksum is wrong", buffer.commit, buffer.index)
         self.drop_newest() if buffer is self._newer else buffer.unseal()
 
-    def _find(self, commit: CommitId) -> Buffer:
+    def find(self, commit: CommitId) -> Buffer:
         if buffer := next((buffer for buffer in (self._newer, self._older) if buffer.commit == commit), None):
             return buffer
         raise StateError(f"commit {commit} is not held, only {self.newest} and {self.previous}")

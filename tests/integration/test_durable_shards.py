@@ -56,7 +56,8 @@ def digests(job: Job) -> dict[int, set[str]]:
     """Return the digests of all full tensors after each step."""
     found: dict[int, set[str]] = {}
     for line in job.log("step"):
-        found.setdefault(line["step"], set()).add(line["digest"])
+        if line["digest"]:  # of rank 0
+            found.setdefault(line["step"], set()).add(line["digest"])
     return found
 
 
@@ -221,20 +222,20 @@ import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import elasticstate as elastic
-from elasticstate.worker.session import WorkerSession
+from elasticstate.state.attached import AttachedValues
 
 logs, name, steps, death = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 state = elastic.TorchState(step=0)
 
-def die(self, digest):
-    time.sleep(0.5)  # the others have sealed their shards, and have reported them
+def die(self):
+    time.sleep(0.5)  # the others have sealed their shards, and wait for this rank
     open(death, "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
 
 @elastic.run
 def train(state):
     if death and elastic.rank() == 1 and not os.path.exists(death):
-        WorkerSession.record_attached = die
+        AttachedValues.digest = die  # after this rank has sealed its shards, too
     begun = state.step
     model = torch.nn.Linear(5, 7, bias=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (elastic.size(),)))

@@ -169,9 +169,12 @@ def test_a_copy_during_which_its_worker_commits_twice_is_dropped(stack: ExitStac
 
 @pytest.mark.parametrize("is_to_come", [False, True])
 def test_workers_are_asked_to_wait_only_for_a_commit_that_was_still_to_come(
-    stack: ExitStack, tmp_path: Path, is_to_come: bool
+    stack: ExitStack, tmp_path: Path, is_to_come: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The buffers of all slots are pinned before the first one is copied, each until its own copy is made."""
+    """The buffers of all slots are pinned before the first one is copied, each until its own copy is made, and for a
+    second at most."""
+    monkeypatch.setattr(pusher, "_PIN_BYTES_PER_S", 1)
+    most_ns = 1_000_000_000
     a = stack.enter_context(Host("a", tmp_path))
     workers = [a.worker(slot) for slot in (0, 1)]
     for worker in workers:
@@ -180,6 +183,8 @@ def test_workers_are_asked_to_wait_only_for_a_commit_that_was_still_to_come(
     begin = a.copies.store.begin
 
     def look(*arguments: Any) -> Any:
+        now = time.monotonic_ns()
+        assert all(worker.page.pinned_until(1) <= now + most_ns for worker in workers)
         pinned.append([worker.page.pinned_until(1) > 0 for worker in workers])
         return begin(*arguments)
 

@@ -317,7 +317,9 @@ def test_a_world_of_another_size_continues_with_the_same_tensors_and_losses(fold
         after = continued(folder, Plan(fsdp, shape, 2, 2), before)
         check_continued(before, after)
         assert after[0].losses == pytest.approx(undisturbed[0].losses[3:], rel=1e-5)
+        own = [outcome.bytes_read for outcome in after]
         if shape == (3,):
+            assert own == [0, 0, 0], "each worker has its own shards"
             assert after[0].losses == undisturbed[0].losses[3:]
             assert same(after[0].ended_with, undisturbed[0].ended_with)
 
