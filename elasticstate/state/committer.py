@@ -338,7 +338,7 @@ class Committer(CommitWriter):
         session = self.session
         sources, line = [source for source, _ in session.sources], session.line
         own = self.snapshot.find(line) if line is not None and line in self.commits else None
-        return copies_with_own(session.copy_reader(), sources, own)
+        return copies_with_own(session.copy_reader(), sources, own, session.worker_key)
 
     def _compare_attached(self, attached: AttachedValues) -> None:
         """Raise StateError if the ranks attach different names."""

@@ -122,18 +122,10 @@ def chunk_of(
     return tuple(offsets), tuple(sizes)
 
 
-Form = tuple[str, tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]
-"""Name, shape of the whole tensor, dtype, offsets and sizes of a part."""
-
-
 def digest_of(pieces: Iterable[tuple[str, Piece]]) -> int:
     """Return the digest of the shards that a worker holds: 63 bits, never 0. Workers with equal ones are replicas."""
-    return digest_of_forms(
+    forms = sorted(
         (name, piece.shard.shape, dtype_name(piece.local.dtype), piece.shard.offsets, tuple(piece.local.shape))
         for name, piece in pieces
     )
-
-
-def digest_of_forms(forms: Iterable[Form]) -> int:
-    """Return the same digest of shards that are described."""
-    return digest(msgspec.msgpack.encode(sorted(forms))) >> 1 or 1
+    return digest(msgspec.msgpack.encode(forms)) >> 1 or 1

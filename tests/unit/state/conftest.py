@@ -108,7 +108,7 @@ class Member:
 
     @property
     def worker_key(self) -> str:
-        return f"host:{self.rank}#1"
+        return f"host{self.rank}:{self.rank}#1"
 
     def commit_id(self) -> CommitId:
         return CommitId(self.generation, self.ticks + 1)
