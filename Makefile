@@ -30,11 +30,11 @@ hosts:  ## Debian packages for the tests on several hosts, with Slurm, kubectl, 
 	  || echo "cannot be installed: the tests on several hosts are skipped"; fi
 
 # Jobs wait often, for each other and for faults to be detected: three of them run at a time. Simulations, unit tests and
-# lint mostly compute: they run beside the jobs, with what the jobs leave of the processors, and so does the one job that
-# takes minutes and has no fault by time. The longest files come first. All tests of a file run in one process, as they
-# share jobs. Each part gets SIGINT from the trap, as the shell starts background commands with SIGINT ignored. Compiled
-# Python files are kept, because each job starts many processes.
-STEADY := tests/integration/test_steady.py
+# lint mostly compute: they run beside the jobs, with what the jobs leave of the processors, and so do jobs that mostly
+# compute and have no fault by time. The longest files come first (tests/conftest.py). All tests of a file run in one
+# process, as they share jobs. Each part gets SIGINT from the trap, as the shell starts background commands with SIGINT
+# ignored. Compiled Python files are kept, because each job starts many processes.
+STEADY := $(patsubst %,tests/integration/test_%.py,steady huggingface lightning horovod_examples)
 JOBS := tests/chaos tests/security tests/multihost tests/integration tests/docs
 LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 BESIDE := setsid env --default-signal=INT
@@ -42,7 +42,7 @@ PYTEST := $(BIN)/python -m pytest --failures-file .failures.log --dist loadfile 
 unexport PYTHONDONTWRITEBYTECODE
 test: setup  ## lint and all tests; the last lines name what failed
 	@rm -f .failures.log; \
-	$(BESIDE) $(PYTEST) -n 3 $(JOBS) --ignore=$(STEADY) & jobs=$$!; \
+	$(BESIDE) $(PYTEST) -n 3 $(JOBS) $(STEADY:%=--ignore=%) & jobs=$$!; \
 	$(BESIDE) nice -n 10 $(PYTEST) -n 2 tests/simulation $(STEADY) tests/unit > .unit.log 2>&1 & unit=$$!; \
 	$(BESIDE) nice -n 10 sh -c "$(LINT)" > .lint.log 2>&1 & lint=$$!; \
 	trap 'kill -INT $$jobs $$unit -$$lint; wait; exit 130' INT TERM; \

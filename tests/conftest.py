@@ -39,6 +39,23 @@ hypothesis.settings.load_profile("elasticstate")
 # Mark of all processes that the tests of this process start. With -n, each process of pytest-xdist has its own.
 os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
 
+# With -n, the files that take longest come first, so that no process is left alone with one of them at the end.
+LONGEST = (
+    *("chaos", "sharded", "sharded_faults", "hosts", "strangers", "survival", "horovod", "examples", "global_batch"),
+    *(
+        "hangs",
+        "kubernetes",
+        "slurm",
+        "newcomer_errors",
+        "torn_commits",
+        "ticks",
+        "durable",
+        "durable_shards",
+        "one_copy",
+    ),
+    *("dial_in", "resume", "plain", "other_launchers", "launch", "mpi", "stragglers", "ray"),
+)
+
 _failures_file: Path | None = None
 _reports: list[str] = []
 
@@ -54,6 +71,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-seed", type=int, default=1, help="what tests/chaos draws its faults from")
     parser.addoption("--schedules", type=int, default=2000, help="random schedules of each long simulation")
     parser.addoption("--failures-file", type=Path, help="file to which each failed test appends one line")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
