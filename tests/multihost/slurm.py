@@ -136,6 +136,11 @@ class Slurm:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
+    def start_now(self, job: str) -> None:
+        """Move the start of a job that waits to now. An error, if it has started meanwhile, is of no interest."""
+        command = ["scontrol", "update", f"jobid={job}", "starttime=now"]
+        subprocess.run(command, env=self.environment, stderr=subprocess.DEVNULL)
+
     def signal(self, step: str, name: str) -> None:
         """Send a signal to a step. scancel of Slurm 22.05 does so, and yet reports an error."""
         subprocess.run(["scancel", f"--signal={name}", step], env=self.environment, stderr=subprocess.DEVNULL)

@@ -63,7 +63,7 @@ class Batch:
     def start_now(self) -> bool:
         """Start a job that waits. Return True if it runs. The end of the run before may still set another start."""
         if self.state == "PENDING":
-            self._slurm.call("scontrol", "update", f"jobid={self.id}", "starttime=now")
+            self._slurm.start_now(self.id)
         return self.state == "RUNNING"
 
     def steps(self) -> list[str]:

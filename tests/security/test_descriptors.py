@@ -37,12 +37,13 @@ def test_idle_connections_neither_exhaust_the_descriptors_nor_the_memory(tmp_pat
     hosts.script.write_text(hosts.script.read_text() + f"echo > {called}\n")
     command = [sys.executable, "-c", WORKER, str(tmp_path)]
     with Job(tmp_path, "-np", "1", "--max-np", "1", *hosts.options, within=limits, command=command) as job:
-        job.wait_for("worker", (tmp_path / "limit").exists)
+        limit = tmp_path / "limit"
+        job.wait_for("limit of the worker", lambda: limit.exists() and limit.read_text())
         record = json.loads(next(Path(os.environ["XDG_RUNTIME_DIR"]).glob("*/driver.json")).read_text())
         port = record["ports"][0]
         driver = psutil.Process(job.process.pid)
         assert driver.rlimit(resource.RLIMIT_NOFILE) == (HARD, HARD), "raised without being asked"
-        assert (tmp_path / "limit").read_text() == str((SOFT, HARD)), "the worker has its user's"
+        assert limit.read_text() == str((SOFT, HARD)), "the worker has its user's"
         before, descriptors = driver.memory_info().rss, driver.num_fds()
 
         with Attacker(idle(CROWD), "127.0.0.1", port, user=STRANGER) as crowd:

@@ -22,6 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "integration" / "scripts"))
 
+import torch
+import torch.distributed as dist
 from faults import Fault, Faults
 
 import elasticstate as elastic
@@ -78,6 +80,12 @@ def read_and_die(client: CopyClient, copy: CopyOf, ranges: Any) -> None:
         faults.fire(fault)
 
 
+def all_see(path: Path) -> bool:
+    seen = torch.tensor(float(path.exists()))
+    dist.all_reduce(seen, op=dist.ReduceOp.MIN)
+    return bool(seen.item())
+
+
 def commit_and_pause(state: elastic.TorchState) -> None:
     commit_of(state)
     if (fault := armed("damage")) is not None:
@@ -85,7 +93,7 @@ def commit_and_pause(state: elastic.TorchState) -> None:
         newest.memory[newest.length // 2] ^= 1
         (logs / f"struck-damage-{newest.commit.generation}-{newest.commit.tick}").touch()
         faults.fire(fault)
-    if (logs / "pause").exists():
+    if all_see(logs / "pause"):  # else others wait in the next step for a rank that has paused
         line = {"what": "paused", "time": time.time(), "rank": elastic.rank(), "step": state.step}
         with open(logs / f"paused-{os.getpid()}.jsonl", "a") as file:
             print(json.dumps(line), file=file)
