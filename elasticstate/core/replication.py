@@ -203,7 +203,9 @@ def _to_come(d: Draft, layout: ShardLayout) -> t.CommitId | None:
     every = worker.commit.tick - before
     ticks_per_s = worker.ticks / max(d.now - d.phase.since, 0.001) if isinstance(d.phase, Running) else 0.0
     lead = ceil(ticks_per_s * (d.now - worker.commit_at + _LEAD_S) / every)
-    return t.CommitId(layout.generation, worker.commit.tick + every * max(1, lead))
+    done = d.shards.replicated
+    known = done.tick if done is not None and done.generation == layout.generation else 0
+    return t.CommitId(layout.generation, max(known, worker.commit.tick) + every * max(1, lead))
 
 
 def _placed(d: Draft, layout: ShardLayout) -> Iterator[tuple[t.SlotId, str]]:
