@@ -97,8 +97,8 @@ def commit_and_pause(state: elastic.TorchState) -> None:
         line = {"what": "paused", "time": time.time(), "rank": elastic.rank(), "step": state.step}
         with open(logs / f"paused-{os.getpid()}.jsonl", "a") as file:
             print(json.dumps(line), file=file)
-    while (logs / "pause").exists():
-        time.sleep(0.005)
+        while (logs / "pause").exists():
+            time.sleep(0.005)
 
 
 at = sys.argv.index("--faults-file")
