@@ -4,9 +4,9 @@ Agents keep the copies: a slot's own host copies its buffer, other hosts receive
 time. When all its copies are reported, agents forget the older ones, so the replication before stays whole meanwhile.
 A lost host, or an agent that could not make a copy, ends a replication; the next one has a newer commit.
 
-If workers commit so often that the agents find a commit overwritten, the next attempt names a commit that is still to
-come: the agents wait for its seals, and copy it at once, while the workers wait with the commit that would overwrite it
-(see copies/pusher.py).
+Workers may commit so often that the last reports of all slots have no commit in common, or that the agents find a
+commit overwritten. Then the next attempt names a commit that is still to come: the agents wait for its seals, and copy
+it at once, while the workers wait with the commit that would overwrite it (see copies/pusher.py).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _give_up(d: Draft, present: Replication, why: str) -> None:
         since = (
             f"the newest replicated commit is {d.shards.replicated}" if d.shards.replicated else "none is replicated"
         )
-        d.warn(f"{failures} replications in a row have failed, and {since}; the last one, of {why}")
+        d.warn(f"{failures} replications in a row have failed, and {since}. Reason of the last failure: {why}")
     _forget(d, t.CommitId(present.commit.generation, present.commit.tick + 1), d.shards.replicated)
 
 

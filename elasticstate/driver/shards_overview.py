@@ -101,8 +101,7 @@ def _trouble(m: Membership, layout: ShardLayout, now: float) -> str:
     if others < replicas:
         if not others:
             return "there is no other host to keep copies"
-        verb = "is" if others == 1 else "are"
-        return f"there {verb} {number_of(others, 'other host')} to keep copies, of {replicas}"
+        return f"copies need {number_of(replicas, 'other host')}, and only {others} can keep them"
     if _has_failed(m, now):
         attempts = "attempt" if shards.failures == 1 else f"{shards.failures} attempts"
         return f"the last {attempts} to replicate failed"

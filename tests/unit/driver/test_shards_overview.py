@@ -90,7 +90,7 @@ def test_the_status_says_why_replicas_are_old_or_few() -> None:
     few, _ = attach(replicas=9)
     found = shards_of(few, 2.0)
     assert found is not None
-    assert found.trouble == "there are 2 other hosts to keep copies, of 9"
+    assert found.trouble == "copies need 9 other hosts, and only 2 can keep them"
     none, _ = attach(replicas=0)
     found = shards_of(none, 2.0)
     assert found is not None
