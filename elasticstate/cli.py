@@ -87,11 +87,8 @@ def _drive(options: Options, must_reattach: bool, screen: Screen | None) -> int:
         return await Driver(options, must_reattach, screen).run()
 
     gc.freeze()  # modules stay for ever: no collection examines them again, so none takes long
-    try:
-        with watch_loops(slow_callbacks_file()):
-            return asyncio.run(run())
-    finally:
-        gc.unfreeze()
+    with watch_loops(slow_callbacks_file()):
+        return asyncio.run(run())
 
 
 def _check(given: dict[str, Any]) -> int:

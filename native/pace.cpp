@@ -6,7 +6,7 @@ namespace elasticstate {
 namespace {
 
 // Times between two points: the agent reads the page every second, and the page has room for 64 points.
-constexpr std::chrono::milliseconds SHORTEST{45};
+constexpr std::chrono::milliseconds SHORTEST{90};
 constexpr std::chrono::milliseconds LONGEST{180};
 constexpr std::uint64_t MOST_TICKS = std::uint64_t{1} << 20;
 
@@ -36,11 +36,12 @@ void Pace::tick(std::uint64_t tick) noexcept {
         return;
     }
     page_.add_point({generation_, tick, own_ns_ / 1000});
-    const auto since = last_ - point_;
+    auto since = last_ - point_;
     point_ = last_;
     if (since < SHORTEST && stride_ < MOST_TICKS) {
         stride_ *= 2;
-    } else if (since > LONGEST && stride_ > 1) {
+    }
+    for (; since > LONGEST && stride_ > 1; since /= 2) {
         stride_ /= 2;
     }
 }

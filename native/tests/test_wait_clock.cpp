@@ -86,7 +86,7 @@ void own_time_is_time_without_waits() {
     CHECK(points_of(page).back().own_us - before < 50 * 1000);
 }
 
-void short_ticks_share_a_point_and_long_ones_do_not() {
+void short_ticks_share_a_point() {
     ControlPage page(std::nullopt);
     Pace pace(page);
     pace.begin(1);
@@ -104,6 +104,22 @@ void short_ticks_share_a_point_and_long_ones_do_not() {
     CHECK(tick % 2 == 0);
 }
 
+void the_first_of_long_ticks_ends_that() {
+    ControlPage page(std::nullopt);
+    Pace pace(page);
+    pace.begin(1);
+    std::uint64_t tick = 0;
+    while (tick < 8) {
+        pace.tick(++tick);
+    }
+    CHECK(points_of(page).back().tick == 8);  // after 5 and 6: the next one is 16
+    std::this_thread::sleep_for(800ms);
+    while (tick < 17) {
+        pace.tick(++tick);
+    }
+    CHECK(points_of(page).back().tick == 17);
+}
+
 }  // namespace
 
 int main() {
@@ -119,5 +135,6 @@ int main() {
     the_waits_of_the_watched_thread_count();
     the_waits_of_other_threads_do_not_count();
     own_time_is_time_without_waits();
-    short_ticks_share_a_point_and_long_ones_do_not();
+    short_ticks_share_a_point();
+    the_first_of_long_ticks_ends_that();
 }

@@ -51,6 +51,8 @@ def test_a_slow_rank_is_named_and_drained_and_no_other_one_is(job: Job) -> None:
     assert job.wait_for_event("worker_exited", slot=1)["exit_code"] == 0
     assert job.wait_for_event("straggler_ended")["reason"] == "generation 1 has ended"
 
+    trained = len(steps(job, 2))
+    job.wait_for("ticks behind the first ones of a world", lambda: len(steps(job, 2)) >= trained + 5)
     second = named(job, 2)
     assert second["rank"] == 1, "of two"
     (job.directory / "slow").unlink()

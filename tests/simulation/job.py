@@ -148,7 +148,12 @@ class Job:
 
     def _agents_and_exits(self) -> bool:
         if self.exits and self.rng.random() < 0.6:
-            left = self.exits.pop(self.rng.randrange(len(self.exits)))
+            left = self.rng.choice(self.exits)
+            dead = self.workers.get(left.worker)
+            if dead is not None and dead.up:  # an agent reads all that a worker has sent, and then reports its exit
+                self.deliver(dead.up.popleft())
+                return True
+            self.exits.remove(left)
             self.deliver(t.Several((*self._last_lines(left.worker), left)))
             return True
         if self.lost:

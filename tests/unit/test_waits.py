@@ -155,7 +155,7 @@ ALLOWED_NATIVE = {
     "gloo_waits.cpp: ASLEEP_FOR{60}": "then a sleeper of an ended generation is woken",
     "gloo_waits.cpp: HOPELESS_AFTER{5}": "250 attempts to wake it: the worker cannot leave an ended generation, and is "
     "replaced; it ends no job, and a longer wait would not help",
-    "pace.cpp: SHORTEST{45}": "no wait: points of shorter time are written less often",
+    "pace.cpp: SHORTEST{90}": "no wait: points of shorter time are written less often",
     "pace.cpp: LONGEST{180}": "no wait: points of longer time are written more often",
     "sentinel.cpp: LEAVE_BOOT_WITHIN{1}": "a worker that gets a preemption notice before it has begun, exits",
     "sentinel.cpp: poll(&log, 1, 100)": "for a line in the log; given up if the reader is stuck",

@@ -26,7 +26,8 @@ import forked_job  # noqa: E402
 from elasticstate.config import replace_environment  # noqa: E402
 from elasticstate.worker.template import MODULES  # noqa: E402
 
-for name in (*MODULES, "torch._dynamo"):
+OF_JOBS = ("elasticstate.driver.driver", "elasticstate.agent.serve", "elasticstate.cli")  # they fork from it, too
+for name in (*MODULES, "torch._dynamo", *OF_JOBS):
     importlib.import_module(name)
 
 link, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
