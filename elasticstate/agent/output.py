@@ -22,6 +22,7 @@ from elasticstate.writing import BLOCKED_S, Writer
 _LONGEST_LINE_BYTES = 64 * 1024
 _CHUNK_BYTES = 64 * 1024
 _TAIL_LINES = 20
+_FATAL = "Fatal Python error: "  # the report of faulthandler begins with it, and has the innermost call first
 _MOMENT_S = 0.2  # a worker that waits longer for its output is reported; the end of a worker waits no longer for output
 _SHOWN_LINES = 100  # of each stream, in the dashboard
 _SHOWN_CHARACTERS = 16 * 1024  # likewise
@@ -85,8 +86,10 @@ class Pump:
 
     @property
     def last_lines(self) -> str:
-        """The last lines that the stream has carried."""
-        return self.lines(_TAIL_LINES)
+        """The last lines that the stream has carried; the whole report of a fatal error if that is longer."""
+        last = self.lines(_TAIL_LINES)
+        _, fatal, report = self._tail.decode(errors="replace").rpartition(_FATAL)
+        return fatal + "\n".join(report.splitlines()) if fatal and fatal not in last else last
 
     def lines(self, most: int) -> str:
         """Return up to ``most`` of the last lines that the stream has carried."""

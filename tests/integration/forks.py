@@ -31,11 +31,12 @@ _PADDING = " " * 8192  # space for the command lines and variables of processes 
 
 _templates: list[Template] = []
 _lasting: list[set[int]] = []
+_before_the_tests: dict[str, str] = {}
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of scripts and jobs."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}"}
+def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of scripts and jobs. ``variables``: those of the caller."""
+    return {**variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}"}
 
 
 class Forked:
@@ -73,7 +74,7 @@ class Template:
     def __init__(self) -> None:
         self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = [sys.executable, str(PROGRAM), str(end.fileno()), str(os.getpid()), _PADDING]
-        self.environment = environment()
+        self.environment = environment(_before_the_tests)
         with end:
             self._process = subprocess.Popen(
                 program,
@@ -138,6 +139,7 @@ class Started:
 def template_in_use(lasting: set[int]) -> Iterator[None]:
     """Let :func:`template` start a template. ``lasting``: the processes that the check after each test leaves alone."""
     _lasting.append(lasting)
+    _before_the_tests.update(os.environ)
     yield
     _lasting.clear()
     for each in _templates:

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
-from job import SCRIPTS
+from forks import SCRIPTS
 
 import elasticstate as elastic
 from elasticstate.failures import WorkerFailure
@@ -22,9 +24,25 @@ MEMORY = Path("/sys/fs/cgroup/memory")  # cgroup version 1; with version 2 only,
 Fails = Callable[..., tuple[elastic.WorkerFailedError, list[str]]]
 
 
+class Launched(forks.Forked):
+    """The elasticrun of ``launch()``, which forks instead of importing everything anew. In place of a ``Popen``."""
+
+    def __init__(self, command: list[str], *, stdin: int, stdout: int | None, stderr: int | None, **_: object) -> None:
+        assert (stdin, command[0]) == (subprocess.PIPE, sys.executable)
+        read, write = os.pipe()
+        descriptors = (read, 1 if stdout is None else stdout, 2 if stderr is None else stderr)
+        try:
+            super().__init__(forks.template().fork(command[1:], forks.environment(), descriptors, agents=2).pid)
+        finally:
+            os.close(read)
+        self.stdin = os.fdopen(write, "wb")
+
+
 @pytest.fixture
-def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
+def fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Fails:
     """Launch a job that fails. Return the exception, and the printed lines from the root cause on."""
+    starts = types.SimpleNamespace(**{**vars(subprocess), "Popen": Launched})
+    monkeypatch.setattr("elasticstate.launching.subprocess", starts)
 
     def launch(what: Any, hosts: str = "localhost:2") -> tuple[elastic.WorkerFailedError, list[str]]:
         with pytest.raises(elastic.WorkerFailedError) as caught:

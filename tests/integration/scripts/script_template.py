@@ -47,6 +47,7 @@ def run(command: list[str], environment: dict[str, str], agents: int, descriptor
     replace_environment(environment)
     if agents:
         forked_job.prepare(agents)
+        script.exit_after_finalization = os._exit  # to take modules down means to copy those of torch first
     gc.enable()
     script.run([sys.executable, *command])
 

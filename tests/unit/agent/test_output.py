@@ -6,6 +6,8 @@ import asyncio
 import fcntl
 import os
 import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,16 @@ def test_the_log_is_appended_without_tags(tmp_path: Path) -> None:
 def test_the_last_lines_are_kept() -> None:
     _, pump = pumped(b"".join(b"%d\n" % n for n in range(1000)), "", None)
     assert pump.last_lines.split("\n") == [str(n) for n in range(980, 1000)]
+
+
+def test_the_report_of_a_fatal_error_is_kept_from_its_first_line_on() -> None:
+    program = "import ctypes, faulthandler\nfaulthandler.enable()\n"
+    program += "def down(n): return down(n - 1) if n else ctypes.string_at(0)\ndown(50)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    _, pump = pumped(b"before\n" * 10 + done.stderr, "", None)
+    assert pump.last_lines == done.stderr.decode().rstrip("\n")
+    assert pump.last_lines.startswith("Fatal Python error: Segmentation fault")
+    assert pump.last_lines.count("in down") == 51
 
 
 @pytest.mark.parametrize(("rank", "shown"), [(0, b"boots\nsteps\n"), (1, b""), (5, b"boots\nsteps\n"), (7, b"")])
