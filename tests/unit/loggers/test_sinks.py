@@ -133,7 +133,7 @@ def run(folder: Path, program: str) -> None:
         [sys.executable, "-c", BEGINNING + textwrap.dedent(program), str(folder)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

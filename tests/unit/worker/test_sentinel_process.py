@@ -26,11 +26,14 @@ SOON_S = 40.0  # for a busy machine; anything that must not happen takes 60 s
 M = TypeVar("M")
 
 BEGIN = f"""
+import gc
+gc.disable()  # imports make no garbage
 import ctypes, os, signal, socket, sys, threading, time
 from elasticstate import _native
 from elasticstate.core.types import Placement, WorkerId
 from elasticstate.net import messages, worker_codec
 from elasticstate.worker.sentinel import Sentinel
+gc.enable()
 
 class Context:
     sockets = _native.GlooSockets()
