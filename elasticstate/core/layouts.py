@@ -37,3 +37,4 @@ class Shards(Struct, frozen=True, gc=False):
     failures: int = 0  # replications in a row that were given up
     trouble: str = ""  # why the last of them was given up
     not_before: float = -inf  # no replication begins before this time
+    refusals: tuple[tuple[str, float], ...] = ()  # hosts that refused a copy, and until when others come first

@@ -26,6 +26,7 @@ _LONGEST_PAUSE_S = 30.0
 _LEAD_S = 0.5  # for orders to arrive before a commit to come
 _FAILURES_TO_WARN = 3
 _COMING_S = 10.0  # after that time without it, such a commit is given up
+_REFUSAL_S = 60.0  # for which other hosts come first
 
 # -------------------------------------------------------------------------------------------------------------- facts
 
@@ -83,6 +84,9 @@ def copy_dropped(d: Draft, event: t.CopyDropped) -> None:
         d.warn(f"host {event.host} has lost its copy of commit {event.commit} of slot {event.slot}: {event.reason}")
     present = d.shards.replication
     if present is not None and event.commit == present.commit and (event.slot, event.host) in present.copies:
+        if event.host != event.slot.host and (event.slot, event.host) in present.missing:
+            others = (refusal for refusal in d.shards.refusals if refusal[0] != event.host and refusal[1] > d.now)
+            d.update_shards(refusals=(*others, (event.host, d.now + _REFUSAL_S)))
         _give_up(d, present, f"slot {event.slot} on host {event.host}: {event.reason}")
 
 
@@ -209,11 +213,17 @@ def _to_come(d: Draft, layout: ShardLayout) -> t.CommitId | None:
 
 
 def _placed(d: Draft, layout: ShardLayout) -> Iterator[tuple[t.SlotId, str]]:
-    """Yield the copies of a commit with this layout: of each digest, on its own hosts first, then on others."""
+    """Yield the copies of a commit with this layout: of each digest, on its own hosts first, then on others.
+
+    A host that has refused a copy gets none of another host's for a while, if there are enough others.
+    """
     count = 1 + replicas_of(d, layout)
     usable = [host.name for host in d.by_discovery() if host.agent == "joined" and host.slots and not host.draining]
     if count == 1 or len(usable) < 2:
         return
+    full = {host for host, until in d.shards.refusals if until > d.now}
+    if len(willing := [name for name in usable if name not in full]) >= count:
+        usable = willing
     hosts_of = ReplicaHosts({host.name: host.rack for host in d.hosts.values()}, usable, count)
     slots: dict[int, dict[str, t.SlotId]] = {}
     for slot_id, digest in layout.digests:

@@ -271,7 +271,13 @@ class ShardedJob(Job):
                 super()._carry_out(effect)
 
     def _judge_racks(self, copies: tuple[tuple[t.SlotId, str], ...]) -> None:
-        """Check that a digest of one host has a copy in another rack, if there is another with a usable host."""
+        """Check that a digest of one host has a copy in another rack, if there is another with a usable host.
+
+        Hosts that refuse copies come last, so their rack may have none.
+        """
+        if any(until > self.now for _, until in self.m.shards.refusals):
+            self.reached["refusing hosts come last"] += 1
+            return
         hosts, racks = self.m.hosts, {host.name: host.rack for host in self.m.hosts.values()}
         usable = [host.name for host in hosts.values() if host.agent == "joined" and host.slots and not host.draining]
         digests = dict(self.m.shards.layouts[-1].digests)

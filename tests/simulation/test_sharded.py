@@ -13,6 +13,7 @@ MUST_BE_REACHED = (
     *("line", "newest line", "line from a kept copy", "line from a slot that left", "line awaited", "line lost"),
     *("replicated", "replicas 1", "replicas 2", "replicas kept the line", "copy dropped", "commit to come"),
     *("damaged copy reported", "damaged buffer reported", "replicas kept the line from damage", "copy refused"),
+    "refusing hosts come last",
     *("attached not forwarded", "replica in another rack"),
     *("job succeeded", "reattached", "fault host", "fault cut the world"),
 )

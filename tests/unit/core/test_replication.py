@@ -165,8 +165,26 @@ def test_a_copy_that_cannot_be_made_ends_the_replication_and_a_commit_to_come_fo
     assert forgotten(effects) == [(t.CommitId(1, 13), t.CommitId(1, 0))], "the commit will not come"
 
 
+def test_a_host_that_refuses_a_copy_is_chosen_last_for_a_minute() -> None:
+    m, effects = attach(replicas=1)
+    assert "a:0 on b" in copies(effects)
+    m, _ = drive(f"2.0 {NEWER}\n2.1 dropped b a:0 1.0 no memory is left", m)
+    m, effects = drive("2.7 time", m)
+    assert copies(effects) == ["a:0 on a", "a:0 on c", "b:0 on a", "b:0 on b", "c:0 on a", "c:0 on c"]
+    assert m.shards.replication is not None
+    commit = f"1.{m.shards.replication.commit.tick}"
+    kept = "kept a a:0 {0} + kept b b:0 {0} + kept c c:0 {0} + kept c a:0 {0} + kept a b:0 {0} + kept a c:0 {0}"
+    m, _ = drive("3.0 " + kept.format(commit), m)
+    assert m.shards.replicated is not None
+    m, effects = drive("62.0 " + NEWER.replace("1.5", "1.25").replace("1.4", "1.24"), m)
+    assert "a:0 on c" in copies(effects)
+    m, _ = drive("62.2 " + kept.format("1.25"), m)
+    _, effects = drive("62.3 " + NEWER.replace("1.5", "1.29").replace("1.4", "1.28"), m)
+    assert "a:0 on b" in copies(effects)
+
+
 def test_replications_that_fail_in_a_row_are_told_once_with_the_reason() -> None:
-    m, effects = attach()
+    m, effects = attach(replicas=2)
     told = []
     now = 2.0
     for tick in range(5, 60, 6):
