@@ -80,7 +80,8 @@ class CopiesHistory:
         figures = e["seconds"], e["bytes"], number(e, "memory_bytes") or 0.0
         self.replications.append(Replications(e["time"], number(e, "age_s"), e["replicated"], e["failed"], *figures))
         if e["failed"]:
-            self._failed("replication", "", str(e.get("reason", "")), e["failed"], e["time"])
+            reason = str(e.get("reason", ""))
+            self._failed(("replication", "", _COMMIT.sub("", reason)), reason, e["failed"], e["time"])
 
     def durable_copy(self, e: Event) -> None:
         """Add the event ``durable_copy``."""
@@ -89,13 +90,14 @@ class CopiesHistory:
         else:
             self.not_saved.append(e["time"])
             reason = _NEXT_ATTEMPT.sub("", str(e.get("reason", "")))
-            self._failed("durable copy", str(e.get("kind", "")), reason, 1, e["time"])
+            alike = reason.replace(str(e.get("folder")), "")
+            self._failed(("durable copy", str(e.get("kind", "")), alike), reason, 1, e["time"])
 
-    def _failed(self, what: str, kind: str, reason: str, count: int, time: float) -> None:
-        key = what, kind, _COMMIT.sub("", reason)
+    def _failed(self, key: tuple[str, str, str], reason: str, count: int, time: float) -> None:
+        """Count failures. ``key``: what failed, the kind, and the reason without what differs each time."""
         before = self._failures.get(key)
         first, times = (time, count) if before is None else (before.first, before.times + count)
-        self._failures[key] = CopyFailure(what, kind, reason, times, first, time)
+        self._failures[key] = CopyFailure(*key[:2], reason, times, first, time)
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield the name and the text of each kind of copies that the job has."""

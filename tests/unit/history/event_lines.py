@@ -107,7 +107,8 @@ def with_copies(path: Path, job: str = "job-1") -> EventLines:
     lines.worker(0.2, "started", "a:0#1").worker(0.2, "started", "b:0#1")
     lines.worker(1, "ready", "a:0#1").worker(1, "ready", "b:0#1").world(2, 2, ["a:0#1", "b:0#1"], hosts=2)
     lines.durable(5, (1, 30), 90_000_000, 0.25).replication(13, 0.75, 12)
-    lines.not_durable(15, "full", "No space left on device").not_durable(17, "full", "No space left on device")
+    for at in (15, 17):
+        lines.not_durable(at, "full", f"No space left for /run/copy-{at}")
     lines.not_durable(19, "storage", "the process <b>was killed</b>")
     lines.replication(24, 4.0, 2, failed=2, seconds=2.0, reason="commit (1, 35) has not come")
     lines.durable(25, (1, 80), 90_000_000, 1.5)

@@ -168,7 +168,7 @@ def test_copies_have_their_own_section(tmp_path: Path) -> None:
     table = ParsedPage(section).text
     for part in (
         "replication 3 24.0 s 36.0 s commit (1, 95) has not come",
-        "durable copy full 2 15.0 s 17.0 s a durable copy could not be saved: No space left on device durable",
+        "durable copy full 2 15.0 s 17.0 s a durable copy could not be saved: No space left for /run/copy-17 durable",
         "durable copy storage 1 19.0 s 19.0 s a durable copy could not be saved: the process <b>was killed</b>",
     ):
         assert part in table
