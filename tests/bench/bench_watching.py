@@ -11,10 +11,11 @@ Two jobs of two workers each take turns to train: one without the options, one w
   they have no goal.
 
 For each kind, first nobody looks: the options alone. Then, while the job with the options trains, a page of its
-dashboard is open and its metrics are scraped every 5 s. A ratio is that of two neighbouring turns, of which the first
-belongs to each job by turns. Each pair of turns has two new jobs, because the CPU time of a driver at rest differs by
-ten per cent from process to process. The columns have the median of the ratios, the quartiles in brackets, and after
-that the 95 % interval of the median (of the sign test: order statistics, without assumptions about the distribution):
+dashboard is open and its metrics are scraped every 5 s. A ratio is that of a turn with the options to one without, of
+which one half comes before and one after, so that load that grows or falls changes both alike. Each pair of turns has
+two new jobs, because the CPU time of a driver at rest differs by ten per cent from process to process. The columns have
+the median of the ratios, the quartiles in brackets, and after that the 95 % interval of the median (of the sign test:
+order statistics, without assumptions about the distribution):
 
 - step: wall time of the median step of a turn
 - tick: wall time of the median call of ``commit(every=50)`` of a turn
@@ -39,7 +40,7 @@ from collections.abc import Iterator
 from math import comb
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import NamedTuple
 
 import torch
@@ -187,13 +188,14 @@ def jobs(way: Way) -> Iterator[tuple[Job, Job]]:
 def measure(way: Way, count: int, turn_s: float) -> dict[str, list[tuple[Turn, Turn]]]:
     """Let two jobs train by turns. Return pairs of neighbouring turns, without and with the options."""
     found: dict[str, list[tuple[Turn, Turn]]] = {look: [] for look in LOOKS}
-    for number in range(count):
+    for _ in range(count):
         with jobs(way) as (plain, other):
             for look in LOOKS:
-                theirs = plain.train(turn_s) if number % 2 else None
+                before = plain.train(turn_s / 2)
                 with watched(other.port("dashboard"), other.port("metrics")) if look == LOOKS[1] else NOBODY:
                     ours = other.train(turn_s)
-                found[look].append((theirs or plain.train(turn_s), ours))
+                theirs = Turn(*map(mean, zip(before, plain.train(turn_s / 2), strict=True)))
+                found[look].append((theirs, ours))
     return found
 
 
@@ -249,7 +251,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=16, help="of turns with a device; half as many without")
     parser.add_argument("--turn", type=float, default=10.0, help="seconds of a turn")
-    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=[way.name for way in WAYS], help="kind of steps; without it: both")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -259,7 +261,7 @@ def main() -> int:
     print("| with the options | step | tick | worker | driver | tick, wall time | driver, share of a core |")
     print("|---|---|---|---|---|---|---|", flush=True)
     verdicts = []
-    for way in WAYS:
+    for way in WAYS if args.way is None else [way for way in WAYS if way.name == args.way]:
         count = max(LEAST_PAIRS, args.pairs if way.has_goals else args.pairs // 2)
         for look, pairs in measure(way, count, args.turn).items():
             print(row(way, look, pairs), flush=True)
