@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from elasticstate.config import Options
 from elasticstate.driver.agent_handle import AgentHandle
+from elasticstate.driver.beats import next_beat
 from elasticstate.net.control import SILENT_SHARE
 
 _LOOKS_PER_TIMEOUT = 20  # checks for silent agents within --heartbeat-timeout
@@ -24,7 +25,7 @@ async def watch_silence(
     looked_at = forgiven_until = loop.time()
     looks = 0
     while True:
-        await asyncio.sleep(interval_s)
+        await next_beat(interval_s)
         now = loop.time()
         stalled_s = now - looked_at - interval_s
         looked_at = now

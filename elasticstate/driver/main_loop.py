@@ -20,6 +20,7 @@ from elasticstate.driver.event_queue import EventQueue
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.driver.reattach import Keeper, Reattachment, lost_hosts
+from elasticstate.driver.replication_sums import ReplicationSums
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.errors import DiscoveryError
 from elasticstate.net.names import is_this_machine
@@ -57,6 +58,7 @@ class MainLoop:
         if reattachment is not None:
             discovery.start_from(() if self._options.listen else reattachment.record.hosts)
             await self._reattach(reattachment)
+        replications = ReplicationSums(self._state.membership.shards, self._state.copies)
         following = asyncio.ensure_future(self._follow(discovery, is_new_job=reattachment is None))
         following.add_done_callback(lambda _: self._queue.wake())
         try:
@@ -66,10 +68,14 @@ class MainLoop:
                     following.result()  # raise its exception, if any
                 self._agents.check()
                 await self._step()
+                if fields := replications.look(self._state.membership.shards, self._state.stepped_at):
+                    self._journal.event("replication", **fields)
         except DiscoveryError as error:
             cause = t.RootCause("the first call of host discovery failed", error=str(error))
             self._state.outcome = Outcome(1, "failed", cause)
         finally:
+            if fields := replications.rest(self._loop.time()):
+                self._journal.event("replication", **fields)
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
             await discovery.close()

@@ -1,7 +1,8 @@
 """Metrics of a job for Prometheus, at http://ADDR:PORT/metrics (``--metrics``). Imported only with that option.
 
 The server has threads of its own. They read the core's state, a value that never changes, so a scrape takes no lock and
-does not hold up the event loop.
+does not hold up the event loop. Between two scrapes the server sleeps: prometheus_client's own one wakes up twice a
+second.
 
 Times are gauges, because the account corrects itself: redone ticks are moved from goodput to badput. Prometheus would
 read a counter that falls as a restart.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -23,6 +24,8 @@ from elasticstate.driver.overview import overview_of
 from elasticstate.driver.shards_overview import ShardsOverview
 from elasticstate.errors import OptionError
 from elasticstate.kinds import split_address
+from elasticstate.net.http_server import HttpServer
+from elasticstate.net.listening import listening_socket, port_of
 
 _PHASES = ("waiting", "forming", "running", "finishing", "finished", "failed")
 
@@ -78,23 +81,22 @@ class MetricsServer:
 
     def __init__(self, address: str, job: str, state: JobState) -> None:
         host, port = split_address(address)
-        registry = CollectorRegistry()
-        registry.register(JobCollector(job, state))
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            listening = listening_socket(host, port)
         except OSError as error:
             raise OptionError(
                 f"--metrics: {address!r}: cannot listen there ({error.strerror}). Choose an address of this machine "
                 "and a free port."
             ) from None
+        registry = CollectorRegistry()
+        registry.register(JobCollector(job, state))
+        self._server = HttpServer(listening, MetricsHandler.factory(registry))
         shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._server.server_port}/metrics"
+        self.url = f"http://{shown}:{port_of(listening)}/metrics"
 
     def close(self) -> None:
-        """Stop the server. May block for half a second."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        """Stop the server."""
+        self._server.close()
 
 
 def _gauge(name: str, help: str, value: float) -> Metric:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 from elasticstate.core.texts import listed, number_of
+from elasticstate.driver.beats import next_beat
 from elasticstate.driver.report import Report
 from elasticstate.net.messages import OutputTrouble
 from elasticstate.net.output_watch import Watch
@@ -43,7 +44,7 @@ class OutputTroubles:
             for output, writers in self._report.writers.items():
                 for trouble in watch.look(output, writers):
                     self.update(None, trouble)
-            await asyncio.sleep(_LOOK_INTERVAL_S)
+            await next_beat(_LOOK_INTERVAL_S)
 
     def update(self, host: str | None, trouble: OutputTrouble) -> None:
         """Handle a change in the state of an output. ``host`` None: an output of this driver."""

@@ -19,6 +19,7 @@ from elasticstate.core import types as t
 from elasticstate.core.figures import PastFigures
 from elasticstate.core.reattach import Remains
 from elasticstate.core.records import Membership, by_discovery
+from elasticstate.driver.beats import next_beat
 from elasticstate.driver.record import JobDirectory, Record
 from elasticstate.errors import OptionError
 from elasticstate.net import messages
@@ -137,7 +138,7 @@ class Keeper:
 
     async def _look_regularly(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_INTERVAL_S)
+            await next_beat(_LOOK_INTERVAL_S)
             await self.look()
 
     async def look(self) -> None:

@@ -32,8 +32,8 @@ _REPORT = """\
 Make one HTML page from the event files of one or several jobs.
 
 The page has the world size over time, the rate of ticks, goodput and badput by cause, the generations with their
-causes, failures by host and by cause with tracebacks, and cooldowns of hosts. Several jobs are compared side by side.
-It needs no network and no other file."""
+causes, failures by host and by cause with tracebacks, cooldowns of hosts, and the copies of commits: replication and
+durable copies. Several jobs are compared side by side. It needs no network and no other file."""
 
 _REPORT_END = """\
 examples:

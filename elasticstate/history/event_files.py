@@ -11,7 +11,7 @@ from elasticstate.errors import OptionError
 Event = dict[str, Any]
 
 _LONGEST = 64 << 20  # bytes of one line
-LARGEST = 1e15
+_LARGEST = 1e15
 _LATEST = 1e11  # the year 5138
 _BEGINNING = b'{"time": '  # of each event; inside of a text, the quotes would be escaped
 _Kinds = tuple[type, ...]
@@ -50,8 +50,16 @@ _FIELDS: dict[str, dict[str, _Kinds]] = {
     "driver_restarted": {"epoch": _WHOLE},
     "job_finished": {"status": _TEXT, "failures": _WHOLE, "downtime_s": _NUMBER + _OR_NULL, "lower_bounds": _LIST},
     "root_cause": {"reason": _TEXT},
+    "replication": {"replicated": _WHOLE, "failed": _WHOLE, "seconds": _NUMBER, "bytes": _WHOLE},
+    "durable_copy": {"state": _TEXT},
 }
 """The fields that this package relies on. Others may be absent or new."""
+
+
+def number(event: Event, name: str) -> float | None:
+    """Return a number that an event may have, or None."""
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) and abs(value) < _LARGEST else None
 
 
 def read_events(path: str) -> Iterator[Event]:
@@ -115,6 +123,6 @@ def _problem(event: Any) -> str:
             value: Any = event[name]
             if not isinstance(value, kinds) or isinstance(value, bool):
                 return f"{name!r} is {json.dumps(value)[:60]}"
-            if isinstance(value, int | float) and not abs(value) < LARGEST:  # NaN, too
+            if isinstance(value, int | float) and not abs(value) < _LARGEST:  # NaN, too
                 return f"{name!r} is {str(value)[:20]}"
     return "" if 0 <= event["time"] < _LATEST else f"'time' is {event['time']}"

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from elasticstate.history.event_files import LARGEST, Event
+from elasticstate.history.copies import CopiesHistory
+from elasticstate.history.event_files import Event, number
 from elasticstate.history.worker_spans import Details, Sink, WorkerFailed, WorkerSpans
 
 
@@ -80,12 +81,6 @@ def shares_of(event: Event) -> Shares | None:
     return Shares(number(event, "wall_s") or sum(parts.values()), parts)
 
 
-def number(event: Event, name: str) -> float | None:
-    """Return a number that an event may have, or None."""
-    value = event.get(name)
-    return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else None
-
-
 @dataclass(slots=True)
 class JobHistory:
     """History of one run of a job. Call ``add`` for each event, then ``close``.
@@ -111,6 +106,7 @@ class JobHistory:
     syncs: int = 0
     sync_bytes: int = 0
     sync_seconds: float = 0.0
+    copies: CopiesHistory = field(default_factory=CopiesHistory)
     warnings: int = 0
     _workers: WorkerSpans = field(init=False)
     _handlers: dict[str, Callable[[Event], None]] = field(init=False)
@@ -150,6 +146,8 @@ class JobHistory:
             "sync": self._sync,
             "training_resumed": self._training_resumed,
             "generation_finished": self._generation_finished,
+            "replication": self.copies.replication,
+            "durable_copy": self.copies.durable_copy,
         }
 
     @property

@@ -13,8 +13,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from elasticstate.core.texts import listed, number_of
-from elasticstate.history.job_history import GenerationHistory, JobHistory, JobSpan, number
-from elasticstate.history.plots import MOST_JOBS, plots, span_of
+from elasticstate.history.copy_plots import copy_plots
+from elasticstate.history.drawing import MOST_JOBS, size_text, span_of
+from elasticstate.history.event_files import number
+from elasticstate.history.job_history import GenerationHistory, JobHistory, JobSpan
+from elasticstate.history.plots import plots
 from elasticstate.history.shares import parts_of, share_names
 from elasticstate.history.worker_spans import WorkerFailed
 from elasticstate.terminal import printable
@@ -41,6 +44,8 @@ def page(runs: Sequence[JobHistory]) -> str:
         jobs=[_Job(run, label, f"job-{index}") for index, (run, label) in enumerate(zip(runs, labels, strict=True))],
         figures=_figures(runs),
         plots=plots(runs, labels),
+        copy_plots=copy_plots(runs, labels),
+        copy_failures=_copy_failures(runs, labels),
         parts=_parts(runs, labels),
         most_jobs=MOST_JOBS,
         most_rows=_MOST_ROWS,
@@ -78,15 +83,6 @@ def duration(seconds: float | None) -> str:
     if seconds < 3600:
         return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
     return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
 
 
 def _clock(time: float) -> str:
@@ -130,6 +126,8 @@ def _figures_of(run: JobHistory) -> dict[str, str]:
         "workers": span_of(sizes, "d") if sizes else "no world",
         "commit stall": "",
         "syncs of state": "",
+        "replications": "",
+        "durable copies": "",
         "drivers": str(run.drivers),
         "event file": run.path,
     }
@@ -137,8 +135,26 @@ def _figures_of(run: JobHistory) -> dict[str, str]:
         found["commit stall"] = duration(shares.parts["commit_stall"])
     if run.syncs:
         longest = duration(run.sync_seconds)
-        found["syncs of state"] = f"{run.syncs} workers, {_size(run.sync_bytes)}, longest {longest}"
+        found["syncs of state"] = f"{run.syncs} workers, {size_text(run.sync_bytes)}, longest {longest}"
+    found.update(run.copies.texts())
     return {name: value for name, value in found.items() if value}
+
+
+def _copy_failures(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[dict[str, str]]:
+    """Return the rows of the table of copies that failed, by job and reason."""
+    return [
+        {
+            "job": label,
+            "what": failure.what,
+            "kind": failure.kind,
+            "times": str(failure.times),
+            "first": duration(failure.first - run.began),
+            "last": duration(failure.last - run.began),
+            "reason": _cut(failure.reason),
+        }
+        for run, label in zip(runs, labels, strict=True)
+        for failure in run.copies.failures[:_MOST_ERRORS]
+    ]
 
 
 def _parts(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[TableRow]:

@@ -1,143 +1,83 @@
-"""Plots of the report: matplotlib draws them, and the page's style sheet gives them their colours."""
+"""Plots of the report about training: world sizes, goodput, rates of ticks, downtimes."""
 
 from __future__ import annotations
 
-import io
-import logging
-import re
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import nan
-from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
-import matplotlib
-from markupsafe import Markup
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from elasticstate.core.texts import number_of
+from elasticstate.history.drawing import (
+    COLOURS,
+    TEXT,
+    Clock,
+    Plot,
+    Points,
+    Shown,
+    axes_of,
+    columns,
+    drawn,
+    line_style,
+    made,
+    short,
+    span_of,
+    thinned,
+    thinned_list,
+)
 from elasticstate.history.job_history import JobHistory, Shares
 from elasticstate.history.shares import parts_of, share_names
 from elasticstate.terminal import printable
 
-COLOURS = 8  # colours of the style sheet
-MOST_JOBS = 16  # jobs in one plot
 _MOST_POINTS = 1500  # of one line
 _MOST_CAUSES = 12  # of badput
 _MOST_MARKS = 200  # failures of one line
-_SVG = "http://www.w3.org/2000/svg"
-_TEXT, _GRID = "#010200", "#010201"  # placeholders, each replaced by a colour of the style sheet
 _PART_COLOURS = (2, 1, 0, 3, 4, 5, 6, 7)  # goodput is green
-_DASHES: tuple[Any, ...] = ("solid", (0, (4, 2)), (0, (1, 1.5)))
-_SETTINGS = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": _TEXT,
-    "axes.facecolor": "none",
-    "axes.grid": True,
-    "axes.labelcolor": _TEXT,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": _TEXT,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "figure.facecolor": "none",
-    "font.size": 11.5,
-    "grid.color": _GRID,
-    "legend.facecolor": "none",
-    "legend.frameon": False,
-    "legend.labelcolor": _TEXT,
-    "lines.linewidth": 1.8,
-    "svg.fonttype": "none",  # text stays text: it can be read, searched and scaled
-    "svg.hashsalt": "elasticstate",  # the same events give the same page
-    "text.color": _TEXT,
-    "text.parse_math": False,  # names may contain $
-    "xtick.color": _TEXT,
-    "ytick.color": _TEXT,
-}
-
-Points = list[tuple[float, float]]
-Shown = list[tuple[JobHistory, str]]
-
-
-class _Clock(NamedTuple):
-    """X axis of the plots over time: from the start of the job to the end of the longest one."""
-
-    unit: str
-    seconds: float  # of one unit
-    longest: float  # in units
-
-    def since_start(self, run: JobHistory, points: Iterable[tuple[float, float]]) -> Points:
-        return [((time - run.began) / self.seconds, value) for time, value in points]
-
-    def axes(self, title: str, y: str) -> tuple[Figure, Axes]:
-        figure, axes = _axes(title, f"time since the start of the job ({self.unit})", y)
-        axes.set_xlim(0, max(self.longest * 1.02, 1e-6))
-        return figure, axes
-
-
-class Plot(NamedTuple):
-    """Plot with its text alternative."""
-
-    title: str
-    text: str
-    svg: Markup
 
 
 def plots(runs: Sequence[JobHistory], labels: Sequence[str]) -> list[Plot]:
     """Return the plots for which the events have data."""
-    shown = list(zip(runs[:MOST_JOBS], map(printable, labels), strict=False))
-    clock = _clock(max(run.last - run.began for run, _ in shown))
-    makers = (_sizes, _parts, _goodput, _badput, _rates, _downtimes)
-    settings: Any = dict(matplotlib.rcParamsDefault.items())
-    del settings["backend"]
-    settings |= _SETTINGS
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # not: it makes its font cache
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a name with glyphs that matplotlib's font lacks: the browser has them
-        found = [make(shown, clock) for make in makers]
-    return [plot for plot in found if plot is not None]
+    return made(runs, labels, (_sizes, _parts, _goodput, _badput, _rates, _downtimes))
 
 
-def _sizes(shown: Shown, clock: _Clock) -> Plot | None:
+def _sizes(shown: Shown, clock: Clock) -> Plot | None:
     figure, axes = clock.axes("World size over time", "workers")
     texts, largest, has_failures = [], 0, False
     for index, (run, label) in enumerate(shown):
-        points = _thinned(clock.since_start(run, run.sizes), _MOST_POINTS)
+        points = thinned(clock.since_start(run, run.sizes), _MOST_POINTS)
         if points:
             sizes = [size for _, size in run.sizes[:-1]]
             largest = max(largest, *sizes)
-            axes.step(*_columns(points), where="post", label=label, **_line(index))
+            axes.step(*columns(points), where="post", label=label, **line_style(index))
             texts.append(f"{label}: {span_of(sizes, 'd')} workers, {sizes[-1]} at the end")
-        failures = _thinned(clock.since_start(run, _failures_on_line(run)), _MOST_MARKS)
+        failures = thinned(clock.since_start(run, _failures_on_line(run)), _MOST_MARKS)
         if failures:
             has_failures = True
-            axes.plot(*_columns(failures), "x", color=_TEXT, markersize=6, markeredgewidth=1.5, zorder=3)
+            axes.plot(*columns(failures), "x", color=TEXT, markersize=6, markeredgewidth=1.5, zorder=3)
     if not texts:
         return None
     if has_failures:
-        axes.plot([], [], "x", color=_TEXT, label="failure of a worker", markersize=6, markeredgewidth=1.5)
+        axes.plot([], [], "x", color=TEXT, label="failure of a worker", markersize=6, markeredgewidth=1.5)
     axes.set_ylim(0, largest * 1.12)
     axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    return _drawn(figure, axes, texts, always=has_failures)
+    return drawn(figure, axes, texts, always=has_failures)
 
 
-def _parts(shown: Shown, clock: _Clock) -> Plot | None:
+def _parts(shown: Shown, clock: Clock) -> Plot | None:
     accounts = [(label, shares) for run, label in shown if (shares := parts_of(run)) is not None]
     if not accounts:
         return None
     names = share_names([shares for _, shares in accounts])
-    figure, axes = _axes("Goodput and badput by cause", "share of the wall time (%)", "", 1.8 + 0.4 * len(accounts))
+    figure, axes = axes_of("Goodput and badput by cause", "share of the wall time (%)", "", 1.8 + 0.4 * len(accounts))
     axes.grid(visible=False, axis="y")
     left = [0.0] * len(accounts)
     for index, name in enumerate(names):
         widths = [_percent(shares, name) for _, shares in accounts]
         hatch = ("", "///", "...")[index // COLOURS % 3]
-        colour = _line(_PART_COLOURS[index % COLOURS])["color"]
+        colour = line_style(_PART_COLOURS[index % COLOURS])["color"]
         axes.barh(range(len(accounts)), widths, left=left, height=0.6, label=_spaced(name), color=colour, hatch=hatch)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(accounts)), [_short(label) for label, _ in accounts])
+    axes.set_yticks(range(len(accounts)), [short(label) for label, _ in accounts])
     axes.set_ylim(len(accounts) - 0.5, -0.5)
     axes.set_xlim(0, 100)
     texts = []
@@ -145,64 +85,64 @@ def _parts(shown: Shown, clock: _Clock) -> Plot | None:
         parts = sorted(shares.parts.items(), key=lambda part: -part[1])
         shown_parts = [f"{_spaced(name)} {_percent(shares, name):.1f}%" for name, _ in parts[:6]]
         texts.append(f"{label}: {', '.join(shown_parts)}")
-    return _drawn(figure, axes, texts, always=True)
+    return drawn(figure, axes, texts, always=True)
 
 
-def _goodput(shown: Shown, clock: _Clock) -> Plot | None:
+def _goodput(shown: Shown, clock: Clock) -> Plot | None:
     if not any(len(run.goodput) > 1 for run, _ in shown):
         return None
     figure, axes = clock.axes("Goodput since the start", "share of the time (%)")
     texts = []
     for index, (run, label) in enumerate(shown):
-        points = [(x, 100 * y) for x, y in _thinned(clock.since_start(run, run.goodput), _MOST_POINTS)]
+        points = [(x, 100 * y) for x, y in thinned(clock.since_start(run, run.goodput), _MOST_POINTS)]
         if points:
-            axes.plot(*_columns(points), label=label, marker=".", **_line(index))
+            axes.plot(*columns(points), label=label, marker=".", **line_style(index))
             texts.append(f"{label}: {points[-1][1]:.1f}% at the end")
     axes.set_ylim(0, 100)
-    return _drawn(figure, axes, texts)
+    return drawn(figure, axes, texts)
 
 
-def _badput(shown: Shown, clock: _Clock) -> Plot | None:
+def _badput(shown: Shown, clock: Clock) -> Plot | None:
     """One group of bars for each cause: next to the goodput they would be too small."""
     accounts = [(index, label, found) for index, (run, label) in enumerate(shown) if (found := parts_of(run))]
     names = [name for name in share_names([found for _, _, found in accounts]) if name != "goodput"][:_MOST_CAUSES]
     if not names:
         return None
     height = 0.8 / len(accounts)
-    figure, axes = _axes("Badput by cause", "share of the wall time (%)", "", 1.5 + 0.22 * len(names) * len(accounts))
+    figure, axes = axes_of("Badput by cause", "share of the wall time (%)", "", 1.5 + 0.22 * len(names) * len(accounts))
     axes.grid(visible=False, axis="y")
     texts = []
     for row, (index, label, found) in enumerate(accounts):
         shares = [_percent(found, name) for name in names]
         places = [place - 0.4 + (row + 0.5) * height for place in range(len(names))]
-        axes.barh(places, shares, height=height * 0.9, label=label, color=_line(index)["color"])
+        axes.barh(places, shares, height=height * 0.9, label=label, color=line_style(index)["color"])
         texts.append(f"{label}: badput {100 - _percent(found, 'goodput'):.1f}% of {found.wall_s:.0f} s")
-    axes.set_yticks(range(len(names)), [_short(_spaced(name)) for name in names])
+    axes.set_yticks(range(len(names)), [short(_spaced(name)) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
-    return _drawn(figure, axes, texts)
+    return drawn(figure, axes, texts)
 
 
-def _rates(shown: Shown, clock: _Clock) -> Plot | None:
+def _rates(shown: Shown, clock: Clock) -> Plot | None:
     figure, axes = clock.axes("Ticks per second, by generation", "ticks per s")
     texts, largest = [], 0.0
     for index, (run, label) in enumerate(shown):
         points: Points = []
         known = [(g, rate) for g in run.generations if (rate := g.ticks_per_s) is not None]
-        for g, rate in _thinned_list(known, _MOST_MARKS):
+        for g, rate in thinned_list(known, _MOST_MARKS):
             begin, end = g.resumed or g.formed, g.last_tick or g.formed
             points += [*clock.since_start(run, [(begin, rate), (end, rate)]), (nan, nan)]
         if points:
-            axes.plot(*_columns(points), label=label, marker="|", **{**_line(index), "linewidth": 2.6})
+            axes.plot(*columns(points), label=label, marker="|", **{**line_style(index), "linewidth": 2.6})
             rates = [rate for _, rate in known]
             largest = max(largest, *rates)
             texts.append(f"{label}: {span_of(rates, '.3g')} ticks per s in {number_of(len(known), 'generation')}")
     if not texts:
         return None
     axes.set_ylim(0, largest * 1.15)
-    return _drawn(figure, axes, texts)
+    return drawn(figure, axes, texts)
 
 
-def _downtimes(shown: Shown, clock: _Clock) -> Plot | None:
+def _downtimes(shown: Shown, clock: Clock) -> Plot | None:
     figure, axes = clock.axes("Downtime of each change", "seconds")
     texts, values = [], []
     for index, (run, label) in enumerate(shown):
@@ -210,9 +150,9 @@ def _downtimes(shown: Shown, clock: _Clock) -> Plot | None:
             found = [(g.formed, g.downtime_s) for g in run.generations if g.downtime_s and g.planned == planned]
             if not found:
                 continue
-            points = _thinned(clock.since_start(run, found), _MOST_POINTS)
+            points = thinned(clock.since_start(run, found), _MOST_POINTS)
             name = kind if len(shown) == 1 else f"{label}: {kind}"
-            axes.plot(*_columns(points), marker, label=name, color=_line(index)["color"], markeredgewidth=1.8)
+            axes.plot(*columns(points), marker, label=name, color=line_style(index)["color"], markeredgewidth=1.8)
             costs = [cost for _, cost in found]
             values += costs
             texts.append(f"{label}: {number_of(len(costs), kind)}, {span_of(costs, '.2g')} s")
@@ -223,70 +163,7 @@ def _downtimes(shown: Shown, clock: _Clock) -> Plot | None:
         axes.set_ylabel("seconds (logarithmic)")
     else:
         axes.set_ylim(0, max(values) * 1.15)
-    return _drawn(figure, axes, texts, always=True)
-
-
-# ------------------------------------------------------------------------------------------------------------ drawing
-
-
-def _axes(title: str, x: str, y: str, height: float = 3.1) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.0, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    return figure, axes
-
-
-def _drawn(figure: Figure, axes: Axes, texts: Sequence[str], always: bool = False) -> Plot:
-    """Return the plot as SVG without fixed size or colours. ``texts``: one sentence for each job."""
-    handles, labels = axes.get_legend_handles_labels()
-    if always or len(labels) > 1:
-        columns = 1 if max(map(len, labels)) > 28 else 2 if max(map(len, labels)) > 14 else 3
-        figure.legend(handles, [_short(text) for text in labels], loc="outside lower center", ncols=columns)
-    title, text = axes.get_title(loc="left"), ". ".join(texts) + "."
-    axes.set_title("")  # the page has it
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
-    return Plot(title, text, _inline(buffer.getvalue(), title, text))
-
-
-def _inline(svg: str, title: str, text: str) -> Markup:
-    """Return an SVG as part of an HTML page: unique ids, colours of the page, and a title and a description."""
-    ElementTree.register_namespace("", _SVG)
-    root = ElementTree.fromstring(svg)
-    prefix = re.sub(r"\W+", "-", title.lower())
-    for element in root.iter():
-        for name, value in list(element.attrib.items()):
-            if name == "id":
-                element.set(name, f"{prefix}-{value}")
-            elif name.endswith("}href"):
-                del element.attrib[name]
-                element.set("href", f"#{prefix}-{value[1:]}")
-            elif "url(#" in value:
-                element.set(name, value.replace("url(#", f"url(#{prefix}-"))
-    for name in ("width", "height"):
-        del root.attrib[name]
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag.endswith("}metadata") or child.tag.startswith("{http://www.w3.org/1999"):
-                parent.remove(child)
-    root.set("role", "img")
-    root.set("aria-labelledby", f"{prefix}-t {prefix}-d")
-    for index, (tag, content) in enumerate((("title", title), ("desc", text))):
-        element = ElementTree.Element(f"{{{_SVG}}}{tag}", {"id": f"{prefix}-{tag[0]}"})
-        element.text = content
-        root.insert(index, element)
-    return Markup(re.sub(r"#0102([0-9a-f]{2})", _colour, ElementTree.tostring(root, "unicode")))
-
-
-def _colour(match: re.Match[str]) -> str:
-    number = int(match[1], 16)
-    return {0: "currentColor", 1: "var(--grid)"}.get(number, f"var(--c{number - 16})")
-
-
-def _line(index: int) -> dict[str, Any]:
-    return {"color": f"#0102{16 + index % COLOURS:02x}", "linestyle": _DASHES[index // COLOURS % len(_DASHES)]}
+    return drawn(figure, axes, texts, always=True)
 
 
 def _percent(shares: Shares, name: str) -> float:
@@ -295,24 +172,6 @@ def _percent(shares: Shares, name: str) -> float:
 
 def _spaced(name: str) -> str:
     return printable(name.replace("_", " "))
-
-
-def span_of(values: Sequence[float], form: str) -> str:
-    """Return ``2 to 4``, or ``2`` if all values are equal."""
-    least, most = format(min(values), form), format(max(values), form)
-    return least if least == most else f"{least} to {most}"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:39]}…"
-
-
-# ------------------------------------------------------------------------------------------------------------- points
-
-
-def _clock(longest_s: float) -> _Clock:
-    unit, seconds = ("h", 3600.0) if longest_s > 3 * 3600 else ("min", 60.0) if longest_s > 180 else ("s", 1.0)
-    return _Clock(unit, seconds, longest_s / seconds)
 
 
 def _failures_on_line(run: JobHistory) -> Points:
@@ -324,20 +183,3 @@ def _failures_on_line(run: JobHistory) -> Points:
         if sizes and sizes[0][0] <= failure.time:
             found.append((failure.time, float(sizes[index][1])))
     return found
-
-
-def _thinned(points: Points, most: int) -> Points:
-    """Return at most about ``most`` points: the last one of each part of the x axis, and the first of all."""
-    if len(points) <= most:
-        return points
-    first, width = points[0][0], (points[-1][0] - points[0][0]) / most or 1.0
-    kept = {int((x - first) / width): (x, y) for x, y in points}
-    return [points[0], *kept.values()]
-
-
-def _thinned_list(values: list[Any], most: int) -> list[Any]:
-    return values[:: -(-len(values) // most)] if values else values
-
-
-def _columns(points: Points) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]

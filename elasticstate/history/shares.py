@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elasticstate.history.job_history import JobHistory, Shares, number, shares_of
+from elasticstate.history.event_files import number
+from elasticstate.history.job_history import JobHistory, Shares, shares_of
 
 
 def parts_of(run: JobHistory) -> Shares | None:

@@ -50,7 +50,7 @@ from elasticstate.net.trust import NAME, Trust
 SLOTS = 8
 PROCESSES = 2
 TIMEOUT_S = 120.0
-REST_S = 3.0
+REST_S = 4.0  # two of the page's changes
 ROUNDS = 7
 SCRAPES = 50
 GOALS = {"world": 1.0, "hold": 1.0, "end": 0.5, "next world": 1.0}

@@ -25,11 +25,13 @@ def scrape(port: int) -> int:
 
 @contextmanager
 def page(port: int) -> Iterator[list[int]]:
-    """Read the events of the dashboard, as an open page does. Yield the sizes of the whole view and of the changes."""
+    """Read the events of the dashboard, as an open page does. Yield the sizes of the whole view, which has come, and of
+    the changes."""
     sizes: list[int] = []
     with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rb") as lines:
         connection.sendall(f"GET /events HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
         assert lines.readline().split()[1] == b"200"
+        sizes.append(next(len(line) for line in lines if line.startswith(b"data: ")))
 
         def read() -> None:
             sizes.extend(len(line) for line in lines if line.startswith(b"data: "))

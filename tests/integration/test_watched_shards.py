@@ -1,4 +1,4 @@
-"""A real sharded job on two hosts, as a person sees it: in status, Prometheus, and the dashboard in a real browser."""
+"""A real sharded job on two hosts, as people see it: status, Prometheus, dashboard and report in a real browser."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 from browser import NO_CHROMIUM, WHY as WHY_NOT, opened
-from job import Job
+from job import Job, Line
 from playwright.sync_api import Page, expect
 from test_commit_line import SCRIPT, attached
 from test_dashboard import soon, url_of
+from test_durable import saved, wait_for_copies
 from test_prometheus import each_panel_has_data, page_of
 
+from elasticstate.cli import main
 from tests.prometheus import PROMETHEUS, WHY, Prometheus
 
 pytestmark = [
@@ -43,8 +45,10 @@ def test_line_replicas_memory_and_bandwidth_of_a_sharded_job_are_shown(tmp_path:
     name = f"shards-{uuid.uuid4().hex[:8]}"
     hosts = ("-np", "2", "--min-np", "1", "-H", "localhost:1 rack=left,127.0.0.2:1 rack=right")
     shown = ("--dashboard", "0", "--metrics", "0", "--job-name", name)
+    place = tmp_path / "durable"
+    copies = ("--replica-rate", "2M", "--durable-dir", str(place), "--durable-interval", "2")
     begin, errors = time.monotonic(), list[str]()
-    with Job(tmp_path, *hosts, *shown, "--replica-rate", "2M", command=command) as job:
+    with Job(tmp_path, *hosts, *shown, *copies, command=command) as job:
         first = attached(job, 1, 2)
         shards = replicated_twice(job, name, begin)
         assert shards["memory"].keys() == {"localhost", "127.0.0.2"}
@@ -62,9 +66,54 @@ def test_line_replicas_memory_and_bandwidth_of_a_sharded_job_are_shown(tmp_path:
             os.kill(first[1]["pid"], signal.SIGSTOP)  # the survivor's world begins after --heartbeat-timeout
             os.kill(first[1]["pid"], signal.SIGKILL)
             soon(page.get_by_role("region", name="Commits"), re.compile(r"commit line\([2-9]\d*, \d+\)"))
+        wait_for_copies(job, 1)
+        place.rename(tmp_path / "lost")
+        place.touch()
+        job.wait_for("a durable copy that fails", lambda: failed_copies(job))
         job.process.send_signal(signal.SIGINT)
         job.finish(130)
+    the_report_has_the_copies(job, tmp_path / "report.html", errors)
     assert not errors
+
+
+def failed_copies(job: Job) -> list[Line]:
+    return [event for event in job.events("durable_copy") if event["state"] == "failed"]
+
+
+def the_report_has_the_copies(job: Job, path: Path, errors: list[str]) -> None:
+    """Compare the report with the events of the job, and look at it."""
+    replications = job.events("replication")
+    assert sum(event["replicated"] for event in replications) >= 2
+    assert sum(event["bytes"] for event in replications) >= 4 * SHARD_BYTES
+    for event in replications:
+        assert event["bytes"] <= 2 * RATE * 12, "two hosts, in ten seconds and what the report before has left"
+        assert event["age_s"] > 0
+        assert event["memory_bytes"] > 0
+    (first, *_) = (tuple(event["commit"]) for event in replications)
+    assert first[0] == 1
+    assert main(["report", str(job.events_file), "-o", str(path)]) == 0
+    with opened(path.as_uri(), errors) as page:
+        expect(page.get_by_role("heading", name="Copies", exact=True)).to_be_visible()
+        counts = f"{sum(e['replicated'] for e in replications)}, {sum(e['failed'] for e in replications)} failed"
+        summary = page.get_by_role("region", name="Summary")
+        expect(summary.get_by_role("row", name="replications")).to_contain_text(counts)
+        counts = f"{len(saved(job))} saved, {len(failed_copies(job))} failed"
+        expect(summary.get_by_role("row", name="durable copies")).to_contain_text(counts)
+        for title, text in {
+            "Age of the newest replicated commit": rf"at most {max(e['age_s'] for e in replications):.3g} s",
+            "Bandwidth of replication": r"[\d.]+ MB sent from host to host; up to [\d.]+ MB of memory for copies",
+            "Time to save a durable copy": rf"{len(saved(job))} saved in .* s; {len(failed_copies(job))} failed",
+            "Size of durable copies": r"[\d.]+ MB in all, the newest [\d.]+ MB",
+        }.items():
+            figure = page.get_by_role("figure").filter(has=page.get_by_role("heading", name=title))
+            expect(figure).to_contain_text(re.compile(text))
+            expect(figure.get_by_role("img")).to_be_visible()
+        failures = page.get_by_role("region", name="Copies that failed")
+        for event in failed_copies(job):
+            reason = event["reason"].partition("; next attempt")[0]
+            expect(failures).to_contain_text(re.compile(rf"durable copy\s*{event['kind']}"))
+            expect(failures).to_contain_text(reason)
+        screenshots(page, "report")
 
 
 def replicated_twice(job: Job, name: str, begin: float) -> dict[str, Any]:
@@ -102,7 +151,7 @@ def the_page_shows_the_copies(page: Page) -> None:
         r"sent between hosts[\d.]+ [kM]B/s[\d.]+ MB in all",
     ):
         soon(commits, re.compile(text))
-    expect(commits).not_to_contain_text("durable")
+    soon(commits, re.compile(r"newest durable copy\(1, \d+\)[\d.]+ s ago, [\d.]+ MB"))
     expect(page.get_by_role("list", name="Troubles with copies")).to_be_hidden()
     for host, rack in (("localhost", "left"), ("127.0.0.2", "right")):
         soon(page.get_by_role("rowheader").filter(has_text=host), f"joined, rack {rack}")
@@ -111,7 +160,11 @@ def the_page_shows_the_copies(page: Page) -> None:
     table = commits.get_by_role("table")
     expect(table.get_by_role("row")).to_have_count(3)
     soon(table.get_by_role("row", name="127.0.0.2"), re.compile(r"127\.0\.0\.2right[\d.]+ MB"))
+    screenshots(page, "shards")
+
+
+def screenshots(page: Page, name: str) -> None:
     if folder := os.environ.get("SCREENSHOTS"):
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-            page.screenshot(path=f"{folder}/shards-{scheme}.png", full_page=True)
+            page.screenshot(path=f"{folder}/{name}-{scheme}.png", full_page=True)

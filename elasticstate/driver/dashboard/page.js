@@ -3,7 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const DENSE = 64; // slots from which the map shows only ranks
 const RATE_S = 15; // time over which ticks per second are counted
-const SILENT_MS = 6000; // the driver sends something each second
+const SILENT_MS = 6000; // the driver sends something every two seconds
 const STATES = ["member", "ready", "booting", "draining", "stopping", "empty"];
 let view = {}, token = "", ahead = 0, isOver = false, samples = [], cells = new Map(), rows = new Map();
 let selected = "", outputs = null;

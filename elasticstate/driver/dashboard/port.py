@@ -19,7 +19,7 @@ from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.threads import in_thread
 
 if TYPE_CHECKING:
-    from elasticstate.driver.dashboard.server import Controls
+    from elasticstate.driver.dashboard.server import Controls, DashboardServer
 
 _WRITE_INTERVAL_S = 0.5
 
@@ -44,26 +44,27 @@ class Dashboard:
         self._directory = directory
         self._report = report
         self._has_news = asyncio.Event()
+        self._server: DashboardServer | None = None
         report.watch(self)
 
     def event(self, name: str, fields: dict[str, Any], at: float) -> None:
         self.history.event(name, fields, at)
-        self._has_news.set()
+        self._has_changed()
 
     def failure(self, failure: WorkerFailure, at: float) -> None:
         self.history.failure(failure, at)
-        self._has_news.set()
+        self._has_changed()
 
     def line(self, text: str, at: float) -> None:
         self.history.line(text, at)
-        self._has_news.set()
+        self._has_changed()
 
     @asynccontextmanager
     async def served(self, controls: Controls, token: str) -> AsyncIterator[None]:
         """Serve the page."""
         from elasticstate.driver.dashboard.server import DashboardServer
 
-        server = DashboardServer(controls, token)
+        self._server = server = DashboardServer(controls, token)
         await server.start(self._listening)
         shown = f"[{self._host}]" if ":" in self._host else self._host
         self._report.log(f"dashboard: http://{shown}:{self.port}/")
@@ -74,6 +75,11 @@ class Dashboard:
             writing.cancel()
             await asyncio.wait({writing})
             await server.close()
+
+    def _has_changed(self) -> None:
+        self._has_news.set()
+        if self._server is not None:
+            self._server.news()
 
     async def _write_regularly(self) -> None:
         while True:

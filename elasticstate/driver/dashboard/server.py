@@ -74,10 +74,14 @@ class DashboardServer:
         await self._runner.setup()
         await web.SockSite(self._runner, listening).start()
 
+    def news(self) -> None:
+        """Send all viewers what has changed: there is an event of the job."""
+        self._viewers.news()
+
     async def close(self) -> None:
         """Send the last view to all viewers, and stop."""
         self._is_over.set()
-        await self._viewers.close()
+        self._viewers.close()
         await self._runner.cleanup()
 
     # -------------------------------------------------------------------------------------------------- the requests

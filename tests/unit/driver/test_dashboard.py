@@ -6,7 +6,8 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from elasticstate.driver.dashboard.history import History, decoded
 from elasticstate.driver.dashboard.merge_patch import difference
 from elasticstate.driver.dashboard.server import Controls, DashboardServer
 from elasticstate.driver.dashboard.view import view_of
+from elasticstate.driver.dashboard.viewers import INTERVAL_S, QUIET_INTERVAL_S, Viewers
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.overview import overview_of
 from elasticstate.driver.tails import Tails
@@ -31,6 +33,7 @@ from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.net.names import own_addresses
 from tests.policy import policy_of
 from tests.unit.core.test_membership import drive
+from tests.unit.driver.clock import Clock
 from tests.unit.driver.test_figures import SCRIPT
 
 TOKEN = "t" * 40
@@ -331,6 +334,31 @@ def remembered(into: list[Served]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Served, "__init__", init)
         yield
+
+
+def test_changes_are_sent_after_an_event_and_otherwise_less_often() -> None:
+    times: list[float] = []
+
+    async def watch() -> None:
+        loop = asyncio.get_running_loop()
+        viewers = Viewers(lambda: {"now": loop.time()})
+        viewers.news()  # nobody looks
+        stream = viewers.messages()
+        for events in ((), (), (), (0.1, 0.2), (), (1.5,), ()):
+            for after in events:
+                loop.call_later(after, viewers.news)
+            await anext(stream)
+            times.append(loop.time())
+        viewers.close()
+        async for _ in stream:
+            pass
+
+    with closing(Clock()) as clock:
+        clock.run_until_complete(watch())
+    quiet, soon = QUIET_INTERVAL_S, INTERVAL_S
+    steps = [later - earlier for earlier, later in pairwise(times)]
+    assert times[0] == 0.0
+    assert steps == pytest.approx([quiet, quiet, soon, quiet, 1.5, quiet])
 
 
 def test_output_is_sent_as_data() -> None:

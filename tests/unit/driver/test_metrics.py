@@ -7,9 +7,12 @@ import json
 import re
 import socket
 import sys
+import threading
 import time
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from urllib.error import URLError
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -115,6 +118,18 @@ def test_before_the_first_tick_there_is_no_ratio() -> None:
     assert "elasticstate_goodput_ratio" not in names
     assert "elasticstate_commit_tick" not in names
     assert "elasticstate_badput_seconds" in names
+
+
+def test_a_server_answers_until_it_is_closed() -> None:
+    server = MetricsServer("127.0.0.1:0", "j", job_state(over()))
+    threads = threading.active_count()
+    for _ in range(2):
+        with urllib.request.urlopen(server.url) as answer:
+            assert samples(answer.read().decode())["elasticstate_job_info", "j"] == 1
+    server.close()
+    with pytest.raises(URLError, match="Connection refused"):
+        urllib.request.urlopen(server.url)
+    assert threading.active_count() < threads
 
 
 def test_an_address_in_use_is_an_error_of_the_option() -> None:

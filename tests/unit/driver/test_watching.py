@@ -36,7 +36,6 @@ def test_a_page_and_a_scrape_cost_no_more_than_ten_times_the_heartbeats_of_a_sec
     state.membership = m
     registry = CollectorRegistry()
     registry.register(JobCollector("j", state))
-    viewers = Viewers(lambda: view_of("j", state, History(), now, 1000.0))
     costs: dict[str, list[float]] = {"heartbeats": [], "page": [], "scrape": []}
 
     def heartbeats(tick: int) -> t.Several:
@@ -44,6 +43,7 @@ def test_a_page_and_a_scrape_cost_no_more_than_ten_times_the_heartbeats_of_a_sec
 
     async def watch() -> None:
         nonlocal now
+        viewers = Viewers(lambda: view_of("j", state, History(), now, 1000.0))
         stream = viewers.messages()
         await anext(stream)
         for tick in range(2, 2 + ROUNDS):
@@ -53,7 +53,7 @@ def test_a_page_and_a_scrape_cost_no_more_than_ten_times_the_heartbeats_of_a_sec
             costs["scrape"].append(cpu_s(lambda: generate_latest(registry)))
             assert (await anext(stream)).count(b'"tick":%d' % tick) == WORKERS
         await stream.aclose()
-        await viewers.close()
+        viewers.close()
 
     asyncio.run(watch())
     least = {name: min(found) for name, found in costs.items()}

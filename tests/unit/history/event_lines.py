@@ -62,6 +62,20 @@ class EventLines:
     def end(self, at: float, cause: str, tick: int | None = None) -> EventLines:
         return self.add(at, "end", cause=cause, at="now" if tick is None else tick)
 
+    def replication(self, at: float, age_s: float | None, replicated: int, **fields: Any) -> EventLines:
+        commit = None if age_s is None else [self.generation, int(at)]
+        figures = {"failed": 0, "seconds": 0.5, "bytes": 3_000_000, "memory_bytes": 40_000_000, **fields}
+        return self.add(at, "replication", commit=commit, age_s=age_s, replicated=replicated, **figures)
+
+    def durable(self, at: float, commit: tuple[int, int], size: int, seconds: float) -> EventLines:
+        figures = {"commit": list(commit), "bytes": size, "seconds": seconds, "failures": 0}
+        return self.add(at, "durable_copy", state="saved", host="a", folder=f"copy-{at}", **figures)
+
+    def not_durable(self, at: float, kind: str, reason: str) -> EventLines:
+        where = {"host": "a", "folder": f"copy-{at}", "kind": kind}
+        text = f"a durable copy could not be saved: {reason}; next attempt in 2 s"
+        return self.add(at, "durable_copy", state="failed", **where, reason=text, failures=1)
+
     def finished(self, at: float, status: str = "succeeded", **fields: Any) -> EventLines:
         figures: dict[str, Any] = {"generations": self.generation, "failures": 1, "driver": 1, "downtime_s": 0.5}
         figures |= {"commits_lost": 0, "ticks_lost": 0, "lower_bounds": [], "goodput": 0.8}
@@ -85,6 +99,22 @@ def killed_and_restarted(path: Path, job: str = "job-1", error: str = "", host: 
     for slot, incarnation in ((0, 1), (1, 2)):
         lines.exited(20, f"{host}:{slot}#{incarnation}", slot, code=0)
     return lines.finished(20.1)
+
+
+def with_copies(path: Path, job: str = "job-1") -> EventLines:
+    """Write the events of a sharded job that replicates, and saves durable copies."""
+    lines = EventLines(path, job).start().host(0.1, "a", 1).host(0.1, "b", 1)
+    lines.worker(0.2, "started", "a:0#1").worker(0.2, "started", "b:0#1")
+    lines.worker(1, "ready", "a:0#1").worker(1, "ready", "b:0#1").world(2, 2, ["a:0#1", "b:0#1"], hosts=2)
+    lines.durable(5, (1, 30), 90_000_000, 0.25).replication(13, 0.75, 12)
+    for at in (15, 17):
+        lines.not_durable(at, "full", f"No space left for /run/copy-{at}")
+    lines.not_durable(19, "storage", "the process <b>was killed</b>")
+    lines.replication(24, 4.0, 2, failed=2, seconds=2.0, reason="commit (1, 35) has not come")
+    lines.durable(25, (1, 80), 90_000_000, 1.5)
+    lines.replication(36, 0.5, 9, failed=1, bytes=1_000_000, reason="commit (1, 95) has not come")
+    lines.exited(40, "a:0#1", 0, code=0).exited(40, "b:0#1", 1, code=0)
+    return lines.finished(40.1, failures=0)
 
 
 def big_job(path: Path, workers: int, worlds: int) -> Path:

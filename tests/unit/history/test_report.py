@@ -12,7 +12,7 @@ import pytest
 from elasticstate.history.event_files import read_events
 from elasticstate.history.job_history import histories
 from elasticstate.history.page import duration, page
-from tests.unit.history.event_lines import EventLines, big_job, killed_and_restarted
+from tests.unit.history.event_lines import EventLines, big_job, killed_and_restarted, with_copies
 
 ALONE = {"meta", "link", "br", "img", "input", "path", "use", "rect", "line", "circle", "stop"}
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 9\nValueError: <b>bold</b> & </pre>'
@@ -143,6 +143,62 @@ def test_each_plot_has_a_title_axes_with_units_and_a_text_alternative(tmp_path: 
             assert label in parsed.text, title
         assert "#0102" not in figure, "a placeholder of a colour"
         assert "currentColor" in figure
+
+
+def test_copies_have_their_own_section(tmp_path: Path) -> None:
+    text = made(with_copies(tmp_path / "e").path)
+    section = text.partition("<h2>Copies</h2>")[2].partition("<section")[0]
+    figures = re.findall(r"<figure>.*?</figure>", section, re.DOTALL)
+    expected = {
+        "Age of the newest replicated commit": ("seconds", "job-1: at most 4 s; 23 replications, 3 failed."),
+        "Bandwidth of replication": (
+            "MB per s",
+            "job-1: 7 MB sent from host to host; up to 40 MB of memory for copies.",
+        ),
+        "Time to save a durable copy": ("failed attempt", "job-1: 2 saved in 0.25 to 1.5 s; 3 failed."),
+        "Size of durable copies": ("MB", "job-1: 180 MB in all, the newest 90 MB."),
+    }
+    assert len(figures) == len(expected)
+    for figure, (title, (label, caption)) in zip(figures, expected.items(), strict=True):
+        assert f">{title}</h3>" in figure
+        assert label in ParsedPage(figure).text
+        assert f"<figcaption>{caption}</figcaption>" in figure
+        assert "#0102" not in figure, "a placeholder of a colour"
+        assert "var(--c0)" in figure
+    table = ParsedPage(section).text
+    for part in (
+        "replication 3 24.0 s 36.0 s commit (1, 95) has not come",
+        "durable copy full 2 15.0 s 17.0 s a durable copy could not be saved: No space left for /run/copy-17 durable",
+        "durable copy storage 1 19.0 s 19.0 s a durable copy could not be saved: the process <b>was killed</b>",
+    ):
+        assert part in table
+    summary = ParsedPage(text).text
+    assert "replications 23, 3 failed durable copies 2 saved, 3 failed" in summary
+
+
+def test_copies_of_several_jobs_are_compared(tmp_path: Path) -> None:
+    lines = EventLines(tmp_path / "other", "other").start().host(0.1, "a", 1)
+    lines.world(1, 1, ["a:0#1"]).durable(3, (1, 5), 500, 0.1).finished(9)
+    text = made(with_copies(tmp_path / "e").path, lines.path)
+    assert "job-1: 2 saved in 0.25 to 1.5 s; 3 failed. other: 1 saved in 0.1 s; 0 failed." in text
+    assert "job-1: at most 4 s; 23 replications, 3 failed.<" in text, "the other has none"
+    assert "job-1 replication 3 24.0 s" in ParsedPage(text).text
+
+
+def test_a_job_whose_copies_all_failed_has_their_reasons(tmp_path: Path) -> None:
+    lines = EventLines(tmp_path / "e").start().not_durable(3, "missing", "No such directory")
+    lines.replication(9, None, 0, failed=1, bytes=0, memory_bytes=0, reason="host b was lost").finished(10)
+    text = ParsedPage(made(lines.path)).text
+    for part in ("job-1: 0 saved; 1 failed.", "host b was lost", "No such directory"):
+        assert part in text
+    assert "Age of the newest" not in text
+    assert "Size of durable" not in text
+
+
+def test_a_job_without_copies_has_no_such_section(tmp_path: Path) -> None:
+    text = made(killed_and_restarted(tmp_path / "e").path)
+    for part in ("<h2>Copies</h2>", "replications", "durable"):
+        assert part not in text
 
 
 def test_tables_have_headers_with_a_scope(tmp_path: Path) -> None:
