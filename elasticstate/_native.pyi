@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 class _Array(Protocol):
     """Object that exports one-dimensional, contiguous ``uint8`` CPU memory by DLPack or the buffer protocol."""
 
@@ -95,6 +97,14 @@ def scatter(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int 
     The bytes are copied even if the checksum turns out to be wrong.
     """
 
+def copy_runs(buffer: _Array, offsets: Sequence[int], sizes: Sequence[int], addresses: Sequence[int]) -> None:
+    """Copy ``sizes[i]`` bytes at ``offsets[i]`` of the buffer to ``addresses[i]``, for each i, without the GIL.
+
+    Many bytes are divided evenly among up to four threads, whatever the sizes. **Addresses are not checked.**
+
+    Raises ValueError as ``checksums`` does; nothing has been copied.
+    """
+
 def checksum(buffer: _Array, begin: int, end: int, checksum: int = 0) -> int:
     """Return the CRC-32C (RFC 3720) of bytes [begin, end), continued from ``checksum``. Errors as in ``gather``."""
 
@@ -110,6 +120,24 @@ def checksums(buffer: _Array, offsets: Sequence[int], sizes: Sequence[int]) -> l
     Raises ValueError when the numbers of sizes and offsets differ, or a range does not fit (the message names the
     range).
     """
+
+class FileMap:
+    """A whole file in memory, mapped shared with all its pages. No process may shorten it. Not thread-safe.
+
+    The memory stays mapped while this object, or an array of it, exists.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Map without the GIL. Raise RuntimeError if there are too few addresses."""
+
+    def grow(self, fd: int) -> bool:
+        """Map what the file has become longer. Memory that is in use does not move.
+
+        Return False, and change nothing, if the addresses that were reserved do not suffice.
+        """
+
+    def memory(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return the file as ``uint8[n]``."""
 
 class _Indices(Protocol):
     """Object that exports one-dimensional, contiguous ``int64`` CPU memory by DLPack or the buffer protocol."""

@@ -21,6 +21,7 @@
 #include "bind_sentinel.hpp"
 #include "control_page.hpp"
 #include "crc32c.hpp"
+#include "file_map.hpp"
 #include "hold_word.hpp"
 #include "permutation.hpp"
 #include "pieces.hpp"
@@ -87,21 +88,43 @@ std::uint32_t copy_bytes(Writable target, Readable source, std::uint32_t checksu
     return found;
 }
 
-std::vector<std::uint32_t> checksums_of(Readable buffer, const Numbers &offsets, const Numbers &sizes) {
+void check_ranges(const Numbers &offsets, const Numbers &sizes, std::size_t buffer_size) {
     if (offsets.size() != sizes.size()) {
         const std::string message =
             std::to_string(offsets.size()) + " offsets, but " + std::to_string(sizes.size()) + " sizes";
         throw nb::value_error(message.c_str());
     }
+    for (std::size_t i = 0; i < offsets.size(); ++i) {
+        if (offsets[i] > buffer_size || sizes[i] > buffer_size - offsets[i]) {
+            const std::string message = "range " + std::to_string(i) + ": " + std::to_string(sizes[i]) +
+                                        " bytes at offset " + std::to_string(offsets[i]) +
+                                        " are outside a buffer of " + std::to_string(buffer_size);
+            throw nb::value_error(message.c_str());
+        }
+    }
+}
+
+void copy_runs(Readable buffer, const Numbers &offsets, const Numbers &sizes, const Numbers &addresses) {
+    check_ranges(offsets, sizes, buffer.size());
+    if (addresses.size() != sizes.size()) {
+        const std::string message =
+            std::to_string(addresses.size()) + " addresses, but " + std::to_string(sizes.size()) + " sizes";
+        throw nb::value_error(message.c_str());
+    }
+    std::vector<elasticstate::Pieces::Piece> runs;
+    runs.reserve(offsets.size());
+    for (std::size_t i = 0; i < offsets.size(); ++i) {
+        runs.push_back({reinterpret_cast<std::uint8_t *>(addresses[i]), offsets[i], sizes[i]});
+    }
+    const nb::gil_scoped_release nogil;
+    elasticstate::copy_runs(buffer.data(), runs);
+}
+
+std::vector<std::uint32_t> checksums_of(Readable buffer, const Numbers &offsets, const Numbers &sizes) {
+    check_ranges(offsets, sizes, buffer.size());
     std::vector<elasticstate::Range> ranges;
     ranges.reserve(offsets.size());
     for (std::size_t i = 0; i < offsets.size(); ++i) {
-        if (offsets[i] > buffer.size() || sizes[i] > buffer.size() - offsets[i]) {
-            const std::string message = "range " + std::to_string(i) + ": " + std::to_string(sizes[i]) +
-                                        " bytes at offset " + std::to_string(offsets[i]) +
-                                        " are outside a buffer of " + std::to_string(buffer.size());
-            throw nb::value_error(message.c_str());
-        }
         ranges.push_back({offsets[i], sizes[i]});
     }
     const nb::gil_scoped_release nogil;
@@ -121,8 +144,32 @@ void bind_pieces(nb::module_ &m) {
     m.def("fill", &fill_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a);
     m.def("scatter", &scatter_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
     m.def("copy", &copy_bytes, "target"_a.noconvert(), "source"_a.noconvert(), "checksum"_a = 0);
+    m.def("copy_runs", &copy_runs, "buffer"_a.noconvert(), "offsets"_a, "sizes"_a, "addresses"_a);
     m.def("checksum", &checksum_of, "buffer"_a.noconvert(), "begin"_a, "end"_a, "checksum"_a = 0);
     m.def("checksums", &checksums_of, "buffer"_a.noconvert(), "offsets"_a, "sizes"_a);
+}
+
+void bind_file_map(nb::module_ &m) {
+    using elasticstate::FileMap;
+    nb::class_<FileMap>(m, "FileMap")
+        .def(
+            "__init__",
+            [](FileMap *self, int fd) {
+                const nb::gil_scoped_release nogil;
+                new (self) FileMap(fd);
+            },
+            "fd"_a)
+        .def(
+            "grow",
+            [](FileMap &self, int fd) {
+                const nb::gil_scoped_release nogil;
+                return self.grow(fd);
+            },
+            "fd"_a)
+        .def("memory", [](nb::handle_t<FileMap> self) {
+            const auto &map = nb::cast<const FileMap &>(self);
+            return nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(map.data(), {map.size()}, self);
+        });
 }
 
 using Indices = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -267,6 +314,7 @@ NB_MODULE(_native, m) {
     hold_word.attr("HOLD") = HoldWord::HOLD;
     m.def("exit_after_finalization", &exit_after_finalization, "status"_a);
     bind_pieces(m);
+    bind_file_map(m);
     bind_permutation(m);
     bind_control_page(m);
     elasticstate::bind_identities(m);

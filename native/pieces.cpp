@@ -1,51 +1,24 @@
 #include "pieces.hpp"
 
-#include <sched.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <system_error>
-#include <thread>
 
 #include "crc32c.hpp"
+#include "in_parallel.hpp"
 
 namespace elasticstate {
 namespace {
 
-constexpr std::size_t MAX_THREADS = 4;
 constexpr std::size_t BLOCK = std::size_t{4} << 20;  // unit of work: small, so that no thread waits for a slow one
-constexpr std::size_t MIN_BYTES_PER_THREAD = 2 * BLOCK;  // with fewer bytes, a thread costs more than it saves
 constexpr std::size_t MAX_OFFSET = std::numeric_limits<std::int64_t>::max();
-
-std::size_t cores() noexcept {
-    cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) == 0 ? static_cast<std::size_t>(CPU_COUNT(&set)) : 1;
-}
 
 /// Calls work(0) ... work(count - 1), each once. The number of threads depends on the total of `bytes`.
 template <typename Work>
-void in_parallel(std::size_t count, std::size_t bytes, const Work &work) {
-    std::atomic<std::size_t> next{0};
-    const auto take = [&] {
-        for (std::size_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
-            work(i);
-        }
-        finish_copies();
-    };
-    const std::size_t threads = std::min({MAX_THREADS, cores(), bytes / MIN_BYTES_PER_THREAD, count});
-    std::vector<std::jthread> helpers;  // joined by their destructors
-    for (std::size_t i = 1; i < threads; ++i) {
-        try {
-            helpers.emplace_back(take);
-        } catch (const std::system_error &) {  // no more threads available: the work takes longer
-            break;
-        }
-    }
-    take();
+void copy_in_parallel(std::size_t count, std::size_t bytes, const Work &work) {
+    in_parallel(count, bytes, work, finish_copies);
 }
 
 /// Splits [begin, end) into blocks, and combines their checksums. `work(from, to)` returns the checksum of one block.
@@ -53,7 +26,7 @@ template <typename Work>
 std::uint32_t by_blocks(std::size_t begin, std::size_t end, std::uint32_t checksum, const Work &work) {
     std::vector<std::uint32_t> parts((end - begin + BLOCK - 1) / BLOCK);
     const auto last = [&](std::size_t i) { return std::min(end, begin + (i + 1) * BLOCK); };
-    in_parallel(parts.size(), end - begin, [&](std::size_t i) { parts[i] = work(begin + i * BLOCK, last(i)); });
+    copy_in_parallel(parts.size(), end - begin, [&](std::size_t i) { parts[i] = work(begin + i * BLOCK, last(i)); });
     for (std::size_t i = 0; i < parts.size(); ++i) {
         checksum = crc32c_combine(checksum, parts[i], last(i) - (begin + i * BLOCK));
     }
@@ -132,7 +105,7 @@ void fill(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::si
     for (const Pieces::Piece &piece : pieces.all()) {
         bytes += piece.size;
     }
-    in_parallel(blocks, bytes, [&](std::size_t i) {
+    copy_in_parallel(blocks, bytes, [&](std::size_t i) {
         walk(
             pieces.all(), begin + i * BLOCK, std::min(end, begin + (i + 1) * BLOCK),
             [&](const Pieces::Piece &piece, std::size_t at, std::size_t size) {
@@ -157,6 +130,20 @@ std::uint32_t scatter(const std::uint8_t *buffer, const Pieces &pieces, std::siz
     });
 }
 
+void copy_runs(const std::uint8_t *buffer, std::span<const Pieces::Piece> runs) {
+    std::vector<Pieces::Piece> parts;  // large runs are split into blocks, so that all threads have about equal work
+    std::size_t bytes = 0;
+    for (const Pieces::Piece &run : runs) {
+        for (std::size_t done = 0; done < run.size; done += BLOCK) {
+            parts.push_back({run.address + done, run.offset + done, std::min(BLOCK, run.size - done)});
+        }
+        bytes += run.size;
+    }
+    copy_in_parallel(parts.size(), bytes, [&](std::size_t i) {
+        std::memcpy(parts[i].address, buffer + parts[i].offset, parts[i].size);
+    });
+}
+
 std::uint32_t checksum_of(const std::uint8_t *buffer, std::size_t begin, std::size_t end, std::uint32_t checksum) {
     return by_blocks(begin, end, checksum, [&](std::size_t from, std::size_t to) {
         return crc32c(0, buffer + from, to - from);
@@ -173,7 +160,7 @@ std::vector<std::uint32_t> checksums_of(const std::uint8_t *buffer, std::span<co
         bytes += range.size;
     }
     std::vector<std::uint32_t> found(parts.size());
-    in_parallel(parts.size(), bytes,
+    copy_in_parallel(parts.size(), bytes,
                 [&](std::size_t i) { found[i] = crc32c(0, buffer + parts[i].offset, parts[i].size); });
     std::vector<std::uint32_t> results;
     results.reserve(ranges.size());

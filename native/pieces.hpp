@@ -53,6 +53,9 @@ void fill(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::si
 std::uint32_t scatter(const std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end,
                       std::uint32_t checksum);
 
+/// Copies runs of `buffer` to the addresses of `runs`, in any order. Runs may overlap in the buffer, not at their addresses.
+void copy_runs(const std::uint8_t *buffer, std::span<const Pieces::Piece> runs);
+
 std::uint32_t checksum_of(const std::uint8_t *buffer, std::size_t begin, std::size_t end, std::uint32_t checksum);
 
 /// Returns the checksum of each range.

@@ -213,7 +213,7 @@ class Agent:
             outputs.complain,
         )
         supervisor.copy_figures = copies.figures
-        supply = Supply(storage, handles, key, spec.call, tasks.begin, attachment.warn)
+        supply = Supply(storage, handles, key, spec.call, tasks.begin, attachment.warn, copies.share)
         allocator = StorageAllocator(
             storage,
             launch.host,

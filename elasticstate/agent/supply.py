@@ -14,7 +14,7 @@ from elasticstate.agent.driver_connection import DriverConnection
 from elasticstate.agent.host_storage import HostStorage
 from elasticstate.agent.result import Results
 from elasticstate.agent.worker_handle import WorkerHandle
-from elasticstate.core.types import WorkerId
+from elasticstate.core.types import CommitId, SlotId, WorkerId
 from elasticstate.errors import CommitStorageError
 from elasticstate.net import messages
 from elasticstate.net.link import WorkerConnection
@@ -27,7 +27,8 @@ REMEDY = (
 
 
 class Supply:
-    """Gives workers their files. ``begin`` starts a task; ``warn`` gets messages for the user at the driver."""
+    """Gives workers their files. ``begin`` starts a task; ``warn`` gets messages for the user at the driver; ``share``
+    is ``HostCopies.share``."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class Supply:
         call: bytes,
         begin: Callable[[Coroutine[Any, Any, object]], None],
         warn: Callable[[str], None],
+        share: Callable[[SlotId, CommitId], tuple[int, tuple[int, int, int]] | None],
     ) -> None:
         self._storage = storage
         self._handles = handles
@@ -45,14 +47,17 @@ class Supply:
         self._call = _in_memory(call) if call else None
         self._begin = begin
         self._warn = warn
+        self._share = share
         self._fault = ""  # error of the last attempt to create a new directory
 
     def give(self, request: messages.RequestStorage, connection: WorkerConnection) -> None:
         """Answer a worker that requests its files: at boot, or at a commit after the files have lost their names.
 
-        Or it requests the commits of another slot, which it only reads.
+        Or it requests the commits of another slot, or a kept copy, which it only reads.
         """
-        if request.peer is None:
+        if request.copy is not None:
+            self._begin(self._give_copy(*request.copy, connection))
+        elif request.peer is None:
             self._begin(self._give(request.worker, connection))
         else:
             self._give_peer(request, connection)
@@ -66,6 +71,16 @@ class Supply:
             slot = min(held, key=lambda slot: (-held[slot][0], -held[slot][1], slot))
         files = self._storage.slots().get(slot)
         connection.give(messages.Storage(self._key, False, slot), files.descriptors if files is not None else [])
+
+    async def _give_copy(self, slot: SlotId, commit: CommitId, connection: WorkerConnection) -> None:
+        try:
+            found = await in_thread(self._share, slot, commit)
+        except OSError:  # no descriptor is left: the worker reads from the copy server
+            found = None
+        fd, content = found if found is not None else (None, None)
+        connection.give(messages.Storage(self._key, False, content=content), [] if fd is None else [fd])
+        if fd is not None:
+            os.close(fd)
 
     def _newest_seal(self, slot: int) -> tuple[int, int] | None:
         """Return generation and tick of the newest commit in a slot."""

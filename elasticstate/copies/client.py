@@ -129,13 +129,13 @@ class CopyClient:
             try:
                 connection, is_used = self._take(copy.host)
             except (OSError, CopyError) as error:
-                self._check_open()
+                self.check_open()
                 raise CopyError(f"{_name(copy)} cannot be read: {_reason(error)}") from error
             try:
                 result = call(connection)
             except BaseException as error:
                 self._discard(connection)
-                self._check_open()
+                self.check_open()
                 if is_used and isinstance(error, ConnectionError):
                     continue
                 if isinstance(error, OSError | CopyError):
@@ -144,14 +144,15 @@ class CopyClient:
             self._give_back(copy.host, connection)
             return result
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise CollectiveError if another thread has closed this client."""
         if self.closed.is_set():
             raise CollectiveError("the world has ended while shards were read")
 
     def _take(self, host: str) -> tuple[Wire, bool]:
         """Return a connection, and True if it has been used before."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             idle = self._idle.get(host)
             if idle:
                 connection = idle.pop()
@@ -169,7 +170,7 @@ class CopyClient:
 
     def _use(self, connection: socket.socket) -> None:
         with self._lock:
-            self._check_open()
+            self.check_open()
             self._in_use.add(connection)
 
     def _give_back(self, host: str, connection: Wire) -> None:

@@ -103,6 +103,10 @@ class HostCopies:
         """
         return self._library.open_verified(slot, commit, self._library.is_open)
 
+    def share(self, slot: SlotId, commit: CommitId) -> tuple[int, tuple[int, int, int]] | None:
+        """Return a new descriptor of a kept copy and the identity of its bytes: see ``CopyStore.share``."""
+        return self.store.share(slot, commit)
+
     def move_to(self, directory: int) -> None:
         """Make new copies in another commit directory, because the present one has lost its name. Raises OSError."""
         self.store.move_to(directory)

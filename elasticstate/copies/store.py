@@ -112,6 +112,7 @@ class CopyStore:
         if self._stem(found.sealed) != stem:
             raise ValueError("the seal file belongs to another copy")
         file = StoreFile(f"{stem}{_DATA}", open_file(self._directory, f"{stem}{_DATA}", os.O_RDWR))
+        file.is_shared = True  # perhaps: a worker of this host may have it from the previous agent
         if file.size_bytes != found.size_bytes:
             file.close()
             raise ValueError("the content has another size")
@@ -169,6 +170,19 @@ class CopyStore:
             memory = kept.file.memory()
             kept.file.readers += 1
             return Source(kept.sealed, memory, partial(self._end_reading, kept.file))
+
+    def share(self, slot: SlotId, commit: CommitId) -> tuple[int, tuple[int, int, int]] | None:
+        """Return a descriptor of a copy, for a process that reads it, and ``Sealed.content``. Close the descriptor.
+
+        None: this host does not keep the copy, or has not verified it. The bytes of this file never change afterwards:
+        a later copy gets another file. Raises OSError.
+        """
+        with self._lock:
+            kept = self._kept.get((slot, commit))
+            if kept is None or not kept.is_verified:
+                return None
+            kept.file.is_shared = True
+            return os.open(f"/proc/self/fd/{kept.file.fd}", os.O_RDONLY | os.O_CLOEXEC), kept.sealed.content
 
     def _end_reading(self, file: StoreFile) -> None:
         with self._lock:
@@ -311,7 +325,8 @@ class CopyStore:
         if kept is None:
             return
         self._unlink(f"{self._stem(kept.sealed)}{_SEAL}")  # first: a file without a seal is no copy
-        if recycles and not kept.file.readers and len(self._spare) < len(self._kept):
+        is_read = kept.file.readers or kept.file.is_shared
+        if recycles and not is_read and len(self._spare) < len(self._kept):
             with suppress(OSError):  # the directory has lost its name
                 self._rename(kept.file, self._new_name())
                 self._spare.append(kept.file)

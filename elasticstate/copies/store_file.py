@@ -19,12 +19,13 @@ _ALLOCATE_BYTES = 64 << 20  # one step of an allocation: a store that closes wai
 
 
 class StoreFile:
-    """One file and its mapping. The lock of the store protects ``name`` and ``readers``."""
+    """One file and its mapping. The lock of the store protects ``name``, ``readers`` and ``is_shared``."""
 
     def __init__(self, name: str, fd: int) -> None:
         """Take ownership of the descriptor."""
         self.name, self.fd = name, fd
         self.readers = 0
+        self.is_shared = False  # True: another process reads it, so it is not used again
         self._allocated = 0  # bytes that have blocks for sure
         self._mapped: Any = None
 

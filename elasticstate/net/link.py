@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from elasticstate.core.types import WorkerId
+from elasticstate.core.types import CommitId, SlotId, WorkerId
 from elasticstate.net import codec, messages, worker_codec
 
 MAX_DATAGRAM_BYTES = 128 * 1024  # well below the kernel's default for a socket's send buffer
@@ -106,13 +106,9 @@ class StorageLink:
     def ask(self) -> Given:
         """Get the files of the worker's slot. Raises ConnectionError when the agent is gone, or gives none."""
         self._link.send(messages.RequestStorage(self._worker, messages.PROTOCOL_VERSION))
-        data, descriptors, _, _ = socket.recv_fds(
-            self._link._socket, MAX_DATAGRAM_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
-        answer = worker_codec.decode_to_worker(data) if data else None
-        if not isinstance(answer, messages.Storage) or len(descriptors) != 4 + answer.has_call:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        answer, descriptors = self._receive()
+        if answer is None or len(descriptors) != 4 + answer.has_call:
+            _close(descriptors)
             raise ConnectionError(
                 f"{self._worker} received no commit storage. The output of its agent names the cause."
             )
@@ -126,21 +122,41 @@ class StorageLink:
         when the agent is gone.
         """
         self._link.send(messages.RequestStorage(self._worker, messages.PROTOCOL_VERSION, slot))
-        data, descriptors, _, _ = socket.recv_fds(
-            self._link._socket, MAX_DATAGRAM_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
-        answer = worker_codec.decode_to_worker(data) if data else None
-        if not isinstance(answer, messages.Storage) or len(descriptors) not in (0, 3):
-            for descriptor in descriptors:
-                os.close(descriptor)
+        answer, descriptors = self._receive()
+        if answer is None or len(descriptors) not in (0, 3):
+            _close(descriptors)
             raise ConnectionError(f"{self._worker} received no answer about the commits of slot {slot}.")
         if not descriptors:
             return None
         page, first, second = descriptors
         return answer.slot, (page, first, second)
 
+    def ask_for_copy(self, slot: SlotId, commit: CommitId) -> tuple[int, tuple[int, int, int]] | None:
+        """Get the file of a copy that this host keeps, and the identity of its bytes, which never change.
+
+        The caller must close it. None: this host keeps no such copy. Raises ConnectionError when the agent is gone.
+        """
+        self._link.send(messages.RequestStorage(self._worker, messages.PROTOCOL_VERSION, copy=(slot, commit)))
+        answer, descriptors = self._receive()
+        if answer is None or len(descriptors) != (answer.content is not None):
+            _close(descriptors)
+            raise ConnectionError(f"{self._worker} received no answer about the copy of commit {commit} of {slot}.")
+        return None if answer.content is None else (descriptors[0], answer.content)
+
+    def _receive(self) -> tuple[messages.Storage | None, list[int]]:
+        data, descriptors, _, _ = socket.recv_fds(
+            self._link._socket, MAX_DATAGRAM_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        answer = worker_codec.decode_to_worker(data) if data else None
+        return answer if isinstance(answer, messages.Storage) else None, descriptors
+
     def close(self) -> None:
         self._link.close()
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class WorkerConnection:

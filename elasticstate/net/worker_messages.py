@@ -19,6 +19,7 @@ from elasticstate.core.types import (
     Placement,
     Release as Release,
     ShardSource,
+    SlotId,
     WorkerId,
 )
 
@@ -47,12 +48,14 @@ class Hello(Message, frozen=True):
 class RequestStorage(Message, frozen=True):
     """First message on a worker's second connection. The agent answers with Storage and the descriptors of its files.
 
-    The worker sends it again when the files have lost their names, and for the commits of another slot of its host.
+    The worker sends it again when the files have lost their names, and for the commits of another slot of its host, or
+    a copy that its host keeps.
     """
 
     worker: WorkerId
     protocol: int
     peer: int | None = None  # slot whose commits the worker wants to read; -1: any; None: the worker's own files
+    copy: tuple[SlotId, CommitId] | None = None  # kept copy that the worker wants to read
 
 
 class RunUsed(Message, frozen=True):
@@ -207,7 +210,8 @@ class BufferGrown(Message, frozen=True):
 class Storage(Message, frozen=True):
     """Key of the job's storage. It comes with descriptors of the slot's page, both buffers and result file.
 
-    For another slot (``peer``) it comes with those of page and buffers, or with none if the slot has no files. With
+    For another slot (``peer``) it comes with those of page and buffers, or with none if the slot has no files. For a
+    kept copy (``copy``) it comes with that of the file, or with none if this host keeps no such copy. With
     ``has_call`` the last descriptor is of the call. ``key`` authenticates what the job has written itself. It is
     never on disk, nor in an environment variable.
     """
@@ -215,6 +219,7 @@ class Storage(Message, frozen=True):
     key: bytes
     has_call: bool
     slot: int = -1  # of the files, if another slot was requested
+    content: tuple[int, int, int] | None = None  # identity of a kept copy's bytes (copies.sealed.Sealed)
 
 
 ToWorkerBody = WorldMessage | Hold | Release | End | ConfirmOwnError | OpenGate | Leave | BufferGrown | Storage

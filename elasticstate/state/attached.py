@@ -130,10 +130,10 @@ class AttachedValues:
             for name in sorted(names[ranks]):
                 _broadcast(channel, pieces[name].local)
 
-    def restore(self, copies: CommitCopies) -> dict[str, Piece]:
+    def restore(self, copies: CommitCopies, when_opened: Callable[[], object] | None = None) -> dict[str, Piece]:
         """Make the content of a commit the content of all attached values. Return all tensors.
 
-        Raises what ``CommitCopies.load`` raises.
+        ``when_opened``: see ``CommitCopies.load``, which raises the same. All tensors exist then.
         """
         trees = copies.trees()
         if trees.keys() != set(self.names):
@@ -149,7 +149,7 @@ class AttachedValues:
             optimizer.prepare(trees[name].tree, targets, parameters)
         for name, value in self._others.items():
             value.prepare(trees[name].tree, targets)
-        targets.load()
+        targets.load(when_opened)
         return targets.pieces
 
 

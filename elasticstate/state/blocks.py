@@ -6,10 +6,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from elasticstate._native import copy_runs
 from elasticstate.commit_header import Shard
 
 STAGING_BYTES = 64 << 20
@@ -77,6 +79,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return content
 
 
+def copy_ranges(memory: Any, ranges: Sequence[tuple[int, memoryview]]) -> None:
+    """Copy bytes of mapped memory: (offset there, where to put them). Many bytes by several threads, without the GIL.
+
+    Raises ValueError if a range is outside the memory.
+    """
+    found = [(offset, np.frombuffer(target, np.uint8)) for offset, target in ranges if len(target)]
+    addresses = [target.__array_interface__["data"][0] for _, target in found]
+    copy_runs(memory, [offset for offset, _ in found], [target.nbytes for _, target in found], addresses)
+
+
 def _strides(sizes: Sequence[int], item_bytes: int) -> list[int]:
     strides = [item_bytes] * len(sizes)
     for d in range(len(sizes) - 2, -1, -1):
@@ -116,7 +128,10 @@ def runs(
 
 
 def prefers_span(item: BlockRead) -> bool:
-    """Return True if it is cheaper to read the rows of the stored part whole than to read each run of an item."""
+    """Return True if it is cheaper to read the rows of the stored part whole than to read each run of an item.
+
+    False for a single run, which needs no staging buffer.
+    """
     block = item.at.sizes
     if len(block) < 2:
         return False
@@ -124,7 +139,7 @@ def prefers_span(item: BlockRead) -> bool:
     needed = math.prod(block) * item.target.element_size()
     span = _span_bytes(item)
     row = math.prod(item.stored[1:]) * item.target.element_size()
-    return row <= STAGING_BYTES and span < needed + math.prod(block[:outer]) * RUN_BYTES
+    return row <= STAGING_BYTES and span < needed + (math.prod(block[:outer]) - 1) * RUN_BYTES
 
 
 def _span_bytes(item: BlockRead) -> int:

@@ -139,6 +139,12 @@ class Buffer:
             self.memory = torch.empty(0, dtype=torch.uint8)
             self.memory = self._storage.grow(self.index, round_up(size_bytes, GRANULE_BYTES))
 
+    def grow_ahead(self, size_bytes: int) -> None:
+        """Grow the buffer before a commit is begun. Its previous commit is lost."""
+        self._wait_for_copy()
+        self.unseal()
+        self.ensure_size(size_bytes)
+
     def touch(self) -> None:
         self._header = None
         self.memory.zero_()

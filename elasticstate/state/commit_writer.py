@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 
 from elasticstate.commit_header import NO_SHARDING, Sharding
 from elasticstate.core.types import CommitId
@@ -13,6 +14,7 @@ from elasticstate.state import divergence, rng
 from elasticstate.state.attached import AttachedValues
 from elasticstate.state.channel import Channel
 from elasticstate.state.durable_parts import StoredParts
+from elasticstate.state.growth import Growth
 from elasticstate.state.live_state import LiveState
 from elasticstate.state.live_values import LiveValues
 from elasticstate.state.peer import Peers
@@ -205,6 +207,12 @@ class CommitWriter:
         """Return a channel between all ranks."""
         return Channel(self.session.process_group_for(tuple(range(self.session.size))), 0)
 
+    def _numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
+        return [numbers] if self.session.size == 1 else self._everyone().numbers_of_all(numbers)
+
+    def _messages_of_all(self, message: bytes) -> list[bytes]:
+        return [message] if self.session.size == 1 else self._everyone().messages_of_all(message)
+
     @property
     def must_compare(self) -> bool:
         """True if the ranks must compare their values at this commit: the first one of a world with followers."""
@@ -224,6 +232,29 @@ class CommitWriter:
 
     # -------------------------------------------------------------------------------------------------------- helpers
 
+    @contextmanager
+    def _growing(self, attached: AttachedValues) -> Iterator[Callable[[], None] | None]:
+        """Yield what begins to grow the older buffer for the first commit of attached values, while they are restored.
+
+        All ranks call it when all copies that they read are open, and each waits for the others: so a damaged copy is
+        found before any older commit is lost. None: the commits of this rank must stay until all is restored.
+        """
+        growth: Growth | None = None
+
+        def grow() -> None:
+            nonlocal growth
+            self._numbers_of_all([0])
+            assert self.snapshot.previous != self.session.line, "the line is the newest commit, or not in these buffers"
+            captured, sharding = self._capture(attached)
+            growth = self.snapshot.grow(captured, rng.capture(), sharding)
+
+        try:
+            yield None if self.session.line is None or self.session.verify_sync else grow
+        finally:
+            if growth is not None:
+                growth.wait()
+                self._record_commits()
+
     def _begin(self, commit: CommitId, replaces: bool = False) -> None:
         """Begin a commit. ``replaces``: it may have the id of the newest one."""
         newest = self.snapshot.newest
@@ -234,7 +265,7 @@ class CommitWriter:
         self._require_attached()
         self._begun = commit
         self._ticks.drop()
-        captured, sharding = self._capture()
+        captured, sharding = self._capture(self.attached)
         is_cut = functools.partial(self.session.has_ended, commit.generation)
         counted = self.attached.counted() if self.attached is not None else None
         try:
@@ -242,11 +273,11 @@ class CommitWriter:
         finally:  # a failed write has destroyed the previous commit
             self._record_commits()
 
-    def _capture(self) -> tuple[Captured, Sharding]:
+    def _capture(self, attached: AttachedValues | None) -> tuple[Captured, Sharding]:
         plain = self._live.capture()
-        if self.attached is None:
+        if attached is None:
             return plain, NO_SHARDING
-        shards, sharding = self.attached.capture()
+        shards, sharding = attached.capture()
         if taken := plain.keys() & shards.keys():
             raise StateError(f"state.{min(taken)} and an attached value have the same name. Rename one of them.")
         return {**plain, **shards}, sharding

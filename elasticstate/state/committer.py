@@ -23,10 +23,11 @@ from elasticstate.state.buffer import Buffer
 from elasticstate.state.channel import Channel, channel_between
 from elasticstate.state.commit_writer import CommitWriter
 from elasticstate.state.layout import digest
+from elasticstate.state.loading import Incoming
 from elasticstate.state.own_commit import copies_with_own
 from elasticstate.state.reshard import CommitCopies
 from elasticstate.state.reshard_check import check_reshard
-from elasticstate.state.snapshot import Incoming, Snapshot
+from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import Captured, Values
 
 
@@ -312,8 +313,8 @@ class Committer(CommitWriter):
         attached = AttachedValues(values)
         self._compare_attached(attached)
         if self.starts_from_shards:
-            with self._copies() as copies:
-                pieces = attached.restore(copies)
+            with self._copies() as copies, self._growing(attached) as grow:
+                pieces = attached.restore(copies, grow)
                 if session.verify_sync:
                     check_reshard(copies, pieces, session.rank, session.size, self._messages_of_all)
         elif init is not None:
@@ -348,12 +349,6 @@ class Committer(CommitWriter):
                 f"The ranks attach different values; this rank attaches {', '.join(attached.names)}. Attach the same "
                 "names, in the same order, on every rank."
             )
-
-    def _numbers_of_all(self, numbers: list[int]) -> list[list[int]]:
-        return [numbers] if self.session.size == 1 else self._everyone().numbers_of_all(numbers)
-
-    def _messages_of_all(self, message: bytes) -> list[bytes]:
-        return [message] if self.session.size == 1 else self._everyone().messages_of_all(message)
 
     def _seal_attached(self, start: CommitId) -> None:
         """Seal the first commit with shards. A world without a line may have sealed the plain values under this id."""

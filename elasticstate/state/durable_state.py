@@ -22,8 +22,9 @@ from elasticstate.state.buffer import LENGTH_BYTES
 from elasticstate.state.channel import Channel
 from elasticstate.state.committer import Committer
 from elasticstate.state.durable_parts import StoredParts, frame_of
+from elasticstate.state.loading import Incoming
 from elasticstate.state.session import Session
-from elasticstate.state.snapshot import Incoming, Snapshot
+from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import Captured
 
 

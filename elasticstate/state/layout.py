@@ -244,6 +244,11 @@ def digest(header: bytes | memoryview) -> int:
     return int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little")
 
 
+def number_of(value: object) -> int:
+    """Return a 63-bit hash of a value."""
+    return digest(msgspec.msgpack.encode(value)) >> 1
+
+
 def parse(memory: torch.Tensor) -> tuple[Frame, int]:
     """Parse and validate the header of a buffer. Return the places of its parts, and the digest of the header.
 

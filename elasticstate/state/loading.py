@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +48,13 @@ class Targets:
         for copy_stream, (live, places) in by_stream.items():
             buffer.pin(copy_stream)
             copy_stream.copy_back(live, places)
+
+
+class Incoming(NamedTuple):
+    """A received commit that is not sealed yet."""
+
+    targets: Targets  # into which it was copied
+    checksum: int
 
 
 def find_targets(

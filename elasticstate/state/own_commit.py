@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from elasticstate.core.types import CopyOf, ShardSource, SlotId
 from elasticstate.errors import CopyError
+from elasticstate.state.blocks import copy_ranges
 from elasticstate.state.buffer import Buffer
 from elasticstate.state.reshard import CommitCopies
 from elasticstate.state.shards import CopyReader, SealedContent
@@ -53,9 +54,7 @@ class _WithOwnCommit:
         if copy.slot != _HERE:
             self._others.read_into(copy, ranges)
             return
-        content = self._own.memory.numpy().data
-        for offset, target in ranges:
-            target[:] = content[offset : offset + len(target)]
+        copy_ranges(self._own.memory, ranges)
 
     def close(self) -> None:
         self._others.close()

@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from elasticstate.core.types import CommitId
 from elasticstate.log import logger
+from elasticstate.state.loading import Incoming
 from elasticstate.state.peer import PeerCommit, PeerReader, Peers
-from elasticstate.state.snapshot import Incoming, Snapshot
+from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import Captured
 
 

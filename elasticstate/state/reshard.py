@@ -211,8 +211,11 @@ class CommitCopies:
 
     # ---------------------------------------------------------------------------------------------------- reading parts
 
-    def load(self, targets: Mapping[str, Piece]) -> None:
+    def load(self, targets: Mapping[str, Piece], when_opened: Callable[[], object] | None = None) -> None:
         """Read the content of all local tensors.
+
+        ``when_opened``: is called when each copy that is needed has been opened, so that its checksum is correct, and
+        nothing has been read.
 
         Raises:
             StateError: a tensor has another shape or dtype in the commit, or is not in it. Nothing has been written.
@@ -227,6 +230,9 @@ class CommitCopies:
                 )
         missing = {name: [box_of(piece.shard, piece.local.shape)] for name, piece in targets.items()}
         missing = {name: boxes for name, boxes in missing.items() if not boxes[0].is_empty}
+        if when_opened is not None:
+            self._open_all(targets, missing)
+            when_opened()
         copies = self._each_until_read()
         while missing and (opened := next(copies, None)) is not None:
             items, left = _cut(opened, targets, missing)
@@ -236,6 +242,15 @@ class CommitCopies:
             self._raise_if_unreadable(missing)
             names = [_described(name, boxes) for name, boxes in itertools.islice(missing.items(), MAX_NAMES)]
             raise StateError(f"The copies of the commit do not contain {listed(names)}.")
+
+    def _open_all(self, targets: Mapping[str, Piece], missing: Mapping[str, list[Box]]) -> None:
+        """Open the copies that ``load`` reads. Raises CollectiveError if one is needed that cannot be read."""
+        left: Mapping[str, list[Box]] = missing
+        copies = self._each()
+        while left and (opened := next(copies, None)) is not None:
+            _, left = _cut(opened, targets, left)
+        if left:
+            self._raise_if_unreadable(left)
 
     def _transfer(self, items: Sequence[BlockRead], opened: _Opened) -> bool:
         """Read items into their targets. Return True. Raises CopyError."""

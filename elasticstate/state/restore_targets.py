@@ -22,9 +22,9 @@ class RestoreTargets:
         self.pieces: dict[str, Piece] = {}
         self._calls: list[Callable[[], object]] = []
 
-    def load(self) -> None:
-        """Read the content of all tensors, then make the calls. Raises what ``CommitCopies.load`` raises."""
-        self._copies.load(self.pieces)
+    def load(self, when_opened: Callable[[], object] | None) -> None:
+        """Read the content of all tensors, then make the calls. See ``CommitCopies.load``, which raises the same."""
+        self._copies.load(self.pieces, when_opened)
         for call in self._calls:
             call()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,18 +26,12 @@ from elasticstate.log import logger
 from elasticstate.state.async_commit import Copy, CopyOutcome, Item
 from elasticstate.state.buffer import Buffer
 from elasticstate.state.copy_stream import CopyStreamOf, copy_stream_of
-from elasticstate.state.layout import Entry, Header, Layout, digest
-from elasticstate.state.loading import Targets, find_targets
+from elasticstate.state.growth import Growth
+from elasticstate.state.layout import Entry, Header, Layout, number_of
+from elasticstate.state.loading import Incoming, Targets, find_targets
 from elasticstate.state.plan import Plan, address, copy_odd, random_capacity
 from elasticstate.state.storage import CommitStorage, PrivateStorage
 from elasticstate.state.values import Captured, Values, dumps, is_array, split_by_kind
-
-
-class Incoming(NamedTuple):
-    """A received commit that is not sealed yet."""
-
-    targets: Targets  # into which it was copied
-    checksum: int
 
 
 class Snapshot:
@@ -139,10 +133,7 @@ class Snapshot:
         self._prepare()
         tensors, arrays, objects = split_by_kind(captured)
         blob = dumps(objects)
-        plan = self._plan
-        if plan is None or not plan.fits(tensors, arrays, len(private), sharding):
-            plan = self._plan = Plan(tensors, arrays, len(private), plan, self._copy_stream_of, sharding)
-        buffer = self._older
+        plan, buffer = self._planned(tensors, arrays, len(private), sharding), self._older
         found = buffer.begin(plan.header, private, len(blob))
         if plan.odd:
             copy_odd(buffer.memory, {**tensors, **arrays}, plan.odd, buffer.frame.tensors)
@@ -156,6 +147,19 @@ class Snapshot:
         content = buffer.memory[: buffer.length]
         seal = partial(buffer.write_seal, commit)
         self._copy = Copy(items, content, start, found, seal, is_cut, commit_device_memory()), commit
+
+    def grow(self, captured: Captured, private: bytes, sharding: Sharding) -> Growth | None:
+        """Begin to grow the older buffer for a commit of these values; its commit is lost. None: it need not grow."""
+        tensors, arrays, objects = split_by_kind(captured)
+        plan = self._planned(tensors, arrays, len(private), sharding)
+        size = plan.header.frame.objects + len(dumps(objects))
+        must_grow = self._older.memory.numel() < size and not plan.queued and not self._storage.page.is_stale
+        return Growth(self._older, size) if must_grow else None
+
+    def _planned(self, tensors: dict[str, torch.Tensor], arrays: Any, private: int, places: Sharding) -> Plan:
+        if self._plan is None or not self._plan.fits(tensors, arrays, private, places):
+            self._plan = Plan(tensors, arrays, private, self._plan, self._copy_stream_of, places)
+        return self._plan
 
     def _items(
         self,
@@ -357,7 +361,7 @@ class Snapshot:
         entries = [entry for entry in frame.layout.entries if entry.name not in left_out]
         forms = [(entry.name, entry.dtype, entry.shape) for entry in entries]
         objects = checksum(buffer.memory, frame.objects, buffer.length)
-        return _number(forms), _number(self._checksums(entries)), objects
+        return number_of(forms), number_of(self._checksums(entries)), objects
 
     def details(self) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, Any]]:
         """Return (dtype, shape, checksum) of each tensor and array of the newest commit, and its objects."""
@@ -393,8 +397,3 @@ class Snapshot:
         if buffer := next((buffer for buffer in (self._newer, self._older) if buffer.commit == commit), None):
             return buffer
         raise StateError(f"commit {commit} is not held, only {self.newest} and {self.previous}")
-
-
-def _number(value: object) -> int:
-    """Return a 63-bit hash of a value."""
-    return digest(msgspec.msgpack.encode(value)) >> 1

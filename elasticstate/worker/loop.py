@@ -89,7 +89,9 @@ class WorkerLoop:
         self._read_ahead: Callable[[WorldView], None] = lambda view: None  # the same
         page = self._page = self._storage.page  # the stamps stay on this page if the commits move
         self._sentinel = _sentinel = Sentinel(link, worker, page, environment.reports_hangs)
-        self._session = WorkerSession(self._sentinel, page, str(environment.worker), lambda: self._storage.key)
+        self._session = WorkerSession(
+            self._sentinel, page, str(environment.worker), lambda: self._storage.key, storage.ask_for_copy
+        )
         self._backend = contexts.choose(environment.backend)
         self._regrouper = Regrouper(environment, self._sentinel, self._backend)
         self._joined_with: tuple[CommitId | None, CommitId | None] | None = None  # commits that ``join`` reported

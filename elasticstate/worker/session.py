@@ -10,10 +10,11 @@ import torch.distributed as dist
 from elasticstate import present_world
 from elasticstate._native import ControlPage
 from elasticstate.copies.client import CopyClient
-from elasticstate.core.types import CommitId, ShardSource
+from elasticstate.core.types import CommitId, ShardSource, SlotId
 from elasticstate.net import messages
 from elasticstate.state.shards import CopyReader
 from elasticstate.worker.contexts.context import Context
+from elasticstate.worker.local_copies import LocalCopies
 from elasticstate.worker.sentinel import Sentinel
 
 _LOOK_INTERVAL_S = 0.05
@@ -25,11 +26,19 @@ class WorkerSession:
 
     _context: Context  # context of the present generation
 
-    def __init__(self, sentinel: Sentinel, page: ControlPage, worker_key: str, key: Callable[[], bytes]) -> None:
-        """``key``: returns the job's key for commit tags, when the storage is open."""
+    def __init__(
+        self,
+        sentinel: Sentinel,
+        page: ControlPage,
+        worker_key: str,
+        key: Callable[[], bytes],
+        share: Callable[[SlotId, CommitId], tuple[int, tuple[int, int, int]] | None],
+    ) -> None:
+        """``key``: returns the job's key for commit tags, when the storage is open. ``share``: see LocalCopies."""
         self._sentinel = sentinel
         self._page = page
         self._key = key
+        self._share = share
         self._reported_bytes = 0
         self.worker_key = worker_key
         self.view: present_world.WorldView = present_world.alone()
@@ -128,7 +137,8 @@ class WorkerSession:
         client = CopyClient(addresses, self._key(), _SILENCE_S)
         watch = threading.Thread(target=self._close_at_end, args=(client, self.generation), daemon=True)
         watch.start()
-        return client
+        host = self.worker_key.rpartition("#")[0].rpartition(":")[0]
+        return LocalCopies(client, host, self._share)
 
     def _close_at_end(self, client: CopyClient, generation: int) -> None:
         """End the reads of a world that is over: a lost host is silent, and the next world has other copies."""

@@ -5,13 +5,12 @@ The agent passes descriptors. So the worker never opens a name that another user
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable
 
 import torch
 
-from elasticstate._native import ControlPage
+from elasticstate._native import ControlPage, FileMap
 from elasticstate.errors import CommitStorageError
 from elasticstate.net.link import Given, StorageLink
 from elasticstate.net.messages import BufferGrown, GrowBuffer
@@ -42,15 +41,14 @@ class AgentStorage:
             if fd is not None:
                 os.close(fd)
         self._buffers = given.buffers
+        self._maps: dict[int, FileMap] = {}
 
     def open(self, index: int) -> torch.Tensor:
         """Map the whole file, with all its pages. No process shortens the file, so SIGBUS cannot occur."""
-        fd = self._buffers[index]
-        length = os.fstat(fd).st_size
-        if not length:
-            return torch.empty(0, dtype=torch.uint8)
-        mapped = mmap.mmap(fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        fd, known = self._buffers[index], self._maps.get(index)
+        if known is None or not known.grow(fd):
+            known = self._maps[index] = FileMap(fd)
+        return torch.from_numpy(known.memory())
 
     def grow(self, index: int, size_bytes: int) -> torch.Tensor:
         answer = self._ask(GrowBuffer(index, size_bytes), BufferGrown)

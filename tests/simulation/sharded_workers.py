@@ -82,6 +82,15 @@ class ShardedWorker(Worker):
         yield True
         self._go_to(world.line, world.sources)
         yield True
+        yield from self._read_all(world, world.line)
+        yield from self._collective("opened")  # nobody drops an older commit before all have verified the line
+        if self.retained.commit is not None and self.rng.random() < 0.5:  # the older buffer grows while shards are read
+            self.retained.previous = None
+            yield True
+        yield from self._read_all(world, world.line)
+
+    def _read_all(self, world: t.World, line: t.CommitId) -> Iterator[bool]:
+        """Read a copy of each digest."""
         by_digest: dict[int, list[t.ShardSource]] = {}
         for source in world.sources:
             by_digest.setdefault(source.digest, []).append(source)
@@ -90,7 +99,7 @@ class ShardedWorker(Worker):
             if not found:
                 self.unread += 1
                 raise Failed
-            assert all(held == (self.content, digest) for held in found), f"other shards than named: {found}"
+            assert all(held == (self.content, digest) for held in found), f"other shards of {line} than named: {found}"
             yield True
 
     def _go_to(self, line: t.CommitId, sources: tuple[t.ShardSource, ...]) -> None:

@@ -136,6 +136,29 @@ def test_a_file_is_used_again_only_when_nothing_reads_it(tmp_path: Path) -> None
         assert len(os.listdir(tmp_path / "copies")) == 2
 
 
+def test_a_file_that_was_given_to_another_process_is_not_used_again_nor_by_the_next_agent(tmp_path: Path) -> None:
+    with store_in(tmp_path) as store:
+        first = put(store, SLOT, C1, b"1" * 9000)
+        assert store.share(SLOT, C2) is None
+        found = store.share(SLOT, C1)
+        assert found is not None
+    fd, content_of_first = found
+    try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(fd, b"x")
+        with store_in(tmp_path) as store:
+            assert store.share(SLOT, C1) is None, "not verified"
+            assert store.verify(SLOT, C1, lambda: True)
+            put(store, SLOT, C2, b"2" * 9000)
+            store.forget(C2)
+            assert not store.release_spare()
+            put(store, SLOT, CommitId(1, 3), b"3" * 9000)
+        assert os.pread(fd, len(first), 0) == first
+        assert content_of_first[1] == len(first)
+    finally:
+        os.close(fd)
+
+
 def test_copies_survive_the_loss_of_their_names(tmp_path: Path) -> None:
     with store_in(tmp_path) as store:
         data = put(store, SLOT, C1, b"x" * 5000)

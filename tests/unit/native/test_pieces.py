@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from elasticstate._native import Pieces, checksum, checksums, copy, gather, scatter
+from elasticstate._native import Pieces, checksum, checksums, copy, copy_runs, gather, scatter
 
 MIB = 1 << 20
 NOTHING = Pieces([], [], [])
@@ -163,3 +163,26 @@ def test_other_threads_run_during_a_copy() -> None:
         sys.setswitchinterval(switch_interval)
         other.join()
     assert ran_during_a_copy
+
+
+def test_runs_are_copied_in_any_order_and_several_times() -> None:
+    source = torch.from_numpy(np.random.default_rng(1).integers(0, 256, 40 * MIB, dtype=np.uint8))
+    offsets, sizes = [7, 0, 20 * MIB, 7, 40 * MIB], [30 * MIB, 0, 5, 3, 0]
+    targets = [zeros(size + 1) for size in sizes]
+    copy_runs(source, offsets, sizes, [target.data_ptr() for target in targets])
+    for offset, size, target in zip(offsets, sizes, targets, strict=True):
+        assert torch.equal(target[:size], source[offset : offset + size])
+        assert target[size] == 0
+
+
+def test_runs_outside_the_buffer_are_refused_before_anything_is_copied() -> None:
+    target, source = zeros(10), torch.ones(10, dtype=torch.uint8)
+    at = target.data_ptr()
+    for offset, size in ((8, 3), (11, 0), (1 << 63, 1 << 63)):
+        with pytest.raises(ValueError, match=r"range 1: .* outside a buffer of 10"):
+            copy_runs(source, [0, offset], [2, size], [at, at])
+    with pytest.raises(ValueError, match="1 addresses, but 2 sizes"):
+        copy_runs(source, [0, 0], [2, 2], [at])
+    with pytest.raises(ValueError, match="1 offsets, but 2 sizes"):
+        copy_runs(source, [0], [2, 2], [at, at])
+    assert not target.any()

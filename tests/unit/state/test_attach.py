@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from elasticstate.commit_header import Shard as Place, Sharding
 from elasticstate.compat import dtensors
 from elasticstate.core.types import CommitId
-from elasticstate.errors import StateError, UsageError
+from elasticstate.errors import CollectiveError, StateError, UsageError
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
@@ -194,6 +195,77 @@ def test_a_new_worker_gets_plain_and_attached_values_from_another_ones_copy() ->
     assert other.commits == (CommitId(2, 0), None)
     reader: Any = member.copy_reader()
     assert reader.closed == 2
+
+
+class Watched(SnapshotCopies):
+    """Reader that notes the commits of a state whenever a copy is opened, and waits for the growth of its buffer."""
+
+    def __init__(self, source: Any, state: Any) -> None:
+        super().__init__(lambda slot: committer_of(source).snapshot)
+        self._state = state
+        self.held: list[Any] = []
+
+    def header(self, copy: Any) -> bytes:
+        self.held.append(self._state.commits)
+        return super().header(copy)
+
+    def read_into(self, copy: Any, ranges: Any) -> None:
+        deadline = time.monotonic() + 30
+        while self._state.commits[1] is not None:
+            assert time.monotonic() < deadline, f"no buffer grows while shards are read: {self._state.commits}"
+            time.sleep(0.001)
+        super().read_into(copy, ranges)
+
+
+def before_growth(file_storage: Callable[..., FileStorage]) -> tuple[Any, torch.nn.Module, Watched]:
+    """Return a state whose newest commits are small, and newer than the line, a model to attach, and its reader."""
+    source_state = state_in(Member(World(1)))
+    torch.manual_seed(5)
+    model = torch.nn.Linear(300, 300)
+    source_state.attach(model=model, init=lambda: None)
+    state = state_in(Member(World(1)), file_storage())
+    for _ in range(4):
+        state.commit()
+    reader = Watched(source_state, state)
+    line = CommitId(1, 0)
+    world = World(1, 2, line=line, sources=((source(7, 0, line), ""),))
+    world.reader = reader
+    committer_of(state).use_session(Member(world))
+    return state, model, reader
+
+
+def test_the_older_buffer_grows_while_shards_are_read_when_all_copies_are_open(
+    file_storage: Callable[..., FileStorage],
+) -> None:
+    state, model, reader = before_growth(file_storage)
+    new = torch.nn.Linear(300, 300)
+    state.attach(model=new)
+    assert torch.equal(new.weight, model.weight)
+    assert reader.held == [(CommitId(1, 4), CommitId(1, 3))]
+    assert state.commits == (CommitId(2, 0), CommitId(1, 4))
+
+
+@pytest.mark.parametrize("cause", ["a copy cannot be opened", "another rank has failed"])
+def test_no_commit_is_lost_while_some_copy_may_not_be_readable(
+    file_storage: Callable[..., FileStorage], monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    state, _, reader = before_growth(file_storage)
+    committer = committer_of(state)
+    if cause == "a copy cannot be opened":
+        reader.broken.add(0)
+        reader.header = lambda copy: SnapshotCopies.header(reader, copy)  # type: ignore[method-assign]
+    else:
+        numbers_of_all = committer._numbers_of_all
+
+        def cut(numbers: list[int]) -> list[list[int]]:
+            if numbers == [0]:  # the barrier, at which this rank waits for all others
+                raise CollectiveError("the generation is over")
+            return numbers_of_all(numbers)
+
+        monkeypatch.setattr(committer, "_numbers_of_all", cut)
+    with pytest.raises(CollectiveError):
+        state.attach(model=torch.nn.Linear(300, 300))
+    assert state.commits == (CommitId(1, 4), CommitId(1, 3))
 
 
 @pytest.mark.parametrize(("line", "note"), [(LINE, "tick 2"), (CommitId(1, 1), "tick 1")])

@@ -196,6 +196,15 @@ def test_columns_are_read_as_whole_rows_only_if_that_is_cheaper(monkeypatch: pyt
         assert reader.bytes_read == expected
 
 
+def test_a_block_that_is_one_run_is_read_straight_into_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, world = rows((3, 3))
+    copies, _ = copies_of(world)
+    monkeypatch.setattr(copies, "_stage", lambda *_: pytest.fail("it passes through the staging buffer"))
+    target = {"model.w": Piece(torch.zeros(6, 4), Place((6, 4), (0, 0)))}
+    copies.load(target)
+    assert torch.equal(target["model.w"].local, whole)
+
+
 def test_another_copy_with_the_same_shards_replaces_one_that_fails() -> None:
     whole, world = rows((3, 3))
     _, reader = copies_of([*world, world[0]])

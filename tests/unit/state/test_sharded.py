@@ -236,8 +236,8 @@ def verified(
         member.verify_sync = True
         load = RestoreTargets.load
 
-        def damaging(targets: RestoreTargets) -> None:
-            load(targets)
+        def damaging(targets: RestoreTargets, when_opened: Callable[[], object] | None) -> None:
+            load(targets, when_opened)
             local = targets.pieces["model.b.weight"].local.detach()
             if damage == "zero" and local.numel() and member.rank == 1:
                 local.view(-1)[-1] = 0

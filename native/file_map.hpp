@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace elasticstate {
+
+/// A whole file in memory, mapped shared with all its pages. When the file has become longer, only the new part is mapped:
+/// it follows in addresses that were reserved, so the old part need not be mapped again, and stays where it is.
+class FileMap {
+public:
+    /// Throws std::system_error.
+    explicit FileMap(int fd);
+    ~FileMap();
+    FileMap(const FileMap &) = delete;
+    FileMap &operator=(const FileMap &) = delete;
+
+    /// Maps what the file has more than before. Returns false, and changes nothing, if its addresses do not suffice.
+    /// Throws std::system_error.
+    bool grow(int fd);
+
+    std::uint8_t *data() const noexcept { return data_; }
+    std::size_t size() const noexcept { return size_; }
+
+private:
+    std::uint8_t *data_ = nullptr;
+    std::size_t size_ = 0;
+    std::size_t reserved_ = 0;  // addresses, a multiple of the page size
+};
+
+/// Gives all pages of mapped memory to this process, with several threads. The content does not change.
+void populate(std::uint8_t *memory, std::size_t size);
+
+}  // namespace elasticstate
