@@ -162,10 +162,32 @@ void bad_plans() {
     CHECK(pieces.all().size() == 1);
 }
 
+void runs(Random &random) {
+    Bytes buffer(std::size_t{30} << 20);
+    fill(buffer.data(), buffer.size(), random);
+    for (const std::size_t most : {std::size_t{100}, std::size_t{9} << 20}) {
+        std::vector<Bytes> targets;
+        std::vector<Pieces::Piece> parts;
+        std::vector<std::size_t> offsets;
+        for (int i = 0; i < 8; ++i) {
+            targets.emplace_back(random() % most);
+            offsets.push_back(random() % (buffer.size() - targets.back().size()));
+        }
+        for (std::size_t i = 0; i < targets.size(); ++i) {
+            parts.push_back({targets[i].data(), offsets[i], targets[i].size()});
+        }
+        copy_runs(buffer.data(), parts);
+        for (std::size_t i = 0; i < targets.size(); ++i) {
+            CHECK(std::equal(targets[i].begin(), targets[i].end(), buffer.data() + offsets[i]));
+        }
+    }
+}
+
 }  // namespace
 
 int main() {
     Random random(5);
+    runs(random);
     bad_plans();
     random_plans(random);
     large_plans(random);
