@@ -59,7 +59,7 @@ def one_does_not_return(series: Series, kind: str) -> None:
     (hung,) = [line for line in job.log("enter") if line["generation"] == now and line["rank"] == 1]
     assert recovery.exits[0]["pid"] == hung["pid"], "and not the one that waited for it"
     (report,) = job.events("hang")[known:]
-    assert (report["ended"], report["call"], report["entered"]) == (now, "all_reduce(Float[161])", [0])
+    assert (report["ended"], report["call"], report["entered"]) == (now, "all_reduce(Float[161])", [0]), report
     if kind == "gil":  # no thread of that worker can run Python
         assert (report["missing"], report["silent"], report["stacks"]) == ([], [1], {})
     else:
