@@ -128,12 +128,12 @@ class FileMap:
     """
 
     def __init__(self, fd: int) -> None:
-        """Map without the GIL. Raise RuntimeError if there are too few addresses."""
+        """Map the file, without the GIL. Raises RuntimeError if the address space does not suffice."""
 
     def grow(self, fd: int) -> bool:
         """Map what the file has become longer. Memory that is in use does not move.
 
-        Return False, and change nothing, if the addresses that were reserved do not suffice.
+        Return False, and change nothing, if the reserved address space does not suffice.
         """
 
     def memory(self) -> np.ndarray[Any, np.dtype[np.uint8]]:

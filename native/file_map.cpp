@@ -46,7 +46,7 @@ FileMap::FileMap(int fd) {
     }
     reserved_ = to_pages(size) * GROWTH;
     void *found = reserve(reserved_);
-    if (found == MAP_FAILED) {  // a limit of addresses (RLIMIT_AS)
+    if (found == MAP_FAILED) {  // a limit of the address space (RLIMIT_AS)
         reserved_ = to_pages(size);
         found = reserve(reserved_);
     }

@@ -5,8 +5,9 @@
 
 namespace elasticstate {
 
-/// A whole file in memory, mapped shared with all its pages. When the file has become longer, only the new part is mapped:
-/// it follows in addresses that were reserved, so the old part need not be mapped again, and stays where it is.
+/// A whole file in memory, mapped shared with all its pages. When the file has become longer, only the new part is
+/// mapped:
+/// it follows in address space that was reserved, so the old part need not be mapped again, and stays where it is.
 class FileMap {
 public:
     /// Throws std::system_error.
@@ -15,7 +16,8 @@ public:
     FileMap(const FileMap &) = delete;
     FileMap &operator=(const FileMap &) = delete;
 
-    /// Maps what the file has more than before. Returns false, and changes nothing, if its addresses do not suffice.
+    /// Maps what the file has more than before. Returns false, and changes nothing, if the reserved address space
+    /// does not suffice.
     /// Throws std::system_error.
     bool grow(int fd);
 
@@ -25,10 +27,10 @@ public:
 private:
     std::uint8_t *data_ = nullptr;
     std::size_t size_ = 0;
-    std::size_t reserved_ = 0;  // addresses, a multiple of the page size
+    std::size_t reserved_ = 0;  // bytes of address space, a multiple of the page size
 };
 
-/// Gives all pages of mapped memory to this process, with several threads. The content does not change.
+/// Maps all pages of this memory now, by several threads, so that no later access faults. The content does not change.
 void populate(std::uint8_t *memory, std::size_t size);
 
 }  // namespace elasticstate

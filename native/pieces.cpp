@@ -161,7 +161,7 @@ std::vector<std::uint32_t> checksums_of(const std::uint8_t *buffer, std::span<co
     }
     std::vector<std::uint32_t> found(parts.size());
     copy_in_parallel(parts.size(), bytes,
-                [&](std::size_t i) { found[i] = crc32c(0, buffer + parts[i].offset, parts[i].size); });
+                     [&](std::size_t i) { found[i] = crc32c(0, buffer + parts[i].offset, parts[i].size); });
     std::vector<std::uint32_t> results;
     results.reserve(ranges.size());
     std::size_t next = 0;

@@ -47,18 +47,8 @@ os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
 # With -n, the files that take longest come first, so that no process is left alone with one of them at the end.
 LONGEST = (
     *("chaos", "sharded", "sharded_faults", "hosts", "strangers", "survival", "horovod", "examples", "global_batch"),
-    *(
-        "hangs",
-        "kubernetes",
-        "slurm",
-        "newcomer_errors",
-        "torn_commits",
-        "ticks",
-        "durable",
-        "durable_shards",
-        "one_copy",
-    ),
-    *("dial_in", "resume", "plain", "other_launchers", "launch", "mpi", "stragglers", "ray"),
+    *("hangs", "kubernetes", "slurm", "newcomer_errors", "torn_commits", "ticks", "durable", "durable_shards"),
+    *("one_copy", "dial_in", "resume", "plain", "other_launchers", "launch", "mpi", "stragglers", "ray"),
 )
 
 _failures_file: Path | None = None

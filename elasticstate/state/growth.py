@@ -1,4 +1,4 @@
-"""Growth of a buffer on a thread: the kernel clears each new page, and a world waits for its first commit."""
+"""Growth of a buffer on a thread, because the kernel clears each new page, and a world waits for its first commit."""
 
 from __future__ import annotations
 
