@@ -6,8 +6,7 @@
 namespace elasticstate {
 
 /// A whole file in memory, mapped shared with all its pages. When the file has become longer, only the new part is
-/// mapped:
-/// it follows in address space that was reserved, so the old part need not be mapped again, and stays where it is.
+/// mapped: it follows in address space that was reserved, so the old part need not be mapped again, and stays in place.
 class FileMap {
 public:
     /// Throws std::system_error.

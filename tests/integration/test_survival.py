@@ -163,7 +163,8 @@ def test_a_worker_dies_between_an_interrupt_at_a_tick_without_commit_and_its_rea
 def test_hosts_come_and_go_while_workers_die(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned changes lose nothing, also when a worker dies in the middle of one.
 
-    New processes take seconds to import torch: after the death of an agent they start as they did before.
+    Each new process takes seconds to import torch, so that variant ends before the death of an agent, after which
+    workers start in the same way as before.
     """
     monkeypatch.setenv("ELASTICSTATE_TEMPLATE", "1" if start == "forked" else "0")
     hosts = Hosts(tmp_path).set("localhost:2")
