@@ -77,6 +77,8 @@ class DriverMessages:
                 self._tasks.begin(self._backend.order(data))
             case messages.ReplicateOrder(commit, targets):
                 self._copies.replicate(commit, _by_slot(targets))
+            case messages.StopReplicationOrder():
+                self._copies.stop_replication()
             case messages.ForgetCopiesOrder(before, besides):
                 self._copies.forget(before, besides)
             case messages.Acknowledgement(number):

@@ -104,6 +104,11 @@ class Pusher:
                 self._thread = threading.Thread(target=self._run, name="elasticstate-copies-pusher", daemon=True)
                 self._thread.start()
 
+    def cancel(self) -> None:
+        """Cancel the order."""
+        with self._changed:
+            self._cancel()
+
     def forget(self, before: CommitId) -> None:
         """Cancel an order about an older commit."""
         with self._changed:

@@ -86,6 +86,10 @@ class HostCopies:
         """
         self._pusher.replicate(commit, targets)
 
+    def stop_replication(self) -> None:
+        """Cancel the order to replicate a commit. Copies that exist stay."""
+        self._pusher.cancel()
+
     def forget(self, before: CommitId, besides: CommitId | None = None) -> None:
         """Remove all copies of commits older than ``before``, except those of ``besides``."""
         self._pusher.forget(before)

@@ -349,7 +349,7 @@ class CopyStore:
         if self._is_closed:
             raise CopyError("this copy store is closed")
         if sealed.commit < self._forgotten:
-            raise CopyError(f"{sealed} is not wanted: the job keeps commit {self._forgotten}")
+            raise CopyError(f"{sealed} is not wanted: the job keeps no copies of commits older than {self._forgotten}")
 
     def _refusal(self, sealed: Sealed, error: Exception) -> str:
         if not isinstance(error, OSError) or error.errno != errno.ENOSPC:

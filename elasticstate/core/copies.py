@@ -81,8 +81,18 @@ class Replicate:
 
 
 @dataclass(frozen=True, slots=True)
+class StopReplication:
+    """All agents cancel their last order to replicate a commit, and keep the copies that exist."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetCopies:
-    """All agents remove the kept copies of commits older than ``before``, except those of ``besides``."""
+    """All agents remove the kept copies of commits older than ``before``, except those of ``besides``, and refuse such
+    copies from now on."""
 
     before: CommitId
     besides: CommitId | None = None
+
+
+CopyEvent = ShardsAttached | CopyKept | CopyDropped | CommitDamaged
+CopyEffect = Replicate | StopReplication | ForgetCopies

@@ -2,11 +2,13 @@
 
 Agents keep the copies: a slot's own host copies its buffer, other hosts receive a copy. One commit is replicated at a
 time. When all its copies are reported, agents forget the older ones, so the replication before stays whole meanwhile.
-A lost host, or an agent that could not make a copy, ends a replication; the next one has a newer commit.
+A lost host, or an agent that could not make a copy, ends a replication. The copies that exist stay: the next attempt
+has the same commit, unless all members have sealed a newer one. Then agents forget those copies before it begins.
 
 Workers may commit so often that the last reports of all slots have no commit in common, or that the agents find a
 commit overwritten. Then the next attempt names a commit that is still to come: the agents wait for its seals, and copy
-it at once, while the workers wait with the commit that would overwrite it (see copies/pusher.py).
+it at once, while the workers wait with the commit that would overwrite it (see copies/pusher.py). It may never come,
+because training pauses, so agents must not forget older commits for it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from msgspec.structs import replace
 
 from elasticstate.core import types as t
 from elasticstate.core.layouts import Replication, ShardLayout
-from elasticstate.core.records import Draft, Membership, Over, Running
+from elasticstate.core.records import Draft, Host, Membership, Over, Running
 from elasticstate.core.replica_hosts import ReplicaHosts
 
 _FIRST_PAUSE_S = 0.5  # before another attempt; it doubles
@@ -26,6 +28,7 @@ _LONGEST_PAUSE_S = 30.0
 _LEAD_S = 0.5  # for orders to arrive before a commit to come
 _FAILURES_TO_WARN = 3
 _COMING_S = 10.0  # after that time without it, such a commit is given up
+_IS_LATE = 2.0  # intervals between commits without one: training pauses
 _REFUSAL_S = 60.0  # for which other hosts come first
 
 # -------------------------------------------------------------------------------------------------------------- facts
@@ -35,9 +38,8 @@ def host_reports(d: Draft, host: str, kept: tuple[tuple[t.SlotId, t.CommitId], .
     """Record all copies that a connected agent keeps. It may have missed that it should forget some."""
     if kept or d.hosts[host].kept:
         d.put_host(d.hosts[host], kept=frozenset(kept))
-    done = d.shards.replicated
-    if done is not None and any(commit < done for _, commit in kept):
-        _forget(d, done, None)
+    if d.shards.forgotten is not None and any(_is_forgotten(d, commit) for _, commit in kept):
+        _forget(d, d.shards.forgotten)
 
 
 def host_lost(d: Draft, host: str, with_copies: bool) -> None:
@@ -56,7 +58,7 @@ def host_lost(d: Draft, host: str, with_copies: bool) -> None:
 
 def copy_kept(d: Draft, event: t.CopyKept) -> None:
     host = d.hosts.get(event.host)
-    if host is None or host.agent != "joined":
+    if host is None or host.agent != "joined" or _is_forgotten(d, event.commit):
         return
     d.put_host(host, kept=host.kept | {(event.slot, event.commit)})
     present = d.shards.replication
@@ -72,7 +74,7 @@ def _go_on(d: Draft, present: Replication) -> None:
         return
     d.update_shards(replication=None, replicated=present.commit, replicated_at=d.now)
     d.update_shards(failures=0, trouble="", not_before=-inf)
-    _forget(d, present.commit, None)
+    _forget(d, present.commit)
 
 
 def copy_dropped(d: Draft, event: t.CopyDropped) -> None:
@@ -100,15 +102,31 @@ def _give_up(d: Draft, present: Replication, why: str) -> None:
             f"the newest replicated commit is {d.shards.replicated}" if d.shards.replicated else "none is replicated"
         )
         d.warn(f"{failures} replications in a row have failed, and {since}. Reason of the last failure: {why}")
-    _forget(d, t.CommitId(present.commit.generation, present.commit.tick + 1), d.shards.replicated)
+    d.effects.append(t.StopReplication())
 
 
-def _forget(d: Draft, before: t.CommitId, besides: t.CommitId | None) -> None:
-    for host in list(d.hosts.values()):
-        if host.agent == "joined" and any(commit < before and commit != besides for _, commit in host.kept):
-            left = frozenset(kept for kept in host.kept if kept[1] >= before or kept[1] == besides)
-            d.put_host(host, kept=left)
-    d.effects.append(t.ForgetCopies(before, besides))
+def _forget(d: Draft, before: t.CommitId) -> None:
+    """Let agents forget all copies of commits older than ``before``, except of the replicated one. No replication of
+    such a commit begins afterwards."""
+    d.update_shards(forgotten=before)
+    for host in _keepers_of_older(d, before):
+        d.put_host(host, kept=frozenset(kept for kept in host.kept if not _is_older(d, kept[1], before)))
+    done = d.shards.replicated
+    d.effects.append(t.ForgetCopies(before, done if done is not None and done < before else None))
+
+
+def _keepers_of_older(d: Draft, before: t.CommitId) -> list[Host]:
+    """Return the hosts whose agents keep copies of older commits than ``before``, besides the replicated one."""
+    joined = (host for host in d.hosts.values() if host.agent == "joined")
+    return [host for host in joined if any(_is_older(d, commit, before) for _, commit in host.kept)]
+
+
+def _is_older(d: Draft, commit: t.CommitId, before: t.CommitId) -> bool:
+    return commit < before and commit != d.shards.replicated
+
+
+def _is_forgotten(d: Draft, commit: t.CommitId) -> bool:
+    return d.shards.forgotten is not None and _is_older(d, commit, d.shards.forgotten)
 
 
 # --------------------------------------------------------------------------------------------------------------- rule
@@ -133,9 +151,11 @@ def replicate(d: Draft) -> None:
         return
     commit = _held_by_all(d, layout)
     if commit is None or shards.failures % 2:  # the last reports of frequent commits have none in common
-        commit = _to_come(d, layout)
-    if commit is None or (shards.replicated is not None and commit <= shards.replicated):
+        commit = _to_come(d, layout) or commit
+    if commit is None or _is_forgotten(d, commit) or (shards.replicated is not None and commit <= shards.replicated):
         return
+    if _is_sealed(d, commit) and _keepers_of_older(d, commit):
+        _forget(d, commit)
     copies = frozenset(_placed(d, layout))
     missing = frozenset(copy for copy in copies if (copy[0], commit) not in d.hosts[copy[1]].kept)
     if missing:
@@ -198,7 +218,7 @@ def _coming_until(present: Replication) -> float:
 
 def _to_come(d: Draft, layout: ShardLayout) -> t.CommitId | None:
     """Return a commit that all members will seal soon, but after the orders for it have arrived, if they commit as
-    regularly as before."""
+    regularly as before. None: they do not."""
     slot = d.slots[layout.digests[0][0]]
     worker = d.workers[slot.worker] if slot.worker is not None else None
     if worker is None or worker.commit is None or worker.commit != slot.retained or not worker.commit.tick:
@@ -206,6 +226,8 @@ def _to_come(d: Draft, layout: ShardLayout) -> t.CommitId | None:
     before = slot.previous.tick if slot.previous is not None and slot.previous.generation == layout.generation else 0
     every = worker.commit.tick - before
     ticks_per_s = worker.ticks / max(d.now - d.phase.since, 0.001) if isinstance(d.phase, Running) else 0.0
+    if ticks_per_s * (d.now - worker.commit_at - _LEAD_S) > _IS_LATE * every:
+        return None
     lead = ceil(ticks_per_s * (d.now - worker.commit_at + _LEAD_S) / every)
     done = d.shards.replicated
     known = done.tick if done is not None and done.generation == layout.generation else 0

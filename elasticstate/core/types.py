@@ -11,12 +11,15 @@ from elasticstate.core.collectives import CollectivesReported as CollectivesRepo
 from elasticstate.core.copies import (
     CommitDamaged as CommitDamaged,
     CopyDropped as CopyDropped,
+    CopyEffect,
+    CopyEvent,
     CopyKept as CopyKept,
     CopyOf as CopyOf,
     ForgetCopies as ForgetCopies,
     Replicate as Replicate,
     ShardsAttached as ShardsAttached,
     ShardSource as ShardSource,
+    StopReplication as StopReplication,
 )
 from elasticstate.core.durable import DurableCopySaved as DurableCopySaved, DurableSource as DurableSource
 from elasticstate.core.ids import CommitId as CommitId, HostSlots as HostSlots, SlotId as SlotId, WorkerId as WorkerId
@@ -249,11 +252,8 @@ Event = (
     | Heartbeat
     | CommitSealed
     | FirstTick
-    | ShardsAttached
-    | CopyKept
-    | CopyDropped
+    | CopyEvent
     | DurableCopySaved
-    | CommitDamaged
     | CallReported
     | CollectivesReported
     | TimePassed
@@ -393,8 +393,7 @@ Effect = (
     | ConfirmOwnError
     | OpenGate
     | WatchCalls
-    | Replicate
-    | ForgetCopies
+    | CopyEffect
     | Note
     | EndJob
 )

@@ -13,7 +13,7 @@ from elasticstate.driver.event_queue import EventQueue
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.driver.report import Outcome, Report
-from elasticstate.net.messages import ForgetCopiesOrder, ReplicateOrder, ToWorkers
+from elasticstate.net.messages import ForgetCopiesOrder, ReplicateOrder, StopReplicationOrder, ToWorkers
 
 
 class Effects:
@@ -66,6 +66,8 @@ class Effects:
                 agents.send(worker.host, ToWorkers((worker,), t.End(generation, None, cause)))
             case t.Replicate(commit, copies):
                 self._replicate(commit, copies)
+            case t.StopReplication():
+                agents.send_to_all(StopReplicationOrder())
             case t.ForgetCopies(before, besides):
                 agents.send_to_all(ForgetCopiesOrder(before, besides))
             case t.PublishWorld(world):

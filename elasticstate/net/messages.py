@@ -75,7 +75,7 @@ from elasticstate.net.worker_messages import (
     WorldMessage as WorldMessage,
 )
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 STORE_JOINED = "joined"
@@ -325,15 +325,19 @@ class ReplicateOrder(Message, frozen=True):
     """Keep copies of a commit of slots of this host: here, and on other hosts.
 
     The agent that keeps a copy answers with Kept; an agent that cannot make a copy, or send it, with Dropped. If the
-    commit is not sealed yet, the agent waits for it until ForgetCopiesOrder; if a newer one has replaced it: Dropped.
+    commit is not sealed yet, the agent waits for it until StopReplicationOrder; if a newer one is there, too: Dropped.
     """
 
     commit: CommitId
     targets: tuple[tuple[SlotId, str, str], ...]  # slot, host to keep it, and "address:port" of its copy server
 
 
+class StopReplicationOrder(Message, frozen=True):
+    """Cancel the last ReplicateOrder. Copies that exist stay."""
+
+
 class ForgetCopiesOrder(Message, frozen=True):
-    """Remove the kept copies of all commits older than ``before``, except ``besides``; send no more of them."""
+    """Remove the kept copies of all commits older than ``before``, except ``besides``. Neither send nor accept more."""
 
     before: CommitId
     besides: CommitId | None = None
@@ -375,6 +379,7 @@ ToAgent = (
     | WorldsOnHost
     | BackendOrder
     | ReplicateOrder
+    | StopReplicationOrder
     | ForgetCopiesOrder
     | WatchCalls
     | Shutdown

@@ -7,9 +7,10 @@
 - step: a training of two workers, one on each of two local hosts, with one thread each, that computes all the time and
   commits every tenth step. The peer is the same job with ``--replicas 0``. Both jobs stay up, and train by turns. A
   turn ends five steps after its last commit.
-- lost host: SIGKILL of a worker and its agent on one of two local hosts, until the next completed step of the others.
-  The peer is torchrun with torch.distributed.checkpoint on a disk, of which one rank gets SIGKILL, and all restart:
-  same model, same step, checkpoints as often as commits. (The checkpoint is still in the page cache when it is loaded.)
+- lost host: SIGKILL of a worker and its agent on one of four local hosts, until the others have completed a step.
+  The peer is torchrun with one agent per host and torch.distributed.checkpoint on a disk: same model, same step,
+  checkpoints as often as commits. (The checkpoint is still in the page cache when it is loaded.) torchrun waits 30 s
+  for more hosts, and 15 s until it counts one as lost; with short waits 1 s and 3 s.
 
 The systems run by turns in one run. Each lost host falls in a different part of a step, the same for both. Ratios are
 medians over the rounds. Prints markdown. Exits with 1 if a goal is missed.
@@ -18,6 +19,7 @@ medians over the rounds. Prints markdown. Exits with 1 if a goal is missed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import signal
@@ -34,18 +36,19 @@ from typing import Any, NamedTuple
 import bench_copies
 import psutil
 import torch
-from bench_recovery import read_steps, row, started, wait_for_step
+from bench_recovery import free_port, read_steps, row, started, wait_for_step
 from sharded_training import SIZES
 
 import elasticstate as elastic
 
 HERE = Path(__file__).parent
-HOSTS = ("localhost", "127.0.0.2")
+HOSTS = ("localhost", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 TIMEOUT_S = 120.0
 BLOCK = 20  # steps of a turn
 EVERY = 5  # steps between two commits or checkpoints, where a host is lost
 LOST_AFTER, STEPS_AFTER = 7, 4  # steps
-VICTIM = 1  # rank
+VICTIM = 1  # host
+SHORT_WAITS = "last_call_timeout=1,keep_alive_interval=1"  # seconds; a host is lost after three intervals
 
 
 class Figure(NamedTuple):
@@ -143,7 +146,7 @@ def replication(rounds: int) -> Figure:
 def steps(rounds: int) -> Figure:
     own: list[tuple[float, float]] = []
     peer: list[tuple[float, float]] = []
-    hosts = ",".join(f"{host}:1" for host in HOSTS)
+    hosts = ",".join(f"{host}:1" for host in HOSTS[:2])
     with Job("small", hosts, "--replicas", 1) as replicated, Job("small", hosts, "--replicas", 0) as plain:
         for number in range(rounds + 1):
             pairs = [(replicated, own), (plain, peer)]
@@ -156,74 +159,106 @@ def steps(rounds: int) -> Figure:
     return Figure("step beside replication", cells[0], f"without, {cells[1]}", ratios, 1.03, False)
 
 
-def lost_host(rounds: int, disk: Path) -> Figure:
-    own, peer = [], []
+def lost_host(rounds: int, disk: Path) -> list[Figure]:
+    """Compare with torchrun, with short waits and as it comes."""
+    systems = {
+        "elasticstate": lambda folder, phase: elastic_loss(folder, phase),
+        "torchrun, short waits": lambda folder, phase: torchrun_loss(folder, phase, disk, SHORT_WAITS),
+        "torchrun": lambda folder, phase: torchrun_loss(folder, phase, disk),
+    }
+    found: dict[str, list[float]] = {system: [] for system in systems}
     for number in range(rounds):
-        for system, times in ((elastic_loss, own), (torchrun_loss, peer)):
-            print(f"lost host, round {number + 1} of {rounds}: {system.__name__}", file=sys.stderr)
+        for system, lose in systems.items():
+            print(f"lost host, round {number + 1} of {rounds}: {system}", file=sys.stderr)
             with tempfile.TemporaryDirectory(prefix="elasticstate-bench-") as folder:
-                times.append(system(Path(folder), number / rounds, disk))
-    ratios = [ours / theirs for ours, theirs in zip(own, peer, strict=True)]
-    return Figure("host lost → next step", seconds(own), f"torchrun, DCP, {seconds(peer)}", ratios, 0.1, False)
+                found[system].append(lose(Path(folder), number / rounds))
+    own, *peers = found.items()
+    return [
+        Figure(
+            "host lost → next step",
+            seconds(own[1]),
+            f"{peer}, DCP, {seconds(times)}",
+            [ours / theirs for ours, theirs in zip(own[1], times, strict=True)],
+            0.1,
+            False,
+        )
+        for peer, times in peers
+    ]
 
 
-def elastic_loss(folder: Path, phase: float, disk: Path) -> float:
+def elastic_loss(folder: Path, phase: float) -> float:
+    size = len(HOSTS)
     hosts = ",".join(f"{host}:1" for host in HOSTS)
-    options = ["-np", 2, "--min-np", 1, "-H", hosts, "--cooldown-range", 600, 600, "--events-file", folder / "events"]
+    options = ["-np", size, "--min-np", size - 1, "-H", hosts, "--cooldown-range", 600, 600]
     script = ["--size", "large", "--folder", folder, "--every", EVERY, "--steps-after", STEPS_AFTER]
     with started([*elasticrun(*options), *script], folder) as job:
-        worker = victim(folder, phase, job)
-        agent = next(parent for parent in worker.parents() if parent.ppid() == job.pid)
-        processes = [agent, *agent.children(recursive=True)]
-        assert worker in processes
-        killed_ns = time.monotonic_ns()
-        for process in processes:
-            process.send_signal(signal.SIGKILL)
-    return next_step_s(folder, killed_ns, 1)
+        wait_for_part_of_a_step(folder, phase, job)
+        worker = next(steps[0] for steps in read_steps(folder).values() if steps[0].rank == VICTIM)
+        agent = next(parent for parent in psutil.Process(worker.pid).parents() if parent.ppid() == job.pid)
+        killed_ns = kill_host(agent, worker.pid)
+    return next_step_s(folder, killed_ns)
 
 
-def torchrun_loss(folder: Path, phase: float, disk: Path) -> float:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+def torchrun_loss(folder: Path, phase: float, disk: Path, waits: str = "") -> float:
+    size, port = len(HOSTS), free_port()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{size - 1}:{size}", "--nproc-per-node", 1]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--local-addr", "127.0.0.1"]
     script = ["--size", "large", "--folder", folder, "--every", EVERY, "--steps", LOST_AFTER + STEPS_AFTER]
-    with tempfile.TemporaryDirectory(prefix="elasticstate-bench-", dir=disk) as checkpoints:
-        command = [*torchrun, "--max-restarts", 3, HERE / "dcp_worker.py", *script, "--checkpoints", checkpoints]
-        # Without this variable, a restart with Gloo reads the addresses of the last attempt, and hangs.
-        with started(command, folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as job:
-            worker = victim(folder, phase, job)
-            killed_ns = time.monotonic_ns()
-            worker.send_signal(signal.SIGKILL)
-    return next_step_s(folder, killed_ns, 2)
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(tempfile.TemporaryDirectory(prefix="elasticstate-bench-", dir=disk))
+        agents = []
+        for host in range(size):
+            options = ["--max-restarts", 3, "--rdzv-conf", f"is_host={int(not host)},{waits}".rstrip(",")]
+            command = [*torchrun, *options, HERE / "dcp_worker.py", *script, "--checkpoints", checkpoints]
+            status = -signal.SIGKILL if host == VICTIM else 0
+            # Without this variable, a restart with Gloo reads the addresses of the last attempt, and hangs.
+            job = started(command, folder, status, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+            agents.append(stack.enter_context(job))
+        wait_for_part_of_a_step(folder, phase, agents[0])
+        agent = psutil.Process(agents[VICTIM].pid)
+        (worker,) = agent.children()
+        killed_ns = kill_host(agent, worker.pid)
+    return next_step_s(folder, killed_ns)
 
 
-def victim(folder: Path, phase: float, job: subprocess.Popen[bytes]) -> psutil.Process:
-    """Wait until a part of a step after step LOST_AFTER. Return the process of the worker to be killed."""
-    done = wait_for_step(folder, LOST_AFTER, VICTIM, job)
+def wait_for_part_of_a_step(folder: Path, phase: float, job: subprocess.Popen[bytes]) -> None:
+    """Wait until a part of a step after step LOST_AFTER."""
+    done = wait_for_step(folder, LOST_AFTER, 0, job)
     time.sleep(phase * (done[-1].end_ns - done[-2].end_ns) / 1e9)
-    return psutil.Process(done[-1].pid)
 
 
-def next_step_s(folder: Path, killed_ns: int, size: int) -> float:
-    """Return the seconds until all workers of the next world have completed a step."""
+def kill_host(agent: psutil.Process, worker_pid: int) -> int:
+    """Kill an agent and all its processes. Return the time before (CLOCK_MONOTONIC, ns)."""
+    processes = [agent, *agent.children(recursive=True)]
+    assert worker_pid in {process.pid for process in processes}
+    killed_ns = time.monotonic_ns()
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    return killed_ns
+
+
+def next_step_s(folder: Path, killed_ns: int) -> float:
+    """Return the seconds until the workers of all hosts but one have completed a step of the next world."""
     ends = [[step.end_ns for step in steps if step.generation == 2] for steps in read_steps(folder).values()]
     first = [min(found) for found in ends if found]
-    assert len(first) == size, f"{len(first)} of {size} workers trained after the loss"
+    assert len(first) == len(HOSTS) - 1, f"{len(first)} of {len(HOSTS) - 1} workers trained after the loss"
     assert min(first) > killed_ns
     return (max(first) - killed_ns) / 1e9
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts: dict[str, Callable[[argparse.Namespace], Figure]] = {
-        "commit": lambda args: commits(args.rounds),
-        "replication": lambda args: replication(args.rounds),
-        "step": lambda args: steps(args.rounds),
+    parts: dict[str, Callable[[argparse.Namespace], list[Figure]]] = {
+        "commit": lambda args: [commits(args.rounds)],
+        "replication": lambda args: [replication(args.rounds)],
+        "step": lambda args: [steps(args.rounds)],
         "loss": lambda args: lost_host(max(1, args.rounds // 3), args.disk),
     }
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--rounds", type=int, default=15, help="a third of them for lost hosts")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="for checkpoints")
     args = parser.parse_args()
-    found = [parts[name](args) for name in args.parts]
+    found = [figure for name in args.parts for figure in parts[name](args)]
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {elastic.device()}, ", end="")
     load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
     print(f"{len(os.sched_getaffinity(0))} cores, load {load}; {args.rounds} rounds.\n")

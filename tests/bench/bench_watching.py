@@ -11,9 +11,11 @@ Two jobs of two workers each take turns to train: one without the options, one w
   they have no goal.
 
 For each kind, first nobody looks: the options alone. Then, while the job with the options trains, a page of its
-dashboard is open and its metrics are scraped every 5 s. A ratio is that of a turn with the options to one without, of
-which one half comes before and one after, so that load that grows or falls changes both alike. Each pair of turns has
-two new jobs, because the CPU time of a driver at rest differs by ten per cent from process to process. The columns have
+dashboard is open and its metrics are scraped every 5 s. A ratio is that of a turn with the options to one without. Both
+turns of a pair come in slices of STEPS steps, one without the options before and one after two with them, so that load
+that grows or falls changes both alike (half a turn before and half a turn after the page is open, which stays open for
+its whole turn). Each pair of turns has two new jobs, because the CPU time of a driver at rest differs by ten per cent
+from process to process. The columns have
 the median of the ratios, the quartiles in brackets, and after that the 95 % interval of the median (of the sign test:
 order statistics, without assumptions about the distribution):
 
@@ -40,7 +42,7 @@ from collections.abc import Iterator
 from math import comb
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import median, quantiles
 from typing import NamedTuple
 
 import torch
@@ -53,7 +55,6 @@ import elasticstate as elastic
 WORKERS, STEPS, TIMEOUT_S = 2, 20, 120.0
 DEVICE_S = 0.096
 LEAST_PAIRS = 6  # for an interval of 95 %
-WARM_UP_S = 2.0
 GOAL_STEP, GOAL_DRIVER = 1.002, 1.2
 LOOKS = ("nobody looks", "a page open")
 NOBODY = contextlib.nullcontext()
@@ -79,6 +80,21 @@ class Turn(NamedTuple):
     tick_s: float
     worker_s: float
     driver: float
+
+
+class Slice(NamedTuple):
+    """Some steps of a turn: wall times of each step and its tick, CPU time of a worker for one, CPU and wall time."""
+
+    steps: list[tuple[float, float]]
+    worker_s: float
+    driver_s: float
+    wall_s: float
+
+
+def turn_of(slices: list[Slice]) -> Turn:
+    step_s, tick_s = (median(times) for times in zip(*(step for one in slices for step in one.steps), strict=True))
+    driver = sum(one.driver_s for one in slices) / sum(one.wall_s for one in slices)
+    return Turn(step_s, tick_s, median(one.worker_s for one in slices), driver)
 
 
 # ------------------------------------------------------------------------------------------------------------ workers
@@ -153,19 +169,13 @@ class Job:
         assert found is not None, self._log.read_text()
         return int(found[1])
 
-    def train(self, seconds: float) -> Turn:
+    def train(self) -> Slice:
+        """Train for STEPS steps."""
         before, begun = cpu_s(self.pid), time.monotonic()
-        steps: list[tuple[float, float]] = []
-        workers = []
-        while time.monotonic() < begun + seconds:
-            self._requests.send(STEPS)
-            assert self._requests.poll(TIMEOUT_S), self._log.read_text()
-            times, worker_s = self._requests.recv()
-            steps += times
-            workers.append(worker_s)
-        driver = (cpu_s(self.pid) - before) / (time.monotonic() - begun)
-        step_s, tick_s = (median(times) for times in zip(*steps, strict=True))
-        return Turn(step_s, tick_s, median(workers), driver)
+        self._requests.send(STEPS)
+        assert self._requests.poll(TIMEOUT_S), self._log.read_text()
+        steps, worker_s = self._requests.recv()
+        return Slice(steps, worker_s, cpu_s(self.pid) - before, time.monotonic() - begun)
 
     def close(self) -> None:
         self._requests.send(0)
@@ -181,22 +191,33 @@ def jobs(way: Way) -> Iterator[tuple[Job, Job]]:
             for name, options in (("plain", ()), ("other", ("--metrics", "0", "--dashboard", "0")))
         )
         for job in (plain, other):
-            job.train(WARM_UP_S)
+            job.train()
         yield plain, other
 
 
 def measure(way: Way, count: int, turn_s: float) -> dict[str, list[tuple[Turn, Turn]]]:
-    """Let two jobs train by turns. Return pairs of neighbouring turns, without and with the options."""
+    """Let two jobs train by turns. Return pairs of turns, without and with the options."""
     found: dict[str, list[tuple[Turn, Turn]]] = {look: [] for look in LOOKS}
-    for _ in range(count):
+    for number in range(count):
         with jobs(way) as (plain, other):
             for look in LOOKS:
-                before = plain.train(turn_s / 2)
-                with watched(other.port("dashboard"), other.port("metrics")) if look == LOOKS[1] else NOBODY:
-                    ours = other.train(turn_s)
-                theirs = Turn(*map(mean, zip(before, plain.train(turn_s / 2), strict=True)))
-                found[look].append((theirs, ours))
+                print(f"{way.name}, {look}: pair {number + 1} of {count}", file=sys.stderr)
+                found[look].append(pair(plain, other, look, turn_s))
     return found
+
+
+def pair(plain: Job, other: Job, look: str, turn_s: float) -> tuple[Turn, Turn]:
+    """Let both jobs train for about this long, by turns."""
+    theirs: list[Slice] = [plain.train()]
+    ours: list[Slice] = []
+    halves = max(1, round(turn_s / theirs[0].wall_s / 2))  # slices in half a turn
+    blocks, count = (1, halves) if look == LOOKS[1] else (halves, 1)
+    for _ in range(blocks):
+        theirs += [plain.train() for _ in range(count)]
+        with watched(other.port("dashboard"), other.port("metrics")) if look == LOOKS[1] else NOBODY:
+            ours += [other.train() for _ in range(2 * count)]
+        theirs += [plain.train() for _ in range(count)]
+    return turn_of(theirs[1:]), turn_of(ours)
 
 
 # ------------------------------------------------------------------------------------------------------------ figures
@@ -250,7 +271,7 @@ def row(way: Way, look: str, pairs: list[tuple[Turn, Turn]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=16, help="of turns with a device; half as many without")
-    parser.add_argument("--turn", type=float, default=10.0, help="seconds of a turn")
+    parser.add_argument("--turn", type=float, default=10.0, help="seconds of a turn, about")
     parser.add_argument("--way", choices=[way.name for way in WAYS], help="kind of steps; without it: both")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -183,6 +183,7 @@ class ShardedJob(Job):
         self.judge: LineJudge = LineJudge(self)
         self.orders: list[tuple[t.CommitId, t.SlotId, str]] = []
         self.full: set[str] = set()  # hosts that refuse copies
+        self.forgotten: dict[str, t.CommitId] = {}  # an agent refuses copies of older commits
         self.has_faults = True
 
     def _with_replicas(self, policy: Policy, replicas: int | None) -> Policy:
@@ -209,6 +210,7 @@ class ShardedJob(Job):
 
     def _agent_is_gone(self, host: str) -> None:
         self.stores.attached.pop(host, None)
+        self.forgotten.pop(host, None)
         self.stores.reports = [report for report in self.stores.reports if report[0] != host]
         self.orders = [order for order in self.orders if host not in (order[1].host, order[2])]
         self.judge.host_is_lost(host)
@@ -265,6 +267,8 @@ class ShardedJob(Job):
                 self.reached["replication begun"] += 1
                 self.reached["commit to come"] += self.m.shards.line is not None and commit > self.m.shards.line
                 self.orders += [(commit, *copy) for copy in copies if self._is_served(copy[0].host)]
+            case t.StopReplication():
+                self.orders = [order for order in self.orders if not self._is_served(order[1].host)]
             case t.ForgetCopies(before, besides):
                 self._forget(before, besides)
             case _:
@@ -293,11 +297,12 @@ class ShardedJob(Job):
         return self.agents.get(host) == "up" and self._reaches(host)
 
     def _forget(self, before: t.CommitId, besides: t.CommitId | None) -> None:
-        for host, kept in self.stores.kept.items():
-            if self._is_served(host):
-                for key in [key for key in kept if key[1] < before and key[1] != besides]:
-                    del kept[key]
-        self.orders = [order for order in self.orders if order[0] >= before or order[0] == besides]
+        for host in filter(self._is_served, self.agents):
+            self.forgotten[host] = max(before, self.forgotten.get(host, before))
+            kept = self.stores.kept.get(host, {})
+            for key in [key for key in kept if key[1] < before and key[1] != besides]:
+                del kept[key]
+        self.orders = [order for order in self.orders if order[0] >= before or not self._is_served(order[1].host)]
 
     def copies_act(self) -> bool:
         """Let an agent carry out one order, report damage, or die with a report that it has not forwarded."""
@@ -327,6 +332,9 @@ class ShardedJob(Job):
             self.reached["copy dropped"] += 1
         elif self.agents.get(host) != "up":
             self._report(slot_id.host, t.CopyDropped(slot_id.host, slot_id, commit))
+        elif commit < self.forgotten.get(host, commit):
+            assert not self._is_served(slot_id.host), f"{host} refuses {commit}, which the driver has ordered"
+            self.reached["old copy refused"] += 1
         elif host in self.full and host != slot_id.host:
             self._report(slot_id.host, t.CopyDropped(host, slot_id, commit, "no memory is left"))
             self.reached["copy refused"] += 1

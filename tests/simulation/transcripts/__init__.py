@@ -183,6 +183,8 @@ def describe(effect: t.Effect) -> str:
             return f"PublishWorld {world.generation}: {' | '.join(' '.join(m) for m in hosts.values())}, {start}"
         case t.Replicate(commit, copies):
             return f"Replicate {commit}: {', '.join(f'{slot_id} on {host}' for slot_id, host in copies)}"
+        case t.StopReplication():
+            return "StopReplication"
         case t.ForgetCopies(before, besides):
             return f"ForgetCopies before {before}{f', except {besides}' if besides else ''}"
         case t.End(generation, at_tick, cause):
