@@ -12,7 +12,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import closing
+from typing import Any
 
 import msgspec
 
@@ -52,8 +54,8 @@ class _NotAccepted(CopyError):
 
 
 class _Order:
-    def __init__(self, commit: CommitId, targets: Targets) -> None:
-        self.commit, self.targets = commit, targets
+    def __init__(self, commit: CommitId, targets: Targets, after: Sequence[Future[Any]]) -> None:
+        self.commit, self.targets, self.after = commit, targets, after
         self.cancelled = threading.Event()
 
 
@@ -92,13 +94,16 @@ class Pusher:
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def replicate(self, commit: CommitId, targets: Targets) -> None:
-        """Keep copies of a commit, and send them to their targets. The previous order is cancelled."""
+    def replicate(self, commit: CommitId, targets: Targets, after: Sequence[Future[Any]] = ()) -> None:
+        """Keep copies of a commit, and send them to their targets. The previous order is cancelled.
+
+        ``after``: begin when these are done, as they free the memory for the copies.
+        """
         with self._changed:
             if self._is_closed:
                 return
             self._cancel()
-            self._next = _Order(commit, targets)
+            self._next = _Order(commit, targets, after)
             self._changed.notify()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="elasticstate-copies-pusher", daemon=True)
@@ -112,9 +117,10 @@ class Pusher:
     def forget(self, before: CommitId) -> None:
         """Cancel an order about an older commit."""
         with self._changed:
-            orders = [order for order in (self._current, self._next) if order is not None]
-            if any(order.commit < before for order in orders):
-                self._cancel()
+            if self._next is not None and self._next.commit < before:
+                self._next = None
+            if self._current is not None and self._current.commit < before:
+                self._cancel_current()
 
     def close(self) -> None:
         """Cancel the order, and wait for the thread."""
@@ -127,6 +133,9 @@ class Pusher:
 
     def _cancel(self) -> None:
         self._next = None
+        self._cancel_current()
+
+    def _cancel_current(self) -> None:
         if self._current is not None:
             self._current.cancelled.set()
         if self._socket is not None:
@@ -150,6 +159,7 @@ class Pusher:
 
     def _carry_out(self, order: _Order) -> None:
         slots = [SlotId(self._library.buffers.host, slot) for slot in sorted(order.targets)]
+        wait(order.after)
         self._pin(slots, order)
         kept = [slot for slot in slots if self._keep(slot, order)]
         deliveries = [_Delivery(slot, target) for slot in kept for target in order.targets[slot.slot]]
@@ -229,7 +239,7 @@ class Pusher:
                 incoming.restart()
                 while incoming.missing_bytes:
                     if not go_on():
-                        raise CopyError("the driver has ordered a newer commit")
+                        raise CopyError("the order is cancelled")
                     incoming.write(source.part(incoming.offset, wire.PIECE_BYTES))
                 source.check_unchanged()
                 if not incoming.is_good():

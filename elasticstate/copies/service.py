@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 from elasticstate.copies.connection import CopyConnection
 from elasticstate.copies.library import Library, Notify, NotifyDropped
@@ -53,6 +54,7 @@ class HostCopies:
         self._library = Library(SlotBuffers(job_id, host, slots), self.store, on_dropped, on_damaged)
         self._pusher = Pusher(self._library, key, timeout_s, rate_bytes_per_s, on_kept, on_dropped, log)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="elasticstate-copies")
+        self._forgetting: list[Future[Any]] = []  # that is not known to be done
         self._server: CopyServer | None = None
 
     def start(self, address: str) -> str:
@@ -81,20 +83,22 @@ class HostCopies:
     def replicate(self, commit: CommitId, targets: Targets) -> None:
         """Keep copies of a commit of these slots, and send them to their targets. Cancels the previous order.
 
-        A slot may have no target. ``on_kept`` or ``on_dropped`` follows for each slot, unless another order is given
-        before; also for a copy that is kept already. Each target's agent reports its own copy.
+        A slot may have no target. ``on_kept`` or ``on_dropped`` follows for each slot, unless another order or
+        ``stop_replication`` comes before; also for a copy that is kept already. Each target's agent reports its own
+        copy.
         """
-        self._pusher.replicate(commit, targets)
+        self._pusher.replicate(commit, targets, self._forgetting)
 
     def stop_replication(self) -> None:
         """Cancel the order to replicate a commit. Copies that exist stay."""
         self._pusher.cancel()
 
     def forget(self, before: CommitId, besides: CommitId | None = None) -> None:
-        """Remove all copies of commits older than ``before``, except those of ``besides``."""
+        """Remove all copies of commits older than ``before``, except those of ``besides``. Accept none from now on."""
         self._pusher.forget(before)
         with suppress(RuntimeError):  # closed: the driver's message was late
-            self._threads.submit(self.store.forget, before, besides)
+            begun = self._threads.submit(self.store.forget, before, besides)
+            self._forgetting = [*(other for other in self._forgetting if not other.done()), begun]
 
     def kept(self) -> list[tuple[SlotId, CommitId]]:
         """Return slot and commit of each kept copy, of this host's slots and of others."""

@@ -203,8 +203,6 @@ class CopyStore:
             incoming = self._incoming.get(sealed.slot)
             if incoming is not None and (incoming.sealed, incoming.size_bytes) == (sealed, size_bytes):
                 return incoming
-            if incoming is not None and incoming.sealed.commit > sealed.commit:
-                raise CopyError(f"{sealed} is older than commit {incoming.sealed.commit}, which arrives")
             self._abandon(sealed.slot)
             if not 0 < sealed.length <= size_bytes:
                 raise CopyError(f"{sealed} cannot be kept: it has {sealed.length} of {size_bytes} bytes")

@@ -74,7 +74,8 @@ class CommitDamaged:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Keep copies of a commit: of each of these slots, on this host. A slot's own host copies its buffer."""
+    """Make the copies of a commit that are missing: of each of these slots, on this host. A slot's own host copies its
+    buffer."""
 
     commit: CommitId
     copies: tuple[tuple[SlotId, str], ...]
@@ -87,11 +88,15 @@ class StopReplication:
 
 @dataclass(frozen=True, slots=True)
 class ForgetCopies:
-    """All agents remove the kept copies of commits older than ``before``, except those of ``besides``, and refuse such
-    copies from now on."""
+    """Agents remove the kept copies of commits older than ``before``, except those of ``besides``, and accept no more
+    copies of commits older than ``before``.
+
+    ``host``: only the agent of this host; "": all.
+    """
 
     before: CommitId
     besides: CommitId | None = None
+    host: str = ""
 
 
 CopyEvent = ShardsAttached | CopyKept | CopyDropped | CommitDamaged

@@ -33,7 +33,7 @@ class Shards(Struct, frozen=True, gc=False):
     line_at: float = -inf  # when that became known
     replicated: CommitId | None = None  # newest commit whose replication is complete
     replicated_at: float = -inf
-    forgotten: CommitId | None = None  # agents keep no copies of older commits, except of ``replicated``
+    forgotten: CommitId | None = None  # connected agents keep no copies of older commits, except of ``replicated``
     replication: Replication | None = None
     failures: int = 0  # replications in a row that were given up
     trouble: str = ""  # why the last of them was given up

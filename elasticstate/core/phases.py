@@ -85,6 +85,7 @@ class Running:
     """Phase with a published world. Out: END at a tick or now, or all members are in the exit gate."""
 
     since: float
+    earlier_ticks: int = 0  # of this world, before ``since``: with another driver
     first_tick: bool = False
     hold_since: float | None = None
     hold_cause: str = ""

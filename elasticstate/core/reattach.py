@@ -75,6 +75,7 @@ def reattach(policy: Policy, remains: Remains, now: float) -> Transition:
     )
     line = world.line if world is not None else None
     d.update_shards(layouts=remains.layouts, replicated=remains.replicated, replicated_at=now, line=line, line_at=now)
+    d.update_shards(forgotten=remains.replicated)
     _hosts(d, remains)
     _slots(d, remains)
     _shards(d, remains)
@@ -163,7 +164,7 @@ def _members(d: Draft, remains: Remains, world: t.World) -> Failure | None:
         d.phase = Finishing(since=d.now)
         d.effects.append(t.OpenGate(world.generation))
         return None
-    d.phase = Running(since=d.now, first_tick=remains.has_ticked)
+    d.phase = Running(since=d.now, earlier_ticks=remains.ticks, first_tick=remains.has_ticked)
     if not absent and not remains.has_ended:
         return None
     d.update_ledger(is_broken=bool(absent))

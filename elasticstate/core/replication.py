@@ -2,13 +2,13 @@
 
 Agents keep the copies: a slot's own host copies its buffer, other hosts receive a copy. One commit is replicated at a
 time. When all its copies are reported, agents forget the older ones, so the replication before stays whole meanwhile.
-A lost host, or an agent that could not make a copy, ends a replication. The copies that exist stay: the next attempt
-has the same commit, unless all members have sealed a newer one. Then agents forget those copies before it begins.
+A lost host, or an agent that could not make a copy, ends a replication. The copies that exist stay, because the next
+attempt may have the same commit. Before it begins, agents forget copies that are older than what all have sealed.
 
 Workers may commit so often that the last reports of all slots have no commit in common, or that the agents find a
 commit overwritten. Then the next attempt names a commit that is still to come: the agents wait for its seals, and copy
 it at once, while the workers wait with the commit that would overwrite it (see copies/pusher.py). It may never come,
-because training pauses, so agents must not forget older commits for it.
+because training pauses, so agents keep copies of the newest commit that all have sealed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _LEAD_S = 0.5  # for orders to arrive before a commit to come
 _FAILURES_TO_WARN = 3
 _COMING_S = 10.0  # after that time without it, such a commit is given up
 _IS_LATE = 2.0  # intervals between commits without one: training pauses
+_FREQUENT_S = 5.0  # between two commits: if it is longer, a commit lasts until it is copied
 _REFUSAL_S = 60.0  # for which other hosts come first
 
 # -------------------------------------------------------------------------------------------------------------- facts
@@ -36,10 +37,11 @@ _REFUSAL_S = 60.0  # for which other hosts come first
 
 def host_reports(d: Draft, host: str, kept: tuple[tuple[t.SlotId, t.CommitId], ...]) -> None:
     """Record all copies that a connected agent keeps. It may have missed that it should forget some."""
-    if kept or d.hosts[host].kept:
-        d.put_host(d.hosts[host], kept=frozenset(kept))
-    if d.shards.forgotten is not None and any(_is_forgotten(d, commit) for _, commit in kept):
-        _forget(d, d.shards.forgotten)
+    wanted = frozenset(copy for copy in kept if not _is_forgotten(d, copy[1]))
+    if wanted or d.hosts[host].kept:
+        d.put_host(d.hosts[host], kept=wanted)
+    if d.shards.forgotten is not None:
+        d.effects.append(t.ForgetCopies(d.shards.forgotten, _kept_besides(d), host))
 
 
 def host_lost(d: Draft, host: str, with_copies: bool) -> None:
@@ -108,11 +110,18 @@ def _give_up(d: Draft, present: Replication, why: str) -> None:
 def _forget(d: Draft, before: t.CommitId) -> None:
     """Let agents forget all copies of commits older than ``before``, except of the replicated one. No replication of
     such a commit begins afterwards."""
+    if d.shards.forgotten is not None and before < d.shards.forgotten:
+        return
     d.update_shards(forgotten=before)
     for host in _keepers_of_older(d, before):
         d.put_host(host, kept=frozenset(kept for kept in host.kept if not _is_older(d, kept[1], before)))
-    done = d.shards.replicated
-    d.effects.append(t.ForgetCopies(before, done if done is not None and done < before else None))
+    d.effects.append(t.ForgetCopies(before, _kept_besides(d)))
+
+
+def _kept_besides(d: Draft) -> t.CommitId | None:
+    """Return the replicated commit, if it is older than those that are not forgotten."""
+    done, forgotten = d.shards.replicated, d.shards.forgotten
+    return done if done is not None and forgotten is not None and done < forgotten else None
 
 
 def _keepers_of_older(d: Draft, before: t.CommitId) -> list[Host]:
@@ -154,14 +163,24 @@ def replicate(d: Draft) -> None:
         commit = _to_come(d, layout) or commit
     if commit is None or _is_forgotten(d, commit) or (shards.replicated is not None and commit <= shards.replicated):
         return
-    if _is_sealed(d, commit) and _keepers_of_older(d, commit):
-        _forget(d, commit)
     copies = frozenset(_placed(d, layout))
+    if not copies:
+        return
+    _forget_attempts(d, commit if _is_sealed(d, commit) else line)
     missing = frozenset(copy for copy in copies if (copy[0], commit) not in d.hosts[copy[1]].kept)
     if missing:
-        d.effects.append(t.Replicate(commit, tuple(sorted(copies))))
-    if copies:
-        _go_on(d, Replication(commit, copies, missing, d.now))
+        d.effects.append(t.Replicate(commit, tuple(sorted(missing))))
+    _go_on(d, Replication(commit, copies, missing, d.now))
+
+
+def _forget_attempts(d: Draft, sealed: t.CommitId) -> None:
+    """Let agents forget copies that failed attempts have left, of commits older than one that all members have
+    sealed."""
+    forgotten = d.shards.forgotten
+    if sealed.generation != d.generation or (forgotten is not None and sealed <= forgotten):
+        return
+    if d.shards.failures or _keepers_of_older(d, sealed):
+        _forget(d, sealed)
 
 
 def replication_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
@@ -225,8 +244,12 @@ def _to_come(d: Draft, layout: ShardLayout) -> t.CommitId | None:
         return None
     before = slot.previous.tick if slot.previous is not None and slot.previous.generation == layout.generation else 0
     every = worker.commit.tick - before
-    ticks_per_s = worker.ticks / max(d.now - d.phase.since, 0.001) if isinstance(d.phase, Running) else 0.0
-    if ticks_per_s * (d.now - worker.commit_at - _LEAD_S) > _IS_LATE * every:
+    phase = d.phase
+    if not isinstance(phase, Running):
+        return None
+    ticks_per_s = max(0, worker.ticks - phase.earlier_ticks) / max(d.now - phase.since, 0.001)
+    is_late = ticks_per_s * (d.now - worker.commit_at - _LEAD_S) > _IS_LATE * every
+    if is_late or every > ticks_per_s * _FREQUENT_S:
         return None
     lead = ceil(ticks_per_s * (d.now - worker.commit_at + _LEAD_S) / every)
     done = d.shards.replicated

@@ -68,8 +68,9 @@ class Effects:
                 self._replicate(commit, copies)
             case t.StopReplication():
                 agents.send_to_all(StopReplicationOrder())
-            case t.ForgetCopies(before, besides):
-                agents.send_to_all(ForgetCopiesOrder(before, besides))
+            case t.ForgetCopies(before, besides, host):
+                order = ForgetCopiesOrder(before, besides)
+                agents.send(host, order) if host else agents.send_to_all(order)
             case t.PublishWorld(world):
                 self._publish(world)
             case t.EndJob(succeeded, cause):

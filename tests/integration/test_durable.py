@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -15,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 from job import Job, Line
 from safetensors.torch import load_file
@@ -243,41 +241,25 @@ def test_a_job_never_begins_anew_because_its_copies_cannot_be_read(tmp_path: Pat
         assert not job.log("enter")
 
 
-def test_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        monkeypatch.setenv("FSSPEC_S3", json.dumps({"endpoint_url": f"http://{host}:{port}"}))
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(name, "testing")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        command = (
-            "import s3fs; s3fs.S3FileSystem(endpoint_url='http://{}:{}').mkdir('bucket')".format(host, port)  # noqa: UP032
-        )
-        subprocess.run([sys.executable, "-c", command], check=True, timeout=60)
-        first, second = tmp_path / "first", tmp_path / "second"
-        options = ("-np", "1", "--durable-dir", "s3://bucket/run", "--durable-interval", "1", "--durable-keep", "2")
-        for folder in (first, second):
-            folder.mkdir()
-        with Job(first, *options, until=tmp_path / "stop", steps=5, step_seconds=0.05) as job:
-            wait_for_copies(job, 3)
-            (tmp_path / "stop").touch()
-            job.finish()
-            last = int(job.log("final")[0]["step"])
-        with Job(second, *options, steps=last) as job:
-            job.finish()
-            assert [line["step"] for line in job.log("enter")] == [last]
-        out = tmp_path / "model.safetensors"
-        done = subprocess.run(
-            [sys.executable, "-m", "elasticstate", "export", "s3://bucket/run", "-o", str(out), "--value", "model"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "4 tensors" in done.stdout
-    finally:
-        server.stop()
+def test_an_object_store(tmp_path: Path, object_store: str) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    options = ("-np", "1", "--durable-dir", object_store, "--durable-interval", "1", "--durable-keep", "2")
+    for folder in (first, second):
+        folder.mkdir()
+    with Job(first, *options, until=tmp_path / "stop", steps=5, step_seconds=0.05) as job:
+        wait_for_copies(job, 3)
+        (tmp_path / "stop").touch()
+        job.finish()
+        last = int(job.log("final")[0]["step"])
+    with Job(second, *options, steps=last) as job:
+        job.finish()
+        assert [line["step"] for line in job.log("enter")] == [last]
+    out = tmp_path / "model.safetensors"
+    done = subprocess.run(
+        [sys.executable, "-m", "elasticstate", "export", object_store, "-o", str(out), "--value", "model"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 tensors" in done.stdout

@@ -39,7 +39,7 @@ assert "elasticstate" not in sys.modules
 """
 
 
-def train(folder: Path, place: Path, workers: int, how: str, *options: str) -> Job:
+def train(folder: Path, place: Path | str, workers: int, how: str, *options: str) -> Job:
     """Start a job that trains until the file ``stop`` exists."""
     folder.mkdir()
     script = ["--log", str(folder / "logs"), "--how", how, "--step-seconds", "0.02", "--steps", "1"]
@@ -191,6 +191,26 @@ def test_a_sharded_state_survives_faults_lost_shards_and_the_loss_of_all_memory(
     newest = saved(job)[-1]
     assert all_manifests(place)[newest["folder"]] == 2, "replicas are saved once"
     assert newest["time"] > job.log("final")[-1]["time"]
+    check_readers(place, tmp_path, digests(job)[max(digests(job))])
+
+
+def test_shards_in_an_object_store(tmp_path: Path, object_store: str) -> None:
+    slow = ("--durable-timeout", "20")
+    with train(tmp_path / "first", object_store, 3, "fsdp", *slow) as job:
+        wait_for_copies(job, 2)
+        job.process.send_signal(signal.SIGINT)
+        job.finish(status=130)
+        last = saved(job)[-1]["commit"][1]
+        final = digests(job)[last]
+    with train(tmp_path / "second", object_store, 2, "fsdp", *slow) as job:
+        _, step, digest = entered(job, 2)
+        assert (step, {digest}) == (last, final)
+        wait_for_copies(job, 1)
+        job.stop_file.touch()
+        job.finish()
+    place = tmp_path / "downloaded"
+    download = "import sys, fsspec; fs, path = fsspec.url_to_fs(sys.argv[1]); fs.get(path, sys.argv[2], recursive=True)"
+    subprocess.run([sys.executable, "-c", download, object_store, str(place)], check=True, timeout=60)
     check_readers(place, tmp_path, digests(job)[max(digests(job))])
 
 

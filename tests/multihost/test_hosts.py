@@ -257,36 +257,85 @@ def test_a_job_on_three_hosts_goes_on(struck: Errors, fault: str) -> None:
     struck.check(fault)
 
 
-# ---------------------------------------------------------------------------------------------------- jobs of their own
+# ------------------------------------------------------------------------- a job on three hosts of which none is lost
 
 
-def test_nothing_secret_is_in_a_list_of_processes(
-    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MY_SECRET", "xyzzy-plugh")
-    monkeypatch.setenv("NOT_ASKED_FOR", "xyzzy-frotz")
-    show = ["sh", "-c", 'echo "secret=$MY_SECRET other=$NOT_ASKED_FOR"; exec "$@"', "sh"]
-    with job_on(network, tmp_path, "--env", "MY_*", before=show) as job:
-        trains_with(job, 3)
-        token = json.loads(next(Path(os.environ["XDG_RUNTIME_DIR"]).glob("*/driver.json")).read_text())["token"]
-        assert len(token) > 30
-        lines = list(_command_lines())
-        assert sum(b"elasticstate.agent" in line for line in lines) >= 3
-        assert not [line for line in lines if b"xyzzy" in line or token.encode() in line]
-        ends_well(job)
+SHOW = ("sh", "-c", 'echo "secret=$MY_SECRET other=$NOT_ASKED_FOR"; exec "$@"', "sh")  # runs before each worker
+ENVIRONMENT = {"MY_SECRET": "xyzzy-plugh", "NOT_ASKED_FOR": "xyzzy-frotz", "MY_NOTICE": "a notice"}
+NOTICE = """#!/bin/sh
+test -e {folder}/broken-$ELASTICSTATE_HOST && {{ echo "no service" >&2; exit 2; }}
+test -e {folder}/notice-$ELASTICSTATE_HOST && echo "$MY_NOTICE to $(ip -o addr | grep -o 10.91.7.[0-9])"
+"""
+
+
+def nothing_secret_is_in_a_list_of_processes(network: Network, job: Job) -> None:
+    trains_with(job, 3)
+    (own,) = Path(os.environ["XDG_RUNTIME_DIR"]).glob("*-calm/driver.json")
+    token = json.loads(own.read_text())["token"]
+    assert len(token) > 30
+    lines = list(_command_lines())
+    assert sum(b"elasticstate.agent" in line for line in lines) >= 3
+    assert not [line for line in lines if b"xyzzy" in line or token.encode() in line]
     assert job.output.count("secret=xyzzy-plugh other=\n") == 3
 
 
-def test_lost_packets_are_no_lost_hosts(network: Network, tmp_path: Path) -> None:
-    with job_on(network, tmp_path, "--heartbeat-timeout", "10") as job:
-        trains_with(job, 3)
-        network["b"].lose(0.05)
-        steps = len(job.log("commit"))
-        job.wait_for("200 more commits", lambda: len(job.log("commit")) > steps + 200)
-        assert network["b"].dropped() > 0
-        network["b"].mend()
-        ends_well(job)
-        assert not job.events("agent_lost")
+def lost_packets_are_no_lost_hosts(network: Network, job: Job) -> None:
+    network["b"].lose(0.05)
+    steps = len(job.log("commit"))
+    job.wait_for("200 more commits", lambda: len(job.log("commit")) > steps + 200)
+    assert network["b"].dropped() > 0
+    network["b"].mend()
+    assert not job.events("agent_lost")
+    assert len(job.events("world_formed")) == 1
+
+
+def a_notice_command_on_another_host_lets_it_leave(network: Network, job: Job) -> None:
+    """The command runs on the host, with the forwarded variables. The driver reports the host whose command fails."""
+    text = job.wait_for_event("warning")["text"]
+    script = job.directory / "notice.sh"
+    assert text.startswith(f"host c: --preemption-command '{script}' exited with 2: no service"), text
+    (job.directory / "notice-b").touch()
+    trains_with(job, 2)
+    (end,) = job.events("end")
+    assert end["cause"] == f"b:0#1 drains: preemption notice: a notice to {network['b'].address}"
+    assert end["at"] != "now"
+    assert job.wait_for_event("worker_exited", host="b")["exit_code"] == 0
+    job.wait_for_event("host_cooldown", host="b")
+    ends_well(job)
+    assert job.events("agent_lost") == []
+    assert [event["ticks_lost"] for event in job.events("training_resumed")] == [0]
+    assert [event["host"] for event in job.events("agent_joined")].count("b") == 1
+
+
+CALM: dict[str, Callable[[Network, Job], None]] = {
+    "nothing secret is in a list of processes": nothing_secret_is_in_a_list_of_processes,
+    "lost packets are no lost hosts": lost_packets_are_no_lost_hosts,
+    "a notice command on another host lets it leave": a_notice_command_on_another_host_lets_it_leave,
+}
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Errors:
+    folder = tmp_path_factory.mktemp("calm")
+    (folder / "broken-c").touch()
+    script = folder / "notice.sh"
+    script.write_text(NOTICE.format(folder=folder))
+    script.chmod(0o755)
+    options = ("--preemption-command", str(script), "--preemption-interval", "0.1", "--env", "MY_*")
+    options += ("--heartbeat-timeout", "10", "--job-name", "calm")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        with Network(folder, "a", "b", "c") as network, job_on(network, folder, *options, before=list(SHOW)) as job:
+            return one_after_the_other(CALM, lambda part: CALM[part](network, job))
+
+
+@pytest.mark.parametrize("part", CALM)
+def test_a_job_on_three_hosts_of_which_none_is_lost(calm: Errors, part: str) -> None:
+    calm.check(part)
+
+
+# ---------------------------------------------------------------------------------------------------- jobs of their own
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
@@ -327,37 +376,3 @@ def _now(strike: Callable[[], None]) -> float:
     now = time.time()
     strike()
     return now
-
-
-def test_a_notice_command_on_another_host_lets_it_leave(network: Network, tmp_path: Path) -> None:
-    """The command runs on the host, with the forwarded variables. The driver reports the host whose command fails."""
-    (tmp_path / "broken-c").touch()
-    script = tmp_path / "notice"
-    script.write_text(
-        f"""#!/bin/sh
-test -e {tmp_path}/broken-$ELASTICSTATE_HOST && {{ echo "no service" >&2; exit 2; }}
-test -e {tmp_path}/notice-$ELASTICSTATE_HOST && echo "$NOTICE_TEST to $(ip -o addr | grep -o 10.91.7.[0-9])"
-"""
-    )
-    script.chmod(0o755)
-    options = ("--preemption-command", str(script), "--preemption-interval", "0.1", "--env", "NOTICE_*")
-    os.environ["NOTICE_TEST"] = "a notice"
-    try:
-        job = job_on(network, tmp_path, *options)
-    finally:
-        del os.environ["NOTICE_TEST"]
-    with job:
-        trains_with(job, 3)
-        text = job.wait_for_event("warning")["text"]
-        assert text.startswith(f"host c: --preemption-command '{script}' exited with 2: no service"), text
-        (tmp_path / "notice-b").touch()
-        trains_with(job, 2)
-        (end,) = job.events("end")
-        assert end["cause"] == f"b:0#1 drains: preemption notice: a notice to {network['b'].address}"
-        assert end["at"] != "now"
-        assert job.wait_for_event("worker_exited", host="b")["exit_code"] == 0
-        job.wait_for_event("host_cooldown", host="b")
-        ends_well(job)
-        assert job.events("agent_lost") == []
-        assert [event["ticks_lost"] for event in job.events("training_resumed")] == [0]
-        assert [event["host"] for event in job.events("agent_joined")].count("b") == 1

@@ -263,18 +263,19 @@ class ShardedJob(Job):
     def _carry_out(self, effect: t.Effect) -> None:
         match effect:
             case t.Replicate(commit, copies):
-                self._judge_racks(copies)
+                assert self.m.shards.replication is not None
+                self._judge_racks(self.m.shards.replication.copies)
                 self.reached["replication begun"] += 1
                 self.reached["commit to come"] += self.m.shards.line is not None and commit > self.m.shards.line
                 self.orders += [(commit, *copy) for copy in copies if self._is_served(copy[0].host)]
             case t.StopReplication():
                 self.orders = [order for order in self.orders if not self._is_served(order[1].host)]
-            case t.ForgetCopies(before, besides):
-                self._forget(before, besides)
+            case t.ForgetCopies(before, besides, host):
+                self._forget(before, besides, host)
             case _:
                 super()._carry_out(effect)
 
-    def _judge_racks(self, copies: tuple[tuple[t.SlotId, str], ...]) -> None:
+    def _judge_racks(self, copies: frozenset[tuple[t.SlotId, str]]) -> None:
         """Check that a digest of one host has a copy in another rack, if there is another with a usable host.
 
         Hosts that refuse copies come last, so their rack may have none.
@@ -296,13 +297,13 @@ class ShardedJob(Job):
     def _is_served(self, host: str) -> bool:
         return self.agents.get(host) == "up" and self._reaches(host)
 
-    def _forget(self, before: t.CommitId, besides: t.CommitId | None) -> None:
-        for host in filter(self._is_served, self.agents):
+    def _forget(self, before: t.CommitId, besides: t.CommitId | None, only: str) -> None:
+        for host in filter(self._is_served, [only] if only else list(self.agents)):
             self.forgotten[host] = max(before, self.forgotten.get(host, before))
             kept = self.stores.kept.get(host, {})
             for key in [key for key in kept if key[1] < before and key[1] != besides]:
                 del kept[key]
-        self.orders = [order for order in self.orders if order[0] >= before or not self._is_served(order[1].host)]
+            self.orders = [order for order in self.orders if order[0] >= before or order[1].host != host]
 
     def copies_act(self) -> bool:
         """Let an agent carry out one order, report damage, or die with a report that it has not forwarded."""
@@ -339,7 +340,11 @@ class ShardedJob(Job):
             self._report(slot_id.host, t.CopyDropped(host, slot_id, commit, "no memory is left"))
             self.reached["copy refused"] += 1
         else:
-            self.stores.kept.setdefault(host, {})[slot_id, commit] = source
+            kept = self.stores.kept.setdefault(host, {})
+            kept[slot_id, commit] = source
+            commits = {each for slot, each in kept if slot == slot_id}
+            assert len(commits) <= 4, f"host {host} keeps {commits} of {slot_id}"
+            self.reached[f"{len(commits)} copies of a slot"] += 1
             self.stores.damaged_copies.discard(t.CopyOf(host, slot_id, commit))
             self._report(host, t.CopyKept(host, slot_id, commit))
         return True

@@ -151,6 +151,7 @@ ALLOWED = {
     "core.replication: _LEAD_S": "a moment for orders to arrive",
     "core.replication: _REFUSAL_S": "no wait: a host that refused a copy is chosen last for this time",
     "core.replication: _COMING_S": "then another commit is chosen; nothing waits for it",
+    "core.replication: _FREQUENT_S": "commits further apart last until they are copied; nothing waits for it",
     "core.ending: QUIET_S": "not before the new world's first tick or 1 s",
 }
 ALLOWED_NATIVE = {

@@ -185,8 +185,9 @@ def describe(effect: t.Effect) -> str:
             return f"Replicate {commit}: {', '.join(f'{slot_id} on {host}' for slot_id, host in copies)}"
         case t.StopReplication():
             return "StopReplication"
-        case t.ForgetCopies(before, besides):
-            return f"ForgetCopies before {before}{f', except {besides}' if besides else ''}"
+        case t.ForgetCopies(before, besides, host):
+            parts = [f"before {before}", f"except {besides}" if besides else "", f"host {host}" if host else ""]
+            return f"ForgetCopies {', '.join(filter(None, parts))}"
         case t.End(generation, at_tick, cause):
             return f"End {generation} {'now' if at_tick is None else f'at tick {at_tick}'}: {cause}"
         case t.Sever(worker, generation, cause):

@@ -331,3 +331,34 @@ def test_copies_that_are_kept_already_are_reported_again(stack: ExitStack, tmp_p
         a.copies.replicate(C1, {0: [Target("b", proxy.address)]})
         assert a.report() == b.report() == ("kept", worker.slot, C1)
     assert proxy.carried < 3 << 20
+
+
+def test_an_order_that_comes_with_an_order_to_forget_is_carried_out(stack: ExitStack, tmp_path: Path) -> None:
+    """The pusher has ended an older order, and has not begun the new one."""
+    a, b = (stack.enter_context(Host(name, tmp_path)) for name in "ab")
+    worker = a.worker()
+    for commit in (C1, C2):
+        worker.commit(commit, os.urandom(100_000))
+        a.copies.replicate(commit, {0: [b.target]})
+        for _ in range(50):
+            a.copies.forget(commit)
+        assert {a.report(), b.report()} == {("kept", worker.slot, commit)}
+
+
+def test_after_a_stop_an_older_commit_replaces_the_incomplete_copy_of_a_newer_one(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    a, b = (stack.enter_context(Host(name, tmp_path)) for name in "ab")
+    proxy = stack.enter_context(Proxy(b.address, lambda offset, part: None if offset > 4 << 20 else part))
+    worker = a.worker()
+    for commit in (C1, C2):
+        worker.commit(commit, os.urandom(12 << 20))
+    a.copies.replicate(C2, {0: [Target("b", proxy.address)]})
+    assert a.report() == ("kept", worker.slot, C2)
+    wait_until(lambda: b.copies.figures().memory_bytes > 0)
+    a.copies.stop_replication()
+    a.copies.replicate(C1, {0: [b.target]})
+    assert {a.report(), b.report()} == {("kept", worker.slot, C1)}
+    assert a.copies.kept() == [(worker.slot, C1), (worker.slot, C2)], "a stop removes nothing"
+    a.copies.replicate(C2, {0: [b.target]})
+    assert {a.report(), b.report()} == {("kept", worker.slot, C2)}
