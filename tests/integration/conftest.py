@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,8 +31,9 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "testing")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        make = f"import s3fs; s3fs.S3FileSystem(endpoint_url='http://{host}:{port}').mkdir('bucket')"
+        bucket = f"bucket-{secrets.token_hex(8)}"  # the buckets of earlier servers of this process exist, too
+        make = f"import s3fs; s3fs.S3FileSystem(endpoint_url='http://{host}:{port}').mkdir('{bucket}')"
         subprocess.run([sys.executable, "-c", make], check=True, timeout=60)
-        yield "s3://bucket/run"
+        yield f"s3://{bucket}/run"
     finally:
         server.stop()
