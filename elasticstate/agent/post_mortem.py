@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from functools import cache
 from pathlib import Path
 
 from elasticstate import error_file
@@ -60,16 +61,23 @@ def count_oom_kills(groups: Path = Path("/proc/self/cgroup"), mounted: Path = _C
     See cgroups(7); memory.events of version 2, memory.oom_control of version 1.
     """
     try:
-        lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
-        for _, controllers, path in lines:
-            if "memory" in controllers.split(","):
-                return _read_oom_kills(mounted / "memory" / path.lstrip("/") / "memory.oom_control")
-        for _, controllers, path in lines:
-            if not controllers:
-                return _read_oom_kills(mounted / path.lstrip("/") / "memory.events")
+        counter = _counter(groups, mounted)
+        return _read_oom_kills(counter) if counter is not None else 0
     except (OSError, ValueError):
-        pass
-    return 0
+        return 0
+
+
+@cache
+def _counter(groups: Path, mounted: Path) -> Path | None:
+    """Return the file with the counter. To read ``groups`` waits while any cgroup is made or removed: read it once."""
+    lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
+    for _, controllers, path in lines:
+        if "memory" in controllers.split(","):
+            return mounted / "memory" / path.lstrip("/") / "memory.oom_control"
+    for _, controllers, path in lines:
+        if not controllers:
+            return mounted / path.lstrip("/") / "memory.events"
+    return None
 
 
 def _read_oom_kills(events: Path) -> int:

@@ -10,8 +10,6 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
 from elasticstate.compat.absent_names import warn_absent
 
 _MOST = 128  # records in one report
@@ -27,6 +25,8 @@ class RecordedCollective(NamedTuple):
 
 def last_collectives(since_ns: int) -> tuple[RecordedCollective, ...]:
     """Return the last collectives that this process has entered since ``since_ns`` (unix time), oldest first."""
+    import torch  # here, so that the sentinel can be imported without torch
+
     c10d: Any = getattr(torch._C, "_distributed_c10d", None)
     dump: Callable[[], bytes] | None = getattr(c10d, "_dump_fr_trace_json", None)
     if dump is None:

@@ -66,7 +66,10 @@ def all_are_killed_ten_times(series: Series) -> None:
 
 
 def all_end(series: Series, fault: str, number: int) -> None:
-    faults = [f"{fault}@step:rank={rank}:generation={{now}}" for rank in (0, 1)]
+    series.wait_until_whole()
+    # In one step, and none that a worker may reach before it has read of the fault: the other would never make it.
+    step = max(line["step"] for line in series.job.log("commit")) + 20
+    faults = [f"{fault}@{step}:rank={rank}:generation={{now}}" for rank in (0, 1)]
     recovery = series.strike(*faults, deaths=2)
     assert [event["signal"] for event in recovery.exits] == [number] * 2
     check(series, recovery)

@@ -24,7 +24,7 @@ from tests.simulation.schedules import EventMaker, explore_all, random_policy, r
 MUST_BE_REACHED = (
     *("world", "start", "stop", "hold", "release", "interrupt", "escalation", "failure", "drain", "leave", "gate"),
     *("verdict", "postponed leave", "cooldown gave way", "forming", "below min-np", "job succeeded", "job failed"),
-    *(f"end: {name}" for name in ENDS),
+    *(f"end: {name}" for name in ENDS if name != "times in a row before"),
     *("note host_cooldown", "note agent_lost", "note waiting", "note warning", "note training_resumed"),
     *("note stall", "note stall_ended", "note straggler", "note straggler_ended", "straggler drained"),
     *(
@@ -36,8 +36,10 @@ MUST_BE_REACHED = (
     ),
     *("notice", "notice gave way", "note host_draining", "commits_lost", "ticks_lost"),
     *(f"time: {part}" for part in Times.__struct_fields__ if part != "no_driver"),
-    *("returned", "refused", "joined while stopped", "lease waited for", "lease over"),
+    *("returned", "refused", "joined while stopped", "lease waited for"),
 )
+RARE = ("lease over", "end: times in a row before")  # once in some thousand schedules
+MANY = 3000  # schedules, among which are the rare situations, too
 reached: Counter[str] = Counter()
 
 
@@ -141,7 +143,7 @@ def test_invariants_hold_in_random_schedules_that_come_by_everything(number_of_s
         explore,
         number_of_schedules,
         reached,
-        MUST_BE_REACHED,
+        (*MUST_BE_REACHED, *(RARE if number_of_schedules >= MANY else ())),
         seed=st.integers(0, 2**64 - 1),
         length=st.integers(45, 130),
     )

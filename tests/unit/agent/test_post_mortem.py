@@ -40,17 +40,20 @@ def test_a_sigkill_may_have_been_the_oom_killer(tmp_path: Path, number: int, cou
 
 
 def test_oom_kills_are_counted_in_both_versions_of_cgroups(tmp_path: Path) -> None:
-    mine, old, new = tmp_path / "cgroup", tmp_path / "memory" / "a" / "b", tmp_path / "c"
+    old, new = tmp_path / "memory" / "a" / "b", tmp_path / "c"
     old.mkdir(parents=True)
     new.mkdir()
     (old / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 4\n")
     (new / "memory.events").write_text("low 0\noom 7\noom_kill 5\noom_group_kill 0\n")
-    mine.write_text("4:cpu,memory:/a/b\n1:cpu:/x\n0::/c\n")
-    assert count_oom_kills(mine, tmp_path) == 4
-    mine.write_text("0::/c\n")
-    assert count_oom_kills(mine, tmp_path) == 5
-    mine.write_text("0::/nowhere\n")
-    assert count_oom_kills(mine, tmp_path) == 0
+    texts = {"both": "4:cpu,memory:/a/b\n1:cpu:/x\n0::/c\n", "new": "0::/c\n", "gone": "0::/nowhere\n", "none": ""}
+    found = {}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        found[name] = count_oom_kills(tmp_path / name, tmp_path)
+    assert found == {"both": 4, "new": 5, "gone": 0, "none": 0}
+    (new / "memory.events").write_text("oom_kill 6\n")
+    assert count_oom_kills(tmp_path / "new", tmp_path) == 6
+    assert count_oom_kills(tmp_path / "no such file", tmp_path) == 0
 
 
 def test_who_misses_the_variables_of_a_world_is_told_what_to_change(tmp_path: Path) -> None:
