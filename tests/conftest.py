@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -228,5 +229,7 @@ def _nothing_is_left_behind(runtime_directory: Path, lasting_processes: set[int]
         if not found:
             return
         if time.monotonic() > deadline:
+            for path in runtime_directory.iterdir():  # else each later test of this process waits for it, and fails
+                shutil.rmtree(path, ignore_errors=True)
             pytest.fail("left behind: " + "; ".join(found))
         time.sleep(0.02)

@@ -184,10 +184,10 @@ def test_ctrl_z_fg_and_ctrl_c_leave_a_clean_terminal(tmp_path: Path) -> None:
 
 
 def test_a_killed_driver_leaves_no_line_and_the_output_of_its_agents(tmp_path: Path) -> None:
-    script = "until test -e go; do sleep 0.05; done; echo after"
+    script = "touch here; until test -e go; do sleep 0.05; done; echo after"
     command = [*JOB, "--driver-timeout", "2", "--stop-timeout", "0.5", "--", "sh", "-c", script]
     with Terminal(tmp_path, *command) as terminal:
-        terminal.until(lambda: bool(terminal.lines()), "the line")
+        terminal.until(lambda: bool(terminal.lines()) and (tmp_path / "here").exists(), "the line, and a worker")
         terminal.process.kill()
         terminal.process.wait()
         (tmp_path / "go").touch()
