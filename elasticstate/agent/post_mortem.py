@@ -61,15 +61,15 @@ def count_oom_kills(groups: Path = Path("/proc/self/cgroup"), mounted: Path = _C
     See cgroups(7); memory.events of version 2, memory.oom_control of version 1.
     """
     try:
-        counter = _counter(groups, mounted)
+        counter = _oom_counter(groups, mounted)
         return _read_oom_kills(counter) if counter is not None else 0
     except (OSError, ValueError):
         return 0
 
 
 @cache
-def _counter(groups: Path, mounted: Path) -> Path | None:
-    """Return the file with the counter. To read ``groups`` waits while any cgroup is made or removed: read it once."""
+def _oom_counter(groups: Path, mounted: Path) -> Path | None:
+    """Return the file with the counter. A read of ``groups`` waits for every change of a cgroup, so it is read once."""
     lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
     for _, controllers, path in lines:
         if "memory" in controllers.split(","):

@@ -94,7 +94,10 @@ class HostCopies:
         self._pusher.cancel()
 
     def forget(self, before: CommitId, besides: CommitId | None = None) -> None:
-        """Remove all copies of commits older than ``before``, except those of ``besides``. Accept none from now on."""
+        """Remove all copies of commits older than ``before``, except those of ``besides``.
+
+        Copies of commits older than ``before`` are refused from now on.
+        """
         self._pusher.forget(before)
         with suppress(RuntimeError):  # closed: the driver's message was late
             begun = self._threads.submit(self.store.forget, before, besides)

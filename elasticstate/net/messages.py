@@ -325,7 +325,8 @@ class ReplicateOrder(Message, frozen=True):
     """Keep copies of a commit of slots of this host: here, and on other hosts.
 
     The agent that keeps a copy answers with Kept; an agent that cannot make a copy, or send it, with Dropped. If the
-    commit is not sealed yet, the agent waits for it until StopReplicationOrder; if a newer one is there, too: Dropped.
+    commit is not sealed yet, the agent waits for it until StopReplicationOrder. If the worker has overwritten it, the
+    agent answers with Dropped.
     """
 
     commit: CommitId
@@ -337,7 +338,10 @@ class StopReplicationOrder(Message, frozen=True):
 
 
 class ForgetCopiesOrder(Message, frozen=True):
-    """Remove the kept copies of all commits older than ``before``, except ``besides``. Neither send nor accept more."""
+    """Remove the kept copies of all commits older than ``before``, except ``besides``.
+
+    From now on, neither send nor accept copies of commits older than ``before``.
+    """
 
     before: CommitId
     besides: CommitId | None = None
