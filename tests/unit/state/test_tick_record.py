@@ -147,8 +147,12 @@ with warnings.catch_warnings():
 
 def test_a_write_that_nothing_detects_beforehand_is_found_in_the_samples(two: Member) -> None:
     state = trained(two)
+    written = state.model.weight.detach() + 1
     add_to_data(state.model.weight)
-    assert after_a_failure(state) == (1, 1)
+    assert torch.equal(state.model.weight, written), "nothing was written"
+    found = after_a_failure(state)
+    assert not torch.equal(state.model.weight, written), f"commit {found} has what was written after the tick"
+    assert found == (1, 1)
 
 
 def test_memory_of_numpy_is_sampled(two: Member) -> None:
