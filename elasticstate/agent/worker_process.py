@@ -69,6 +69,7 @@ class WorkerProcess:
         """``pipes``: the ends from which this process reads the worker's stdout and stderr."""
         self.worker = worker
         self._process = child
+        self._has_ended = False
         self._stderr = stderr
         out, err = (os.fdopen(pipe, "rb", buffering=0) for pipe in pipes)
         self._pumps = [asyncio.ensure_future(stdout.run(out)), asyncio.ensure_future(stderr.run(err))]
@@ -80,14 +81,14 @@ class WorkerProcess:
 
     def ask_for_stacks(self) -> None:
         """Let it print the stacks of its threads, even if it was stopped. No effect if it cannot, or has ended."""
-        if self._process.returncode is None and catches(self.pid, STACKS_SIGNAL):
+        if not self._has_ended and catches(self.pid, STACKS_SIGNAL):
             with suppress(ProcessLookupError):
                 os.kill(self.pid, STACKS_SIGNAL)
                 os.kill(self.pid, signal.SIGCONT)
 
     def terminate(self) -> None:
         """Send SIGTERM to its process group. No effect after its end."""
-        if self._process.returncode is None:
+        if not self._has_ended:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGTERM)
 
@@ -96,18 +97,26 @@ class WorkerProcess:
 
         The rest of its session is killed when the process has ended.
         """
-        if self._process.returncode is None:
+        if not self._has_ended:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def ended(self) -> Ending:
         """Wait for the end of the process, kill the rest of its session, and pass on its remaining output."""
         await ended_child(self.pid)
-        await in_thread(kill_session, self.pid)  # before wait(): the zombie reserves the session id
-        code = self._process.wait()
+        self._has_ended = True
+        code = await in_thread(self._end_session)
         _, late = await asyncio.wait(self._pumps, timeout=_DRAIN_TIMEOUT_S)  # a detached process may hold a pipe
         for pump in late:
             pump.cancel()
         if code < 0:
             return Ending(None, -code, self._stderr.last_lines)
         return Ending(code, None, self._stderr.last_lines)
+
+    def _end_session(self) -> int:
+        """Kill the rest of the session; return the exit code, or -N after signal N.
+
+        Both read or change /proc, for whose locks they may have to wait.
+        """
+        kill_session(self.pid)  # before wait(): the zombie reserves the session id
+        return self._process.wait()

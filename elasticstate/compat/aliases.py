@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from elasticstate.compat.absent_names import warn_absent
 
@@ -56,7 +57,7 @@ class _Collective:
 
 _addresses: frozenset[int] = frozenset()  # beginnings of the watched storages
 _handles: dict[int, list[_Collective | None]] = {}  # address -> collectives that use the memory; None: a handle
-_lasting: set[int] = set()  # addresses with a handle whose end cannot be detected
+_lasting: dict[int, set[StorageWeakRef]] = {}  # by address: a handle that cannot be found keeps these alive
 _in_flight: list[tuple[int, _Collective]] = []  # by address, whoever watches
 _watches = 0  # calls of ``watch``
 _unseen_writes = 0
@@ -106,7 +107,13 @@ def is_only_owner(tensor: torch.Tensor) -> bool:
     assert _use_count is not None, "can_watch() returned True"
     if sys.getrefcount(storage) != _ONLY_REFERENCES or _use_count(storage._cdata) != _ONLY_OWNER:
         return False
-    return not storage.is_shared() and storage.data_ptr() not in _lasting
+    return not storage.is_shared() and not _has_lasting_handle(storage.data_ptr())
+
+
+def _has_lasting_handle(address: int) -> bool:
+    """Return True if there may be a handle whose end cannot be detected. New memory at the same address has none."""
+    storages = _lasting.get(address, ())
+    return not all(storage.expired() for storage in storages)  # type: ignore[no-untyped-call]
 
 
 def has_handles(watch: int) -> bool:
@@ -172,7 +179,9 @@ def _note(value: Any) -> None:
 
 
 def _prune() -> None:
-    """Forget collectives that are complete: their works keep tensors alive."""
+    """Forget collectives that are complete: their works keep tensors alive. Forget memory that is free."""
+    for address in [address for address in list(_lasting) if not _has_lasting_handle(address)]:
+        _lasting.pop(address, None)
     for entry in [entry for entry in _in_flight if entry[1].is_completed()]:
         with contextlib.suppress(ValueError):  # another thread was faster
             _in_flight.remove(entry)
@@ -243,14 +252,15 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noting_for_ever(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The memory of a DLPack capsule has an owner that the use count does not include."""
+    """The memory of a DLPack capsule has an owner that the use count does not include. It keeps the storage alive."""
 
     @functools.wraps(original)
     def noting(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
             if (address := _address_of(value)) is not None:
                 _handles.setdefault(address, []).append(None)
-                _lasting.add(address)
+                storage = StorageWeakRef(_storage_of(value))  # type: ignore[no-untyped-call]
+                _lasting.setdefault(address, set()).add(storage)
         return original(*args, **kwargs)
 
     return noting

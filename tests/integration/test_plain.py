@@ -160,6 +160,7 @@ def test_a_member_that_finishes_early_is_awaited(tmp_path: Path) -> None:
 
 def test_a_preempted_host_leaves_and_the_others_restart(tmp_path: Path) -> None:
     options = ("-H", "localhost:1,127.0.0.1:1", "-np", "2", "--min-np", "1", "--preemption-window", "0")
+    options += ("--join-window", "30")  # the first world has both, however late the second agent comes
     with plain(tmp_path, *options, steps=200, step_time=0.05) as job:
         trains(job, 0)
         agents = {e["host"]: e["pid"] for e in job.events("agent_joined")}

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,12 +25,6 @@ def _group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def _no_lasting_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the aliases of earlier tests: a tensor of this test may have the address of one of theirs."""
-    monkeypatch.setattr(aliases, "_lasting", set())
 
 
 def parameter() -> torch.nn.Parameter:
@@ -115,6 +110,21 @@ def test_a_capsule_has_no_detectable_end() -> None:
     torch.utils.dlpack.to_dlpack(tensor.detach())
     assert not aliases.forget_handles(watch, [tensor])
     assert not aliases.is_only_owner(tensor)
+
+
+def test_a_new_storage_at_the_address_of_a_capsule_has_no_handle() -> None:
+    memory = np.ones(4, dtype=np.float32)  # so that both storages have the same address
+    old = torch.from_numpy(memory)
+    aliases.watch([old])
+    capsule = torch.utils.dlpack.to_dlpack(old)
+    address = old.data_ptr()
+    del old
+    assert not aliases.is_only_owner(torch.from_numpy(memory)), "the capsule keeps the old storage"
+    del capsule
+    new = torch.from_numpy(memory)
+    assert aliases.is_only_owner(new)
+    assert aliases.forget_handles(aliases.watch([new]), [new])
+    assert address not in aliases._lasting, "something is kept of the old storage"
 
 
 def test_only_the_newest_watch_is_valid() -> None:
