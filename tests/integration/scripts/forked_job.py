@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import elasticstate
+from elasticstate._native import exit_after_finalization
 from elasticstate.config import replace_environment
 from elasticstate.worker import script, template
 
@@ -166,6 +167,13 @@ class _Prepared:
         return subprocess.Popen(arguments, **options)
 
 
+def _end_worker(code: int) -> None:
+    """End a worker. Only the first one of a job takes its modules down: that means to copy those of torch first."""
+    worker = os.environ.get("ELASTICSTATE_WORKER", "")
+    end = exit_after_finalization if worker.startswith("localhost:0#") else os._exit
+    end(code)
+
+
 def _become_template(link: socket.socket, agent: int) -> NoReturn:
     """Wait for the start, then do what exec_shim.py and worker/template.py do in a new process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -189,5 +197,6 @@ def _become_template(link: socket.socket, agent: int) -> NoReturn:
     program, _, *rest = arguments[arguments.index(sys.executable, 1) + 1 :]
     script.show_command([sys.executable, program, str(end), *rest])
     sys.argv = [program, str(end), *rest]
+    script.exit_after_finalization = _end_worker
     template.main()
     os._exit(0)

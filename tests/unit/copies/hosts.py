@@ -58,6 +58,11 @@ class Host:
         self.slots[slot] = Worker(self.name, slot)
         return self.slots[slot]
 
+    def is_read(self) -> bool:
+        """Return True if the server has not noticed the end of a reading yet: such a file is not used again."""
+        store = self.copies.store
+        return any(kept.file.readers for kept in store._kept.values())
+
     def report(self) -> tuple[str, SlotId, CommitId]:
         """Wait for the next report to the driver."""
         try:

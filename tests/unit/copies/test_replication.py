@@ -54,6 +54,7 @@ def test_a_commit_is_kept_on_its_host_and_on_another_until_it_is_forgotten(stack
     a.copies.replicate(C3, {0: [b.target]})
     assert {a.report()[2], b.report()[2]} == {C3}
     assert read([a, b], CopyOf("b", worker.slot, C1), len(data)) == data, "the older copy stays until it is forgotten"
+    wait_until(lambda: not a.is_read() and not b.is_read())
     for host in (a, b):
         host.copies.forget(C3)
     wait_until(lambda: a.copies.kept() == b.copies.kept() == [(worker.slot, C3)])
