@@ -47,9 +47,12 @@ os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
 
 # With -n, the files that take longest come first, so that no process is left alone with one of them at the end.
 LONGEST = (
-    *("chaos", "sharded", "sharded_faults", "hosts", "strangers", "survival", "horovod", "examples", "global_batch"),
-    *("hangs", "kubernetes", "slurm", "newcomer_errors", "torn_commits", "ticks", "durable", "durable_shards"),
-    *("one_copy", "dial_in", "resume", "plain", "other_launchers", "launch", "mpi", "stragglers", "ray"),
+    *("chaos", "sharded", "sharded_faults", "hosts", "strangers", "examples", "survival", "other_launchers"),
+    *("kubernetes", "durable_shards", "launch", "plain", "newcomer_errors", "durable", "resume", "slurm", "ticks"),
+    *("torn_commits", "dial_in", "global_batch", "horovod_stalls", "hangs", "mpi", "uneven", "contexts", "horovod"),
+    *("mpi_hosts", "check", "horovod_launch", "stragglers", "ray", "dashboard", "driver_restart", "ends"),
+    *("reference_bugs", "overlap", "ssh_errors", "errors", "watched_shards", "joins", "one_copy", "spares"),
+    *("value_names", "full_disk", "loggers", "sinks"),
 )
 
 _failures_file: Path | None = None

@@ -34,16 +34,14 @@ PACKAGE = Path(elasticstate.__file__).parents[1]
 _PR_SET_PDEATHSIG = 1
 OF_WORKERS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
 """Variables that the agent sets for its template process, and that are read when that starts."""
+_READ_BY_OTHERS = ("MPI4PY_RC_INITIALIZE", "MPI4PY_RC_FINALIZE", "HF_HUB_OFFLINE", r"AWS_\w+", r"FSSPEC_\w+")
+"""Variables of modules that no template has imported."""
 _READ_LATER = re.compile(
     "|".join(
         [
             *(r"ELASTICSTATE_\w+", r"HOROVOD_\w+", r"PYTEST_\w+", "XDG_RUNTIME_DIR", "TMPDIR", "HOME", "PATH"),
-            *(
-                "MPI4PY_RC_INITIALIZE",
-                "MPI4PY_RC_FINALIZE",
-                "HF_HUB_OFFLINE",
-            ),  # by modules that no template has imported
             *OF_WORKERS,
+            *_READ_BY_OTHERS,
         ]
     )
 )
