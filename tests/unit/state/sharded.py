@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import logging
 import os
 import pickle
@@ -140,6 +141,14 @@ def keepers(value: object) -> list[str]:
 Train = Callable[[GroupMember, FileStorage], Any]
 
 
+OFTEN_IMPORTED = (
+    *("torch._dynamo.backends.debugging", "torch._dynamo.repro.after_dynamo", "torch._dynamo.testing"),
+    *("torch._inductor.compile_fx", "torch.distributed._tools", "torch.distributed.fsdp"),
+    "torch.distributed.tensor.debug",
+)
+"""Modules that each worker would import for itself."""
+
+
 class WorldServer:
     """Process that has imported torch, and has no other thread: the workers of worlds fork from it.
 
@@ -173,6 +182,9 @@ class WorldServer:
 
 def serve() -> None:
     """Run worlds until the standard input ends."""
+    for name in OFTEN_IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # a collection in a worker would copy the pages of all objects
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what workers print
     while True:
