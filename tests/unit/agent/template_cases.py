@@ -194,4 +194,5 @@ if __name__ == "__main__":
         "libraries": libraries,
         "sleep": lambda: time.sleep(100),
         "quick": lambda: sys.exit(7),
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     }[name](*arguments)
