@@ -18,7 +18,7 @@ from elasticstate.driver.durable_plan import CopyPlan, Pace, plan_copy, plan_las
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.durable.copies import copy_name
-from elasticstate.durable.failure import HOST, LOST, NOT_FAILED, TORN
+from elasticstate.durable.failure import HOST, LOST, MISSED, NOT_FAILED, TORN
 from elasticstate.net.messages import CompleteDurable, DropDurable, DurableFailed, DurableSaved, SaveDurable, ToAgent
 
 _LOOK_INTERVAL_S = 0.25
@@ -26,6 +26,8 @@ _FIRST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 _LEAD_S = 0.5  # for orders to arrive before a commit to come
 _LONGEST_LEAD_S = 8.0
+_LAST_ATTEMPTS = 4  # to save the last commit of the job
+_LAST_RETRY_S = 0.2
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class DurableCopies:
         self._loop = asyncio.get_running_loop()
         self._schedule = _Schedule(self._loop.time() + options.durable_interval_s)
         self._attempt: _Attempt | None = None
+        self._missed = ""  # reason, if the last attempt came too late for a commit
         self._began_at = 0.0  # of the attempt
         self._last_name = 0  # milliseconds in the name of the last copy
         self._newest_name = ""  # of the newest copy that is complete
@@ -78,20 +81,30 @@ class DurableCopies:
                 if plan is not None:
                     self._order(plan)
 
-    def _plan(self) -> CopyPlan | None:
-        lead_s = min(_LONGEST_LEAD_S, _LEAD_S * 2.0**self._schedule.failures)
+    def _plan(self, missed: int = 0) -> CopyPlan | None:
+        lead_s = min(_LONGEST_LEAD_S, _LEAD_S * 2.0 ** (self._schedule.failures + missed))
         figures, ticks_per_s = self._state.durable, self._pace.ticks_per_s
         return plan_copy(self._state.membership, ticks_per_s, self._loop.time(), lead_s, figures.newest)
 
     async def finish(self, hurry: asyncio.Event) -> None:
-        """Save the last commit of the job. ``hurry``: give up when it is set."""
+        """Save the last commit of the job. ``hurry``: give up when it is set.
+
+        An attempt that comes too late for a commit is repeated, as no later one would make up for it.
+        """
         if self._options.durable_dir is None:
             return
         await self._answered_or(hurry)
-        plan = self._plan() or plan_last(self._state.membership)  # after a signal, the workers still train
-        if plan is not None and not hurry.is_set():
+        for missed in range(_LAST_ATTEMPTS):
+            plan = self._plan(missed) or plan_last(self._state.membership)  # after a signal, the workers still train
+            if plan is None or hurry.is_set():
+                return
             self._order(plan)
             await self._answered_or(hurry)
+            if not self._missed:
+                return
+            await asyncio.sleep(_LAST_RETRY_S)
+        directory = self._options.durable_dir
+        self._journal.warn(f"--durable-dir {directory}: the last commit of the job could not be saved: {self._missed}")
 
     async def _answered_or(self, hurry: asyncio.Event) -> None:
         """Wait until the agent has answered, or is lost."""
@@ -130,8 +143,9 @@ class DurableCopies:
         attempt.commits.add(message.commit)
         if len(attempt.commits) > 1:
             commits = ", ".join(map(str, sorted(attempt.commits)))
-            self._end_attempt(attempt)
-            self._failed(host, message.folder, TORN, f"its parts are of different commits: {commits}")
+            reason = f"its parts are of different commits: {commits}"
+            self._end_attempt(attempt, missed=reason)
+            self._failed(host, message.folder, TORN, reason)
         elif attempt.is_one_order:
             self._end_attempt(attempt)
             self._complete(host, message)
@@ -170,7 +184,7 @@ class DurableCopies:
         attempt = self._answered_by(host, message.folder)
         if attempt is None:
             return
-        self._end_attempt(attempt)
+        self._end_attempt(attempt, missed=message.reason if message.kind in MISSED else "")
         if message.kind in NOT_FAILED:
             self._schedule.due_at = self._loop.time() + min(_FIRST_RETRY_S, self._options.durable_interval_s)
         else:
@@ -192,11 +206,11 @@ class DurableCopies:
         attempt.hosts.remove(host)
         return attempt
 
-    def _end_attempt(self, attempt: _Attempt) -> None:
-        """End an attempt. Agents that still save parts of it are to stop."""
+    def _end_attempt(self, attempt: _Attempt, missed: str = "") -> None:
+        """End an attempt. Agents that still save parts of it are to stop. ``missed``: see the constructor."""
         for host in sorted(attempt.hosts):
             self._send(host, DropDurable(attempt.folder))
-        self._attempt = None
+        self._attempt, self._missed = None, missed
         self._answered.set()
 
     def _failed(self, host: str, folder: str, kind: str, reason: str) -> None:

