@@ -42,7 +42,6 @@ class Child(Protocol):
     """A started process that this process can wait for: ``subprocess.Popen``, or a ForkedChild."""
 
     pid: int
-    returncode: int | None
 
     def wait(self) -> int: ...
 
@@ -116,7 +115,7 @@ class WorkerProcess:
     def _end_session(self) -> int:
         """Kill the rest of the session; return the exit code, or -N after signal N.
 
-        Both read or change /proc, for whose locks they may have to wait.
+        Call it in a thread: the kernel may wait for locks of /proc in both.
         """
         kill_session(self.pid)  # before wait(): the zombie reserves the session id
         return self._process.wait()

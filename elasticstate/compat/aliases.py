@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -57,7 +58,8 @@ class _Collective:
 
 _addresses: frozenset[int] = frozenset()  # beginnings of the watched storages
 _handles: dict[int, list[_Collective | None]] = {}  # address -> collectives that use the memory; None: a handle
-_lasting: dict[int, set[StorageWeakRef]] = {}  # by address: a handle that cannot be found keeps these alive
+_lasting: dict[int, set[StorageWeakRef]] = {}  # by address, storages with a handle whose end cannot be detected
+_lasting_lock = threading.Lock()  # for changes: any thread may make a capsule
 _in_flight: list[tuple[int, _Collective]] = []  # by address, whoever watches
 _watches = 0  # calls of ``watch``
 _unseen_writes = 0
@@ -112,7 +114,7 @@ def is_only_owner(tensor: torch.Tensor) -> bool:
 
 def _has_lasting_handle(address: int) -> bool:
     """Return True if there may be a handle whose end cannot be detected. New memory at the same address has none."""
-    storages = _lasting.get(address, ())
+    storages = tuple(_lasting.get(address, ()))
     return not all(storage.expired() for storage in storages)  # type: ignore[no-untyped-call]
 
 
@@ -179,9 +181,11 @@ def _note(value: Any) -> None:
 
 
 def _prune() -> None:
-    """Forget collectives that are complete: their works keep tensors alive. Forget memory that is free."""
-    for address in [address for address in list(_lasting) if not _has_lasting_handle(address)]:
-        _lasting.pop(address, None)
+    """Forget collectives that are complete, as their works keep tensors alive, and storages that are free."""
+    if _lasting:
+        with _lasting_lock:
+            for address in [address for address in _lasting if not _has_lasting_handle(address)]:
+                del _lasting[address]
     for entry in [entry for entry in _in_flight if entry[1].is_completed()]:
         with contextlib.suppress(ValueError):  # another thread was faster
             _in_flight.remove(entry)
@@ -252,7 +256,7 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noting_for_ever(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The memory of a DLPack capsule has an owner that the use count does not include. It keeps the storage alive."""
+    """Note a DLPack capsule, which the use count of its storage does not include. It keeps the storage alive."""
 
     @functools.wraps(original)
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -260,7 +264,8 @@ def _noting_for_ever(original: Callable[..., Any]) -> Callable[..., Any]:
             if (address := _address_of(value)) is not None:
                 _handles.setdefault(address, []).append(None)
                 storage = StorageWeakRef(_storage_of(value))  # type: ignore[no-untyped-call]
-                _lasting.setdefault(address, set()).add(storage)
+                with _lasting_lock:
+                    _lasting.setdefault(address, set()).add(storage)
         return original(*args, **kwargs)
 
     return noting

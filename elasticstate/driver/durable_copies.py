@@ -118,6 +118,7 @@ class DurableCopies:
         self._began_at = self._loop.time()
         folder = copy_name(self._last_name)
         self._attempt = _Attempt(folder, set(plan.parts), plan.total, is_one_order=len(plan.parts) == 1)
+        self._missed = ""
         self._answered.clear()
         saved = self._state.durable.newest
         for host, parts in plan.parts.items():

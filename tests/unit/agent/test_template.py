@@ -36,6 +36,13 @@ def template_of(scene: Scene) -> psutil.Process | None:
     return min(found, key=psutil.Process.create_time, default=None)
 
 
+async def started_template(scene: Scene) -> psutil.Process:
+    """Wait for the template process. It may have no command line a moment later, within exec."""
+    while (template := template_of(scene)) is None:
+        await asyncio.sleep(0.005)
+    return template
+
+
 def is_forked(pid: int) -> bool:
     """Return True if the process has the environment of the template process, with padding: it was not started anew."""
     deadline = time.monotonic() + 60
@@ -259,14 +266,7 @@ def test_a_template_process_that_dies_or_stops_costs_only_time(
 
     async def scenario(scene: Scene) -> None:
         run = await begin(scene, sys.executable, "cases.py", heartbeat_timeout_s=1.5)
-        found: list[psutil.Process] = []
-
-        def starts() -> bool:  # for a moment within exec it has no command line
-            found.extend(filter(None, [template_of(scene)]))
-            return bool(found)
-
-        await scene.until(starts, "a template process")
-        template = found[0]
+        template = await asyncio.wait_for(started_template(scene), 60)
         if phase != "imports":
             first = await run.start("sleep")
             assert is_forked(await run.started(first))
