@@ -295,10 +295,5 @@ def test_the_environment_is_read_only_in_config(source: Path) -> None:
 
 
 @of_each()
-def test_no_file_is_longer_than_one_reads_in_a_sitting(source: Path) -> None:
-    assert len(text_of(source).splitlines()) <= 400
-
-
-@of_each()
 def test_a_name_says_what_a_module_is_for(source: Path) -> None:
     assert not {"util", "utils", "common", "helpers"}.intersection(name(source).split("."))
