@@ -358,6 +358,12 @@ class Sentinel:
         On the LEAVE message, the worker sends one of these signals to itself. The signal's handler must end the worker.
         """
 
+    def forget(self, number: int) -> None:
+        """Make this signal no preemption notice any more, because the script handles it."""
+
+    def handles_stop(self, handles: bool) -> None:
+        """Set if the script handles SIGTERM. Then TERMINATE raises that signal, and the world stays as it is."""
+
     @property
     def generation(self) -> int: ...
     @property

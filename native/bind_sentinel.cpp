@@ -85,6 +85,7 @@ nb::dict message_kinds() {
     add("CONFIRM_OWN_ERROR", MessageKind::confirm_own_error);
     add("OPEN_GATE", MessageKind::open_gate);
     add("LEAVE", MessageKind::leave);
+    add("TERMINATE", MessageKind::terminate);
     return numbers;
 }
 
@@ -139,6 +140,8 @@ void bind_sentinel(nb::module_ &m) {
         .def("forked", &Sentinel::forked)
         .def_prop_ro("signal_fd", &Sentinel::signal_fd)
         .def("notice", &Sentinel::notice, "number"_a)
+        .def("forget", &Sentinel::forget, "number"_a)
+        .def("handles_stop", &Sentinel::handles_stop, "handles"_a)
         .def_prop_ro("generation", &Sentinel::generation)
         .def_prop_ro("ticks", &Sentinel::ticks)
         .def_prop_ro("place", [](const Sentinel &self) { return static_cast<std::uint64_t>(self.place()); })

@@ -369,7 +369,7 @@ void Sentinel::obey(std::string_view message) {
         return;
     }
     std::memcpy(&head, message.data(), sizeof head);
-    if (head.kind > MessageKind::leave) {
+    if (head.kind > MessageKind::terminate) {
         complain("ignored a message from the agent: unknown kind " +
                  std::to_string(static_cast<std::uint64_t>(head.kind)));
         return;
@@ -422,6 +422,13 @@ void Sentinel::obey_locked(const MessageHead &head, std::string_view message) {
         case MessageKind::leave:
             leave_locked();
             break;
+        case MessageKind::terminate:
+            if (present && handles_stop_) {
+                kill(getpid(), SIGTERM);
+            } else {
+                leave_locked();
+            }
+            break;
     }
 }
 
@@ -465,6 +472,9 @@ void Sentinel::leave_locked() {
             exit_at_ = Clock::now() + LEAVE_BOOT_WITHIN;
             break;
         case Place::done:
+            if ((notices_ >> SIGTERM & 1) != 0) {
+                std::signal(SIGTERM, SIG_DFL);  // our handler waits for the end of the script
+            }
             break;
         default:
             end_here_locked("LEAVE received");
@@ -482,7 +492,7 @@ void Sentinel::read_signals() {
     std::array<unsigned char, 256> numbers{};
     const ssize_t size = read(signal_reader_.get(), numbers.data(), numbers.size());
     for (ssize_t i = 0; i < size; ++i) {
-        if (numbers[i] < 32 && (notices_ >> numbers[i] & 1) != 0 && !leaving_) {
+        if (numbers[i] < 32 && (notices_ >> numbers[i] & 1) != 0 && !leaving_ && place() != Place::done) {
             const Lock lock(mutex_);
             send_locked(agent_messages::notice(numbers[i]));
             return;

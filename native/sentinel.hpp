@@ -20,7 +20,7 @@ namespace elasticstate {
 
 /// Kind in the head of a message to a worker; MessageKind in net/worker_codec.py has the same numbers.
 enum class MessageKind : std::uint64_t {
-    other, world, hold, release, end_now, end_at, confirm_own_error, open_gate, leave
+    other, world, hold, release, end_now, end_at, confirm_own_error, open_gate, leave, terminate
 };
 
 /// Head before each message to a worker, little-endian; MessagePack follows. See net/worker_codec.py.
@@ -82,6 +82,10 @@ public:
     /// Makes a signal (one of the first 31) a preemption notice, which is sent to the agent. When the worker receives
     /// LEAVE, it sends such a signal to itself; the signal's handler has to end the process.
     void notice(int number) noexcept { notices_ |= 1U << number; }
+    /// Makes a signal no preemption notice any more, because the script handles it.
+    void forget(int number) noexcept { notices_ &= ~(1U << number); }
+    /// Says whether the script handles SIGTERM: then TERMINATE is this signal, and leaves the world as it is.
+    void handles_stop(bool handles) noexcept { handles_stop_ = handles; }
 
     std::uint64_t generation() const noexcept { return page_.generation(); }
     std::uint64_t ticks() const noexcept { return page_.word().load() & ~HoldWord::HOLD; }
@@ -171,6 +175,7 @@ private:
     std::atomic<std::uint32_t> changes_{0};  // a futex: waiting threads wait for a change
     std::atomic<std::uint64_t> ended_{0};    // the highest generation that has ended
     std::atomic<bool> leaving_{false};
+    std::atomic<bool> handles_stop_{false};
 
     std::mutex mutex_;                 // guards all below, `place`, and the begin of a generation
     std::shared_ptr<Severable> cut_;   // of the generation that is not left yet

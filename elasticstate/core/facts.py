@@ -14,7 +14,8 @@ from elasticstate.core.backoff import host_is_lost, slot_failed, start_preemptio
 from elasticstate.core.ending import earlier
 from elasticstate.core.hangs import collectives_reported, hang_text, report_hang
 from elasticstate.core.named_hosts import hosts_discovered
-from elasticstate.core.records import Draft, Failure, Finishing, Forming, Running, Worker
+from elasticstate.core.records import Draft, Failure, Finishing, Forming, Running, Stopping, Worker
+from elasticstate.core.slots import stop
 from elasticstate.core.stall_check import call_reported
 from elasticstate.core.stragglers import pace_reported
 from elasticstate.exit_status import how_it_ended
@@ -73,6 +74,8 @@ def apply(d: Draft, event: t.Event) -> None:
             _agent_lost(d, event)
         case t.HostDraining():
             _host_draining(d, event)
+        case t.StopRequested(by):
+            d.stopped_by = by
         case t.Several():
             for each in event.events:
                 apply(d, each)
@@ -295,7 +298,11 @@ def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:
 
 def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
     worker = d.workers.get(event.worker)
-    if worker is None or worker.gone or event.generation != worker.joined or isinstance(d.phase, Finishing):
+    if worker is None or worker.gone or event.generation != worker.joined:
+        return
+    if isinstance(d.phase, Stopping):
+        stop(d, worker, "the job is being stopped, so there is no other world")
+    if isinstance(d.phase, Finishing):
         return
     if not worker.uses_run:
         plain.command_uses_run(d, worker.id)
@@ -350,7 +357,7 @@ def _hold_answered(d: Draft, event: t.HoldAnswered) -> None:
 
 def _failure_reported(d: Draft, event: t.FailureReported) -> None:
     worker = _member(d, event.worker, event.generation)
-    live = isinstance(d.phase, Running) or (isinstance(d.phase, Forming) and d.phase.at_tick is not None)
+    live = isinstance(d.phase, Running | Stopping) or (isinstance(d.phase, Forming) and d.phase.at_tick is not None)
     if worker is None or not live:
         return  # END(now) was sent: every suspect has its answer
     if event.certain:

@@ -10,6 +10,8 @@ The phases and their transitions (one ``become_`` function per entry)::
                             │                    │
                             └──► Finishing ──────┘
 
+A signal to stop the job changes Running to Stopping, a kind of Finishing, and every other phase to Over.
+
 A world of plain workers (which do not use ``run``) has one phase, Together, between Waiting and Waiting or Over.
 """
 
@@ -105,6 +107,15 @@ class Finishing:
 
     since: float
     failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping(Finishing):
+    """Phase of a world that is being stopped: nothing starts, and its members end in their own time, as scripts do that
+    handle SIGTERM. Out: all have exited, or --stop-timeout."""
+
+    reason: str = ""
+    is_open: bool = False  # the exit gate
 
 
 @dataclass(frozen=True, slots=True)

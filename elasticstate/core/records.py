@@ -22,6 +22,7 @@ from elasticstate.core.phases import (
     Phase,
     Round,
     Running as Running,
+    Stopping as Stopping,
     Together as Together,
     Waiting as Waiting,
 )
@@ -202,6 +203,8 @@ class Membership:
                 return f"FORMING({self.generation + 1})"
             case Running():
                 return f"RUNNING({self.generation})"
+            case Stopping():
+                return f"STOPPING({self.generation})"
             case Finishing():
                 return f"FINISHING({self.generation})"
             case Together():
@@ -228,6 +231,7 @@ class Draft:
         self.effects: list[Effect] = []
         self.reason = ""
         self.broken: list[Failure] = []  # facts against the present generation, found in this step
+        self.stopped_by = ""  # what stops the job in this step
         self.booting, self.ready, self.draining, self.suspects = m.count
         self.living = dict(m.living)
         self.shards = m.shards

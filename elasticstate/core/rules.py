@@ -11,8 +11,16 @@ from collections.abc import Iterator
 
 from elasticstate.core.forming import forming, forming_deadlines
 from elasticstate.core.plain import together, together_deadlines
-from elasticstate.core.records import Draft, Finishing, Forming, Over, Running, Together, Waiting
-from elasticstate.core.running import finishing, finishing_deadlines, running, running_deadlines
+from elasticstate.core.records import Draft, Finishing, Forming, Over, Running, Stopping, Together, Waiting
+from elasticstate.core.running import (
+    finishing,
+    finishing_deadlines,
+    running,
+    running_deadlines,
+    stop_job,
+    stopping,
+    stopping_deadlines,
+)
 from elasticstate.core.stall_check import end_stalls
 from elasticstate.core.stragglers import end_stragglers
 from elasticstate.core.waiting import waiting, waiting_deadlines
@@ -20,6 +28,8 @@ from elasticstate.core.waiting import waiting, waiting_deadlines
 
 def decide(d: Draft) -> None:
     """Apply the rule of the phase until the phase does not change any more."""
+    if d.stopped_by:
+        stop_job(d, d.stopped_by)
     while True:
         before = d.phase
         match before:
@@ -32,6 +42,8 @@ def decide(d: Draft) -> None:
                 if isinstance(d.phase, Forming | Finishing):
                     end_stalls(d, before)
                     end_stragglers(d, before)
+            case Stopping():
+                stopping(d, before)
             case Finishing():
                 finishing(d, before)
             case Together():
@@ -52,6 +64,8 @@ def deadlines_of_phase(d: Draft) -> Iterator[tuple[str, float]]:
             yield from forming_deadlines(d, d.phase)
         case Running():
             yield from running_deadlines(d, d.phase)
+        case Stopping():
+            yield from stopping_deadlines(d, d.phase)
         case Finishing():
             yield from finishing_deadlines(d, d.phase)
         case Together():

@@ -1,4 +1,4 @@
-"""The phases Running and Finishing: a world trains, then its members pass the exit gate and exit."""
+"""The phases Running, Finishing and Stopping: a world trains, then its members pass the exit gate, or are stopped."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from elasticstate.core.ending import (
 )
 from elasticstate.core.hangs import report_hang
 from elasticstate.core.planned import planned_change, planned_deadlines
-from elasticstate.core.records import Draft, Failure, Finishing, Running, Worker
-from elasticstate.core.stall_check import check_stalls, overdue_stall, shut_down, stall_deadlines
-from elasticstate.core.stragglers import check_pace
+from elasticstate.core.records import Draft, Failure, Finishing, Running, Stopping, Worker
+from elasticstate.core.slots import stop
+from elasticstate.core.stall_check import check_stalls, end_stalls, overdue_stall, shut_down, stall_deadlines
+from elasticstate.core.stragglers import check_pace, end_stragglers
 from elasticstate.core.texts import number_of
 from elasticstate.core.worlds import (
     enter,
@@ -176,3 +177,50 @@ def finishing_deadlines(d: Draft, phase: Finishing) -> Iterator[tuple[str, float
 
 def _awaited_until(d: Draft, phase: Finishing) -> float:
     return phase.since + d.policy.stop_timeout_s
+
+
+# ----------------------------------------------------------------------------------------------------------- stopping
+
+
+def stop_job(d: Draft, by: str) -> None:
+    """Stop the job. A world that trains has --stop-timeout for that: its members end in their own time."""
+    phase = d.phase
+    match phase:
+        case Stopping():
+            return
+        case Running():
+            end_stalls(d, phase)
+            end_stragglers(d, phase)
+            if phase.hold_since is not None:
+                d.effects.append(t.Release(d.generation))
+                d.note("release", cause=f"the job is stopped by {by}")
+            d.effects.append(t.Terminate(d.generation))
+            d.phase = Stopping(since=d.now, reason=by)
+        case _:
+            become_over(d, False)
+    d.reason = f"stopped by {by}"
+
+
+def stopping(d: Draft, phase: Stopping) -> None:
+    """Wait for the exits of all members. What breaks the world now ends no generation: no other world follows."""
+    members = d.members()
+    for suspect in suspects_of(d, members):
+        if suspect.confirmed_at is None:
+            d.effects.append(t.ConfirmOwnError(suspect.id, d.generation))
+            d.put(suspect, confirmed_at=d.now)
+    if members and d.now >= phase.since + d.policy.stop_timeout_s:
+        for member in members:
+            stop(d, member, f"no exit within --stop-timeout of {d.policy.stop_timeout_s:g} s", kill=True)
+        members = []
+    if not members:
+        become_over(d, False)
+        d.reason = f"stopped by {phase.reason}"
+    elif not phase.is_open and all(member.in_gate for member in members):
+        d.effects.append(t.OpenGate(d.generation))
+        d.phase = replace(phase, is_open=True)
+    else:
+        d.reason = f"stopped by {phase.reason}: waiting for the exit of {names(members)}"
+
+
+def stopping_deadlines(d: Draft, phase: Stopping) -> Iterator[tuple[str, float]]:
+    yield "stop", phase.since + d.policy.stop_timeout_s

@@ -224,6 +224,13 @@ class FirstTick:
 
 
 @dataclass(frozen=True, slots=True)
+class StopRequested:
+    """A signal, or a person at the dashboard, stops the job. ``by``: which."""
+
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Time has passed, and nothing else has happened: send this event at ``next_deadline``."""
 
@@ -256,6 +263,7 @@ Event = (
     | DurableCopySaved
     | CallReported
     | CollectivesReported
+    | StopRequested
     | TimePassed
     | Several
 )
@@ -333,6 +341,13 @@ class Leave(Message, frozen=True):
     worker: WorkerId
 
 
+class Terminate(Message, frozen=True):
+    """TERMINATE(g): the job is being stopped. A script that handles SIGTERM gets this signal, in a world that works,
+    and ends in its own time. Any other worker leaves at once."""
+
+    generation: int
+
+
 class ConfirmOwnError(Message, frozen=True):
     """Verdict OWN for a suspect: the worker records and raises its exception. (The verdict BROKEN is ``End(now)``.)"""
 
@@ -390,6 +405,7 @@ Effect = (
     | Sever
     | PublishWorld
     | Leave
+    | Terminate
     | ConfirmOwnError
     | OpenGate
     | WatchCalls

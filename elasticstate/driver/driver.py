@@ -226,7 +226,7 @@ class Driver:
 
     def _end(self) -> str:
         """End the job for the dashboard. Return why not, or ""."""
-        if self._state.outcome is not None:
+        if self._state.stopped is not None or self._state.outcome is not None:
             return "The job is ending already."
         self._signals.stop(signal.SIGTERM, "the dashboard")
         return ""

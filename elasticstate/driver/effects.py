@@ -56,6 +56,10 @@ class Effects:
             case t.Leave(worker):
                 self._report.expect_end(worker)
                 agents.send(worker.host, ToWorkers((worker,), effect))
+            case t.Terminate():
+                for worker in self._state.membership.workers:
+                    self._report.expect_end(worker)
+                agents.broadcast(effect)
             case t.Hold() | t.Release() | t.End() | t.OpenGate():
                 agents.broadcast(effect)
             case t.WatchCalls():
@@ -74,7 +78,8 @@ class Effects:
             case t.PublishWorld(world):
                 self._publish(world)
             case t.EndJob(succeeded, cause):
-                self._state.outcome = Outcome(0 if succeeded else 1, "succeeded" if succeeded else "failed", cause)
+                ended = Outcome(0 if succeeded else 1, "succeeded" if succeeded else "failed", cause)
+                self._state.outcome = self._state.stopped or ended
 
     def _complete(self, effect: t.StartWorker) -> t.StartWorker:
         """Return the message with all that the core does not know."""

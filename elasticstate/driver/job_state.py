@@ -21,6 +21,7 @@ class JobState:
         self.membership = new_membership(policy, now)
         self.reason = ""
         self.outcome: Outcome | None = None  # None: the job is not over
+        self.stopped: Outcome | None = None  # the outcome of a job that is being stopped
         self.commit_bytes = 0  # size of a commit of the largest worker
         self.stores: dict[str, str] = {}  # by host: address of the store for the next world of plain workers
         self.copy_servers: dict[str, str] = {}  # by host: address of the copy server

@@ -138,7 +138,8 @@ class MainLoop:
             self._state.reason = f"waiting for the agents of {listed(awaited)}, which belonged to the previous driver"
             self._report.reason(self._state.reason)
             await self._queue.wait(deadline)
-            if self._state.outcome is not None:
+            if self._state.stopped is not None:  # there is no world to stop yet
+                self._state.outcome = self._state.stopped
                 return
             if self._loop.time() >= deadline:
                 for host in reattachment.awaited(lost_hosts(self._queue.events)):

@@ -70,12 +70,13 @@ from elasticstate.net.worker_messages import (
     RunUsed as RunUsed,
     Storage as Storage,
     Synced as Synced,
+    Terminate as Terminate,
     ToWorkerBody as ToWorkerBody,
     WorkerPreemptionNotice as WorkerPreemptionNotice,
     WorldMessage as WorldMessage,
 )
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Signal from an agent to an unresponsive worker: print the stacks of all threads."""
 STORE_JOINED = "joined"

@@ -20,6 +20,7 @@ class MessageKind(IntEnum):
     CONFIRM_OWN_ERROR = 6
     OPEN_GATE = 7
     LEAVE = 8
+    TERMINATE = 9
 
 
 MESSAGE_HEAD = struct.Struct("<QQQ")
@@ -46,6 +47,8 @@ def encode_to_worker(message: messages.ToWorkerBody) -> bytes:
             kind = MessageKind.OPEN_GATE
         case messages.Leave():
             kind = MessageKind.LEAVE
+        case messages.Terminate(generation):
+            kind = MessageKind.TERMINATE
     return MESSAGE_HEAD.pack(kind, generation, tick) + codec.encode(message)
 
 

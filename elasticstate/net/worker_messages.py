@@ -20,6 +20,7 @@ from elasticstate.core.types import (
     Release as Release,
     ShardSource,
     SlotId,
+    Terminate as Terminate,
     WorkerId,
 )
 
@@ -222,4 +223,6 @@ class Storage(Message, frozen=True):
     content: tuple[int, int, int] | None = None  # identity of a kept copy's bytes (copies.sealed.Sealed)
 
 
-ToWorkerBody = WorldMessage | Hold | Release | End | ConfirmOwnError | OpenGate | Leave | BufferGrown | Storage
+ToWorkerBody = (
+    WorldMessage | Hold | Release | End | ConfirmOwnError | OpenGate | Leave | Terminate | BufferGrown | Storage
+)

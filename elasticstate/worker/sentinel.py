@@ -7,6 +7,7 @@ GIL, with working Ctrl-C and signal handlers), and turns messages that the threa
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -67,6 +68,7 @@ class Sentinel:
         self._previous: CommitId | None = None
         self._newest_sealed: CommitId | None = None  # intact or not
         self._preemption_signals: list[int] = []
+        self._stop_handler: object = signal.SIG_DFL  # the present handler of SIGTERM
         self._exits = False
         self._cutter: threading.Thread | None = None
         self._ticked_at = 0.0  # when the last tick ended
@@ -89,23 +91,45 @@ class Sentinel:
             signal.signal(number, self._on_preemption_signal)
         if self._preemption_signals:
             signal.set_wakeup_fd(self._native.signal_fd, warn_on_full_buffer=False)
+        self._follow_handlers()
         self._native.start()
         _started.add(self)
 
     def finish(self) -> None:
-        """Mark the worker as done: it has passed the exit gate, and ends in its own time as a plain process."""
+        """Mark the worker as done: it has passed the exit gate, and ends in its own time as a plain process.
+
+        A preemption signal has no effect any more, as the job is about to end in any case; LEAVE ends the worker.
+        """
         self._native.set_place(Place.DONE)
-        self._restore_signals()
+        if self._own_handlers():
+            signal.set_wakeup_fd(-1)
+            atexit.register(_ignore_signals, weakref.ref(self))
+
+    def ignore_signals(self) -> None:
+        """Ignore the preemption signals that the script does not handle."""
+        for number in self._own_handlers():
+            signal.signal(number, signal.SIG_IGN)
+
+    def _own_handlers(self) -> list[int]:
+        """Return the preemption signals that the script does not handle."""
+        return [n for n in self._preemption_signals if signal.getsignal(n) == self._on_preemption_signal]
+
+    def _follow_handlers(self) -> None:
+        """Leave to the script the signals for which it has installed a handler since the last call."""
+        self._stop_handler = signal.getsignal(signal.SIGTERM)
+        for number in set(self._preemption_signals).difference(ours := self._own_handlers()):
+            self._native.forget(number)
+        self._preemption_signals = ours
+        self._native.handles_stop(callable(self._stop_handler) and signal.SIGTERM not in ours)
 
     def _restore_signals(self) -> None:
-        ours = [number for number in self._preemption_signals if signal.getsignal(number) == self._on_preemption_signal]
-        if ours:
+        if ours := self._own_handlers():
             signal.set_wakeup_fd(-1)
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
 
     def _on_preemption_signal(self, signum: int, frame: object) -> None:
-        if not self.is_leaving or self._exits:
+        if not self.is_leaving or self._exits or self._native.place == Place.DONE:
             return  # the thread has reported the signal; or a second signal arrives while the interpreter ends
         self._exits = True
         if self._native.place == Place.BOOT:
@@ -238,6 +262,7 @@ class Sentinel:
 
     def begin_training(self) -> None:
         """Mark the start of the user's function: the generation is created and synced."""
+        self._follow_handlers()
         self._native.begin_training(time.monotonic() - self._formed_at)
         self.check()
 
@@ -256,6 +281,8 @@ class Sentinel:
         Raises HostsUpdatedInterrupt at the tick where all members leave, and CollectiveError if the generation is over.
         """
         self._ticked_at = time.monotonic()
+        if signal.getsignal(signal.SIGTERM) is not self._stop_handler:
+            self._follow_handlers()
         end = self._native.tick()
         if end is not None:
             self._raise_end(end)
@@ -308,6 +335,13 @@ def _in_child() -> None:
     for sentinel in list(_started):
         sentinel.detach_forked()
     _started.clear()
+
+
+def _ignore_signals(reference: weakref.ref[Sentinel]) -> None:
+    """Ignore the signals while the interpreter ends, which would give them their usual effect back."""
+    sentinel = reference()
+    if sentinel is not None:
+        sentinel.ignore_signals()
 
 
 os.register_at_fork(after_in_child=_in_child)

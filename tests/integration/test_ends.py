@@ -27,6 +27,121 @@ def test_a_signal_in_mid_training_ends_the_job_and_leaves_nothing(tmp_path: Path
         assert not [pid for pid in started if psutil.pid_exists(pid)]
 
 
+STOPPED = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+import elasticstate as elastic
+
+kind, directory = sys.argv[1:]
+state = elastic.TorchState(model=torch.nn.Linear(2, 2), step=0)
+stop = False
+
+def handler(*_):
+    global stop
+    stop = True
+    open(f"{directory}/signal-{os.environ['LOCAL_RANK']}", "w").close()
+
+if kind != "inside":
+    signal.signal(signal.SIGTERM, handler)
+
+@elastic.run
+def train(state):
+    if kind == "inside":
+        signal.signal(signal.SIGTERM, handler)
+    while True:
+        time.sleep(0.01)
+        flag = torch.tensor(float(stop))
+        dist.all_reduce(flag)
+        state.step += 1
+        state.commit()
+        if state.step == 5:
+            open(f"{directory}/trains-{elastic.rank()}", "w").close()
+        if flag and kind != "deaf":
+            everyone = torch.ones(1)
+            dist.all_reduce(everyone)
+            with open(f"{directory}/saved-{elastic.rank()}", "w") as file:
+                print(state.step, int(everyone), file=file)
+            if kind == "exit":
+                dist.barrier()
+                sys.exit()
+            return
+
+train(state)
+open(f"{directory}/after-{elastic.rank()}", "w").close()
+"""
+
+
+def stopped(tmp_path: Path, kind: str, *options: str) -> Job:
+    """Start a job of the script above, and send SIGTERM to elasticrun when it trains."""
+    path = tmp_path / "script.py"
+    path.write_text(STOPPED)
+    command = [sys.executable, str(path), kind, str(tmp_path)]
+    job = Job(tmp_path, "-np", "2", *FAST, *options, command=command)
+    job.wait_for("training on both ranks", lambda: len(list(tmp_path.glob("trains-*"))) == 2)
+    job.process.send_signal(signal.SIGTERM)
+    return job
+
+
+@pytest.mark.parametrize("kind", ["before", "inside", "exit"])
+def test_a_script_that_handles_sigterm_saves_on_all_ranks_in_a_world_that_works(tmp_path: Path, kind: str) -> None:
+    with stopped(tmp_path, kind, "--stop-timeout", "40") as job:
+        job.finish(143, timeout=35)
+        assert len(list(tmp_path.glob("signal-*"))) == 2
+        (saved,) = {path.read_text() for path in tmp_path.glob("saved-*")}
+        assert len(list(tmp_path.glob("saved-*"))) == 2
+        assert saved.split()[1] == "2"
+        assert len(list(tmp_path.glob("after-*"))) == (0 if kind == "exit" else 2)
+        assert len(job.events("world_formed")) == 1
+        assert "killed" not in job.output
+
+
+def test_a_script_that_handles_sigterm_and_does_not_end_is_killed_after_the_stop_timeout(tmp_path: Path) -> None:
+    with stopped(tmp_path, "deaf", "--stop-timeout", "2") as job:
+        job.finish(143, timeout=30)
+        assert len(list(tmp_path.glob("signal-*"))) == 2
+        assert not list(tmp_path.glob("after-*"))
+
+
+def test_a_second_signal_kills_a_script_that_handles_the_first_one(tmp_path: Path) -> None:
+    with stopped(tmp_path, "deaf", "--stop-timeout", "600") as job:
+        job.wait_for("signals to both workers", lambda: len(list(tmp_path.glob("signal-*"))) == 2)
+        job.process.send_signal(signal.SIGTERM)
+        job.finish(143, timeout=30)
+
+
+def test_the_last_commit_before_a_stop_is_saved_for_the_next_job(tmp_path: Path) -> None:
+    """The durable copy is made after the workers have stopped, and has the step that they saved themselves."""
+    durable = ("--durable-dir", str(tmp_path / "durable"), "--durable-interval", "500")
+    with stopped(tmp_path, "before", "--stop-timeout", "40", *durable) as job:
+        job.finish(143, timeout=40)
+    step = (tmp_path / "saved-0").read_text().split()[0]
+    assert [event["commit"] for event in job.events("durable_copy")][-1] == [1, int(step)]
+
+
+AFTER_THE_GATE = """
+import os, signal, sys, time
+import elasticstate as elastic
+
+@elastic.run
+def train(state):
+    state.commit()
+
+train(elastic.ObjectState())
+if elastic.rank() == 0:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("evaluation done", flush=True)
+"""
+
+
+def test_a_preemption_signal_after_train_waits_for_the_end_of_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(AFTER_THE_GATE)
+    with Job(tmp_path, "-np", "2", *FAST, command=[sys.executable, str(path)]) as job:
+        job.finish(0)
+        assert "evaluation done" in job.output
+
+
 def test_a_job_does_not_outlive_its_killed_driver(tmp_path: Path) -> None:
     with Job(tmp_path, "-np", "2", *FAST, "--driver-timeout", "1", steps=100000) as job:
         job.wait_for_step(5)

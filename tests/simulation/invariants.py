@@ -64,7 +64,7 @@ class Checker:
         self._unresponsive: set[t.WorkerId] = set()
         self._ended: dict[int, list[int | None]] = {}  # by generation: the ticks of its ENDs
         self._planned_at: float | None = None
-        self._over = self._behind_gate = False
+        self._over = self._behind_gate = self._stopped = False
         self._back: set[t.WorkerId] = set()  # workers that became reachable again in this step
         self._severed: dict[t.WorkerId, int] = {}  # the ones of _back that were in a generation
         self._leases: dict[str, float] = {}  # unreachable hosts with members of the newest world: the end of their time
@@ -126,6 +126,7 @@ class Checker:
                 self._hear_agent(agents, transition, part, now)
             else:
                 self._hear(before, part)
+            self._stopped |= isinstance(part, t.StopRequested)
             host = getattr(part, "host", "")
             known = before.hosts.get(host)
             agent = agents.get(host, known.agent if known is not None else "")
@@ -255,6 +256,9 @@ class Checker:
     def _see_effect(
         self, before: Membership, after: Membership, effects: tuple[t.Effect, ...], effect: t.Effect, now: float
     ) -> None:
+        if self._stopped:
+            begins = t.PublishWorld | t.StartWorker | t.StartAgent | t.Hold | t.End
+            assert not isinstance(effect, begins), "nothing begins in a job that is being stopped"
         match effect:
             case t.PublishWorld(world):
                 self._publish(before, after, world, now)
@@ -278,6 +282,7 @@ class Checker:
                 assert worker not in after.workers or after.workers[worker].gone
                 self.reached["leave"] += 1
             case t.StopWorker(worker):
+                self.reached["killed at a stop"] += self._stopped and effect.kill
                 assert worker not in after.workers or after.workers[worker].gone
                 self.reached["stop"] += 1
             case t.ConfirmOwnError(worker, generation):
@@ -286,8 +291,12 @@ class Checker:
                 assert generation == self.generation
                 assert all(w.in_gate for w in after.workers.values() if w.joined == generation and not w.gone)
                 self.reached["gate"] += 1
+                self.reached["stopped in the gate"] += self._stopped
+            case t.Terminate(generation):
+                assert generation == self.generation
+                self.reached["stopped"] += 1
             case t.EndJob(succeeded, cause):
-                assert succeeded == (cause is None)
+                assert succeeded == (cause is None) or (self._stopped and not succeeded)
                 assert effect is effects[-1], "the end of the job comes last"
                 assert isinstance(after.phase, Over)
                 self._over = True
@@ -447,6 +456,8 @@ class Checker:
         here = [w for w in after.workers.values() if w.joined == generation]  # a suspect may be stopped at once
         first = min(w.suspect_at for w in here if w.suspect_at is not None)
         proof_at = first + after.policy.failure_grace_s
+        if self._stopped:
+            return  # no other world follows, so the error of a suspect is shown in any case
         assert now >= proof_at
         unproven = [w for w in here if not w.gone and w.reported_at < proof_at]
         assert all(w.suspect_at == first for w in unproven), "OWN needs proof that all others live"

@@ -15,7 +15,7 @@ from hypothesis import Phase, given, seed, settings
 
 from elasticstate.core import types as t
 from elasticstate.core.policy import Policy
-from elasticstate.core.records import Finishing, Forming, Membership, Running, Worker
+from elasticstate.core.records import Finishing, Forming, Membership, Running, Stopping, Worker
 from tests.policy import policy_of
 
 HOSTS = ("a", "b", "c", "d")
@@ -98,6 +98,7 @@ class EventMaker:
             (self._rubbish, 2.0),
             (self._discovery, 12.0 if not self._hosts else 0.7),
             (self._time, 4.0),
+            (self._stop, 0.02),
         ]
         if any(host.agent == "asked" for host in m.hosts.values()):
             some.append((self._agent_joins, 8.0))
@@ -136,6 +137,8 @@ class EventMaker:
                 some.append((self._gate, 8.0))
         elif isinstance(m.phase, Forming) and m.phase.at_tick is not None:
             some += [(self._gate, 0.5), (self._suspect, 0.4), (self._failure, 0.4)]
+        elif isinstance(m.phase, Stopping):
+            some += [(self._gate, 20.0), (self._suspect, 0.4)]
         elif isinstance(m.phase, Finishing):
             some.append((self._clean_exit, 10.0))
         return some
@@ -149,6 +152,9 @@ class EventMaker:
 
     def _time(self, m: Membership) -> t.Event:
         return t.TimePassed()
+
+    def _stop(self, m: Membership) -> t.Event:
+        return t.StopRequested("SIGTERM")
 
     def _agent_joins(self, m: Membership) -> t.Event:
         host = self.rng.choice([h.name for h in m.hosts.values() if h.agent == "asked"])

@@ -24,6 +24,7 @@ from tests.simulation.schedules import EventMaker, explore_all, random_policy, r
 MUST_BE_REACHED = (
     *("world", "start", "stop", "hold", "release", "interrupt", "escalation", "failure", "drain", "leave", "gate"),
     *("verdict", "postponed leave", "cooldown gave way", "forming", "below min-np", "job succeeded", "job failed"),
+    *("stopped", "stopped in the gate", "killed at a stop"),
     *(f"end: {name}" for name in ENDS if name != "times in a row before"),
     *("note host_cooldown", "note agent_lost", "note waiting", "note warning", "note training_resumed"),
     *("note stall", "note stall_ended", "note straggler", "note straggler_ended", "straggler drained"),

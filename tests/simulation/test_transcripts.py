@@ -57,6 +57,8 @@ SCENARIOS = (
     "straggler",
     "start",
     "state_lost",
+    "stopped",
+    "stopped_too_late",
 )
 
 

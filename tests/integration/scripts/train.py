@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -173,4 +172,3 @@ note("final", generation=elastic.generation(), rank=elastic.rank(), step=result,
 leftover = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
 if leftover:
     sys.exit(f"threads left: {leftover}")
-assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -116,6 +116,8 @@ def parse_event(words: list[str]) -> t.Event:
             "agent-draining": lambda: t.HostDraining(rest[0], " ".join(rest[1:])),
         }
         return events[kind]()
+    if kind == "stop":
+        return t.StopRequested(" ".join(rest))
     if kind == "store-joined":
         return t.PlainStoreJoined(int(rest[0]))
     if kind in ("kept", "dropped"):
@@ -205,7 +207,7 @@ def describe(effect: t.Effect) -> str:
             return f"StartAgent {host}"
         case t.StartWorker(worker) | t.Leave(worker) | t.ConfirmOwnError(worker, _):
             return f"{type(effect).__name__} {worker}"
-        case t.Hold(generation) | t.Release(generation) | t.OpenGate(generation):
+        case t.Hold(generation) | t.Release(generation) | t.OpenGate(generation) | t.Terminate(generation):
             return f"{type(effect).__name__} {generation}"
         case t.WatchCalls(generation, on):
             return f"WatchCalls {generation}: {'on' if on else 'off'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -44,6 +45,7 @@ def sentinel() -> Iterator[Sentinel]:
     with agent:
         yield sentinel
         sentinel.finish()  # after this, the agent may exit
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the next sentinel of this process begins anew
 
 
 def test_again_and_again_until_the_generation_has_been_left(sentinel: Sentinel) -> None:

@@ -75,6 +75,7 @@ class Worker:
 
     def close(self) -> None:
         self.sentinel.finish()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the next sentinel of this process begins anew
         self.agent.close()
         del self.sentinel
 

@@ -245,6 +245,44 @@ def test_a_handler_of_the_program_has_precedence(start: Start) -> None:
     assert worker.ended() == (0, "", "")
 
 
+HANDLES = "signal.signal(signal.SIGTERM, lambda *_: say('stops')); "
+
+
+@pytest.mark.parametrize(
+    "program",
+    [f"{HANDLES} sentinel.start(); enter()", f"sentinel.start(); {HANDLES} enter()"],
+    ids=["before", "after the start"],
+)
+def test_a_script_that_handles_sigterm_is_stopped_by_it_and_keeps_its_world(start: Start, program: str) -> None:
+    worker = start("say('there')\nwhile True: time.sleep(1)", program)
+    assert worker.line() == "there"
+    worker.tell(messages.Terminate(GENERATION))
+    assert worker.line() == "stops"
+    worker.wait_for_beats(2)
+    assert worker.hears_nothing(), "it is no preemption notice"
+    worker.store.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        worker.store.recv(1)  # the connections of the generation are not cut
+
+
+def test_a_handler_that_a_script_installs_while_it_trains_counts_from_the_next_tick_on(start: Start) -> None:
+    worker = start(f"enter(); {HANDLES} sentinel.tick(); say('there')\nwhile True: time.sleep(1)")
+    assert worker.line() == "there"
+    worker.hear(messages.First)
+    worker.tell(messages.Terminate(GENERATION))
+    assert worker.line() == "stops"
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.line() == "stops"
+    assert worker.hears_nothing(), "it is no preemption notice any more"
+
+
+def test_any_other_script_leaves_at_once(start: Start) -> None:
+    worker = start("enter(); say('there')\nwhile True: without_the_gil.pause()")
+    assert worker.line() == "there"
+    worker.tell(messages.Terminate(GENERATION))
+    assert worker.ended() == (0, "", "")
+
+
 def test_told_to_leave_in_a_boot_that_holds_the_gil(start: Start) -> None:
     worker = start("say('there'); holding_the_gil.usleep(60_000_000)")
     assert worker.line() == "there"
@@ -257,6 +295,20 @@ def test_behind_the_gate_a_leave_is_a_plain_sigterm(start: Start) -> None:
     assert worker.line() == "there"
     worker.tell(messages.Leave(ME))
     assert worker.ended()[0] == -signal.SIGTERM
+
+
+def test_behind_the_gate_a_preemption_signal_waits_for_the_end_of_the_script(start: Start) -> None:
+    """Also while the interpreter ends: its exit functions send the last signal."""
+    program = """
+import atexit
+atexit.register(lambda: (os.kill(os.getpid(), signal.SIGTERM), say("at exit")))
+sentinel.finish()
+os.kill(os.getpid(), signal.SIGTERM)
+say("goes on")
+"""
+    worker = start(program)
+    status, out, error = worker.ended()
+    assert (status, out, error) == (0, "goes on\nat exit\n", "")
 
 
 def test_a_worker_does_not_outlive_its_agent(start: Start) -> None:
