@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 
