@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from elasticstate.errors import UsageError
 from elasticstate.horovod import calls, headers, timeline
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.compression import Compression, Compressor
+from elasticstate.horovod.failures import CallUsageError
 from elasticstate.horovod.handles import Handle, together
 from elasticstate.horovod.process_sets import ProcessSet, members_of
 from elasticstate.horovod.reduction import DTYPES, OPS, Op, operation, reducible, refusal, scale, torch_operation
@@ -49,7 +49,7 @@ def allreduce(
     op = operation(average, op)
     if torch.is_grad_enabled() and tensor.requires_grad:
         if op not in (Op.AVERAGE, Op.SUM):
-            raise UsageError(
+            raise CallUsageError(
                 f"op={op.value}: no gradient flows through this operation. Call detach() on the tensor, or use Average "
                 "or Sum."
             )

@@ -17,7 +17,7 @@ class CallKind(IntEnum):
     TICK = 2  # end a tick
     ALLREDUCE = 3  # allreduce; numbers: index of the operation, elements, index of the dtype
     BARRIER = 4  # nothing
-    OTHER = 5  # raise an error: the call needs all ranks
+    OTHER = 5  # nothing: the others raise an error, as the call needs all ranks
 
 
 @dataclass(frozen=True)

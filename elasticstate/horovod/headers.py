@@ -23,16 +23,15 @@ import torch
 import torch.distributed as dist
 
 import elasticstate
-from elasticstate.errors import UsageError
 from elasticstate.extension import Channel, begin_call, end_call, ticks as ticks_of, world_generation
 from elasticstate.horovod import timeline
 from elasticstate.horovod.calls import Call, CallKind
-from elasticstate.horovod.failures import failures_named
+from elasticstate.horovod.failures import CallUsageError, failures_named
 from elasticstate.horovod.members import Members
 
-NEEDS_ALL = (
-    "a rank made a call that needs all ranks, while some ranks are in join(). Make only calls of allreduce and "
-    "barrier, and steps of optimizers, until all ranks have called join()."
+_NEEDS_ALL = (
+    "the call needs all ranks, but some are in join(). Make only calls of allreduce and barrier, and steps of "
+    "optimizers, until all ranks have called join()."
 )
 _MARK_BYTES = 4
 _MOST_RANKS = 8  # maximum number of ranks that an error lists for each call
@@ -84,24 +83,24 @@ def agree(call: Call, members: Members) -> None:
     """Wait until all ``members`` that are not in ``join()`` make the same call.
 
     Raises:
-        UsageError: on all members, with the same message: their calls or tensors differ, some have wrong arguments, or
-            some are in ``join()`` and the call needs all ranks.
+        CallUsageError: on all members that make a call, with the same message: their calls or tensors differ, some have
+            wrong arguments, or some are in ``join()`` and the call needs all ranks.
         The errors of a collective.
     """
     global _joined_in
     if members.size == 1:
         if call.wrong:
-            raise UsageError(f"{call.lines[0]}: {call.wrong}")
+            raise CallUsageError(f"{call.lines[0]}: {call.wrong}")
         return
     header = _exchange(call, members)
     if header is not None and header.fails:
-        raise UsageError(_explain(call, members))
+        raise CallUsageError(_explain(call, members))
     if members.calls is not None:
         return  # a process set: join() is refused
     has_joined = header is not None and bool(header.joined)
     _joined_in = world_generation() if has_joined else 0
     if has_joined and call.kind is CallKind.OTHER:
-        raise UsageError(NEEDS_ALL)
+        raise CallUsageError(f"{call.lines[0]}: {_NEEDS_ALL}")
 
 
 def some_have_joined() -> bool:
@@ -115,7 +114,7 @@ def receive(members: Members) -> CallHeader | None:
     Args:
         members: all ranks of the world.
 
-    Raises UsageError together with those ranks, if their calls fail.
+    If the calls of those ranks fail, they raise the error. This rank has helped to explain it, and has nothing to do.
     """
     global _joined_in
     _joined_in = 0
@@ -124,7 +123,7 @@ def receive(members: Members) -> CallHeader | None:
     if not header.trains:
         return None
     if header.fails:
-        raise UsageError(_explain(None, members))
+        _explain(None, members)
     return header
 
 

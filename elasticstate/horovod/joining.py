@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from elasticstate.errors import UsageError
 from elasticstate.horovod import groups, headers
 from elasticstate.horovod.calls import CallKind
-from elasticstate.horovod.failures import failures_named
-from elasticstate.horovod.headers import NEEDS_ALL, CallHeader
+from elasticstate.horovod.failures import CallUsageError, failures_named
+from elasticstate.horovod.headers import CallHeader
 from elasticstate.horovod.process_sets import members_of
 from elasticstate.horovod.reducer import reducer_of
 from elasticstate.horovod.reduction import DTYPES, OPS, Op, reducible, torch_operation
@@ -27,19 +26,21 @@ def join(device: int = -1) -> int:
     The errors of a collective, and the exceptions that end a tick, pass through. ``elastic.run`` handles both.
 
     Raises:
-        UsageError: there are process sets; this rank has ended more ticks than the others; or the others make a call
-            that needs all ranks (broadcast, allgather, alltoall), or different calls. The others raise it too.
+        UsageError: there are process sets; this rank has ended more ticks than the others; or they step an optimizer
+            that it does not have. If the others make a call that needs all ranks (broadcast, allgather, alltoall), or
+            different calls, only they raise an error, and this rank waits on.
     """
     if groups.has_sets():
-        raise UsageError("join() does not work with process sets. Remove them first: hvd.remove_process_set().")
+        raise CallUsageError("join() does not work with process sets. Remove them first: hvd.remove_process_set().")
     members = members_of(None)
     if members.size == 1:
         return 0
     is_last = True
     while (header := headers.receive(members)) is not None:
         is_last = False
-        _end_ticks_up_to(header.ticks)
-        _take_part(header)
+        if not header.fails:
+            _end_ticks_up_to(header.ticks)
+            _take_part(header)
     most = torch.tensor([members.index if is_last else -1, headers.ticks()])
     with failures_named():
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -55,7 +56,7 @@ def _end_ticks_up_to(ticks: int) -> None:
     """End the ticks that the others ended before they received the news that this rank has joined."""
     ahead = headers.ticks() - ticks
     if ahead > 0:
-        raise UsageError(
+        raise CallUsageError(
             f"join(): this rank has completed {ahead} tick(s) more than the ranks that still train. Call join() before "
             f"the commit(), save() or check_host_updates() at the end of an epoch."
         )
@@ -79,8 +80,6 @@ def _take_part(header: CallHeader) -> None:
         nothing = reducible(_nothing(OPS[op], elements, DTYPES[dtype]))
         with failures_named():
             dist.all_reduce(nothing, torch_operation(OPS[op]))
-    elif header.kind == CallKind.OTHER:
-        raise UsageError(NEEDS_ALL)
 
 
 def _nothing(op: Op, elements: int, dtype: torch.dtype) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import elasticstate
-from elasticstate.errors import UsageError
+from elasticstate.horovod.failures import ArgumentUsageError
 
 
 def run(
@@ -58,7 +58,7 @@ def run(
     """
     _refuse(mpi_args=mpi_args, network_interface=network_interface, executable=executable)
     if use_gloo and use_mpi:
-        raise UsageError("run(use_gloo=True, use_mpi=True): they exclude each other. Give only one of them.")
+        raise ArgumentUsageError("run(use_gloo=True, use_mpi=True): they exclude each other. Give only one of them.")
     backend = "gloo" if use_gloo else "mpi" if use_mpi else None
     given: dict[str, Any] = {
         "min_np": min_np if min_num_proc is None else min_num_proc,
@@ -90,4 +90,4 @@ _REMEDIES = {
 def _refuse(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
-            raise UsageError(f"run({name}={value!r}): {_REMEDIES[name]}")
+            raise ArgumentUsageError(f"run({name}={value!r}): {_REMEDIES[name]}")

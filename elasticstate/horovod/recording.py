@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from elasticstate import extension
-from elasticstate.errors import UsageError
 from elasticstate.horovod import timeline, world
+from elasticstate.horovod.failures import ArgumentUsageError
 from elasticstate.horovod.timeline import Recorder
 
 _exit_in: int | None = None  # the process that closes its timeline when it ends: a forked child must not
@@ -37,14 +37,16 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         present.started_in = generation
         return
     if present is not None:
-        raise UsageError(
+        raise ArgumentUsageError(
             f"start_timeline({str(file_path)!r}): a timeline is started already: {present.path}. Call "
             "hvd.stop_timeline() first."
         )
     if not path.parent.is_dir():
-        raise UsageError(f"start_timeline({str(file_path)!r}): there is no directory {path.parent}. Make it first.")
+        raise ArgumentUsageError(
+            f"start_timeline({str(file_path)!r}): there is no directory {path.parent}. Make it first."
+        )
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"start_timeline({str(file_path)!r}): cannot be written. Choose another file.")
+        raise ArgumentUsageError(f"start_timeline({str(file_path)!r}): cannot be written. Choose another file.")
     timeline.use(Recorder(str(path), mark_cycles))
     if _exit_in is None:
         atexit.register(_close_at_exit)
@@ -55,7 +57,7 @@ def stop_timeline() -> None:
     """End the timeline, and write all of it. All ranks call this. Raises UsageError if none is started."""
     recorder = timeline.present()
     if recorder is None:
-        raise UsageError("stop_timeline(): no timeline is started. Call hvd.start_timeline(file) first.")
+        raise ArgumentUsageError("stop_timeline(): no timeline is started. Call hvd.start_timeline(file) first.")
     timeline.use(None)
     recorder.close()
 

@@ -7,7 +7,7 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
-from elasticstate.errors import UsageError
+from elasticstate.horovod.failures import CallUsageError
 
 
 class Op(Enum):
@@ -71,11 +71,11 @@ def refusal(dtype: torch.dtype, op: Op) -> str:
 def torch_operation(op: Op) -> dist.ReduceOp.RedOpType:
     """Return torch's operation for ``op``. Raises UsageError if there is none."""
     if op is Op.ADASUM:
-        raise UsageError(
+        raise CallUsageError(
             "op=Adasum: elasticstate.horovod has no Adasum. Use Average or Sum, and adapt the learning rate."
         )
     if op not in _TORCH_OPERATIONS:
-        raise UsageError(f"op={op!r}: must be Average, Sum, Min, Max or Product")
+        raise CallUsageError(f"op={op!r}: must be Average, Sum, Min, Max or Product")
     return _TORCH_OPERATIONS[op]
 
 
@@ -85,7 +85,7 @@ def operation(average: bool | None, op: Op | None) -> Op:
     Raises UsageError if both are given.
     """
     if average is not None and op is not None:
-        raise UsageError("average and op exclude each other, because both select the operation. Pass op alone.")
+        raise CallUsageError("average and op exclude each other, because both select the operation. Pass op alone.")
     if op is not None:
         return op
     return Op.SUM if average is False else Op.AVERAGE

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from elasticstate.errors import UsageError
 from elasticstate.horovod.allgather import allgather_async
+from elasticstate.horovod.failures import CallUsageError
 from elasticstate.horovod.handles import Handle
 from elasticstate.horovod.process_sets import ProcessSet, members_of
 from elasticstate.horovod.reduction import Op
@@ -36,11 +36,11 @@ def sparse_allreduce_async(
     Raises UsageError for a tensor of another layout or another ``op``; on all ranks, if dtypes or shapes differ.
     """
     if tensor.layout is not torch.sparse_coo:
-        raise UsageError(
+        raise CallUsageError(
             "sparse_allreduce_async: the tensor must be sparse_coo. Use allreduce_async for a dense tensor."
         )
     if op not in (Op.AVERAGE, Op.SUM):
-        raise UsageError(f"sparse_allreduce_async: op={op.value}: must be Average or Sum")
+        raise CallUsageError(f"sparse_allreduce_async: op={op.value}: must be Average or Sum")
     members = members_of(process_set)
     label = name if name is not None else "sparse"
     own = tensor.detach()

@@ -9,11 +9,11 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 import elasticstate
-from elasticstate.errors import UsageError
 from elasticstate.extension import Channel
 from elasticstate.horovod import calls, headers, timeline
 from elasticstate.horovod.broadcast import refusal_of_root, start_broadcast
 from elasticstate.horovod.calls import Call, CallKind
+from elasticstate.horovod.failures import CallUsageError
 from elasticstate.horovod.process_sets import ProcessSet, members_of
 
 Parameters: TypeAlias = "Mapping[str, Any] | Iterable[tuple[str, Any]]"
@@ -36,7 +36,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: Pr
     tensors: list[torch.Tensor] = []
     for pair in params.items() if isinstance(params, Mapping) else params:
         if not (isinstance(pair, tuple) and len(pair) == 2):
-            raise UsageError(
+            raise CallUsageError(
                 "broadcast_parameters: params must be a state_dict, or pairs of name and tensor. Pass "
                 "model.state_dict()."
             )

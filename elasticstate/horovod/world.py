@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import elasticstate
 from elasticstate import extension
-from elasticstate.errors import CollectiveError, NotInWorldError, UsageError
+from elasticstate.errors import CollectiveError
 from elasticstate.horovod import groups
-from elasticstate.horovod.failures import failures_named
+from elasticstate.horovod.failures import ArgumentUsageError, NotInitializedError, failures_named
 
 logger = logging.getLogger("elasticstate.horovod")
 
@@ -26,7 +26,7 @@ def init(comm: object = None) -> None:
     """See ``process_sets.init``."""
     global _initialized, _initialized_in
     if comm:
-        raise UsageError(
+        raise ArgumentUsageError(
             "init(comm=...): elasticstate.horovod has one world, of all workers of elasticrun. For a part of it, use "
             "a process set: hvd.add_process_set(ranks)."
         )
@@ -82,7 +82,7 @@ def ready() -> None:
     extension.join(collectives=True)
     _export()
     if not dist.is_initialized():
-        raise NotInWorldError(
+        raise NotInitializedError(
             "the world has ended: the function decorated with elastic.run has raised an exception, or this process "
             "ends. Call collectives before that."
         )
@@ -156,7 +156,7 @@ def is_homogeneous() -> bool:
 def need_init() -> None:
     """Raise NotInWorldError before ``init()``."""
     if not _initialized:
-        raise NotInWorldError("elasticstate.horovod is not initialized. Call hvd.init() first.")
+        raise NotInitializedError("elasticstate.horovod is not initialized. Call hvd.init() first.")
 
 
 def _join() -> None:

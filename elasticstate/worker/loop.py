@@ -34,7 +34,7 @@ from elasticstate.commits import owner_of
 from elasticstate.config import WorkerEnvironment
 from elasticstate.core.types import CommitId
 from elasticstate.error_chain import error_chain
-from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateError
+from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateError, UsageError
 from elasticstate.log import logger
 from elasticstate.net import messages
 from elasticstate.net.link import StorageLink, WorkerLink
@@ -295,7 +295,9 @@ class WorkerLoop:
         return None if self._sentinel.is_own_error(text) else _Outcome.FAILED
 
     def _is_of_world(self, cause: BaseException) -> bool:
-        return isinstance(cause, CollectiveError) or self._regrouper.context.classify(cause) is not Fault.UNKNOWN
+        if isinstance(cause, CollectiveError):
+            return not isinstance(cause, UsageError)  # of a package whose calls differ: no retry would help
+        return self._regrouper.context.classify(cause) is not Fault.UNKNOWN
 
     def _is_device_lost(self, error: BaseException) -> bool:
         context = self._regrouper.context

@@ -147,7 +147,7 @@ def test_models_that_become_unlike_end_the_job_with_the_same_error_on_all_ranks(
     with Job(tmp_path, "-np", "2", command=[sys.executable, "-c", program]) as job:
         job.finish(1)
         message = (
-            "elasticstate.errors.UsageError: the ranks do not make the same call: rank 0: a step of "
+            "CallUsageError: the ranks do not make the same call: rank 0: a step of "
             "DistributedOptimizer(op=Average, compression=Unchanged, backward_passes_per_step=1) with nothing more; "
             "rank 1: a step of DistributedOptimizer(op=Average, compression=Unchanged, backward_passes_per_step=1) "
             "with parameter 1: float32[2]."

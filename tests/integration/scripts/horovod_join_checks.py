@@ -32,8 +32,22 @@ def check_join() -> None:
         hvd.broadcast_parameters({"weight": weight}, root_rank=1)
 
 
-def check_join_refuses_what_takes_all_ranks() -> None:
-    call: Callable[[], object] = hvd.join if hvd.rank() == 2 else lambda: hvd.allgather(torch.ones(1))
-    with pytest.raises(UsageError, match="join"):
-        call()
-    assert hvd.allgather(torch.ones(1)).tolist() == [1, 1, 1]
+def check_calls_that_take_all_ranks_raise_while_one_has_joined() -> None:
+    one = torch.ones(3)
+    calls: list[Callable[[], object]] = [
+        lambda: hvd.allgather(one),
+        lambda: hvd.broadcast(one, 0),
+        lambda: hvd.alltoall(one),
+        lambda: hvd.reducescatter(one),
+        lambda: hvd.broadcast_object(1),
+        lambda: hvd.broadcast_parameters({"one": one}),
+    ]
+    for joined in range(3):
+        if hvd.rank() != joined:
+            for call in calls:
+                with pytest.raises(RuntimeError, match=r"join\(\)") as caught:
+                    call()
+                assert isinstance(caught.value, UsageError)
+        last = hvd.join()
+        assert last == (1 if joined == 2 else 2)
+        assert hvd.allgather_object(last) == [last] * 3, "the rank in join() stays there"

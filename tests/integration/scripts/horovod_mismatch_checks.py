@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,12 +14,12 @@ from elasticstate import UsageError
 
 
 def error(call: Callable[[], object]) -> str:
-    """Return the message of the UsageError. Checks that all ranks raise the same one."""
-    message = "no error"
-    try:
+    """Return the message of the UsageError. Checks that all ranks raise the same one, and that it is Horovod's, too."""
+    with pytest.raises(UsageError) as caught:
         call()
-    except UsageError as raised:
-        message = str(raised)
+    message = str(caught.value)
+    assert isinstance(caught.value, hvd.HorovodInternalError)
+    assert isinstance(caught.value, ValueError), "as an invalid argument is in Horovod"
     messages = hvd.allgather_object(message)
     assert messages == [message] * 3
     return message
@@ -136,11 +137,16 @@ def check_that_steps_of_unlike_models_are_refused() -> None:
 
 
 def check_that_unlike_calls_are_refused_while_a_rank_has_joined() -> None:
-    def call() -> object:
-        return hvd.join() if hvd.rank() == 0 else hvd.allreduce(torch.ones(hvd.rank()))
-
-    message = error(call)
-    assert "rank 1: allreduce(op=Average) of float32[1]; rank 2: allreduce(op=Average) of float32[2]." in message
-    message = error(lambda: hvd.join() if hvd.rank() == 1 else hvd.broadcast(torch.ones(1), 7))
-    assert "root_rank must be a rank of the world, 0 to 2" in message
-    assert hvd.allreduce(torch.ones(4)).tolist() == [1] * 4
+    """Check that the rank that has joined takes no notice, and that the others can go on."""
+    for joined, call, match in (
+        (0, lambda: hvd.allreduce(torch.ones(hvd.rank())), r"rank 1: allreduce.* of float32\[1\]; rank 2: allreduce"),
+        (1, lambda: hvd.broadcast(torch.ones(1), 7), "root_rank must be a rank of the world, 0 to 2"),
+        (2, lambda: hvd.allgather(torch.ones(1, 2 + hvd.rank())), r"rank 0: allgather.*rank 1: allgather"),
+    ):
+        if hvd.rank() != joined:
+            for _ in range(2):
+                with pytest.raises(hvd.HorovodInternalError, match=match):
+                    call()
+            assert hvd.allreduce(torch.ones(4), op=hvd.Sum).tolist() == [2] * 4
+        assert hvd.join() == (1 if joined == 2 else 2)
+        assert hvd.allreduce(torch.ones(4)).tolist() == [1] * 4
