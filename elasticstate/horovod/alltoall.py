@@ -26,7 +26,8 @@ def alltoall(
     """Send each rank a share of the first dimension, and receive one share from each, in the order of ranks.
 
     Args:
-        splits: length of each rank's share: size() numbers that add up to the first dimension. None: equal shares.
+        splits: length of each rank's share: size() numbers that add up to the first dimension; if they add up to less,
+            the last rows are not sent. None, or nothing in it: equal shares.
         process_set: ranks that take part; None: all.
 
     Returns the received tensor; with ``splits`` also the length received from each rank, with the dtype of ``splits``
@@ -52,21 +53,41 @@ def _start(
     tensor: torch.Tensor, splits: Splits, name: str | None, members: Members
 ) -> tuple[Handle[Received], list[int]]:
     """Start the exchange. Also return the length that is received from each member."""
-    rows = len(tensor) if tensor.dim() else 0
-    given = [rows // members.size] * members.size if splits is None else [int(n) for n in splits]
-    wrong = calls.refusal(tensor, needs_dimension=True)
-    if not wrong and (len(given) != members.size or min(given) < 0 or sum(given) != rows):
-        wrong = f"splits={given} must be {members.size} numbers that add up to the first dimension, {rows}"
+    wrong, given = calls.refusal(tensor, needs_dimension=True), [0] * members.size
+    if not wrong:
+        try:
+            given = _lengths(splits, len(tensor), members.size)
+        except (TypeError, ValueError, OverflowError) as error:
+            wrong = str(error)
     lines = (f"{calls.signature('alltoall', name)} of {calls.form(tensor, any_length=True)}",)
     call = Call(CallKind.OTHER, lines, wrong=wrong, name=name)
     headers.agree(call, members)
     span = timeline.exchange(call, tensor)
-    own = tensor.detach().contiguous()
+    own = tensor.detach()[: sum(given)].contiguous()
     lengths = [row[members.index] for row in Channel(members.group, 0).numbers_of_all(given)]
     output = own.new_empty(sum(lengths), *own.shape[1:])
     work = dist.all_to_all_single(raw(output), raw(own), lengths, given, members.group, async_op=True)
     template = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
     return Handle([work], lambda: (output, template.new_tensor(lengths)), members.generation, span), lengths
+
+
+def _lengths(splits: Splits, rows: int, ranks: int) -> list[int]:
+    """Return the length of each rank's share of ``rows``. Raises an error if ``splits`` cannot be those lengths."""
+    if splits is None or len(splits) == 0:
+        if rows % ranks:
+            raise ValueError(
+                f"the first dimension, {rows}, is not a multiple of the {ranks} ranks: pass splits that add up to the "
+                "first dimension"
+            )
+        return [rows // ranks] * ranks
+    if isinstance(splits, torch.Tensor):
+        has_integers = not (splits.is_floating_point() or splits.is_complex() or splits.dtype is torch.bool)
+        if splits.dim() != 1 or not has_integers:
+            raise ValueError(f"splits={calls.form(splits)}: must have one dimension and integers, as int32[{ranks}]")
+    given = [int(length) for length in (splits.tolist() if isinstance(splits, torch.Tensor) else splits)]
+    if len(given) != ranks or min(given) < 0 or sum(given) > rows:
+        raise ValueError(f"splits={given} must be {ranks} numbers that add up to the first dimension, {rows}, or less")
+    return given
 
 
 class _Alltoall(torch.autograd.Function):
@@ -75,7 +96,7 @@ class _Alltoall(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet | None
     ) -> Received:
         handle, ctx.lengths = _start(tensor, splits, name, members_of(process_set))
-        ctx.process_set = process_set
+        ctx.process_set, ctx.rows = process_set, len(tensor)
         output, received = handle.wait()
         ctx.mark_non_differentiable(received)
         return output, received
@@ -83,7 +104,8 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         output, _ = alltoall(gradients[0], ctx.lengths, process_set=ctx.process_set)
-        return output, None, None, None
+        not_sent = output.new_zeros(ctx.rows - len(output), *output.shape[1:])
+        return torch.cat([output, not_sent]), None, None, None
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:

@@ -125,8 +125,39 @@ def check_alltoall() -> None:
     received, counts = hvd.alltoall(torch.full((3, 2), rank), splits=torch.tensor([0, 1, 2]))
     assert counts.tolist() == [rank] * 3
     assert received.tolist() == [[r, r] for r in range(3) for _ in range(rank)]
-    with pytest.raises(UsageError, match="add up to the first dimension"):
+    received, counts = hvd.alltoall(mine, splits=torch.empty(0, dtype=torch.int32))
+    assert torch.equal(received, torch.tensor([rank, 10 + rank, 20 + rank]))
+    assert counts.tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="add up to the first dimension"):
         hvd.alltoall(torch.zeros(4))
+
+
+def check_splits_of_alltoall() -> None:
+    rank = hvd.rank()
+    rows = torch.arange(5.0, requires_grad=True)
+    received, counts = hvd.alltoall(rows, splits=[0, 1, 2])
+    assert received.tolist() == [[], [0] * 3, [1, 2] * 3][rank], "the last two rows are not sent"
+    assert counts.tolist() == [rank] * 3
+    received.sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [1, 1, 1, 0, 0]
+    wrong: list[tuple[Any, str]] = [
+        (torch.empty(3), r"float32\[3\]: must have one dimension and integers"),
+        (torch.full((3,), torch.nan), "integers"),
+        (torch.ones(3, dtype=torch.bool), "integers"),
+        (torch.ones(1, 3, dtype=torch.int32), "one dimension"),
+        (torch.tensor([1, 1], dtype=torch.int32), "must be 3 numbers"),
+        (torch.tensor([1, 1, 2], dtype=torch.int32), "add up to the first dimension, 3, or less"),
+        ([2, 2, -1], "must be 3 numbers"),
+        ([1.0, torch.inf, 1.0], "infinity"),
+        (3, "int"),
+    ]
+    for splits, match in wrong:
+        with pytest.raises(ValueError, match=match):
+            hvd.alltoall(torch.zeros(3), splits)
+        with pytest.raises(ValueError, match=match):
+            hvd.alltoall(torch.zeros(3), splits if rank == 1 else None)
+    assert hvd.allgather(torch.ones(1)).tolist() == [1, 1, 1]
 
 
 def check_gradients_flow() -> None:
