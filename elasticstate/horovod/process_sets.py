@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from elasticstate.errors import UsageError
 from elasticstate.horovod import groups, recording, world
+from elasticstate.horovod.failures import CallUsageError
 from elasticstate.horovod.members import Members
 
 
@@ -127,23 +127,27 @@ def init(comm: object = None, process_sets: object = None) -> None:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Add a process set, and return it. All ranks must add the same process sets in the same order.
 
-    Its process groups are made when all ranks are in a world, and again in each new world.
+    Its process groups are made when all ranks are in a world, and again in each new world. A script may add it anew in
+    each world; it is the same process set then.
 
     Raises:
-        ValueError: the ranks are wrong, there is a process set of these ranks already, or this one was removed.
+        ValueError: the ranks are wrong, there is a process set of these ranks in this world already, or this one was
+            removed.
         UsageError: on all ranks: they add different process sets.
         The errors of a collective.
     """
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    if wanted.process_set_id is not None:
-        raise ValueError(f"add_process_set({wanted}): it is added already.")
+    if wanted.process_set_id == groups.GLOBAL:
+        raise ValueError(f"add_process_set({wanted}): it exists in each world. Use it without adding it.")
     ranks = tuple(wanted.ranks or ())
     if not ranks:
         raise ValueError(f"add_process_set({wanted}): it was removed. Make a new ProcessSet.")
-    if groups.find(ranks) is not None:
+    number = groups.find(ranks)
+    if number is not None and groups.is_added(number):
         raise ValueError(f"add_process_set({wanted}): there is a process set of these ranks already. Use that one.")
     wanted._registered(groups.add(ranks))
-    _added.append(wanted)
+    if wanted not in _added:
+        _added.append(wanted)
     if world.is_in_use():
         world.ready()
     return wanted
@@ -153,21 +157,23 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set, on all ranks. Return False for ``global_process_set``, and for one that was not added."""
     if process_set.process_set_id in (None, groups.GLOBAL):
         return False
-    groups.remove(process_set.process_set_id or 0)
-    _added.remove(process_set)
-    process_set._removed()
+    number = process_set.process_set_id
+    groups.remove(number or 0)
+    for removed in [added for added in _added if added.process_set_id == number]:
+        _added.remove(removed)
+        removed._removed()
     return True
 
 
 def process_sets() -> list[ProcessSet]:
     """Return all process sets, by their ids."""
-    return [global_process_set, *_added]
+    return [global_process_set, *{added.process_set_id: added for added in _added}.values()]
 
 
 def need_process_set(process_set: object) -> None:
     """Raise UsageError unless the argument is a ProcessSet or None."""
     if process_set is not None and not isinstance(process_set, ProcessSet):
-        raise UsageError(f"process_set={process_set!r}: must be a ProcessSet")
+        raise CallUsageError(f"process_set={process_set!r}: must be a ProcessSet")
 
 
 def is_member(process_set: ProcessSet | None) -> bool:
@@ -184,14 +190,14 @@ def members_of(process_set: ProcessSet | None) -> Members:
     if process_set is not None:
         need_process_set(process_set)
         if process_set.process_set_id is None:
-            raise UsageError(
+            raise CallUsageError(
                 f"process_set={process_set}: it was not added. Call hvd.add_process_set() on all ranks first."
             )
         number = process_set.process_set_id
     world.ready()
     members = groups.members_of(number)
     if members.index < 0:
-        raise UsageError(
+        raise CallUsageError(
             f"process_set={process_set}: rank {world.rank()} is not in it. Call the collective on its ranks only: "
             "if process_set.included()."
         )

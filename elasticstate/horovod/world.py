@@ -51,6 +51,7 @@ def shutdown() -> None:
     global _initialized
     if _initialized:
         _initialized = False
+        groups.begin_anew()
         extension.leave()
 
 

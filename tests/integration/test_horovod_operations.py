@@ -24,11 +24,12 @@ def test_each_operation_on_all_ranks(tmp_path: Path, backend: str, ranks: int) -
             assert (logs / f"{rank}.txt").read_text().split() == CHECKS
 
 
-def test_process_sets_continue_in_each_new_world(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [(), ("--anew",)], ids=["made once", "made anew"])
+def test_process_sets_continue_in_each_new_world(tmp_path: Path, how: tuple[str, ...]) -> None:
     """A member of the process set dies, and its rank goes to another worker; later a new worker comes."""
     logs = tmp_path / "logs"
     stop = tmp_path / "stop"
-    command = [sys.executable, str(SCRIPTS / "horovod_sets.py"), "--log", str(logs), "--stop", str(stop)]
+    command = [sys.executable, str(SCRIPTS / "horovod_sets.py"), "--log", str(logs), "--stop", str(stop), *how]
     with Job(tmp_path, *OPTIONS, command=command) as job:
         assert job.wait_for_event("worker_exited", signal=9)["rank"] == 1
         smaller = job.wait_for_event("world_formed", size=2)["generation"]
