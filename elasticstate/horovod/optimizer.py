@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,14 +10,18 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from elasticstate.errors import UsageError
 from elasticstate.horovod.compression import Compression, Compressor
+from elasticstate.horovod.failures import OptimizerUsageError
 from elasticstate.horovod.process_sets import ProcessSet, need_process_set
 from elasticstate.horovod.reducer import Reducer
 from elasticstate.horovod.reduction import Op, torch_operation
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
-_OWN = {"step", "_plain", "_reducer", "_must_reduce"}
+_OWN = {"step", "_plain", "_reducer", "_must_reduce", "_is_synchronized"}
+_NEEDS_CONTEXT = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). It does not "
+    "reduce the gradients again, but Horovod does. Write: with optimizer.skip_synchronize(): optimizer.step()"
+)
 
 
 def DistributedOptimizer(
@@ -45,7 +50,7 @@ def DistributedOptimizer(
         backward_passes_per_step: number of passes that add up to the gradients of a step.
         op: Average or Sum.
         gradient_predivide_factor: f: divide by f before the sum, and by size() / f after it. Only with Average.
-        num_groups, groups: ignored, because gradients are always grouped in buckets.
+        num_groups, groups: ignored, because gradients are always grouped in buckets. ``groups`` is only checked.
         sparse_as_dense: convert sparse gradients to dense ones; otherwise their entries are gathered in ``step``.
         process_set: ranks that take part; None: all. Any other rank steps with its own gradients.
 
@@ -56,18 +61,19 @@ def DistributedOptimizer(
     need_process_set(process_set)
     torch_operation(op)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"DistributedOptimizer({type(optimizer).__name__}): must be a torch.optim.Optimizer")
+        raise OptimizerUsageError(f"DistributedOptimizer({type(optimizer).__name__}): must be a torch.optim.Optimizer")
     if isinstance(optimizer, _Distributed):
-        raise UsageError("the optimizer is a DistributedOptimizer already. Wrap each optimizer once.")
+        raise OptimizerUsageError("the optimizer is a DistributedOptimizer already. Wrap each optimizer once.")
     if op not in (Op.AVERAGE, Op.SUM):
-        raise UsageError(f"op={op.value}: must be Average or Sum. No other operation reduces gradients.")
+        raise OptimizerUsageError(f"op={op.value}: must be Average or Sum. No other operation reduces gradients.")
     if gradient_predivide_factor != 1.0 and op is not Op.AVERAGE:
-        raise UsageError(
+        raise OptimizerUsageError(
             f"gradient_predivide_factor={gradient_predivide_factor:g} requires op=Average. Leave it out with "
             f"op={op.value}."
         )
     if backward_passes_per_step < 1:
-        raise UsageError(f"backward_passes_per_step={backward_passes_per_step}: must be at least 1")
+        raise OptimizerUsageError(f"backward_passes_per_step={backward_passes_per_step}: must be at least 1")
+    _check_groups(groups)
     names = _names(optimizer, named_parameters)
     factor, passes = gradient_predivide_factor, backward_passes_per_step
     reducer = Reducer(op, factor, compression, passes, sparse_as_dense, names, process_set)
@@ -76,6 +82,7 @@ def DistributedOptimizer(
     distributed._plain = optimizer
     distributed._reducer = reducer
     distributed._must_reduce = True
+    distributed._is_synchronized = False
     reducer.adopt(_parameters(optimizer))
     return cast(O, distributed)
 
@@ -86,6 +93,16 @@ class _Distributed(torch.optim.Optimizer):
     _plain: torch.optim.Optimizer
     _reducer: Reducer
     _must_reduce: bool
+    _is_synchronized: bool  # by the script, since the last step
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """The name of each parameter, as in Horovod; without a given name, by its place in the groups."""
+        return {
+            parameter: self._reducer.names.get(id(parameter), f"allreduce.noname.{i}.{j}")
+            for i, group in enumerate(self._plain.param_groups)
+            for j, parameter in enumerate(group["params"])
+        }
 
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:
@@ -108,23 +125,28 @@ class _Distributed(torch.optim.Optimizer):
         self._plain.__setstate__(state)  # called by load_state_dict
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError("a DistributedOptimizer cannot be copied or pickled. Copy or pickle its state_dict().")
+        raise OptimizerUsageError(
+            "a DistributedOptimizer cannot be copied or pickled. Copy or pickle its state_dict()."
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the remaining gradients, and step. A closure's gradients are reduced at each call of the closure.
 
         Raises UsageError, on all ranks, if their steps differ, and the errors of a collective.
         """
+        if self._must_reduce and self._is_synchronized:
+            warnings.warn(_NEEDS_CONTEXT, stacklevel=2)
+        self._is_synchronized = False
         if closure is None:
             if self._must_reduce and not self._reducer.is_reduced:
-                self.synchronize()
+                self._reduce()
             self._reducer.stepped()
             return self._plain.step()
 
         def reduced() -> Any:
             loss = closure()
             if self._must_reduce:
-                self.synchronize()
+                self._reduce()
             return loss
 
         try:
@@ -137,6 +159,10 @@ class _Distributed(torch.optim.Optimizer):
 
         Raises UsageError, on all ranks, if their steps differ, and the errors of a collective.
         """
+        self._reduce()
+        self._is_synchronized = True
+
+    def _reduce(self) -> None:
         self._reducer.adopt(_parameters(self._plain))  # some parameters may have been frozen before
         self._reducer.synchronize()
 
@@ -155,9 +181,9 @@ class _Distributed(torch.optim.Optimizer):
         Raises UsageError if ``passes`` is less than 1, or between ``backward`` and ``step``.
         """
         if passes < 1:
-            raise UsageError(f"set_backward_passes_per_step({passes}): must be at least 1")
+            raise OptimizerUsageError(f"set_backward_passes_per_step({passes}): must be at least 1")
         if self._reducer.pending:
-            raise UsageError(
+            raise OptimizerUsageError(
                 "set_backward_passes_per_step() was called between backward() and step(). Call it directly after "
                 "step()."
             )
@@ -167,7 +193,7 @@ class _Distributed(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Raises UsageError between ``backward`` and ``step``, because it would lose gradients."""
         if self._reducer.pending:
-            raise UsageError(
+            raise OptimizerUsageError(
                 "zero_grad() was called between backward() and step(), while gradients are reduced. Call it after "
                 "step(), or after synchronize()."
             )
@@ -176,6 +202,18 @@ class _Distributed(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._plain.add_param_group(param_group)
         self._reducer.adopt(_parameters(self._plain))
+
+
+def _check_groups(groups: object) -> None:
+    if groups is None or (isinstance(groups, int) and groups > 0):
+        return
+    if not isinstance(groups, list) or not all(isinstance(group, list | tuple) for group in groups):
+        raise OptimizerUsageError(f"groups={groups!r}: must be a number from 1 on, or a list of lists of parameters")
+    parameters = [parameter for group in groups for parameter in group]
+    if not all(isinstance(parameter, torch.Tensor) for parameter in parameters):
+        raise OptimizerUsageError("groups: the lists must contain parameters only. Pass [[model.weight], ...].")
+    if len(set(map(id, parameters))) < len(parameters):
+        raise OptimizerUsageError("groups: a parameter is in them twice. Each parameter belongs to one group.")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -22,12 +22,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from elasticstate.errors import UsageError
 from elasticstate.extension import world_generation
 from elasticstate.horovod import calls, headers
 from elasticstate.horovod.buckets import Bucket, plan
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.compression import Compressor
+from elasticstate.horovod.failures import CallUsageError, OptimizerUsageError
 from elasticstate.horovod.members import Members
 from elasticstate.horovod.process_sets import ProcessSet, is_member, members_of
 from elasticstate.horovod.reduction import Op
@@ -66,7 +66,7 @@ class Reducer:
         self._predivide = predivide
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
-        self._names = names
+        self.names = names
         self._process_set = process_set
         self._members: Members | None = None  # of the pending gradients
         self._sparse = SparseGradients(op, process_set)
@@ -110,7 +110,7 @@ class Reducer:
             backward_passes_per_step=self.passes,
         )
         parameters = [p for bucket in self._buckets for p in bucket.parameters]
-        names = [self._names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
+        names = [self.names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)]
         lines = [f"{name}: {calls.form(p)}" for name, p in zip(names, parameters, strict=True)]
         lines += [f"sparse gradients of {self._name(id(p))}: {calls.form(p)}" for p in self._sparse]
         return Call(CallKind.STEP, (f"a step of {how}", *lines))
@@ -230,13 +230,13 @@ class Reducer:
             while self._may_launch and self._launched < len(self._buckets) and not self._next.incomplete:
                 self._launch(self._next, members)
         elif self._left[key] < 0:
-            raise UsageError(
+            raise OptimizerUsageError(
                 f"{self._name(key)} received gradients from more than backward_passes_per_step={self.passes} passes "
                 f"since the last step(). Set backward_passes_per_step to the number of passes before each step."
             )
 
     def _name(self, key: int) -> str:
-        return self._names.get(key, "a parameter")
+        return self.names.get(key, "a parameter")
 
 
 def drop_all() -> None:
@@ -250,7 +250,7 @@ def reducer_of(digest: int) -> Reducer:
     for _, reducer in sorted(_all.items(), reverse=True):
         if reducer.call().digest == digest:
             return reducer
-    raise UsageError(
+    raise CallUsageError(
         "join(): another rank steps a DistributedOptimizer that does not exist on this rank. Create the same "
         "optimizers on all ranks."
     )

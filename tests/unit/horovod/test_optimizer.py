@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -191,7 +193,66 @@ def test_arguments_are_checked(options: dict[str, Any], match: str) -> None:
         make(**options)
 
 
+def test_each_parameter_has_a_name_of_its_own(alone: None) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    groups = [{"params": layer.parameters()} for layer in model]
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1))
+    assert sorted(optimizer._parameter_names.values()) == [
+        f"allreduce.noname.{group}.{i}" for group in range(2) for i in range(2)
+    ]
+    optimizer = hvd.DistributedOptimizer(optimizer._plain, model.named_parameters())
+    assert optimizer._parameter_names == {parameter: name for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("groups", [0, -1, "x", [1], [[1]]])
+def test_groups_are_checked(groups: Any) -> None:
+    with pytest.raises(ValueError, match="groups"):
+        make(groups=groups)
+
+
+def test_groups_of_parameters_have_each_once() -> None:
+    model = nn.Linear(3, 2)
+    wrap = functools.partial(hvd.DistributedOptimizer, torch.optim.SGD(model.parameters(), lr=0.1))
+    wrap(groups=[[model.weight], [model.bias]])
+    wrap(groups=2)
+    with pytest.raises(ValueError, match="twice"):
+        wrap(groups=[[model.weight], [model.bias, model.weight]])
+
+
 # -------------------------------------------------------------------------------------------------------------- misuse
+
+
+def test_a_step_after_synchronize_warns_outside_the_context(alone: None) -> None:
+    model, optimizer = make()
+    for _ in range(2):
+        backward(model)
+        optimizer.synchronize()
+        with pytest.warns(UserWarning, match=r"without optimizer\.skip_synchronize\(\) context"):
+            optimizer.step()
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_misuse_is_what_horovod_raises(alone: None) -> None:
+    model, optimizer = make()
+    with pytest.raises(ValueError, match="at least 1"):
+        make(backward_passes_per_step=0)
+    with pytest.raises(ValueError, match="op=Average"):
+        make(op=hvd.Sum, gradient_predivide_factor=2.0)
+    backward(model)
+    with pytest.raises(AssertionError, match="after step"):
+        optimizer.zero_grad()
+    with pytest.raises(AssertionError, match="backward_passes_per_step=1"):
+        backward(model)
 
 
 def test_zero_grad_between_backward_and_step(alone: None) -> None:
