@@ -27,7 +27,6 @@ from elasticstate.horovod.allreduce import (
     grouped_allreduce_async_,
 )
 from elasticstate.horovod.alltoall import alltoall, alltoall_async, barrier
-from elasticstate.horovod.batch_norm import SyncBatchNorm
 from elasticstate.horovod.broadcast import (
     broadcast,
     broadcast_,
@@ -70,6 +69,7 @@ from elasticstate.horovod.reducescatter import (
 from elasticstate.horovod.reduction import Op
 from elasticstate.horovod.sparse import sparse_allreduce_async
 from elasticstate.horovod.start import broadcast_optimizer_state, broadcast_parameters
+from elasticstate.horovod.sync_batch_norm import SyncBatchNorm
 from elasticstate.horovod.world import (
     cross_rank,
     cross_size,
@@ -156,3 +156,5 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+from elasticstate.horovod import functions, mpi_ops  # noqa: E402, F401 - they take the names above
