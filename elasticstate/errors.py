@@ -43,7 +43,8 @@ class ElasticError(Exception):
 class CollectiveError(ElasticError, RuntimeError):
     """The current generation has ended: a member died, hung or left. ``run`` restores and regroups.
 
-    It is a RuntimeError, as the errors of torch's collectives are.
+    It is a RuntimeError, as the errors of torch's collectives are. One that is also a UsageError, as packages may
+    define, is an own error of the script.
     """
 
 

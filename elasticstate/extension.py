@@ -7,7 +7,8 @@
   ``run`` function yet at that time; ``leave`` at the end of a script without one;
 - calls ``keep_last_world`` if collectives must work after ``run`` and ``leave``, and then ``end_last_world`` at exit;
 - encloses the part of a collective call that waits for all ranks in ``begin_call`` and ``end_call``;
-- may ask ``failure_text`` whether an error of a collective comes from the failure of a member;
+- may ask ``failure_text`` whether an error of a collective comes from the failure of a member; an error that is both
+  a CollectiveError and a UsageError is an own error of the script;
 - stores ``world_generation()`` with everything that belongs to one world, and makes it anew in another generation;
 - may derive its states from ``elasticstate.State`` and its subclasses. It may override ``check_host_updates``, which
   ends each tick; ``_is_taken``, which refuses names of values; ``_value_kinds``, which a sync compares; and ``_owned``,

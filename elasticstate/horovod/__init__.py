@@ -1,8 +1,8 @@
 """Horovod's API for PyTorch over elasticstate: ``import elasticstate.horovod as hvd``. elasticrun starts the script.
 
 The package duplicates nothing: worlds, states and commits are elasticstate's, collectives are torch.distributed's.
-Collectives are matched by the order of the calls, not by name. All ranks compare their calls, and raise the same error
-if the calls differ. MIGRATION.md has the tables.
+Collectives are matched by the order of the calls; asynchronous ones also by name. All ranks compare their calls, and
+raise the same error if the calls differ. MIGRATION.md has the tables.
 """
 
 from __future__ import annotations

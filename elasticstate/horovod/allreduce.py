@@ -1,6 +1,6 @@
 """Allreduce: reduce the tensors of all ranks to one.
 
-Calls are matched by their order, which is the same on all ranks. Names must be equal too, but do not match calls.
+Calls are matched by their order, which is the same on all ranks; asynchronous calls also by name (see ``matching``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from elasticstate.horovod import calls, headers, timeline
+from elasticstate.horovod import calls, matching, timeline
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.compression import Compression, Compressor
 from elasticstate.horovod.failures import CallUsageError
@@ -57,7 +57,7 @@ def allreduce(
             tensor, name, op, prescale_factor, postscale_factor, compression, process_set
         )
         return reduced
-    return _start(tensor, name, False, op, prescale_factor, postscale_factor, compression, process_set).wait()
+    return _start(tensor, name, False, True, op, prescale_factor, postscale_factor, compression, process_set).wait()
 
 
 def allreduce_async(
@@ -72,10 +72,10 @@ def allreduce_async(
     """Start ``allreduce``. ``synchronize()`` returns the new tensor. No gradient flows through it.
 
     Like all asynchronous calls, it first compares the calls of all ranks, so it returns after all ranks have made the
-    call.
+    call. With a name, it also returns when the others make another call first, and starts when they have made this one.
     """
     factors = prescale_factor, postscale_factor
-    return _start(tensor, name, False, operation(average, op), *factors, process_set=process_set)
+    return _start(tensor, name, False, False, operation(average, op), *factors, process_set=process_set)
 
 
 def allreduce_(
@@ -88,7 +88,8 @@ def allreduce_(
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
     """Run ``allreduce`` in place, and return ``tensor``."""
-    return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
+    factors = prescale_factor, postscale_factor
+    return _start(tensor, name, True, True, operation(average, op), *factors, process_set=process_set).wait()
 
 
 def allreduce_async_(
@@ -102,7 +103,7 @@ def allreduce_async_(
 ) -> Handle[torch.Tensor]:
     """Start ``allreduce_``. Do not use ``tensor`` until ``synchronize()`` returns it."""
     factors = prescale_factor, postscale_factor
-    return _start(tensor, name, True, operation(average, op), *factors, process_set=process_set)
+    return _start(tensor, name, True, False, operation(average, op), *factors, process_set=process_set)
 
 
 def grouped_allreduce(
@@ -118,9 +119,10 @@ def grouped_allreduce(
     """Run ``allreduce`` on several tensors at once. Return new tensors in the same order."""
     op = operation(average, op)
     factors = prescale_factor, postscale_factor
+    named = list(zip(tensors, calls.names_of_parts(name, len(tensors)), strict=True))
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return [allreduce(tensor, None, name, compression, op, *factors, process_set) for tensor in tensors]
-    handles = [_start(tensor, name, False, op, *factors, compression, process_set) for tensor in tensors]
+        return [allreduce(tensor, None, part, compression, op, *factors, process_set) for tensor, part in named]
+    handles = [_start(tensor, part, False, True, op, *factors, compression, process_set) for tensor, part in named]
     return [handle.wait() for handle in handles]
 
 
@@ -135,7 +137,7 @@ def grouped_allreduce_async(
 ) -> Handle[list[torch.Tensor]]:
     """Start ``grouped_allreduce``. ``synchronize()`` returns the new tensors. No gradient flows through them."""
     factors = prescale_factor, postscale_factor
-    return _start_group(tensors, name, False, operation(average, op), *factors, process_set)
+    return _start_group(tensors, name, False, False, operation(average, op), *factors, process_set)
 
 
 def grouped_allreduce_(
@@ -149,7 +151,7 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """Run ``grouped_allreduce`` in place, and return ``tensors``."""
     factors = prescale_factor, postscale_factor
-    return grouped_allreduce_async_(tensors, average, name, op, *factors, process_set).wait()
+    return _start_group(tensors, name, True, True, operation(average, op), *factors, process_set).wait()
 
 
 def grouped_allreduce_async_(
@@ -163,21 +165,23 @@ def grouped_allreduce_async_(
 ) -> Handle[list[torch.Tensor]]:
     """Start ``grouped_allreduce_``. Do not use ``tensors`` until ``synchronize()`` returns them."""
     factors = prescale_factor, postscale_factor
-    return _start_group(tensors, name, True, operation(average, op), *factors, process_set)
+    return _start_group(tensors, name, True, False, operation(average, op), *factors, process_set)
 
 
 def _start_group(
     tensors: Sequence[torch.Tensor],
     name: str | None,
     in_place: bool,
+    waits: bool,
     op: Op,
     prescale: float,
     postscale: float,
     process_set: ProcessSet | None,
 ) -> Handle[list[torch.Tensor]]:
     generation = members_of(process_set).generation
-    factors = prescale, postscale
-    handles = [_start(tensor, name, in_place, op, *factors, process_set=process_set) for tensor in tensors]
+    arguments = in_place, waits, op, prescale, postscale
+    names = calls.names_of_parts(name, len(tensors))
+    handles = [_start(t, part, *arguments, process_set=process_set) for t, part in zip(tensors, names, strict=True)]
     return together(handles, generation)
 
 
@@ -185,18 +189,19 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, *arguments: Any) -> torch.Tensor:
         ctx.arguments = arguments
-        return _start(tensor, name, False, *arguments).wait()
+        return _start(tensor, name, False, True, *arguments).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Reduce the gradient like the tensor, because each rank's tensor is in each rank's output."""
-        return _start(gradients[0], None, False, *ctx.arguments).wait(), None, None, None, None, None, None
+        return _start(gradients[0], None, False, True, *ctx.arguments).wait(), None, None, None, None, None, None
 
 
 def _start(
     tensor: torch.Tensor,
     name: str | None,
     in_place: bool,
+    waits: bool,
     op: Op,
     prescale: float,
     postscale: float,
@@ -206,28 +211,31 @@ def _start(
     reduce_op = torch_operation(op)
     members = members_of(process_set)
     with torch.no_grad():
-        sent, context = compression.compress(tensor.detach())
-        call = _call(sent, name, op, prescale, postscale)
-        headers.agree(call, members)
-        span = timeline.exchange(call, sent)
-        dtype = sent.dtype
-        sent = reducible(sent.contiguous())
-        if not in_place and sent.data_ptr() == tensor.data_ptr():
-            sent = sent.clone()
-        scale(sent, prescale)
-    work = dist.all_reduce(sent, reduce_op, members.group, async_op=True)
+        compressed, context = compression.compress(tensor.detach())
+    call = _call(compressed, name, op, prescale, postscale)
 
-    def finish() -> torch.Tensor:
-        output = compression.decompress(sent, context)
-        scale(output, postscale, members.size if op is Op.AVERAGE else 1)
-        output = output.to(dtype) if output.dtype is torch.int32 else output
-        if not in_place:
-            return output
-        if output.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(output)
-        return tensor
+    def launch() -> Handle[torch.Tensor]:
+        span = timeline.exchange(call, compressed)
+        with torch.no_grad():
+            sent = reducible(compressed.contiguous())
+            if not in_place and sent.data_ptr() == tensor.data_ptr():
+                sent = sent.clone()
+            scale(sent, prescale)
+        work = dist.all_reduce(sent, reduce_op, members.group, async_op=True)
 
-    return Handle([work], finish, members.generation, span)
+        def finish() -> torch.Tensor:
+            output = compression.decompress(sent, context)
+            scale(output, postscale, members.size if op is Op.AVERAGE else 1)
+            output = output.to(compressed.dtype) if output.dtype is torch.int32 else output
+            if not in_place:
+                return output
+            if output.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(output)
+            return tensor
+
+        return Handle([work], finish, members.generation, span)
+
+    return matching.start(call, members, launch, waits)
 
 
 def _call(sent: torch.Tensor, name: str | None, op: Op, prescale: float, postscale: float) -> Call:
@@ -236,5 +244,6 @@ def _call(sent: torch.Tensor, name: str | None, op: Op, prescale: float, postsca
     lines = (f"{calls.signature('allreduce', name, op=op.value, **unusual)} of {calls.form(sent)}",)
     wrong = calls.refusal(sent) or refusal(sent.dtype, op)
     if wrong:
-        return Call(CallKind.ALLREDUCE, lines, wrong=wrong, name=name)
-    return Call(CallKind.ALLREDUCE, lines, (OPS.index(op), sent.numel(), DTYPES.index(sent.dtype)), name=name)
+        return Call(CallKind.ALLREDUCE, lines, wrong=wrong, name=name, is_unique=True)
+    numbers = OPS.index(op), sent.numel(), DTYPES.index(sent.dtype)
+    return Call(CallKind.ALLREDUCE, lines, numbers, name=name, is_unique=True)

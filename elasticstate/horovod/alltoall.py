@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.extension import Channel
-from elasticstate.horovod import calls, headers, timeline
+from elasticstate.horovod import calls, headers, matching, timeline
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.handles import Handle
 from elasticstate.horovod.members import Members
@@ -46,13 +46,13 @@ def alltoall_async(
 
     One small collective exchanges the splits before it returns. No gradient flows through it.
     """
-    return _start(tensor, splits, name, members_of(process_set))[0]
+    return _start(tensor, splits, name, members_of(process_set), waits=False)[0]
 
 
 def _start(
-    tensor: torch.Tensor, splits: Splits, name: str | None, members: Members
+    tensor: torch.Tensor, splits: Splits, name: str | None, members: Members, waits: bool
 ) -> tuple[Handle[Received], list[int]]:
-    """Start the exchange. Also return the length that is received from each member."""
+    """Start the exchange. Also return a list, which has the length received from each member after the start."""
     wrong, given = calls.refusal(tensor, needs_dimension=True), [0] * members.size
     if not wrong:
         try:
@@ -60,15 +60,19 @@ def _start(
         except (TypeError, ValueError, OverflowError) as error:
             wrong = str(error)
     lines = (f"{calls.signature('alltoall', name)} of {calls.form(tensor, any_length=True)}",)
-    call = Call(CallKind.OTHER, lines, wrong=wrong, name=name)
-    headers.agree(call, members)
-    span = timeline.exchange(call, tensor)
-    own = tensor.detach()[: sum(given)].contiguous()
-    lengths = [row[members.index] for row in Channel(members.group, 0).numbers_of_all(given)]
-    output = own.new_empty(sum(lengths), *own.shape[1:])
-    work = dist.all_to_all_single(raw(output), raw(own), lengths, given, members.group, async_op=True)
-    template = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
-    return Handle([work], lambda: (output, template.new_tensor(lengths)), members.generation, span), lengths
+    call = Call(CallKind.OTHER, lines, wrong=wrong, name=name, is_unique=True)
+    lengths: list[int] = []
+
+    def launch() -> Handle[Received]:
+        span = timeline.exchange(call, tensor)
+        own = tensor.detach()[: sum(given)].contiguous()
+        lengths.extend(row[members.index] for row in Channel(members.group, 0).numbers_of_all(given))
+        output = own.new_empty(sum(lengths), *own.shape[1:])
+        work = dist.all_to_all_single(raw(output), raw(own), lengths, given, members.group, async_op=True)
+        template = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+        return Handle([work], lambda: (output, template.new_tensor(lengths)), members.generation, span)
+
+    return matching.start(call, members, launch, waits), lengths
 
 
 def _lengths(splits: Splits, rows: int, ranks: int) -> list[int]:
@@ -95,7 +99,7 @@ class _Alltoall(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet | None
     ) -> Received:
-        handle, ctx.lengths = _start(tensor, splits, name, members_of(process_set))
+        handle, ctx.lengths = _start(tensor, splits, name, members_of(process_set), waits=True)
         ctx.process_set, ctx.rows = process_set, len(tensor)
         output, received = handle.wait()
         ctx.mark_non_differentiable(received)

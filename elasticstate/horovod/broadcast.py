@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elasticstate.extension import Channel
-from elasticstate.horovod import calls, headers, timeline
+from elasticstate.horovod import calls, headers, matching, timeline
 from elasticstate.horovod.allreduce import allreduce
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.handles import Handle
@@ -30,31 +30,48 @@ def broadcast(
     if torch.is_grad_enabled() and tensor.requires_grad:
         received: torch.Tensor = cast(Any, _Broadcast).apply(tensor, root_rank, name, process_set)
         return received
-    return broadcast_async(tensor, root_rank, name, process_set).wait()
+    return _start(tensor, False, root_rank, name, process_set, waits=True).wait()
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[torch.Tensor]:
     """Start ``broadcast``. ``synchronize()`` returns the new tensor."""
-    call, members = _agree("broadcast", root_rank, name, process_set, tensor)
-    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return start_broadcast(copy, root_rank, members, timeline.exchange(call, copy))
+    return _start(tensor, False, root_rank, name, process_set, waits=False)
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> torch.Tensor:
     """Run ``broadcast`` into ``tensor``, and return ``tensor``."""
-    return broadcast_async_(tensor, root_rank, name, process_set).wait()
+    return _start(tensor, True, root_rank, name, process_set, waits=True).wait()
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle[torch.Tensor]:
     """Start ``broadcast_``. Do not use ``tensor`` until ``synchronize()`` returns it."""
-    call, members = _agree("broadcast", root_rank, name, process_set, tensor)
-    return start_broadcast(tensor, root_rank, members, timeline.exchange(call, tensor))
+    return _start(tensor, True, root_rank, name, process_set, waits=False)
+
+
+def _start(
+    tensor: torch.Tensor,
+    in_place: bool,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet | None,
+    waits: bool,
+) -> Handle[torch.Tensor]:
+    members = members_of(process_set)
+    line = f"{calls.signature('broadcast', name, root_rank=root_rank)} of {calls.form(tensor)}"
+    wrong = refusal_of_root(root_rank, members) or calls.refusal(tensor)
+    call = Call(CallKind.OTHER, (line,), wrong=wrong, name=name, is_unique=True)
+
+    def launch() -> Handle[torch.Tensor]:
+        target = tensor if in_place else tensor.detach().clone(memory_format=torch.contiguous_format)
+        return start_broadcast(target, root_rank, members, timeline.exchange(call, target))
+
+    return matching.start(call, members, launch, waits)
 
 
 def start_broadcast(
@@ -81,7 +98,10 @@ def broadcast_object(
 
     Raises UsageError, on all ranks, if there is no such rank, or roots differ.
     """
-    call, members = _agree("broadcast_object", root_rank, name, process_set)
+    members = members_of(process_set)
+    line = calls.signature("broadcast_object", name, root_rank=root_rank)
+    call = Call(CallKind.OTHER, (line,), wrong=refusal_of_root(root_rank, members), name=name)
+    headers.agree(call, members)
     channel = Channel(members.group, members.ranks.index(root_rank))
     sends = members.ranks[members.index] == root_rank
     sent = cloudpickle.dumps(obj) if sends else b""
@@ -102,31 +122,13 @@ def refusal_of_root(root_rank: int, members: Members) -> str:
     return f"root_rank must be a rank of the process set, one of {list(members.ranks)}"
 
 
-def _agree(
-    function: str,
-    root_rank: int,
-    name: str | None,
-    process_set: ProcessSet | None,
-    tensor: torch.Tensor | None = None,
-) -> tuple[Call, Members]:
-    members = members_of(process_set)
-    line = calls.signature(function, name, root_rank=root_rank)
-    wrong = refusal_of_root(root_rank, members)
-    if tensor is not None:
-        line += f" of {calls.form(tensor)}"
-        wrong = wrong or calls.refusal(tensor)
-    call = Call(CallKind.OTHER, (line,), wrong=wrong, name=name)
-    headers.agree(call, members)
-    return call, members
-
-
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet | None
     ) -> torch.Tensor:
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        return broadcast_async(tensor, root_rank, name, process_set).wait()
+        return _start(tensor, False, root_rank, name, process_set, waits=True).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -29,6 +29,8 @@ class Call:
         numbers: data for a rank in ``join()``; a function of ``lines``. At most three.
         wrong: the error in the arguments on this rank; "": none. All ranks raise it.
         name: name of the tensor or object; None: none was given.
+        is_unique: no other call of this function and name may be in progress at the same time.
+        is_wait: it only waits for an earlier call of this rank that other ranks have not made yet.
     """
 
     kind: CallKind
@@ -36,6 +38,13 @@ class Call:
     numbers: tuple[int, ...] = ()
     wrong: str = ""
     name: str | None = None
+    is_unique: bool = False
+    is_wait: bool = False
+
+    @property
+    def key(self) -> str | None:
+        """Function and name, if they identify the call among those in progress."""
+        return f"{self.function} {self.name}" if self.is_unique and self.name is not None else None
 
     @property
     def function(self) -> str:
@@ -53,6 +62,11 @@ def signature(function: str, name: str | None, **arguments: object) -> str:
     """Return ``function(name='x', key=value)`` without the arguments that are None."""
     given = {"name": repr(name) if name is not None else None, **arguments}
     return f"{function}({', '.join(f'{key}={value}' for key, value in given.items() if value is not None)})"
+
+
+def names_of_parts(name: str | None, parts: int) -> list[str | None]:
+    """Return the names of the calls of a group."""
+    return [None if name is None else f"{name}.{i + 1}of{parts}" for i in range(parts)]
 
 
 def form(tensor: torch.Tensor, any_length: bool = False) -> str:

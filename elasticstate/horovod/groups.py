@@ -64,6 +64,11 @@ def begin_anew() -> None:
     _added_in.update(dict.fromkeys(_sets, 0))
 
 
+def open_calls() -> list[str]:
+    """Return the calls of this rank that other ranks have not made."""
+    return [late.call.lines[0] for members in _members.values() for late in members.earlier.values()]
+
+
 def has_sets() -> bool:
     return bool(_sets)
 

@@ -8,6 +8,8 @@ one in 2³¹ pairs of different calls, whose fingerprints are equal), and all ra
 
 One number, because Gloo sends more than two in many small messages: an all-reduce of ten int64 took five times as long.
 
+An asynchronous call with a name need not wait for ranks that make other calls first (see ``offers``).
+
 Headers are sent in the order of the script, the same on all ranks, in the default process group. Gradients have no
 headers of their own: the optimizer's step has one, which describes all parameters. The end of a state's tick has a
 header only while a rank is known to have joined. Every header contains the number of ticks.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,6 +31,7 @@ from elasticstate.horovod import timeline
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.failures import CallUsageError, failures_named
 from elasticstate.horovod.members import Members
+from elasticstate.horovod.offers import Offer, Offered, decide
 
 _NEEDS_ALL = (
     "the call needs all ranks, but some are in join(). Make only calls of allreduce and barrier, and steps of "
@@ -35,7 +39,7 @@ _NEEDS_ALL = (
 )
 _MARK_BYTES = 4
 _MOST_RANKS = 8  # maximum number of ranks that an error lists for each call
-_LENGTH = 10
+_LENGTH = 11
 _NOTHING = torch.iinfo(torch.int64).min  # neutral for the maximum
 _HALF_BITS = 31
 _HALF = (1 << _HALF_BITS) - 1
@@ -48,6 +52,7 @@ class CallHeader(NamedTuple):
     trains: int  # 1: at least one rank makes a call
     joined: int  # 1: at least one rank is in join()
     wrong: int  # 1: the arguments are wrong on at least one rank
+    has_offers: int  # 1: at least one rank makes a call that need not wait, or has made one that is not matched yet
     ticks: int
     kind: int
     numbers: tuple[int, ...]
@@ -61,6 +66,7 @@ class CallHeader(NamedTuple):
 
 _state: weakref.ref[elasticstate.State] | None = None  # the state in use by elastic.run
 _joined_in = 0  # generation whose last header reported joined ranks
+_waits = 0
 
 
 def use(state: elasticstate.State | None) -> None:
@@ -73,34 +79,91 @@ def state() -> elasticstate.State | None:
     return _state() if _state is not None else None
 
 
+def waits() -> int:
+    """Return the number of calls in which this process has waited until the others have come as far."""
+    return _waits
+
+
+def count_wait() -> None:
+    """Count a call in which this process waits for the others."""
+    global _waits
+    _waits += 1
+
+
 def ticks() -> int:
     """Return the number of completed ticks in this world."""
     present = state()
     return ticks_of(present) if present is not None else 0
 
 
-def agree(call: Call, members: Members) -> None:
+def agree(call: Call, members: Members, yields: bool = False, is_done: Callable[[], bool] = lambda: False) -> bool:
     """Wait until all ``members`` that are not in ``join()`` make the same call.
+
+    Return False instead, if the other ranks make other calls first and ``yields`` is True. Meanwhile earlier calls of
+    this rank may be started; return True when ``is_done()``.
 
     Raises:
         CallUsageError: on all members that make a call, with the same message: their calls or tensors differ, some have
             wrong arguments, or some are in ``join()`` and the call needs all ranks.
         The errors of a collective.
     """
+    try:
+        return _agree(call, members, yields, is_done)
+    finally:
+        if not yields:
+            count_wait()
+
+
+def _agree(call: Call, members: Members, yields: bool, is_done: Callable[[], bool]) -> bool:
     global _joined_in
     if members.size == 1:
         if call.wrong:
             raise CallUsageError(f"{call.lines[0]}: {call.wrong}")
-        return
-    header = _exchange(call, members)
-    if header is not None and header.fails:
-        raise CallUsageError(_explain(call, members))
+        return True
+    while (header := _exchange(call, members, yields)) is not None and header.fails:
+        if not header.has_offers or header.wrong or header.joined:
+            raise CallUsageError(_explain(call, members))
+        is_matched = _settle(call, members, yields)
+        if is_done():
+            return True
+        if is_matched is not None:
+            return is_matched
     if members.calls is not None:
-        return  # a process set: join() is refused
+        return True  # a process set: join() is refused
     has_joined = header is not None and bool(header.joined)
     _joined_in = world_generation() if has_joined else 0
     if has_joined and call.kind is CallKind.OTHER:
         raise CallUsageError(f"{call.lines[0]}: {_NEEDS_ALL}")
+    return True
+
+
+def _settle(call: Call, members: Members, yields: bool) -> bool | None:
+    """Exchange offers, after the next calls of the ranks have differed, and do what the ranks decide.
+
+    Return True if ``call`` is matched, False if it is not and this rank goes on, and None if it has to wait again.
+
+    Raises CallUsageError if ``call`` differs between the ranks, or no rank can go on.
+    """
+    earlier = [Offered.of(late.call) for late in members.earlier.values()]
+    own = Offer(None if call.is_wait else Offered.of(call), yields, earlier)
+    with failures_named():
+        offers = [Offer.decode(text) for text in Channel(members.group, 0).messages_of_all(own.encode())]
+    decision = decide(offers)
+    if decision.runs is not None:
+        if own.next is not None and own.next.digest == decision.runs:
+            return True
+        members.earlier.pop(next(offered.key or "" for offered in earlier if offered.digest == decision.runs)).start()
+        return None
+    if decision.differs is not None:
+        of_key = [next(c.text for c in offer.calls if c.key == decision.differs).encode() for offer in offers]
+        text = _difference(of_key, members)
+        if own.next is not None and own.next.key == decision.differs:
+            raise CallUsageError(text)
+        members.earlier.pop(decision.differs).fail(text)
+        return None
+    if not decision.some_yield:
+        raise CallUsageError(_explain(call, members))
+    return False if yields else None
 
 
 def some_have_joined() -> bool:
@@ -133,7 +196,7 @@ def fingerprint(call: Call | None) -> int:
     It consists of 31 bits of the digest and of their complements: in the bitwise OR of two different fingerprints, a
     bit and its complement are both set.
     """
-    if call is None or call.wrong:
+    if call is None or call.wrong or call.is_wait:
         return _NEEDS_HEADER
     half = call.digest & _HALF
     return half | (half ^ _HALF) << _HALF_BITS
@@ -149,7 +212,7 @@ def are_equal(own: int, union: int) -> bool:
     return own == union != _NEEDS_HEADER
 
 
-def _exchange(call: Call | None, members: Members) -> CallHeader | None:
+def _exchange(call: Call | None, members: Members, yields: bool = False) -> CallHeader | None:
     """Compare ``call`` (None: this rank is in ``join()``) with those of all members.
 
     Return None if all make the same call; else their header.
@@ -163,22 +226,26 @@ def _exchange(call: Call | None, members: Members) -> CallHeader | None:
             own = fingerprint(call)
             union = torch.tensor([own], dtype=torch.int64)
             dist.all_reduce(union, dist.ReduceOp.BOR, members.group)
-            return None if are_equal(own, int(union.item())) else _send_header(call, members)
+            if are_equal(own, int(union.item())):
+                return None
+            return _send_header(call, members, yields or bool(members.earlier))
     finally:
         end_call()
         timeline.end(span)
 
 
-def _send_header(call: Call | None, members: Members) -> CallHeader:
+def _send_header(call: Call | None, members: Members, has_offers: bool) -> CallHeader:
     """Send the header of ``call``, and return the header of all members."""
     numbers = [0, 1, *[_NOTHING] * (_LENGTH - 2)]
     if call is not None:
         padded = [*call.numbers, 0, 0, 0][:3]
-        numbers = [1, 0, int(bool(call.wrong)), ticks(), call.kind, *padded, call.digest, -call.digest]
+        wrong = int(bool(call.wrong))
+        numbers = [1, 0, wrong, int(has_offers), ticks(), call.kind, *padded, call.digest, -call.digest]
     header = torch.tensor(numbers, dtype=torch.int64)
     dist.all_reduce(header, dist.ReduceOp.MAX, members.group)
-    trains, joined, wrong, of_ticks, kind, first, second, third, highest, lowest = header.tolist()
-    return CallHeader(trains, joined, wrong, of_ticks, kind, (first, second, third), highest, highest != -lowest)
+    trains, joined, wrong, offers, of_ticks, kind, first, second, third, highest, lowest = header.tolist()
+    numbers_of_call = first, second, third
+    return CallHeader(trains, joined, wrong, offers, of_ticks, kind, numbers_of_call, highest, highest != -lowest)
 
 
 # ---------------------------------------------------------------------------------------------------------- differences
@@ -194,9 +261,14 @@ def _explain(call: Call | None, members: Members) -> str:
     at = _first_difference([mark for mark in marks if mark])
     shown = [*lines[:1], *(lines[at : at + 1] or ["nothing more"])] if at > 0 else lines[:1]
     texts = channel.messages_of_all(" with ".join(shown or ["join()"]).encode())
+    return _difference([text if mark else b"" for mark, text in zip(marks, texts, strict=True)], members)
+
+
+def _difference(texts: list[bytes], members: Members) -> str:
+    """Return the error for the texts of the members' calls; b"": a member makes none."""
     given: dict[str, list[int]] = {}
-    for rank, mark, text in zip(members.ranks, marks, texts, strict=True):
-        if mark:
+    for rank, text in zip(members.ranks, texts, strict=True):
+        if text:
             given.setdefault(text.decode(), []).append(rank)
     if len(given) == 1:
         return next(iter(given))  # the same mistake on all ranks

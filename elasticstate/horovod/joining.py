@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from elasticstate.horovod import groups, headers
+from elasticstate.horovod import groups, headers, matching
 from elasticstate.horovod.calls import CallKind
 from elasticstate.horovod.failures import CallUsageError, failures_named
 from elasticstate.horovod.headers import CallHeader
@@ -35,6 +35,7 @@ def join(device: int = -1) -> int:
     members = members_of(None)
     if members.size == 1:
         return 0
+    matching.complete(members)
     is_last = True
     while (header := headers.receive(members)) is not None:
         is_last = False

@@ -6,8 +6,33 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch.distributed as dist
+
+from elasticstate.horovod.calls import Call
+
+
+class EarlierCall(Protocol):
+    """A call that this rank has made, and some other ranks not yet."""
+
+    call: Call
+
+    def start(self) -> None:
+        """Start it, at the same point as all other ranks."""
+
+    def wait_for_start(self) -> None:
+        """Wait until all ranks have made it."""
+
+    def fail(self, error: str) -> None:
+        """End it: the call differs on other ranks."""
+
+
+class RunningCall(Protocol):
+    """A started call."""
+
+    def is_over(self) -> bool:
+        """Return True if its name may be used again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +47,8 @@ class Members:
         gradients: process group for gradients; None if there is only one member.
         process_set: number of the process set; 0: all ranks of the world.
         numbers: numbers for the calls of the script.
+        earlier: calls of this rank that other ranks have not made yet, by key, in their order.
+        running: started calls by key.
     """
 
     generation: int
@@ -31,6 +58,8 @@ class Members:
     gradients: weakref.ref[dist.ProcessGroup] | None = None
     process_set: int = 0
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    earlier: dict[str, EarlierCall] = field(default_factory=dict)
+    running: dict[str, RunningCall] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

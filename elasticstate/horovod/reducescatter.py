@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from elasticstate.horovod import calls, headers, timeline
+from elasticstate.horovod import calls, matching, timeline
 from elasticstate.horovod.allgather import allgather
 from elasticstate.horovod.calls import Call, CallKind
 from elasticstate.horovod.compression import Compression, Compressor
@@ -45,7 +45,7 @@ def reducescatter(
         arguments = name, compression, op, process_set, *factors
         reduced: torch.Tensor = cast(Any, _Differentiable).apply(tensor, *arguments)
         return reduced
-    return _start(tensor, name, compression, op, process_set, *factors).wait()
+    return _start(tensor, name, True, compression, op, process_set, *factors).wait()
 
 
 def reducescatter_async(
@@ -57,7 +57,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle[torch.Tensor]:
     """Start ``reducescatter``. ``synchronize()`` returns the share. No gradient flows through it."""
-    return _start(tensor, name, Compression.none, op, process_set, prescale_factor, postscale_factor)
+    return _start(tensor, name, False, Compression.none, op, process_set, prescale_factor, postscale_factor)
 
 
 def grouped_reducescatter(
@@ -70,10 +70,11 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Run ``reducescatter`` on several tensors at once. Return the shares in the same order. Gradients flow."""
-    arguments = name, compression, op, process_set, prescale_factor, postscale_factor
+    arguments = compression, op, process_set, prescale_factor, postscale_factor
+    named = list(zip(tensors, calls.names_of_parts(name, len(tensors)), strict=True))
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return [reducescatter(tensor, *arguments) for tensor in tensors]
-    handles = [_start(tensor, *arguments) for tensor in tensors]
+        return [reducescatter(tensor, part, *arguments) for tensor, part in named]
+    handles = [_start(tensor, part, True, *arguments) for tensor, part in named]
     return [handle.wait() for handle in handles]
 
 
@@ -88,12 +89,14 @@ def grouped_reducescatter_async(
     """Start ``grouped_reducescatter``. ``synchronize()`` returns the shares. No gradient flows through them."""
     generation = members_of(process_set).generation
     factors = prescale_factor, postscale_factor
-    return together([reducescatter_async(t, name, op, process_set, *factors) for t in tensors], generation)
+    named = zip(tensors, calls.names_of_parts(name, len(tensors)), strict=True)
+    return together([reducescatter_async(t, part, op, process_set, *factors) for t, part in named], generation)
 
 
 def _start(
     tensor: torch.Tensor,
     name: str | None,
+    waits: bool,
     compression: type[Compressor],
     op: Op,
     process_set: ProcessSet | None,
@@ -105,27 +108,31 @@ def _start(
     members = members_of(process_set)
     with torch.no_grad():
         sent, context = compression.compress(tensor.detach())
-        call = _call(sent, name, op, prescale, postscale)
-        headers.agree(call, members)
+    call = _call(sent, name, op, prescale, postscale)
+
+    def launch() -> Handle[torch.Tensor]:
         span = timeline.exchange(call, sent)
-        dtype, own = sent.dtype, reducible(sent.contiguous())
-        if prescale != 1.0:
-            own = own.clone() if own.data_ptr() == tensor.data_ptr() else own
-            scale(own, prescale)
-    lengths = shares(len(own), members.size)
-    mine = lengths[members.index]
-    parts = own.new_empty(members.size * mine, *own.shape[1:])
-    received = [mine] * members.size
-    work = dist.all_to_all_single(parts, own, received, lengths, members.group, async_op=True)
+        with torch.no_grad():
+            own = reducible(sent.contiguous())
+            if prescale != 1.0:
+                own = own.clone() if own.data_ptr() == tensor.data_ptr() else own
+                scale(own, prescale)
+        lengths = shares(len(own), members.size)
+        mine = lengths[members.index]
+        parts = own.new_empty(members.size * mine, *own.shape[1:])
+        received = [mine] * members.size
+        work = dist.all_to_all_single(parts, own, received, lengths, members.group, async_op=True)
 
-    def finish() -> torch.Tensor:
-        total = parts.view(members.size, mine, *own.shape[1:])
-        share = total.any(0) if own.dtype is torch.bool else total.sum(0, dtype=own.dtype)
-        output = compression.decompress(share, context)
-        scale(output, postscale, members.size if op is Op.AVERAGE else 1)
-        return output.to(dtype) if output.dtype is torch.int32 else output
+        def finish() -> torch.Tensor:
+            total = parts.view(members.size, mine, *own.shape[1:])
+            share = total.any(0) if own.dtype is torch.bool else total.sum(0, dtype=own.dtype)
+            output = compression.decompress(share, context)
+            scale(output, postscale, members.size if op is Op.AVERAGE else 1)
+            return output.to(sent.dtype) if output.dtype is torch.int32 else output
 
-    return Handle([work], finish, members.generation, span)
+        return Handle([work], finish, members.generation, span)
+
+    return matching.start(call, members, launch, waits)
 
 
 def shares(rows: int, ranks: int) -> list[int]:
@@ -140,7 +147,7 @@ def _call(sent: torch.Tensor, name: str | None, op: Op, prescale: float, postsca
     wrong = calls.refusal(sent, needs_dimension=True) or refusal(sent.dtype, op)
     if op not in (Op.AVERAGE, Op.SUM):
         wrong = f"op={op.value}: must be Average or Sum"
-    return Call(CallKind.OTHER, (line,), wrong=wrong, name=name)
+    return Call(CallKind.OTHER, (line,), wrong=wrong, name=name, is_unique=True)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -156,7 +163,7 @@ class _Differentiable(torch.autograd.Function):
         postscale: float,
     ) -> torch.Tensor:
         ctx.op, ctx.process_set, ctx.factor = op, process_set, prescale * postscale
-        return _start(tensor, name, compression, op, process_set, prescale, postscale).wait()
+        return _start(tensor, name, True, compression, op, process_set, prescale, postscale).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from elasticstate.horovod.allgather import allgather_async
+from elasticstate.horovod.allgather import start_part
 from elasticstate.horovod.failures import CallUsageError
 from elasticstate.horovod.handles import Handle
 from elasticstate.horovod.process_sets import ProcessSet, members_of
@@ -44,8 +44,8 @@ def sparse_allreduce_async(
     members = members_of(process_set)
     label = name if name is not None else "sparse"
     own = tensor.detach()
-    indices = allgather_async(own._indices().t().contiguous(), f"{label}.indices of {list(own.shape)}", process_set)
-    values = allgather_async(own._values(), f"{label}.values", process_set)
+    indices = start_part(own._indices().t().contiguous(), f"{label}.indices of {list(own.shape)}", name, members)
+    values = start_part(own._values(), f"{label}.values", name, members)
 
     def finish() -> torch.Tensor:
         found = values.wait()
@@ -53,7 +53,7 @@ def sparse_allreduce_async(
             found = found / members.size
         return torch.sparse_coo_tensor(indices.wait().t(), found, tensor.shape, check_invariants=True)
 
-    return SparseHandle([*indices.works, *values.works], finish, members.generation)
+    return SparseHandle((), finish, members.generation, parts=(indices, values))
 
 
 class SparseGradients:
@@ -89,7 +89,7 @@ class SparseGradients:
         started = [
             (
                 parameter,
-                sparse_allreduce_async(_gradient(parameter, dimensions), "gradient", self._op, self._process_set),
+                sparse_allreduce_async(_gradient(parameter, dimensions), None, self._op, self._process_set),
             )
             for parameter, dimensions in self._parameters.values()
         ]

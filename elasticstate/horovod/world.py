@@ -52,6 +52,8 @@ def shutdown() -> None:
     if _initialized:
         _initialized = False
         groups.begin_anew()
+        for call in groups.open_calls():
+            logger.warning("%s has had no effect: other ranks have not made this call", call)
         extension.leave()
 
 

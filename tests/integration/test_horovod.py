@@ -18,6 +18,7 @@ SOURCES = [
         "horovod_checks.py",
         "horovod_join_checks.py",
         "horovod_mismatch_checks.py",
+        "horovod_name_checks.py",
         "horovod_optimizer_checks.py",
         "horovod_sparse_checks.py",
     )

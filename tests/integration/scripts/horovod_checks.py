@@ -16,6 +16,7 @@ import pytest
 import torch
 from horovod_join_checks import *  # noqa: F403 - the loop below finds the checks by name
 from horovod_mismatch_checks import *  # noqa: F403
+from horovod_name_checks import *  # noqa: F403
 from horovod_optimizer_checks import *  # noqa: F403
 from horovod_sparse_checks import *  # noqa: F403
 from torch import nn
