@@ -95,6 +95,8 @@ class Committer(CommitWriter):
     def _restore_or_discard(self) -> bool:
         try:
             self._live.restore()
+        except UsageError:  # the commit is right, and this worker's script or data is not
+            raise
         except Exception as error:  # other shapes, classes that no longer exist, damage
             if self.snapshot.newest is not None:
                 logger.warning("discarded commit %s, which cannot be restored: %s", self.snapshot.newest, error)

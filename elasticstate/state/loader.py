@@ -6,16 +6,30 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from elasticstate.compat.loaders import end_persistent_workers
 from elasticstate.errors import UsageError
-from elasticstate.state.order import Order, share, world_generation, world_rank, world_size
+from elasticstate.state.order import Order, Position, share, world_generation, world_rank, world_size
 
 _OURS = ("sampler", "batch_sampler", "generator")
+_THEIRS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "pin_memory_device",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+"""Options of DataLoader that do not change which batches it returns, nor their order; ``in_order=False`` does."""
 
 
 class _Part(NamedTuple):
@@ -46,7 +60,7 @@ class _Synchronized(Protocol):
     def no_sync(self) -> AbstractContextManager[Any]: ...
 
 
-class ElasticDataLoader:
+class ElasticDataLoader(Position):
     """Loader of the batches that this rank must train in the rest of the epoch::
 
         loader = elastic.ElasticDataLoader(dataset, batch_size=64)
@@ -65,7 +79,9 @@ class ElasticDataLoader:
     ``for`` over the loader continues at the position of the commit. So end the tick (``commit``,
     ``check_host_updates``) after the current batch is trained, not before.
 
-    The loader's state is (epoch, consumed, seed): a few bytes for any number of samples. No collective runs.
+    The loader's state is (epoch, consumed, seed, length, shuffle): a few bytes for any number of samples. No collective
+    runs. The length of the data set belongs to the position: on a rank or after a restart with another length, loading
+    the state raises UsageError. Between two epochs, the data set may change, equally on all ranks.
 
     ``batch_size`` counts the samples of one rank, so the world's batch grows with the world. ``global_batch_size``
     counts the samples of all ranks: step i then trains the same samples for any size of the world, and the loss follows
@@ -98,10 +114,12 @@ class ElasticDataLoader:
         drop_last: leave out the last samples if they do not fill a step.
         rank, size: functions, called at each ``iter()``. Default: rank and size of the present world, 0 and 1 outside
             one.
-        options: for ``torch.utils.data.DataLoader``: num_workers, collate_fn, pin_memory, ...
+        options: for ``torch.utils.data.DataLoader``: num_workers, collate_fn, pin_memory, ... Persistent worker
+            processes last until the end of a world, because they have the rank and size of that world.
 
     Raises:
-        UsageError: an argument is invalid. The message names the argument and the remedy.
+        UsageError: an argument is invalid, or is an option that changes which batches come, or their order. The message
+            names the argument and the remedy.
     """
 
     weight: float
@@ -124,7 +142,7 @@ class ElasticDataLoader:
         size: Callable[[], int] = world_size,
         **options: Any,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        if isinstance(dataset, IterableDataset) or not _has_length_and_indices(dataset):
             raise UsageError(
                 f"{type(dataset).__name__} has no length or no indices, so ElasticDataLoader cannot divide it among "
                 "ranks. Put a torchdata.stateful_dataloader.StatefulDataLoader into the state instead."
@@ -139,22 +157,21 @@ class ElasticDataLoader:
             )
         sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         for name, value in sizes.items():
-            if value is not None and value < 1:
+            if value is None:
+                continue
+            if not isinstance(value, SupportsIndex):
+                raise UsageError(f"{name}={value}: must be a whole number")
+            if value < 1:
                 raise UsageError(f"{name}={value}: must be at least 1")
-        if taken := [name for name in _OURS if name in options]:
-            raise UsageError(f"{taken[0]}= cannot be given, because ElasticDataLoader orders the samples. Remove it.")
-        Order(len(dataset), shuffle, seed)  # raises UsageError for an invalid seed
-        self.dataset = dataset
+        _check_options(options)
+        super().__init__(dataset, shuffle, seed)
         self.batch_size, self.global_batch_size, self.micro_batch_size = sizes.values()
-        self.shuffle = shuffle
-        self.seed = seed
         self.drop_last = drop_last
-        self.epoch = 0
-        self.consumed = 0
         self.weight, self.step_ends = 1.0, True
         self._rank, self._size = rank, size
         self._ended_in_generation: int | None = None  # the generation in which a ``for`` reached the end of this epoch
-        self._changes = 0  # counts changes of the position, other than by iterating
+        self._changes = 0  # counts loops over this loader, and changes of the position other than by them
+        self._forked_for = (0, 0)  # the generation, and the length of the data set, of the last loop
         self._batches = _PlannedBatches(self._parts)
         self._random = torch.Generator()
         options |= {"batch_sampler": self._batches, "generator": self._random}
@@ -175,7 +192,7 @@ class ElasticDataLoader:
 
     def __len__(self) -> int:
         """Return the number of steps left in the epoch, for the present world."""
-        left, whole = len(self.dataset) - self.consumed, self._step_size(self._size())
+        left, whole = self.length - self.consumed, self._step_size(self._size())
         return left // whole if self.drop_last else -(-left // whole)
 
     def __iter__(self) -> Iterator[Any]:
@@ -184,12 +201,17 @@ class ElasticDataLoader:
                 f"Epoch {self.epoch} is over. Begin the next one by 'for epoch in loader.epochs(n)' or "
                 f"loader.set_epoch({self.epoch + 1})."
             )
-        changes = self._changes
+        self._changes += 1
+        changes, length = self._changes, self._begin()
         self._random.manual_seed(self._seed_of_fetching())
+        if self._forked_for != (world_generation(), length):
+            end_persistent_workers(self._loader)  # they have the rank of the last world, and the data set as it was
+            self._forked_for = world_generation(), length
         for batch in self._loader:
             if self._changes != changes:
                 raise UsageError(
-                    "The loader was restored, or given another epoch, inside a 'for' loop over it. Begin a new loop."
+                    "The loader was restored, given another epoch, or iterated over a second time, inside a 'for' "
+                    "loop over it. Begin a new loop."
                 )
             _, self.weight, trained = self._batches.plan.popleft()
             self.step_ends = trained is not None
@@ -207,17 +229,8 @@ class ElasticDataLoader:
         no_sync = getattr(model, "no_sync", None)
         return nullcontext() if self.step_ends or no_sync is None else no_sync()
 
-    # ------------------------------------------------------------------------------------------------------------ state
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.seed = state_dict["seed"]
-        self._go_to(state_dict["epoch"], state_dict["consumed"])
-
-    def _go_to(self, epoch: int, consumed: int) -> None:
-        self.epoch, self.consumed = epoch, consumed
+    def _go_to(self, epoch: int, consumed: int, length: int | None = None) -> None:
+        super()._go_to(epoch, consumed, length)
         self._ended_in_generation = None
         self._changes += 1
 
@@ -231,15 +244,19 @@ class ElasticDataLoader:
     def _step_size(self, size: int) -> int:
         return self.global_batch_size or (self.batch_size or 1) * size
 
+    def _least(self) -> int:
+        return self._step_size(self._size()) if self.drop_last else 1
+
     def _parts(self) -> Iterator[_Part]:
         """Yield this rank's batches of the rest of the epoch, in the present world."""
-        n, epoch, rank, size = len(self.dataset), self.epoch, self._rank(), self._size()
+        n, epoch, rank, size = self._begin(), self.epoch, self._rank(), self._size()
         order = Order(n, self.shuffle, self.seed)
         whole = self._step_size(size)
         for begin in range(self.consumed, n, whole):
             end = min(begin + whole, n)
             if self.drop_last and end - begin < whole:
                 return
+            self._require_length(epoch, n)
             count = share(end - begin, rank, size)
             if count:
                 indices = order.indices(epoch, begin + rank, count, size).tolist()
@@ -253,3 +270,24 @@ class ElasticDataLoader:
         for piece in range(pieces):
             part = indices[piece::pieces]
             yield _Part(part, weight * len(part), end if piece == pieces - 1 else None)
+
+
+def _has_length_and_indices(dataset: object) -> bool:
+    return hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"))
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise UsageError for an option of DataLoader with which samples would be lost or repeated."""
+    for name in _OURS:
+        if options.pop(name, None) is not None:
+            raise UsageError(f"{name}= cannot be given, because ElasticDataLoader orders the samples. Remove it.")
+    if not options.get("in_order", True) and options.get("num_workers"):
+        raise UsageError(
+            "in_order=False cannot be given with num_workers=, because a commit counts the batches in their order: "
+            "after a restore, samples would be lost and others repeated. Remove it."
+        )
+    if unknown := sorted(options.keys() - set(_THEIRS)):
+        raise UsageError(
+            f"{unknown[0]}= is no option that ElasticDataLoader can pass on to torch's DataLoader. Remove it, or give "
+            f"one of these: {', '.join(_THEIRS)}."
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,6 +37,93 @@ class Order:
         found = torch.empty(count, dtype=torch.int64)
         permute(found, self.n, self.seed, epoch, start, step)
         return found
+
+
+class Position:
+    """Position of all ranks in an epoch over a data set: the state of a loader or sampler.
+
+    The order of the samples depends on their number, so the length of the data set is part of the position. A data set
+    may change between two epochs of a process, equally on all ranks. A new process needs the data set of the commit.
+
+    Raises UsageError if ``seed`` is not between 0 and 2**64 - 1.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool, seed: int) -> None:
+        Order(len(dataset), shuffle, seed)  # raises UsageError for an invalid seed
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.consumed = 0
+        self._dataset = dataset
+        self._length: int | None = None  # of the data set when the present epoch began; None before
+        self._has_begun = False  # this process has begun an epoch
+
+    @property
+    def dataset(self) -> Sized:
+        """The data set. It cannot be replaced, because the position is one in this data set."""
+        return self._dataset
+
+    def state_dict(self) -> dict[str, Any]:
+        length = len(self._dataset) if self._length is None else self._length
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "seed": self.seed,
+            "length": length,
+            "shuffle": bool(self.shuffle),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a position that ``state_dict()`` has returned, perhaps in another process.
+
+        Raises UsageError if the samples of that position were in another order: the data set had another length, or
+        ``shuffle`` was another one in the middle of the epoch.
+        """
+        epoch, consumed = state_dict["epoch"], state_dict["consumed"]
+        length: int | None = state_dict.get("length")  # None in commits of older versions
+        if length is not None and not self._has_begun:
+            self._require_length(epoch, length)
+            if 0 < consumed < length and state_dict.get("shuffle", self.shuffle) != self.shuffle:
+                raise UsageError(
+                    f"shuffle={self.shuffle}, but epoch {epoch} began with shuffle={not self.shuffle}. Do not change "
+                    "the order of the samples within an epoch."
+                )
+        self.seed = state_dict["seed"]
+        self._go_to(epoch, consumed, length)
+
+    def _go_to(self, epoch: int, consumed: int, length: int | None = None) -> None:
+        self.epoch, self.consumed, self._length = epoch, consumed, length
+
+    @property
+    def length(self) -> int:
+        """Number of samples of the present epoch.
+
+        Raises UsageError if the data set has changed since the epoch began, unless the epoch is over.
+        """
+        if self._length is None or self.consumed == 0:
+            return len(self._dataset)
+        if self._length - self.consumed >= self._least():
+            self._require_length(self.epoch, self._length)
+        return self._length
+
+    def _least(self) -> int:
+        """Return the number of samples of which the smallest step consists. With fewer the epoch is over."""
+        return 1
+
+    def _begin(self) -> int:
+        """Begin or continue the epoch. Return its number of samples. Raises as ``length``."""
+        self._length = self.length
+        self._has_begun = True
+        return self._length
+
+    def _require_length(self, epoch: int, length: int) -> None:
+        """Raise UsageError if the data set has another length than when an epoch began."""
+        if len(self._dataset) != length:
+            raise UsageError(
+                f"The data set has {len(self._dataset)} samples, but epoch {epoch} began with {length}, so samples "
+                "would be lost and others repeated. Use the same data set on all ranks and after a restart. A running "
+                "job may change it between two epochs."
+            )
 
 
 def share(total: int, rank: int, size: int) -> int:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
 
 from torch.utils.data import Sampler
 
 from elasticstate.errors import UsageError
-from elasticstate.state.order import Order, share, world_rank, world_size
+from elasticstate.state.order import Order, Position, share, world_rank, world_size
 
 _CHUNK = 4096  # indices turned into Python integers at a time
 
 
-class ElasticSampler(Sampler[int]):
+class ElasticSampler(Position, Sampler[int]):
     """Sampler that yields each index of an epoch once over all ranks, also when the world changes within the epoch.
 
     It supports Horovod's interface. ``ElasticDataLoader`` does the same and counts the consumed samples itself.
 
-    The sampler's state is (epoch, consumed, seed). ``consumed`` is the number of samples of the epoch's order that *all
-    ranks together* have consumed. The order depends on seed and epoch alone. Each ``iter()`` divides the remaining
-    samples among the ranks of the present world, round robin. So report, after each step, the samples that the whole
-    world has consumed::
+    The sampler's state is (epoch, consumed, seed, length, shuffle). ``consumed`` is the number of samples of the
+    epoch's order that *all ranks together* have consumed. The order depends on seed, epoch and length alone. Each
+    ``iter()`` divides the remaining samples among the ranks of the present world, round robin. So report, after each
+    step, the samples that the whole world has consumed::
 
         for epoch in range(state.epoch, epochs):
             state.sampler.set_epoch(epoch)
@@ -39,7 +38,7 @@ class ElasticSampler(Sampler[int]):
         rank, size: functions, called at each ``iter()`` and ``len()``. Default: rank and size of the present world, 0
             and 1 outside one.
 
-    Raises UsageError for an invalid seed.
+    Raises UsageError for an invalid seed, and later if the data set has another length than when the epoch began.
     """
 
     def __init__(
@@ -52,21 +51,15 @@ class ElasticSampler(Sampler[int]):
         rank: Callable[[], int] = world_rank,
         size: Callable[[], int] = world_size,
     ) -> None:
-        Order(len(dataset), shuffle, seed)  # raises UsageError for an invalid seed
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
+        super().__init__(dataset, shuffle, seed)
         self.drop_last = drop_last
-        self.epoch = 0
-        self.consumed = 0
         self._rank = rank
         self._size = size
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``. Do nothing if it is the present epoch: the sampler continues where it was restored."""
         if epoch != self.epoch:
-            self.epoch = epoch
-            self.consumed = 0
+            self._go_to(epoch, 0)
 
     def record_batch(self, n_global: int) -> None:
         """Add ``n_global`` samples, of all ranks together, to the consumed samples, up to the data set's length.
@@ -77,10 +70,10 @@ class ElasticSampler(Sampler[int]):
             raise UsageError(
                 f"record_batch({n_global}): must be at least 0, the number of samples that all ranks consumed"
             )
-        self.consumed = min(self.consumed + n_global, len(self.dataset))
+        self.consumed = min(self.consumed + n_global, self._begin())
 
     def __iter__(self) -> Iterator[int]:
-        order, epoch = Order(len(self.dataset), self.shuffle, self.seed), self.epoch
+        order, epoch = Order(self._begin(), self.shuffle, self.seed), self.epoch
         rank, size = self._rank(), self._size()
         start, end = self.consumed + rank, self.consumed + rank + size * len(self)
         for position in range(start, end, size * _CHUNK):
@@ -89,13 +82,8 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Return the number of indices that ``iter()`` would yield now."""
-        remaining, size = len(self.dataset) - self.consumed, self._size()
+        remaining, size = self.length - self.consumed, self._size()
         return remaining // size if self.drop_last else share(remaining, self._rank(), size)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epoch = state_dict["epoch"]
-        self.consumed = state_dict["consumed"]
-        self.seed = state_dict["seed"]
+    def _least(self) -> int:
+        return self._size() if self.drop_last else 1

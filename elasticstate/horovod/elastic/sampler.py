@@ -90,7 +90,7 @@ class ElasticSampler(Sampler[int]):
     def remaining_indices(self) -> list[int]:
         """Samples that all ranks together had left in this epoch at the last reset, in their order."""
         share = self._share()
-        return self._order().indices(share.epoch, share.consumed, len(share.dataset) - share.consumed).tolist()
+        return self._order().indices(share.epoch, share.consumed, share.length - share.consumed).tolist()
 
     @property
     def indices(self) -> list[int]:
@@ -138,7 +138,7 @@ class ElasticSampler(Sampler[int]):
     def __len__(self) -> int:
         """Return the number of indices that ``iter()`` yields, the same on all ranks. Constant until a reset."""
         share = self._share()
-        return -(-(len(share.dataset) - share.consumed) // _size())
+        return -(-(share.length - share.consumed) // _size())
 
     def _share(self) -> elasticstate.ElasticSampler:
         """Return the sampler as of the last reset, after a reset in a new world."""
@@ -150,11 +150,11 @@ class ElasticSampler(Sampler[int]):
     def _sample(self, i: int) -> int:
         """Return the i-th sample of this rank's share. After the end of all shares, the samples start again."""
         share = self._share()
-        position = share.consumed + (_rank() + i * _size()) % (len(share.dataset) - share.consumed)
+        position = share.consumed + (_rank() + i * _size()) % (share.length - share.consumed)
         return int(self._order().indices(share.epoch, position, 1))
 
     def _order(self) -> Order:
-        return Order(len(self._plain.dataset), self._plain.shuffle, self._plain.seed)
+        return Order(self._plain.length, self._plain.shuffle, self._plain.seed)
 
 
 def _rank() -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
+from elasticstate.compat.loaders import end_persistent_workers
 from elasticstate.errors import UsageError
 from elasticstate.state import ElasticDataLoader, TorchState
 from elasticstate.state.order import Order
@@ -96,7 +97,7 @@ def test_what_was_handed_out_at_a_commit_counts_and_what_was_fetched_ahead_does_
         if len(seen) == 12:
             break
     state.restore()
-    assert state.loader.state_dict() == {"epoch": 0, "consumed": 8, "seed": 0}
+    assert state.loader.state_dict() == {"epoch": 0, "consumed": 8, "seed": 0, "length": 20, "shuffle": False}
     again = [batch.tolist() for batch in state.loader]
     assert again == [[8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
 
@@ -172,13 +173,164 @@ class Stream(IterableDataset[int]):
         ({"batch_size": 0}, "batch_size=0: must be at least 1"),
         ({"global_batch_size": 8, "micro_batch_size": 0}, "micro_batch_size=0: must be at least 1"),
         ({"batch_size": 8, "micro_batch_size": 2}, "requires global_batch_size"),
+        ({"batch_size": 2.5}, "batch_size=2.5: must be a whole number"),
         ({"batch_size": 8, "sampler": []}, "sampler= cannot be given"),
+        ({"batch_size": 8, "batch_sampler": [[0]]}, "batch_sampler= cannot be given"),
+        ({"batch_size": 8, "generator": torch.Generator()}, "generator= cannot be given"),
+        ({"batch_size": 8, "in_order": False, "num_workers": 2}, "in_order=False cannot be given with num_workers"),
+        ({"batch_size": 8, "num_worker": 2}, "num_worker= is no option.*num_workers"),
+        ({"batch_size": 8, "snapshot_every_n_steps": 2}, "snapshot_every_n_steps= is no option"),
         ({"batch_size": 8, "seed": -1}, r"seed=-1: must be a number from 0 to 2\*\*64 - 1"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused(arguments: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         ElasticDataLoader(range(3), **arguments)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"in_order": False},
+        {"sampler": None, "batch_sampler": None, "generator": None, "in_order": True, "shuffle": None},
+        {"collate_fn": torch.tensor, "pin_memory": False, "timeout": 0, "worker_init_fn": None},
+        {"num_workers": 2, "prefetch_factor": 4, "timeout": 60, "in_order": True, "multiprocessing_context": "fork"},
+        {"num_workers": 2, "persistent_workers": True},
+    ],
+    ids=lambda options: "_".join(options),
+)
+def test_options_that_are_passed_on_change_no_sample(options: dict[str, object]) -> None:
+    state = TorchState(loader=loader_at(20, 0, 1, **{"batch_size": 4, "shuffle": False, **options}))
+    for n, _ in enumerate(state.loader, 1):
+        if n == 2:
+            state.commit()
+        if n == 3:
+            break
+    state.restore()
+    assert [batch.tolist() for batch in state.loader] == [[8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
+    end_persistent_workers(state.loader._loader)
+
+
+class Listed(Dataset[int]):
+    """Data set whose length may change."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return range(self.n)[index]
+
+
+class Together:
+    """Data set that reads only whole batches."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [10 * i for i in indices]
+
+
+def test_a_data_set_may_read_whole_batches() -> None:
+    loader = ElasticDataLoader(Together(), 2, shuffle=False, rank=lambda: 0, size=lambda: 1)
+    assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]
+
+
+def test_a_data_set_without_indices_is_refused() -> None:
+    with pytest.raises(UsageError, match="set has no length or no indices"):
+        ElasticDataLoader({1, 2, 3}, 2)
+
+
+def loader_of(dataset: Listed, **options: object) -> ElasticDataLoader:
+    return ElasticDataLoader(dataset, 10, rank=lambda: 0, size=lambda: 1, **options)
+
+
+@pytest.mark.parametrize("later", [120, 80, 40])
+@pytest.mark.parametrize("steps", [0, 5, 10])
+def test_a_process_with_a_data_set_of_another_length_is_refused(steps: int, later: int) -> None:
+    loader = loader_of(Listed(100))
+    batches = iter(loader)
+    for _ in range(steps):
+        next(batches)
+    with pytest.raises(UsageError, match=f"has {later} samples, but epoch 0 began with 100"):
+        loader_of(Listed(later)).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("later", [120, 80, 40])
+def test_a_data_set_must_not_change_within_an_epoch(later: int) -> None:
+    dataset = Listed(100)
+    loader = loader_of(dataset)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    dataset.n = later
+    message = f"has {later} samples, but epoch 0 began with 100"
+    for use in (lambda: next(batches), lambda: len(loader), lambda: next(iter(loader))):
+        with pytest.raises(UsageError, match=message):
+            use()
+    assert loader.state_dict()["length"] == 100
+    loader.set_epoch(1)
+    assert len(loader) == -(-later // 10)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["here", "in_a_process"])
+def test_a_data_set_may_change_between_two_epochs(options: dict[str, object]) -> None:
+    state = TorchState(loader=loader_of(Listed(20), **options))
+    state.commit()
+    seen: list[list[int]] = []
+    for epoch in state.loader.epochs(2):
+        state.loader.dataset.n = 20 + 13 * epoch
+        seen.append([])
+        for batch in state.loader:
+            seen[-1] += batch.tolist()
+            if epoch == 0:
+                state.commit()
+    assert [sorted(epoch) for epoch in seen] == [list(range(20)), list(range(33))]
+    state.restore()  # the end of epoch 0, which began with 20 samples
+    assert [epoch for epoch in state.loader.epochs(2) for _ in state.loader] == [1, 1, 1, 1]
+    end_persistent_workers(state.loader._loader)
+
+
+def test_the_end_of_an_epoch_without_its_last_samples_fits_a_data_set_that_has_changed_since() -> None:
+    dataset = Listed(25)
+    loader = loader_of(dataset, drop_last=True)
+    assert sum(1 for _ in loader) == 2
+    at_end = loader.state_dict()
+    dataset.n = 40
+    loader.load_state_dict(at_end)
+    assert [epoch for epoch in loader.epochs(2) for _ in loader] == [1, 1, 1, 1]
+
+
+def test_a_position_of_an_older_version_has_no_length() -> None:
+    loader = loader_of(Listed(100))
+    loader.load_state_dict({"epoch": 3, "consumed": 90, "seed": 0})
+    assert len(trained(loader)) == 1
+
+
+def test_the_order_must_not_change_within_an_epoch() -> None:
+    loader = loader_of(Listed(100))
+    next(iter(loader))
+    with pytest.raises(UsageError, match="shuffle=False, but epoch 0 began with shuffle=True"):
+        loader_of(Listed(100), shuffle=False).load_state_dict(loader.state_dict())
+    loader.set_epoch(1)
+    loader_of(Listed(100), shuffle=False).load_state_dict(loader.state_dict())
+
+
+def test_a_loop_inside_a_loop_over_the_same_loader_ends_the_outer_one() -> None:
+    loader = loader_of(Listed(100), shuffle=False)
+    batches = iter(loader)
+    next(batches)
+    assert next(iter(loader)).tolist() == list(range(10, 20))
+    with pytest.raises(UsageError, match="iterated over a second time"):
+        next(batches)
+
+
+def test_the_data_set_cannot_be_replaced() -> None:
+    with pytest.raises(AttributeError):
+        loader_of(Listed(100)).dataset = Listed(120)  # type: ignore[misc]
 
 
 def test_a_data_set_that_can_only_be_iterated_over_is_refused_with_the_remedy() -> None:

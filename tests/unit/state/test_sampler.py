@@ -111,3 +111,24 @@ def test_it_goes_with_a_data_loader_and_a_state() -> None:
     rest = list(loader)
     assert torch.equal(rest[0], third)
     assert torch.cat([*first, *rest]).sort().values.tolist() == list(range(20))
+
+
+@pytest.mark.parametrize("later", [12, 6])
+@pytest.mark.parametrize("consumed", [0, 4, 10])
+def test_a_process_with_a_data_set_of_another_length_is_refused(consumed: int, later: int) -> None:
+    sampler = sampler_at(10, 0, 1)
+    sampler.record_batch(consumed)
+    with pytest.raises(UsageError, match=f"has {later} samples, but epoch 0 began with 10"):
+        sampler_at(later, 0, 1).load_state_dict(sampler.state_dict())
+
+
+def test_a_data_set_may_change_between_two_epochs_and_not_within_one() -> None:
+    dataset = list(range(10))
+    sampler = ElasticSampler(dataset, shuffle=False)
+    sampler.record_batch(8)
+    dataset.append(10)
+    for use in (lambda: len(sampler), lambda: list(sampler), lambda: sampler.record_batch(1)):
+        with pytest.raises(UsageError, match="has 11 samples, but epoch 0 began with 10"):
+            use()
+    sampler.set_epoch(1)
+    assert list(sampler) == list(range(11))
