@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elasticstate.commit_header import NO_SHARDING, Sharding
 from elasticstate.compat import dtensors, modules
+from elasticstate.compat.loaders import load_state, state_of
 from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured
 from elasticstate.state.attached_optimizer import AttachedOptimizer
@@ -276,12 +277,12 @@ class AttachedObject:
         self._value: _HasStateDict = value
 
     def capture(self, values: dict[str, Any]) -> Any:
-        return flatten(self._value.state_dict(), self._name, values)
+        return flatten(state_of(self._value), self._name, values)
 
     def prepare(self, tree: Any, targets: RestoreTargets) -> None:
         """Load the state after all tensors have been loaded."""
-        rebuilt = rebuild_with(targets.tensor, tree, self._value.state_dict(), None, self._name, set())
-        targets.afterwards(_later(self._value.load_state_dict, rebuilt))
+        rebuilt = rebuild_with(targets.tensor, tree, state_of(self._value), None, self._name, set())
+        targets.afterwards(lambda: load_state(self._value, rebuilt))
 
 
 def _later(function: Callable[[Any], object], value: Any) -> Callable[[], object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 from weakref import WeakMethod
 
@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
+from elasticstate.compat.loaders import is_loader, load_state, state_of
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateError, UsageError
 from elasticstate.state.committer import Committer
+from elasticstate.state.containers import copy_with_same_tensors
 from elasticstate.state.divergence import Exclusions
+from elasticstate.state.iterable_data import has_exact_state, has_iterators, require_no_loader_inside
 from elasticstate.state.join import StateJoinHook
 from elasticstate.state.live_state import LiveState
 from elasticstate.state.quick_capture import QuickCapture
@@ -56,6 +59,7 @@ class State(Joinable):
         self._has_joined = False  # this state was passed to a Join: only then ticks ask torch
         for name, value in values.items():
             setattr(self, name, value)
+            require_no_loader_inside(name, value)
             if callable(attach := getattr(type(value), "attach_to_state", None)):
                 attach(value, self, name)
 
@@ -65,6 +69,8 @@ class State(Joinable):
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name not in self._names:
             raise AttributeError(self._unknown(name))
+        if not name.startswith("_"):
+            self._check_value(name, value)
         object.__setattr__(self, name, value)
 
     # ------------------------------------------------------------------------------- methods that a subclass implements
@@ -88,12 +94,12 @@ class State(Joinable):
         commit's bytes already, where shape and dtype are the same: the pass that verifies the bytes copies them, too.
         """
 
-    def _load_targets(self) -> Captured:
+    def _load_targets(self) -> Captured | None:
         """Return the captured values that a restore may overwrite before it calls ``apply``. See Snapshot.load_into.
 
         None by default, because an ``apply`` of a user copies all values itself.
         """
-        return {}
+        return None
 
     def _optimizer_owned(self) -> Container[int]:
         """Return the ids of the captured tensors that only an optimizer's ``step`` writes. See async_commit.py."""
@@ -113,6 +119,25 @@ class State(Joinable):
     def _value_kinds(self) -> Kinds:
         """Return the names given to the constructor, with the kind of each value. A sync compares them."""
         return dict.fromkeys(self._names, False)
+
+    def _continue_iterators(self, loaded: Mapping[str, Any], has_trained: bool) -> None:
+        """Load the position of each object that the training iterates over into that object.
+
+        Otherwise an object such as a StatefulDataLoader would begin at its first sample again in a survivor, and at its
+        position in a new worker, because only an iterator that follows ``load_state_dict()`` begins there. Also end
+        worker processes that were forked in the last world, or before the first one, for another rank and size.
+
+        Args:
+            loaded: copies of the states that were loaded since the last call of ``train``. They count more than
+                ``state_dict()``, which may return the position of an older iterator.
+            has_trained: False at the first call of ``train`` in this process.
+        """
+        for name in self._names:
+            value = getattr(self, name)
+            if name in loaded:
+                load_state(value, loaded[name])
+            elif has_iterators(value) and (has_trained or is_loader(value)):
+                load_state(value, copy_with_same_tensors(state_of(value)))
 
     # ---------------------------------------------------------------------------------------- methods that a user calls
 
@@ -213,6 +238,10 @@ class State(Joinable):
         for callback in self._reset_callbacks:
             self._committer.require_seal()
             callback()
+        loaded = self._committer.loaded or {}
+        for name in list(loaded) if self._reset_callbacks else ():
+            if has_exact_state(getattr(self, name)):  # a callback may have changed it
+                del loaded[name]
 
     @property
     def commits(self) -> tuple[CommitId | None, CommitId | None]:
@@ -252,6 +281,9 @@ class State(Joinable):
         """Return True if no value may have this name, because it is an attribute of the class."""
         return hasattr(cls, name)
 
+    def _check_value(self, name: str, value: object) -> None:
+        """Raise UsageError if a commit of this class would pickle an object that must not be pickled."""
+
     def _live_state(self) -> LiveState:
         return LiveState(
             name=type(self).__name__,
@@ -264,6 +296,7 @@ class State(Joinable):
             owned=_weak(self._owned),
             drop_gradients=_weak(self._drop_gradients),
             value_kinds=_weak(self._value_kinds),
+            continue_iterators=_weak(self._continue_iterators),
         )
 
     def _check_names(self, values: Captured, capture: Callable[..., Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from elasticstate.commit_header import NO_SHARDING, Sharding
 from elasticstate.core.types import CommitId
@@ -51,6 +52,9 @@ class CommitWriter:
         self._synced_generation = 0
         self._ticks = TickRecords(live.capture, live.quick_capture, live.owned)
         self._begun: CommitId | None = None  # the last commit that was begun
+        self.loaded: dict[str, Any] | None = None
+        """Between two calls of ``train``: copies of the states that objects with iterators have loaded, by name."""
+        self._has_trained = False  # ``train`` was called in this process
 
     # ----------------------------------------------------------------------------------------------- storage and world
 

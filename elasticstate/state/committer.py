@@ -123,7 +123,7 @@ class Committer(CommitWriter):
         """Return the live values that a load may overwrite. Discard tick records: torch does not count its writes."""
         aliases.note_unseen_write()
         self._ticks.reset()
-        return self._live.load_targets()
+        return self._live.load_targets() or {}
 
     def _apply(self, values: Values, private: bytes, others: Sequence[Buffer] = ()) -> None:
         """Make the content of a commit the live state: the last step of a restore or sync.
@@ -131,7 +131,8 @@ class Committer(CommitWriter):
         ``private``: the random state. ``others``: buffers of other workers that have the values.
         """
         self._live.apply(values)
-        if kept := self.snapshot.aliases(self._live.capture(), others):
+        targets = self._live.load_targets()
+        if kept := self.snapshot.aliases(self._live.capture() if targets is None else targets, others):
             raise StateError(
                 f"{self._live.name}.apply() kept {kept[0]!r}, which is memory of the commit. Copy it into a tensor or "
                 "array of the state."
@@ -145,6 +146,16 @@ class Committer(CommitWriter):
     def require_seal(self) -> None:
         """Make the next sync seal the live state, because a reset callback may have changed it."""
         self._must_seal = True
+
+    def note_loaded(self) -> None:
+        """Note from now on which states the next restore or sync loads into objects with iterators."""
+        self.loaded = {}
+
+    def continue_iterators(self) -> None:
+        """Make the iterators of the next call of ``train`` begin at the position of the state: see ``State``."""
+        loaded, self.loaded = self.loaded or {}, None
+        self._live.continue_iterators(loaded, self._has_trained)
+        self._has_trained = True
 
     def sync(self) -> bool:
         """Send the root's state to the ranks that lack it, and seal (generation, 0) on all ranks: see ``State.sync``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Container
@@ -49,6 +50,13 @@ def rebuild(tree: Any, values: Captured, live: Any, device: torch.device | None,
     return rebuild_with(
         lambda target, name, here: load_value(target, values, name, here), tree, live, device, path, used
     )
+
+
+def copy_with_same_tensors(value: Any) -> Any:
+    """Return a deep copy of nested containers with the same tensors and arrays in it."""
+    values: dict[str, Any] = {}
+    tree = copy.deepcopy(flatten(value, "", values))
+    return rebuild_with(lambda _, name, __: values[name], tree, None, None, "", set())
 
 
 Load = Callable[[object, str, torch.device], Any]

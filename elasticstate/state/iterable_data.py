@@ -1,25 +1,94 @@
-"""Check for iterable data sets that torchdata's StatefulDataLoader cannot resume correctly."""
+"""Data loaders, samplers and other objects with iterators, as values of a state."""
 
 from __future__ import annotations
 
-import sys
+from typing import Any
 
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from elasticstate.compat.loaders import is_loader, is_stateful_loader
+from elasticstate.errors import UsageError
+from elasticstate.state.order import Position
 
 
-def fault_of(loader: object) -> str:
-    """Return the reason why a loader cannot be resumed twice in an epoch, and the remedy; "" for all other objects.
+def is_stateful(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
-    Without a state of the data set, ``load_state_dict()`` calls ``next()`` once for each batch taken before, and each
-    call counts as a further batch: torchdata 0.11, ``stateful_dataloader.py``, ``_num_yielded``, with and without
-    worker processes. An iterator with its own state is not detected: asking for that state may read data.
+
+def has_iterators(value: object) -> bool:
+    """Return True for an object with a state that is iterated over, or that contains an object with iterators."""
+    if not is_stateful(value) or isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return False
+    return _is_iterable(value) or any(map(_is_source, getattr(value, "__dict__", {}).values()))
+
+
+def has_exact_state(value: object) -> bool:
+    """Return True if ``state_of`` returns the loaded state after ``load_state``, also before the next iterator."""
+    return is_loader(value) or isinstance(value, Position)
+
+
+def _is_iterable(value: object) -> bool:
+    return hasattr(type(value), "__iter__") or hasattr(type(value), "__next__")
+
+
+def _is_source(value: object) -> bool:
+    """Return True for a part of an object that the object's own iterators are likely to use."""
+    if isinstance(value, DataLoader | IterableDataset):
+        return True
+    return is_stateful(value) and _is_iterable(value) and not isinstance(value, torch.nn.Module)
+
+
+def require_no_loader_inside(name: str, value: object) -> None:
+    """Raise UsageError for a container with a loader: its position would be lost, as it would be pickled."""
+    parts: Any = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    for part in parts:
+        if isinstance(part, DataLoader):
+            raise UsageError(
+                f"state.{name} contains a {type(part).__name__}, whose position would be lost. Give each loader to the "
+                "state as a value of its own."
+            )
+
+
+def require_own_position(name: str, value: object) -> None:
+    """Raise UsageError for a loader or sampler without a state.
+
+    It would be pickled, with its data set, into each commit. After a failure it begins the epoch again, and a new
+    worker would get the root's share of the samples.
     """
-    torchdata = sys.modules.get("torchdata.stateful_dataloader")
-    if torchdata is None or not isinstance(loader, torchdata.StatefulDataLoader):
+    if isinstance(value, DataLoader):
+        # Accelerate's loaders have state_dict(), which works if that of the loader inside does
+        if not is_stateful(getattr(value, "base_dataloader", value)):
+            raise UsageError(
+                f"state.{name} is a {type(value).__name__}, which has no state_dict(): it would begin the epoch again "
+                "in each new world, every worker would train on all of its samples, and each commit would contain the "
+                "data set. Replace it with elasticstate.ElasticDataLoader, or keep it outside the state."
+            )
+    elif isinstance(value, DistributedSampler) and not is_stateful(value):
+        raise UsageError(
+            f"state.{name} is a {type(value).__name__}, which has the rank of one worker and no state_dict(): a new "
+            "worker would get the samples of another rank, and each commit would contain the data set. Replace it with "
+            "elasticstate.ElasticSampler, or train with elasticstate.ElasticDataLoader."
+        )
+
+
+def fault_of(loader: Any) -> str:
+    """Return the reason why a StatefulDataLoader would lose or repeat samples, and the remedy; "" for other objects.
+
+    Without a state of an iterable data set, ``load_state_dict()`` calls ``next()`` once for each batch taken before,
+    and each call counts as a further batch: torchdata 0.11, ``stateful_dataloader.py``, ``_num_yielded``, with and
+    without worker processes. An iterator with its own state is not detected: asking for that state may read data.
+    """
+    if not is_stateful_loader(loader):
         return ""
+    sampler = getattr(loader.sampler, "sampler", loader.sampler)
+    if isinstance(sampler, DistributedSampler):
+        return (
+            f"its {type(sampler).__name__} divides the samples by a size of the world that never changes, so that "
+            "samples are lost and others repeated in a world of another size. Use elasticstate.ElasticDataLoader."
+        )
     dataset: object = loader.dataset
-    has_state = all(callable(getattr(dataset, method, None)) for method in ("state_dict", "load_state_dict"))
-    if has_state or not isinstance(dataset, IterableDataset):
+    if is_stateful(dataset) or not isinstance(dataset, IterableDataset):
         return ""
     return (
         f"{type(dataset).__name__} has no state_dict() and load_state_dict(). Unless its iterator has both, "

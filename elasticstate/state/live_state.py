@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from elasticstate.state import value_names
 from elasticstate.state.quick_capture import QuickCapture
@@ -20,8 +21,8 @@ class LiveState:
     apply: Callable[[Captured], None]
     restore: Callable[[], None]
     """The state's own method, because a subclass may extend it."""
-    load_targets: Callable[[], Captured]
-    """Return the captured values that ``Snapshot.load_into`` may overwrite before ``apply`` is called."""
+    load_targets: Callable[[], Captured | None]
+    """Return the captured values that ``Snapshot.load_into`` may overwrite before ``apply``; None if ``apply`` does."""
     optimizer_owned: Callable[[], Container[int]]
     """Return the ids of the captured tensors that only an optimizer's ``step`` writes. See async_commit.py."""
     quick_capture: Callable[[Captured], QuickCapture | None]
@@ -30,3 +31,5 @@ class LiveState:
     """Return the ids of the captured tensors that a tick record need not copy. See tick_record.py."""
     drop_gradients: Callable[[], None]
     value_kinds: Callable[[], value_names.Kinds]
+    continue_iterators: Callable[[Mapping[str, Any], bool], None]
+    """Make the next iterators begin at the position of the state. See ``State._continue_iterators``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elasticstate.state.base import State
+from elasticstate.state.iterable_data import require_own_position
 from elasticstate.state.values import Captured, is_array, load_value
 
 
@@ -14,6 +15,10 @@ class ObjectState(State):
     ``restore`` creates new objects: it undoes changes made in place in a list or dict, and you read ``state.x`` again
     afterwards. Tensors and numpy arrays are written in place.
     """
+
+    def _check_value(self, name: str, value: object) -> None:
+        if type(self).capture is ObjectState.capture:
+            require_own_position(name, value)
 
     def capture(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}

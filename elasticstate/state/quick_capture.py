@@ -14,6 +14,7 @@ import torch
 
 from elasticstate._native import Identities
 from elasticstate.compat import modules
+from elasticstate.compat.loaders import state_of
 from elasticstate.state.containers import flatten
 from elasticstate.state.module_state import is_usual
 from elasticstate.state.optimizer_state import is_plain_optimizer, plain_groups
@@ -105,7 +106,7 @@ class QuickCapture:
         for name, optimizer, _, _ in self._optimizers:
             found[name] = plain_groups(optimizer)
         for name, value in self._stateful:
-            found[name] = value.state_dict()
+            found[name] = state_of(value)
         for name in self._plain:
             value = found[name] = live[name]
             if type(value) not in _IMMUTABLE and (is_array(value) or hasattr(value, "state_dict")):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticstate.compat import optimizers
+from elasticstate.compat.loaders import load_state, state_of
 from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured, watch_steps
 from elasticstate.state.base import State
-from elasticstate.state.containers import flatten, rebuild
-from elasticstate.state.iterable_data import fault_of
+from elasticstate.state.containers import copy_with_same_tensors, flatten, rebuild
+from elasticstate.state.iterable_data import fault_of, has_iterators, is_stateful, require_own_position
 from elasticstate.state.module_state import capture_module, load_module
 from elasticstate.state.optimizer_state import capture_optimizer, is_plain_optimizer, load_optimizer
 from elasticstate.state.quick_capture import QuickCapture
@@ -35,10 +36,9 @@ class TorchState(State):
     ``restore()`` and ``sync()`` write in place. They never replace a parameter, a buffer, or a tensor of an optimizer
     that has the right shape.
 
-    The constructor warns if there are no values, and about a data set that a StatefulDataLoader cannot resume
-    correctly.
+    The constructor warns if there are no values, and about a StatefulDataLoader that cannot resume correctly.
 
-    Raises UsageError if a name cannot be the name of a value.
+    Raises UsageError if a name cannot be the name of a value, or a value is a loader without ``state_dict()``.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -98,13 +98,23 @@ class TorchState(State):
         if self._committer.attach(values, init):
             type(self).check(self)
 
+    def _check_value(self, name: str, value: object) -> None:
+        if type(self).capture is TorchState.capture:
+            require_own_position(name, value)
+
     def capture(self) -> dict[str, Any]:
+        return self._captured(self._names)
+
+    def _captured(self, names: Iterable[str]) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for name in self._names:
+        loaded = self._committer.loaded or {}
+        for name in names:
             value = getattr(self, name)
-            if is_array(value):
+            if name in loaded:  # state_dict() may return the position of an older iterator
+                values[name] = Tree(flatten(loaded[name], name, values))
+            elif is_array(value):
                 values[name] = value
-            elif _is_stateful(value):
+            elif is_stateful(value):
                 values[name] = Tree(_capture(name, value, values))
             else:
                 values[name] = value
@@ -115,20 +125,38 @@ class TorchState(State):
         for name in self._names:
             live, saved = getattr(self, name), values[name]
             if isinstance(saved, Tree):
-                if not _is_stateful(live):
+                if not is_stateful(live):
                     raise StateError(
                         f"state.{name} is a {type(live).__name__}, which has no load_state_dict(). Construct the state "
                         f"with the same objects as the worker that committed."
                     )
-                _load(name, live, saved.tree, values)
+                self._load(name, live, saved.tree, values)
             else:
                 setattr(self, name, load_value(live, values, name) if is_array(saved) else saved)
 
+    def _load(self, name: str, live: Any, tree: Any, values: Captured) -> None:
+        if isinstance(live, torch.nn.Module):
+            load_module(name, _unwrap(live), tree, values)
+        elif is_plain_optimizer(live):
+            load_optimizer(name, live, tree, values)
+        else:
+            # rebuild writes into the tensors of state_dict(). If these are the live tensors, that restores them. If
+            # these are copies, no other object uses them. load_state_dict() may keep tensors, so it gets no views of
+            # the commit.
+            is_iterated = has_iterators(live)
+            state = rebuild(tree, values, None if is_iterated else live.state_dict(), None, name, set())
+            if is_iterated and self._committer.loaded is not None:
+                self._committer.loaded[name] = copy_with_same_tensors(state)
+            load_state(live, state)
+
     def _load_targets(self) -> Captured:
-        return self.capture()
+        """Leave out objects with iterators: ``state_dict()`` may begin to read, here perhaps before the first world."""
+        if type(self).capture is not TorchState.capture:
+            return self.capture()
+        return self._captured(name for name in self._names if not has_iterators(getattr(self, name)))
 
     def _value_kinds(self) -> Kinds:
-        return {name: _is_stateful(getattr(self, name)) for name in self._names}
+        return {name: is_stateful(getattr(self, name)) for name in self._names}
 
     def _optimizer_owned(self) -> set[int]:
         """Return the ids of the parameters that the optimizers train, and of the tensors in the optimizers' state."""
@@ -177,10 +205,6 @@ class TorchState(State):
 # ------------------------------------------------------------------------------------------------- kinds of objects
 
 
-def _is_stateful(value: object) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
 def _parameters(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.nn.Module):
         yield from value.parameters()
@@ -195,18 +219,7 @@ def _capture(name: str, value: Any, values: dict[str, Any]) -> Any:
         return capture_module(name, _unwrap(value), values)
     if is_plain_optimizer(value):
         return capture_optimizer(name, value, values)
-    return flatten(value.state_dict(), name, values)
-
-
-def _load(name: str, live: Any, tree: Any, values: Captured) -> None:
-    if isinstance(live, torch.nn.Module):
-        load_module(name, _unwrap(live), tree, values)
-    elif is_plain_optimizer(live):
-        load_optimizer(name, live, tree, values)
-    else:
-        # rebuild writes into the tensors of state_dict(). If these are the live tensors, that restores them. If these
-        # are copies, no other object uses them. load_state_dict() may keep tensors, so it gets no views of the commit.
-        live.load_state_dict(rebuild(tree, values, live.state_dict(), None, name, set()))
+    return flatten(state_of(value), name, values)
 
 
 def _unwrap(module: torch.nn.Module) -> torch.nn.Module:

@@ -57,8 +57,8 @@ class FixedLoop(SoloLoop):
     def run_in_last_world(self, state: State, call: Callable[[], Any], _: object = None) -> Any:
         """Call a function of the user. Raises CollectiveError if an error comes from the loss of a process."""
         self._functions += 1
-        place = self._place
-        committer_of(state).use_session(FixedSession(self._functions, place.rank, place.size, self._group_of))
+        place, committer = self._place, committer_of(state)
+        committer.use_session(FixedSession(self._functions, place.rank, place.size, self._group_of))
         if place.rank == 0 and self._functions == 1:
             logger.warning(
                 "%s has started this world of %d workers. It never changes, and ends when a worker is lost. Start the "
@@ -66,8 +66,13 @@ class FixedLoop(SoloLoop):
                 place.launcher,
                 place.size,
             )
+
+        def begin() -> Any:
+            committer.continue_iterators()  # as on the ranks that have received the state
+            return call()
+
         try:
-            return super().run_in_last_world(state, call)
+            return super().run_in_last_world(state, begin if self._functions == 1 else call)
         except RuntimeError as error:
             if isinstance(error, CollectiveError) or not (text := self.failure_text(error)):
                 raise

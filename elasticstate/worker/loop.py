@@ -196,6 +196,7 @@ class WorkerLoop:
             self._start()
         self._committer.use_storage(self._storage)
         self._committer.use_session(self._session)
+        self._committer.note_loaded()
         self._committer.use_peers(self._peers)
         self._commit_facts = lambda: (self._committer.names, self._committer.snapshot.has_attached)
         self._read_ahead = self._read_root_ahead
@@ -227,6 +228,7 @@ class WorkerLoop:
             if has_state:  # else: the job's first world, or sync brings the state
                 self._state.on_reset()
             self._state.sync()
+            self._committer.continue_iterators()
             self._sentinel.begin_training()
             with OwnProcessGroups():
                 self._result = self._train()
@@ -319,6 +321,7 @@ class WorkerLoop:
         """Leave the generation with the live state equal to the newest commit."""
         self._page.set_place(messages.Place.REGROUP)  # a worker in this place never counts as hung
         self._is_behind = self._committer.is_behind
+        self._committer.note_loaded()
         if outcome is _Outcome.INTERRUPTED and not self._is_behind and self._save():
             self._committer.drop_gradients()
             self._committer.detach()
