@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from elasticstate.compat.hugging_face import forget_preparation
 from elasticstate.errors import UsageError
 from elasticstate.huggingface.checks import check_accelerator, refuse
+from elasticstate.huggingface.gradients import Optimizer, StepGradients
 from elasticstate.huggingface.loader import TrainingLoader, check_dataset, elastic_loader, is_shuffled
 from elasticstate.huggingface.state import TrainingState
 
@@ -71,6 +72,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         check_accelerator(self)
         self.elastic = state
         self._begun = False
+        self._gradients = StepGradients(self._trained_parameters, lambda: float(state.loader.weight))
 
     # ---------------------------------------------------------------------------------------------------------- objects
 
@@ -88,12 +90,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         prepared = super().prepare_optimizer(optimizer, device_placement)
         self.elastic.attach(optimizer=prepared.optimizer, scaler=self.scaler)
+        prepared.__class__, prepared.gradients = Optimizer, self._gradients
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         self.elastic.attach(scheduler=scheduler)
-        prepared = super().prepare_scheduler(scheduler)
-        return _Scheduler(prepared, self.elastic.workers) if self.step_scheduler_with_optimizer else prepared
+        return _Scheduler(super().prepare_scheduler(scheduler), self)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         if self.elastic.attached("loader") is not None:
@@ -133,10 +135,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _batches(self) -> Iterator[Any]:
         self._begin()
         loader = self.elastic.loader
-        for batch in loader:
-            self.sync_gradients = loader.step_ends
-            with nullcontext() if loader.step_ends else self.no_sync(self._model):
-                yield send_to_device(batch, self.device) if self.device_placement else batch
+        self._gradients.begin_loop()
+        try:
+            for batch in loader:
+                self._gradients.begin_batch(loader.step_ends)
+                self.sync_gradients = loader.step_ends
+                with nullcontext() if loader.step_ends else self.no_sync(self._model):
+                    yield send_to_device(batch, self.device) if self.device_placement else batch
+            self._gradients.end_loop()
+        finally:
+            self._gradients.leave_loop()
+            self.sync_gradients = True
+
+    def _trained_parameters(self) -> Iterator[torch.nn.Parameter]:
+        groups = self.elastic.attached("optimizer").param_groups
+        both = *self._model.parameters(), *(parameter for group in groups for parameter in group["params"])
+        yield from dict.fromkeys(both)
 
     @contextmanager
     def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:
@@ -144,23 +158,51 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         yield
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Add the gradients of the mean loss of the present batch, by its share of the samples of all ranks."""
+        """Add the gradients of the mean loss of the present batch, by its share of the samples of all ranks.
+
+        Until the last batch of a step, ``grad`` of all parameters is None afterwards: see StepGradients.
+        """
         self._begin()
+        self._gradients.before_backward()
         super().backward(loss * (self.elastic.loader.weight * self.gradient_accumulation_steps), **kwargs)
+        self._gradients.after_backward()
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale as ``accelerate.Accelerator``, once the gradients of the whole step are there."""
+        if self._gradients.is_complete:
+            super().unscale_gradients(optimizer)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip as ``accelerate.Accelerator``, once the gradients of the whole step are there."""
+        if self._gradients.is_complete:
+            super().clip_grad_value_(parameters, clip_value)
 
 
 class _Scheduler:
     """Scheduler that makes as many steps for each optimizer step as Accelerate's does in the first world."""
 
-    def __init__(self, prepared: AcceleratedScheduler, steps: int) -> None:
-        self._prepared, self._steps = prepared, steps
+    def __init__(self, prepared: AcceleratedScheduler, accelerator: Accelerator) -> None:
+        self._prepared, self._accelerator = prepared, accelerator
+        self._steps = accelerator.elastic.workers if prepared.step_with_optimizer else 1
         prepared.split_batches = True  # one step for each call
 
     def step(self, *args: Any, **kwargs: Any) -> None:
+        if not self._accelerator._gradients.is_complete:
+            self._check_batches()
+            return
         for _ in range(self._steps):
             inner = self._prepared.scheduler
             if inner.last_epoch < getattr(inner, "total_steps", sys.maxsize):  # OneCycleLR refuses further steps
                 self._prepared.step(*args, **kwargs)
+
+    def _check_batches(self) -> None:
+        number = self._accelerator.gradient_accumulation_steps
+        if number > 1 and not self._prepared.step_with_optimizer:
+            raise UsageError(
+                "step_scheduler_with_optimizer=False, and scheduler.step() in a batch that does not end its optimizer "
+                f"step (gradient_accumulation_steps={number}): a larger world has fewer of these batches. Call step() "
+                "if accelerator.sync_gradients, or after the loop."
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._prepared, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -33,10 +32,11 @@ _PROGRESS = (  # the fields of Trainer.state that the training changes
 
 
 class _MicroBatch(NamedTuple):
-    """A batch that fits into the device, and the factor of its mean loss. 0: a sample of another rank."""
+    """A batch that fits into the device."""
 
     batch: Any
-    weight: float
+    weight: float  # of its mean loss, by samples; 0: a sample of another rank
+    items: Any = None  # its number of labels, a tensor; None if they cannot be counted
 
 
 _Trainer: Any = object  # for mypy: the class after ElasticTrainer is transformers.Trainer
@@ -86,6 +86,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
         share = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         self._global_batch: int = share * state.workers
         self.args.gradient_accumulation_steps = 1  # the loop counts optimizer steps: training_step has the parts
+        self.args.average_tokens_across_devices = False  # else compute_loss multiplies by the size of the world
         self._ticked = -1  # the global step at which the last tick ended
         self._is_finished = self._has_begun = False
         self.callback_handler.callbacks.insert(0, _Callback(self))  # before the user's
@@ -149,10 +150,20 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
             return [], None
         if self._ticked < self.state.global_step:
             self._end_tick()
-        parts = list(self._next_step(epoch_iterator))
-        counted = iter([part.batch if part.weight else _unlabelled(part.batch) for part in parts])
-        _, items = super().get_batch_samples(counted, sys.maxsize, device)
-        return [parts], items
+        parts = [part._replace(items=self._items(part.batch)) for part in self._next_step(epoch_iterator)]
+        if any(part.items is None for part in parts):
+            return [parts], None
+        total = sum(part.items for part in parts if part.weight) + torch.zeros(1, dtype=torch.long, device=device)
+        if world_size() > 1:
+            dist.all_reduce(total)
+        return [parts], total.squeeze()
+
+    def _items(self, batch: Any) -> Any:
+        """Return the number of labels over which the loss of the batch is a mean; None if it cannot be counted."""
+        number = self._get_num_items_in_batch([batch], self.args.device)
+        if number is None and isinstance(batch, Mapping) and isinstance(batch.get("labels"), torch.Tensor):
+            number = batch["labels"].ne(-100).sum()  # the model does not request it
+        return None if number is None else torch.as_tensor(number, device=self.args.device)
 
     def _next_step(self, batches: Iterator[Any]) -> Iterator[_MicroBatch]:
         for batch in batches:
@@ -161,19 +172,39 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
                 return
 
     def training_step(self, model: Any, inputs: list[_MicroBatch], num_items_in_batch: Any = None) -> Any:
-        """Add the gradients of all batches of one optimizer step. Return the sum of their losses."""
+        """Add the gradients of all batches of one optimizer step. Return the sum of their losses.
+
+        Each batch has the share of its labels as weight. Its loss gets its own number of labels as
+        ``num_items_in_batch``: then it is a mean over the batch, whether the model uses this number or computes a mean
+        anyway. Signatures do not tell which (BERT accepts the number, and ignores it).
+        """
         given, total = self.loss_is_scaled_for_ga, None
-        scaled = False if num_items_in_batch is None and given is None else given  # without a number: a mean
-        for number, (batch, weight) in enumerate(inputs):
-            # The Trainer divides a mean loss by this number. It does not divide losses that num_items_in_batch scales.
-            self.current_gradient_accumulation_steps = 1 / weight if weight else float("inf")
-            self.loss_is_scaled_for_ga = scaled if weight else False
+        for number, part in enumerate(inputs):
+            share, items = self._share_and_items(part, num_items_in_batch, bool(given))
+            self.current_gradient_accumulation_steps = 1 / share  # the Trainer divides the loss by it
+            self.loss_is_scaled_for_ga = bool(given and part.weight)
             with nullcontext() if number == len(inputs) - 1 else self.accelerator.no_sync(model):
-                loss = super().training_step(model, batch, num_items_in_batch)
+                loss = super().training_step(model, part.batch, items)
+            loss = torch.where(share > 0, loss, 0.0)  # a mean over no labels is not a number
             total = loss if total is None else total + loss
         self.loss_is_scaled_for_ga = given
         assert total is not None, "each step has a batch on each rank"
         return total
+
+    def _share_and_items(self, part: _MicroBatch, total: Any, is_scaled: bool) -> tuple[torch.Tensor, Any]:
+        """Return the weight of the loss of a batch, and ``num_items_in_batch`` for it.
+
+        ``total``: of the whole step. ``is_scaled``: the user's ``compute_loss`` divides by it.
+        """
+        if total is None:
+            return torch.tensor(part.weight, device=self.args.device), None
+        own = part.items if part.weight else torch.zeros_like(part.items)
+        share = torch.where(own > 0, world_size() * own / total.clamp(min=1), 0.0)
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            return share, None
+        if is_scaled:
+            return share, total / world_size()
+        return share, part.items.clamp(min=1)
 
     def floating_point_ops(self, inputs: list[_MicroBatch]) -> Any:
         return sum(super(ElasticTrainer, self).floating_point_ops(part.batch) for part in inputs if part.weight)
@@ -258,14 +289,6 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
 
     def _stateful_callbacks(self) -> list[Any]:
         return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
-
-
-def _unlabelled(batch: Any) -> Any:
-    """Return ``batch`` with labels that do not count, as it has weight 0."""
-    if not isinstance(batch, Mapping):
-        return batch
-    labels = {name: torch.full_like(batch[name], -100) for name in ("labels", "shift_labels") if name in batch}
-    return {**batch, **labels}
 
 
 class _Callback(transformers.TrainerCallback):
