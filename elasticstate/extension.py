@@ -27,6 +27,7 @@ import time
 
 from elasticstate.compat.tensors import copy_all
 from elasticstate.config import environment_variable, launched_place, worker_environment
+from elasticstate.present_world import libraries_local_rank, local_place
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.channel import Channel
 from elasticstate.state.order import Order, world_generation, world_is_new, world_rank, world_size
@@ -49,8 +50,11 @@ __all__ = [
     "join_fixed_world",
     "keep_last_world",
     "leave",
+    "libraries_local_rank",
+    "local_place",
     "random_state",
     "set_random_state",
+    "starting_size",
     "ticks",
     "world_generation",
     "world_is_new",
@@ -76,6 +80,15 @@ def job_id() -> str:
     """Return the id of this worker's job, unique among all jobs; without ``elasticrun`` that of this process."""
     environment = worker_environment()
     return environment.job_id if environment is not None else _ALONE
+
+
+def starting_size() -> int:
+    """Return the number of workers with which the job is to start (``-np``). It never changes.
+
+    Without ``elasticrun``, return the size of the present world.
+    """
+    environment = worker_environment()
+    return (environment.start_size if environment is not None else 0) or world_size()
 
 
 def ticks(state: State) -> int:

@@ -35,6 +35,7 @@ class WorldView:
     durable: DurableSource | None = None  # no member holds a usable commit: all start from the newest durable copy
     one_copy: bool = False  # with --one-copy-per-host
     follows: int | None = None  # slot of the keeper whose commits this worker restores; None: it keeps its own
+    local_place: int = 0  # place among the workers of its host, without gaps
 
     @property
     def rank(self) -> int:
@@ -52,7 +53,7 @@ def enter(view: WorldView) -> None:
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(view.size),
-        LOCAL_RANK=str(place.local_rank),
+        LOCAL_RANK=str(libraries_local_rank()),
         LOCAL_WORLD_SIZE=str(place.local_size),
         MASTER_ADDR=view.store_host,
         MASTER_PORT=str(view.store_port),
@@ -104,6 +105,25 @@ def local_leader() -> bool:
     Raises NotInWorldError outside a world.
     """
     return world().placement.local_leader
+
+
+def local_place() -> int:
+    """Return this worker's place among the workers of its host, without gaps. Raises NotInWorldError outside a world.
+
+    The local leader has place 0. A survivor's place changes when workers of lower slots leave or return.
+    """
+    return world().local_place
+
+
+def libraries_local_rank() -> int:
+    """Return the local rank for libraries, and for ``LOCAL_RANK``. Needs no world.
+
+    It is the place, so that each host has a local rank 0. Where torch sees several CUDA devices it is the slot: scripts
+    and libraries choose the device by it, and a survivor must keep the device on which its state is.
+    """
+    import torch
+
+    return local_rank() if _present is None or torch.cuda.device_count() > 1 else _present.local_place
 
 
 def cross_rank() -> int:

@@ -111,6 +111,7 @@ class WorkerStarter:
             backend=spec.options.backend,
             reports_hangs=spec.options.hang_timeout_s is not None,
             one_copy=spec.options.one_copy_per_host,
+            start_size=spec.options.np,
         )
         recorder = FLIGHT_RECORDER if own.reports_hangs else {}
         common = environment_of_workers(self._launch.environment, spec.environment)

@@ -5,6 +5,7 @@ Both libraries keep the world in singletons that are created once in a process. 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from accelerate.state import AcceleratorState, GradientState, PartialState  # type: ignore[import-untyped]
@@ -21,6 +22,16 @@ def clear_singletons() -> None:
     """Make Accelerate read rank and size again. Otherwise it continues with those of an earlier world."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def set_local_place(place: int) -> None:
+    """Make the worker with place 0 the main process of its host, whatever its local rank.
+
+    Both libraries decide this by the local rank. Where a host has several GPUs, that is the device index, the slot.
+    """
+    PartialState.is_local_main_process = property(lambda _: place == 0)
+    if arguments := sys.modules.get("transformers.training_args"):
+        arguments.TrainingArguments.local_process_index = property(lambda _: place)
 
 
 def knows_world() -> bool:

@@ -89,6 +89,7 @@ class WorkerEnvironment:
     reserve_bytes: int = 0  # the size of a commit of the job, as far as it is known
     reports_hangs: bool = False  # the job has a --hang-timeout
     one_copy: bool = False  # with --one-copy-per-host
+    start_size: int = 0  # the number of workers to start with
 
     @property
     def error_file(self) -> str:
@@ -110,6 +111,7 @@ class WorkerEnvironment:
             PREFIX + "RESERVE_BYTES": str(self.reserve_bytes),
             PREFIX + "REPORTS_HANGS": "1" if self.reports_hangs else "",
             PREFIX + "ONE_COPY": "1" if self.one_copy else "",
+            PREFIX + "START_SIZE": str(self.start_size),
             PREFIX + "NOTICE_SIGNALS": " ".join(map(str, map(int, self.preemption_signals))),
             PREFIX + "BACKEND": self.backend,
         }
@@ -129,6 +131,7 @@ def worker_environment() -> WorkerEnvironment | None:
         names = ("SOCKET", "AGENT", "JOB", "JOB_ID", "LOCAL_ADDRESS", "COMMITS", "BACKEND")
         values = {name.lower(): os.environ[PREFIX + name] for name in names}
         reserve_bytes = int(os.environ.get(PREFIX + "RESERVE_BYTES", 0))
+        start_size = int(os.environ.get(PREFIX + "START_SIZE", 0))
         signals = tuple(map(int, os.environ[PREFIX + "NOTICE_SIGNALS"].split()))
         reports_hangs = os.environ.get(PREFIX + "REPORTS_HANGS", "") != ""
         one_copy = os.environ.get(PREFIX + "ONE_COPY", "") != ""
@@ -139,6 +142,7 @@ def worker_environment() -> WorkerEnvironment | None:
             reserve_bytes=reserve_bytes,
             reports_hangs=reports_hangs,
             one_copy=one_copy,
+            start_size=start_size,
         )
     except (KeyError, ValueError):
         raise OptionError(

@@ -117,9 +117,10 @@ def world_messages(
                             durable=world.durable,
                             one_copy=bool(world.keepers),
                             follows=_followed(world, placement.rank),
+                            local_place=local_place,
                         ),
                     )
-                    for placement in members
+                    for local_place, placement in enumerate(members)
                 )
             ),
         )

@@ -33,7 +33,7 @@ def init(comm: object = None) -> None:
     is_in_fixed_world = extension.join_fixed_world()
     _initialized = True
     extension.keep_last_world()
-    os.environ.update(HOROVOD_HOSTNAME=extension.host(), HOROVOD_LOCAL_RANK=str(elasticstate.local_rank()))
+    os.environ.update(HOROVOD_HOSTNAME=extension.host(), HOROVOD_LOCAL_RANK=str(local_rank()))
     if is_in_fixed_world:
         _export()
     if _initialized_in is None:
@@ -115,12 +115,13 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this worker's slot on its host: its device index. Needs no world.
+    """Return this worker's place among the workers of its host, without gaps. Needs no world.
 
-    Raises NotInWorldError before ``init()``.
+    It is the slot, which is the device index, before the first world and where torch sees several CUDA devices. Raises
+    NotInWorldError before ``init()``.
     """
     need_init()
-    return elasticstate.local_rank()
+    return extension.libraries_local_rank()
 
 
 def local_size() -> int:
@@ -179,7 +180,7 @@ def _export() -> None:
     values = {
         "RANK": elasticstate.rank(),
         "SIZE": elasticstate.size(),
-        "LOCAL_RANK": elasticstate.local_rank(),
+        "LOCAL_RANK": local_rank(),
         "LOCAL_SIZE": elasticstate.local_size(),
         "CROSS_RANK": elasticstate.cross_rank(),
         "CROSS_SIZE": elasticstate.cross_size(),

@@ -47,10 +47,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     The first DataLoader that is prepared is the training's; later ones stay Accelerate's, for evaluation.
 
-    The global batch is constant: the DataLoader's batch size times the accumulation steps times the workers of the
-    first world. Each rank's share comes in batches of at most the DataLoader's size. After the last batch of a share,
-    the ranks exchange gradients, and the optimizer makes a step. ``backward`` needs the mean loss of its batch, and
-    weights it by the number of samples.
+    The global batch is constant: the DataLoader's batch size times the accumulation steps times ``-np``, or the
+    ``workers`` of ``run``. Each rank's share comes in batches of at most the DataLoader's size. After the last batch of
+    a share, the ranks exchange gradients, and the optimizer makes a step. ``backward`` needs the mean loss of its
+    batch, and weights it by the number of samples.
 
     Args:
         state: the state that ``run`` passes to the function.
@@ -111,6 +111,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             drop_last=data_loader.drop_last,
         )
         self.elastic.attach(loader=loader)
+        self._batch_size = data_loader.batch_size or 1
         return TrainingLoader(loader, unit, self._batches)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -130,7 +131,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if missing := [name for name in ("model", "optimizer", "loader") if self.elastic.attached(name) is None]:
             raise UsageError(f"The training begins without {missing[0]}. Pass it to accelerator.prepare() first.")
         self._begun = True
-        self.elastic.begin()
+        self.elastic.begin(self._batch_size, self.gradient_accumulation_steps)
 
     def _batches(self) -> Iterator[Any]:
         self._begin()

@@ -10,9 +10,16 @@ import numpy as np
 import torch
 
 import elasticstate as elastic
-from elasticstate.compat.hugging_face import clear_singletons
+from elasticstate.compat.hugging_face import clear_singletons, set_local_place
 from elasticstate.errors import UsageError
-from elasticstate.extension import random_state, set_random_state, world_size
+from elasticstate.extension import (
+    local_place,
+    random_state,
+    set_random_state,
+    starting_size,
+    world_generation,
+    world_rank,
+)
 
 _OBJECTS = ("model", "optimizer", "scheduler", "scaler", "loader")  # the script creates them, perhaps in each world
 _OTHERS = ("begun", "workers", "trainer", "log_history")
@@ -25,14 +32,14 @@ class TrainingState(elastic.TorchState):
     state keeps the values themselves: of the objects of the last world, or copies of the commit.
 
     Args:
-        workers: the global batch is that of so many workers. Default: the size of the job's first world.
+        workers: the global batch is that of so many workers. Default: ``-np``.
         values: further values that the training changes, such as ``best=0.0``. They become attributes.
 
     Raises UsageError if a value has the name of an object of the training, or ``workers`` is less than 1.
     """
 
     begun: bool  # the initial values are committed
-    workers: int  # 0 before the first world
+    workers: int  # those whose batches make the global batch; 0 before the first world
     trainer: Any  # the position of a Trainer's loop
     log_history: list[dict[str, float]]  # of a Trainer
 
@@ -61,9 +68,10 @@ class TrainingState(elastic.TorchState):
             setattr(self, name, None)
         self._attached = {}
         if not self.workers:
-            self.workers = world_size()
+            self.workers = starting_size()  # the same in each world: a first world may fail before its first commit
         self._random = random_state()
         clear_singletons()
+        set_local_place(local_place() if world_generation() else 0)
 
     def attach(self, **objects: Any) -> None:
         """Name objects of the present world. ``load`` must follow.
@@ -93,9 +101,15 @@ class TrainingState(elastic.TorchState):
             present = super().capture()
             super().apply({**present, **{key: v for key, v in loaded.items() if v is not None or "." in key}})
 
-    def begin(self) -> None:
-        """Load the objects, and continue with the random numbers of the commit; at first, commit the initial values."""
+    def begin(self, batch: int, accumulation: int) -> None:
+        """Load the objects, and continue with the random numbers of the commit; at first, commit the initial values.
+
+        Rank 0 prints the global batch, as it does not follow from the size of the present world.
+        """
         self.load()
+        if world_rank() == 0:
+            whole = batch * accumulation * self.workers
+            print(f"global batch {whole} = {batch} x {accumulation} x {self.workers} workers", flush=True)
         self._last = {}
         if self.begun:
             set_random_state(self._random)

@@ -49,8 +49,8 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
     model may be built outside; then it stays in memory. ``train()`` continues at the last commit, also in the middle of
     an epoch. A tick ends after each optimizer step, and after what follows it: log, evaluation, checkpoint.
 
-    The global batch is constant: ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` times the
-    workers of the first world. Each rank's share comes in batches of at most ``per_device_train_batch_size``.
+    The global batch is constant: ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` times ``-np``,
+    or the ``workers`` of ``run``. Each rank's share comes in batches of at most ``per_device_train_batch_size``.
 
     Args:
         state: the state that ``run`` passes to the function.
@@ -85,6 +85,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
         self.args = copy.copy(self.args)
         share = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         self._global_batch: int = share * state.workers
+        self._accumulation: int = self.args.gradient_accumulation_steps
         self.args.gradient_accumulation_steps = 1  # the loop counts optimizer steps: training_step has the parts
         self.args.average_tokens_across_devices = False  # else compute_loss multiplies by the size of the world
         self._ticked = -1  # the global step at which the last tick ended
@@ -258,7 +259,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
         else:
             self._save_progress()
         self._ticked = self.state.global_step
-        self.elastic.begin()
+        self.elastic.begin(self.args.per_device_train_batch_size, self._accumulation)
 
     def _end_tick(self) -> None:
         self._save_progress()

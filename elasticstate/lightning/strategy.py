@@ -10,6 +10,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch import strategies
 
 import elasticstate as elastic
+from elasticstate import extension
 from elasticstate.errors import UsageError
 from elasticstate.lightning.loader import TrainingBatches
 from elasticstate.lightning.state import LightningState
@@ -56,8 +57,8 @@ class ElasticEnvironment(ClusterEnvironment):
         """Do nothing: the world has its ranks."""
 
     def local_rank(self) -> int:
-        """Return 0 for one worker of each host. Lightning prepares data there. It may be in another slot than 0."""
-        return 0 if elastic.local_leader() else max(1, elastic.local_rank())
+        """Return the place among the workers of the host. Lightning prepares data in the worker with 0."""
+        return extension.local_place()
 
     def node_rank(self) -> int:
         return elastic.cross_rank()

@@ -198,6 +198,7 @@ class WorldMessage(Message, frozen=True):
     durable: DurableSource | None = None
     one_copy: bool = False  # with --one-copy-per-host
     follows: int | None = None  # slot of the keeper whose commits this worker restores; None: it keeps its own
+    local_place: int = 0  # place among the workers of its host, without gaps
 
 
 class BufferGrown(Message, frozen=True):

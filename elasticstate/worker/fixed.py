@@ -51,7 +51,17 @@ class FixedLoop(SoloLoop):
         dist.all_gather_object(placements, (place.host, place.local_rank))
         placement = fixed_placement(placements, place.rank)
         present_world.enter(
-            present_world.WorldView(1, placement, place.size, 0, everyone[1:], met.host, met.port, fresh=True)
+            present_world.WorldView(
+                1,
+                placement,
+                place.size,
+                0,
+                everyone[1:],
+                met.host,
+                met.port,
+                fresh=True,
+                local_place=place.local_rank,
+            )
         )
 
     def run_in_last_world(self, state: State, call: Callable[[], Any], _: object = None) -> Any:

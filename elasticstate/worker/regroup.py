@@ -156,6 +156,7 @@ def _view(message: messages.WorldMessage) -> present_world.WorldView:
         message.durable,
         message.one_copy,
         message.follows,
+        message.local_place,
     )
 
 
