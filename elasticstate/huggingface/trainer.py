@@ -154,10 +154,13 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
         parts = [part._replace(items=self._items(part.batch)) for part in self._next_step(epoch_iterator)]
         if any(part.items is None for part in parts):
             return [parts], None
-        total = sum(part.items for part in parts if part.weight) + torch.zeros(1, dtype=torch.long, device=device)
+        total = torch.zeros((), device=device)
+        for part in parts:
+            if part.weight:
+                total += part.items
         if world_size() > 1:
             dist.all_reduce(total)
-        return [parts], total.squeeze()
+        return [parts], total
 
     def _items(self, batch: Any) -> Any:
         """Return the number of labels over which the loss of the batch is a mean; None if it cannot be counted."""

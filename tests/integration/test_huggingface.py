@@ -172,6 +172,23 @@ def test_a_training_survives_a_kill_a_leave_and_a_join_in_mid_epoch(
         check_curve(job.logs / "tensorboard", len(alone["loss"]))
 
 
+@pytest.mark.parametrize(
+    "kind", ["accelerator", pytest.param("bert", marks=WITH_TRAINER), pytest.param("t5", marks=WITH_TRAINER)]
+)
+def test_worlds_of_1_2_and_3_have_the_same_result(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = []
+    for size in (1, 2, 3):
+        (folder := tmp_path / str(size)).mkdir()
+        train = [sys.executable, str(SCRIPTS / "huggingface_worlds.py"), kind]
+        with Job(folder, "-np", str(size), command=train) as job:
+            job.finish(0)
+        (line,) = re.findall(r"result (.*)", job.output)
+        found.append([float(number) for number in re.findall(r"[-\d.]+", line)])
+    assert len(found[0]) == {"accelerator": 8}.get(kind, 20)
+    assert found[1:] == [pytest.approx(found[0], rel=1e-3, abs=2e-4)] * 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, Accelerate finds the world without cpu=True")
 def test_ranks_that_would_train_alone_are_an_error(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
