@@ -93,7 +93,7 @@ class ElasticDataLoader(Position):
 
     A rank without a sample gets a sample of another rank with weight 0, because DDP needs every rank to take part.
 
-    With ``micro_batch_size``, a larger share is split into several batches of one step::
+    With ``micro_batch_size``, a larger share is split into several batches of one step, as many on each rank::
 
         for inputs, targets in state.loader:
             with state.loader.accumulate(model):
@@ -257,19 +257,15 @@ class ElasticDataLoader(Position):
             if self.drop_last and end - begin < whole:
                 return
             self._require_length(epoch, n)
-            count = share(end - begin, rank, size)
-            if count:
-                indices = order.indices(epoch, begin + rank, count, size).tolist()
-                yield from self._micro(indices, size / (end - begin), end)
-            else:
-                yield _Part(order.indices(epoch, begin, 1).tolist(), 0.0, end)
-
-    def _micro(self, indices: list[int], weight: float, end: int) -> Iterator[_Part]:
-        """Split ``indices`` into batches of one step, whose sizes differ by at most one. ``weight``: of one sample."""
-        pieces = -(-len(indices) // (self.micro_batch_size or len(indices)))
-        for piece in range(pieces):
-            part = indices[piece::pieces]
-            yield _Part(part, weight * len(part), end if piece == pieces - 1 else None)
+            count, most = share(end - begin, rank, size), share(end - begin, 0, size)
+            pieces = -(-most // (self.micro_batch_size or most))  # on each rank: a script may call a collective in each
+            indices = order.indices(epoch, begin + rank, count, size).tolist()
+            for piece in range(pieces):
+                part, stop = indices[piece::pieces], end if piece == pieces - 1 else None
+                if part:
+                    yield _Part(part, size * len(part) / (end - begin), stop)
+                else:
+                    yield _Part(order.indices(epoch, begin, 1).tolist(), 0.0, stop)
 
 
 def _has_length_and_indices(dataset: object) -> bool:

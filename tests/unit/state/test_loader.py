@@ -63,6 +63,19 @@ def test_a_large_share_comes_in_micro_batches_of_one_step() -> None:
     assert trained(loader) == [([1, 5, 9], 0.5, False), ([3, 7, 11], 0.5, True)]
 
 
+def test_all_ranks_have_as_many_micro_batches_in_a_step() -> None:
+    """Otherwise a collective that a script calls in each batch would wait for ever, or match another one."""
+    options = {"global_batch_size": 13, "micro_batch_size": 4, "shuffle": False}
+    found = [trained(loader_at(14, rank, 3, **options)) for rank in range(3)]
+    assert [[len(batch) for batch, weight, _ in rank if weight] for rank in found] == [[3, 2, 1], [2, 2], [2, 2]]
+    assert [[ends for _, _, ends in rank] for rank in found] == [[False, True, True]] * 3
+    found = [trained(loader_at(3, rank, 2, global_batch_size=3, micro_batch_size=1)) for rank in range(2)]
+    assert [[weight for _, weight, _ in rank] for rank in found] == [
+        [pytest.approx(2 / 3)] * 2,
+        [pytest.approx(2 / 3), 0],
+    ]
+
+
 class Model(nn.Module):
     """Model that records if a backward pass would reduce gradients."""
 
