@@ -27,10 +27,17 @@ import time
 
 from elasticstate.compat.tensors import copy_all
 from elasticstate.config import environment_variable, launched_place, worker_environment
-from elasticstate.present_world import libraries_local_rank, local_place
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.channel import Channel
-from elasticstate.state.order import Order, world_generation, world_is_new, world_rank, world_size
+from elasticstate.state.order import (
+    Order,
+    libraries_local_rank,
+    local_place,
+    world_generation,
+    world_is_new,
+    world_rank,
+    world_size,
+)
 from elasticstate.state.rng import apply as set_random_state, capture as random_state
 from elasticstate.worker.call_monitor import begin_call, end_call
 from elasticstate.worker.run import end_last_world, failure_text, join, join_fixed_world, keep_last_world, leave

@@ -107,14 +107,6 @@ def local_leader() -> bool:
     return world().placement.local_leader
 
 
-def local_place() -> int:
-    """Return this worker's place among the workers of its host, without gaps. Raises NotInWorldError outside a world.
-
-    The local leader has place 0. A survivor's place changes when workers of lower slots leave or return.
-    """
-    return world().local_place
-
-
 def libraries_local_rank() -> int:
     """Return the local rank for libraries, and for ``LOCAL_RANK``. Needs no world.
 

@@ -17,7 +17,6 @@ from elasticstate.extension import (
     random_state,
     set_random_state,
     starting_size,
-    world_generation,
     world_rank,
 )
 
@@ -71,7 +70,7 @@ class TrainingState(elastic.TorchState):
             self.workers = starting_size()  # the same in each world: a first world may fail before its first commit
         self._random = random_state()
         clear_singletons()
-        set_local_place(local_place() if world_generation() else 0)
+        set_local_place(local_place())
 
     def attach(self, **objects: Any) -> None:
         """Name objects of the present world. ``load`` must follow.

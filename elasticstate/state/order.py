@@ -147,6 +147,22 @@ def world_size() -> int:
         return 1
 
 
+def local_place() -> int:
+    """Return the place among the workers of this host in the present world; 0 outside a world.
+
+    The local leader has place 0. A survivor's place changes when workers of other slots leave or return.
+    """
+    try:
+        return present_world.world().local_place
+    except NotInWorldError:
+        return 0
+
+
+def libraries_local_rank() -> int:
+    """Return the local rank for libraries, as in ``LOCAL_RANK``: see ``present_world.libraries_local_rank``."""
+    return present_world.libraries_local_rank()
+
+
 def world_is_new() -> bool:
     """Return True in a world in which all members are new processes."""
     try:
