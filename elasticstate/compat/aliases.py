@@ -11,7 +11,7 @@ watched memory, by replacing the attributes of ``torch.Tensor`` and ``ProcessGro
 - ``torch._C._storage_Use_Count`` and the references to the storage object: who refers to a tensor's memory.
 - ``torch._fused_adam_`` and the like count as a write of all memory.
 
-Not detected: native code that writes to an address, memory that numpy allocated (``torch.from_numpy``), ``.data``
+Not detected: native code that writes to an address, memory that torch has not allocated (``is_own_memory``), ``.data``
 inside a compiled function (``torch.compile``, ``torch.jit.script``), operations of ``torch.ops._c10d_functional``,
 capsules made before ``install``, and ``torch.autograd._unsafe_preserve_version_counter``. Tick records therefore also
 take samples of the content.
@@ -110,6 +110,14 @@ def is_only_owner(tensor: torch.Tensor) -> bool:
     if sys.getrefcount(storage) != _ONLY_REFERENCES or _use_count(storage._cdata) != _ONLY_OWNER:
         return False
     return not storage.is_shared() and not _has_lasting_handle(storage.data_ptr())
+
+
+def is_own_memory(tensor: torch.Tensor) -> bool:
+    """Return True if torch has allocated the tensor's memory, and has lent it to no numpy array.
+
+    Other code may write other memory without a call of torch: what numpy has allocated, a file, foreign buffers.
+    """
+    return bool(_storage_of(tensor).resizable())
 
 
 def _has_lasting_handle(address: int) -> bool:

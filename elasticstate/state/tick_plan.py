@@ -21,7 +21,7 @@ from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.values import Captured, split_by_kind
 
 LARGE_BYTES = 1 << 18
-"""A larger tensor that no optimizer owns is not copied before it was seen to change."""
+"""A larger tensor that cannot be watched is not copied before it was seen to change."""
 MAX_BYTES = 8 << 20
 """Limit of what a record copies: beyond it, the commits alone count."""
 _SAMPLED = 64  # owned tensors of which samples are taken at a tick
@@ -60,30 +60,32 @@ class TickPlan:
         self.tensors, self.arrays = tensors, arrays
         self.quick: QuickCapture | None = None
         self.owned: dict[str, torch.Tensor] = {}
-        self.constant: dict[str, torch.Tensor] = {}
+        self.summed: dict[str, torch.Tensor] = {}
         self.copied: list[str] = []
+        self._may_be_copied: list[str] = []  # of the summed ones
         size = sum(array.nbytes for array in arrays.values())
         for name, tensor in tensors.items():
             _check_kind(name, tensor)
             is_owned = id(tensor) in owned and tensor.numel() > 0 and not tensor.is_inference()
-            if is_owned and aliases.is_only_owner(tensor):
+            can_be_watched = is_owned and aliases.is_own_memory(tensor)
+            if can_be_watched and aliases.is_only_owner(tensor):
                 self.owned[name] = tensor
             elif tensor.nbytes <= LARGE_BYTES or (name in changing and not is_owned):
                 self.copied.append(name)
                 size += tensor.nbytes
-            elif is_owned:
+            elif can_be_watched:
                 raise Unsuitable(f"state.{name} shares its memory with another tensor or an array")
             else:
-                self.constant[name] = tensor
+                self.summed[name] = tensor
+                if not is_owned:
+                    self._may_be_copied.append(name)
         if size > MAX_BYTES:
             raise Unsuitable(f"{size / 1e6:.0f} MB would have to be copied at each tick")
-        self._owned_now, self._constant_now = list(self.owned.values()), list(self.constant.values())
-        self._features = _features([*self._owned_now, *self._constant_now])
+        self._owned_now, self._summed_now = list(self.owned.values()), list(self.summed.values())
+        self._features = _features([*self._owned_now, *self._summed_now])
         dense = [tensor for tensor in self._owned_now if _is_dense(tensor)]
         self._dense_count = len(dense)
         self._sampled = dense + dense[:_SAMPLED]  # so that any _SAMPLED in a row, over the end, are one slice
-        self._checksums = _checksums(self.constant)
-        self._constant_versions = exact_versions(self._constant_now)
         self._is_quick = quick_versions(self._owned_now) == exact_versions(self._owned_now)
         self._spare = [Copies([], {}), Copies([], {})]
         self._watch = 0
@@ -93,9 +95,9 @@ class TickPlan:
         return list(tensors) == list(self.tensors) and list(arrays) == list(self.arrays) and self.has_same(tensors)
 
     def has_same(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """Return True if the owned and the constant tensors are still at their names and addresses."""
-        found = [tensors.get(name) for name in (*self.owned, *self.constant)]
-        expected = [*self._owned_now, *self._constant_now]
+        """Return True if the owned and the summed tensors are still at their names and addresses."""
+        found = [tensors.get(name) for name in (*self.owned, *self.summed)]
+        expected = [*self._owned_now, *self._summed_now]
         return all(map(is_, found, expected)) and _features(expected) == self._features
 
     def versions(self) -> bytes:
@@ -112,18 +114,17 @@ class TickPlan:
         some = self._sampled[first : first + min(_SAMPLED, self._dense_count)]
         return sample(some, torch.Tensor.data_ptr, torch.Tensor.nbytes, tick, _WORDS)
 
-    def changed(self) -> list[str]:
-        """Return the names of constant tensors that torch has counted writes of."""
-        if not self.constant or exact_versions(self._constant_now) == self._constant_versions:
-            return []
-        before, now = np.frombuffer(self._constant_versions, np.int64), exact_versions(self._constant_now)
-        pairs = zip(self.constant, before, np.frombuffer(now, np.int64), strict=True)
-        return [name for name, old, new in pairs if old != new]
+    def checksums(self) -> dict[str, int]:
+        """Return the checksums of the summed tensors, of their whole content."""
+        found = {}
+        for name, tensor in self.summed.items():
+            dense = tensor.detach().contiguous().resolve_conj().resolve_neg()
+            found[name] = checksum(dense.reshape(-1).view(torch.uint8), 0, dense.nbytes)
+        return found
 
-    def changed_content(self) -> list[str]:
-        """Return the names of constant tensors whose content is not that of the plan."""
-        now = _checksums(self.constant)
-        return [name for name in self.constant if now[name] != self._checksums[name]]
+    def to_copy(self, before: dict[str, int], now: dict[str, int]) -> list[str]:
+        """Return the names of the tensors that changed between two ``checksums``, and that a plan may copy instead."""
+        return [name for name in self._may_be_copied if name in before and now[name] != before[name]]
 
     def watch(self) -> None:
         """Detect from now on who asks for a handle to an owned tensor's memory."""
@@ -161,14 +162,6 @@ def _check_kind(name: str, tensor: torch.Tensor) -> None:
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return True if the elements fill the memory from the tensor's address on."""
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    found = {}
-    for name, tensor in tensors.items():
-        dense = tensor.detach().contiguous().resolve_conj().resolve_neg()
-        found[name] = checksum(dense.reshape(-1).view(torch.uint8), 0, dense.nbytes)
-    return found
 
 
 def _are_same(feature: Callable[[torch.Tensor], Any], some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

@@ -8,7 +8,8 @@ since. There are three kinds of tensors:
 
 - *copied*: what is small, and what was seen to change outside of a step.
 - *owned*: parameters, and the optimizers' state. The record has their versions, and samples of their content.
-- *constant*: other large tensors (masks, tables). Their checksum must be the same as when the plan was made.
+- *summed*: other large tensors (masks, tables), and owned ones in memory that torch has not allocated. The record has
+  checksums of their whole content.
 
 The proof for the owned tensors needs all of these:
 
@@ -57,6 +58,7 @@ class _Record:
     plan: TickPlan
     versions: bytes
     samples: int
+    checksums: dict[str, int]
     copies: Copies
     objects: bytes
     quick: QuickCapture | None  # that made ``objects``
@@ -87,6 +89,7 @@ class TickRecords:
         self._plan: TickPlan | None = None
         self._record: _Record | None = None
         self._changing: set[str] = set()  # large tensors that no optimizer owns and that were seen to change
+        self._checksums: dict[str, int] = {}  # of the last record
         self._attempts = 0
         self._wait = 0  # ticks until the next attempt to make a plan
         self._is_off = False
@@ -100,6 +103,7 @@ class TickRecords:
     def reset(self) -> None:
         """Discard all that is known of the tensors' content: a commit is about to be copied into them."""
         self._record = self._plan = None
+        self._checksums = {}
 
     def record(self, commit: CommitId) -> None:
         """Record the present tick as ``commit``. If that is impossible, there is no record. Raises nothing."""
@@ -136,16 +140,23 @@ class TickRecords:
     def _made(self, commit: CommitId) -> _Record:
         plan = self._plan
         objects = plan.quick.objects() if plan is not None and plan.quick is not None else None
-        if plan is None or objects is None or not self._is_valid(plan):
+        if plan is None or objects is None or not plan.has_all_owners():
             plan, objects = self._full_capture()
         blob = dumps(objects)
         if len(blob) > MAX_BYTES:
             raise Unsuitable(f"{len(blob) / 1e6:.0f} MB of objects would have to be copied at each tick")
+        checksums = plan.checksums()
+        if changed := plan.to_copy(self._checksums, checksums):
+            self._changing.update(changed)
+            self._plan = None
+            return self._made(commit)  # the next plan copies them, so it has fewer checksums
+        self._checksums = checksums
         return _Record(
             commit,
             plan,
             plan.versions(),
             plan.samples(commit.tick),
+            checksums,
             plan.copy(),
             blob,
             plan.quick,
@@ -159,7 +170,7 @@ class TickRecords:
         captured = self._capture()
         tensors, arrays, objects = split_by_kind(captured)
         plan = self._plan
-        if plan is None or not plan.fits(tensors, arrays) or not self._is_valid(plan):
+        if plan is None or not plan.fits(tensors, arrays) or not plan.has_all_owners():
             plan = self._plan = self._new_plan(captured)
         plan.tensors, plan.arrays = tensors, arrays
         plan.quick = self._quick_capture(captured)
@@ -168,12 +179,6 @@ class TickRecords:
             plan.quick = None
             return plan, objects
         return plan, quick
-
-    def _is_valid(self, plan: TickPlan) -> bool:
-        """Return False if a handle exists, or if a constant tensor has changed: the next plan copies that one."""
-        changed = plan.changed()
-        self._changing.update(changed)
-        return not changed and plan.has_all_owners()
 
     def _new_plan(self, captured: Captured) -> TickPlan:
         self._plan = None
@@ -202,7 +207,7 @@ class TickRecords:
     def take(self, newest: CommitId | None, generation: int) -> tuple[CommitId, dict[str, Any], bytes] | None:
         """Return the id, values and random state of the last tick, if they are proven; else None. Drop the record.
 
-        The owned and constant tensors are the live ones: copy them before anything writes them.
+        The owned and summed tensors are the live ones: copy them before anything writes them.
         """
         record, self._record = self._record, None
         if record is None or record.commit.generation != generation:
@@ -215,7 +220,7 @@ class TickRecords:
             logger.info("the live state is not that of tick %d: %s", record.commit.tick, reason)
             return None
         values: dict[str, Any] = {**record.copied_tensors(), **record.copies.arrays}
-        values |= {**record.plan.owned, **record.plan.constant}
+        values |= {**record.plan.owned, **record.plan.summed}
         objects = pickle.loads(record.objects)
         if record.quick is not None:
             objects = record.quick.expand(objects)
@@ -240,8 +245,9 @@ class TickRecords:
             return "a tensor was written"
         if plan.samples(record.commit.tick) != record.samples:
             return "a tensor was written without torch's count of writes"
-        if changed := plan.changed_content():
-            self._changing.update(changed)
+        now = plan.checksums()
+        if changed := [name for name, found in now.items() if found != record.checksums[name]]:
+            self._changing.update(plan.to_copy(record.checksums, now))
             return f"state.{changed[0]} has changed"
         return ""
 

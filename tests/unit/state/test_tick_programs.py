@@ -29,6 +29,7 @@ from tests.unit.state.conftest import Member, World
 
 PROGRAMS = 250
 DEVIOUS = 0.35  # share of the programs whose writes between tick and failure are of all kinds
+AGAIN = 0.2  # share of those that write back what was there before the tick
 
 
 class Model(nn.Module):
@@ -69,6 +70,9 @@ class Program:
         random.seed(seed)
         self.model = Model()
         self.memory = np.zeros(70_000)
+        self.weights = np.full((2, 8), 0.5, np.float32)
+        if self.pick.random() < 0.3:
+            self.model.layers[3].weight = nn.Parameter(torch.from_numpy(self.weights))
         self.earlier = torch.from_dlpack(self.parameter_of_model().detach())
         first, second = optimizers_for(self.pick, self.model)
         self.schedule = torch.optim.lr_scheduler.StepLR(first, 2)
@@ -177,6 +181,18 @@ class Program:
     def foreign_memory(self) -> None:
         self.memory += 1
 
+    def foreign_value_again(self) -> None:
+        """Write a value that the memory may have had before, so a comparison with the past shows no write."""
+        self.memory[:] = self.pick.randrange(2)
+
+    def foreign_elements(self) -> None:
+        self.memory[self.pick.randrange(3)] = self.pick.randrange(2)
+        self.weights[0, self.pick.randrange(3)] = self.pick.randrange(2)
+
+    def table_again(self) -> None:
+        value = self.pick.randrange(2)
+        self.pick.choice([self.model.table.data.fill_, self.model.table.numpy().fill])(value)
+
     def capsule_from_before(self) -> None:
         self.earlier.add_(1)
 
@@ -272,8 +288,11 @@ class Program:
             *(self.keep_capsule, self.new_group, self.partly_optimize, self.data_in_compiled_code, self.apply),
             *(self.fused, self.foreign_memory, self.capsule_from_before, self.second_number),
         ]
+        again = [self.foreign_value_again, self.foreign_elements, self.table_again]
         is_devious = self.pick.random() < DEVIOUS
         anything = [*harmless, *counted, *(devious if is_devious else [])]
+        if is_again := self.pick.random() < AGAIN:
+            anything = again
         self.state.commit()
         self.oracle[CommitId(1, 1)] = self.content()
         for _ in range(self.pick.randrange(2, 9)):
@@ -284,7 +303,7 @@ class Program:
             self.tick(every=self.pick.choice((1000, 1000, 1000, 2)))
         last, is_committed = CommitId(1, self.member.ticks), self.committer.commits[0] == CommitId(1, self.member.ticks)
         done = [self.pick.choice([*harmless[:3], self.forward]) for _ in range(self.pick.randrange(3))]
-        if is_devious:
+        if is_devious or is_again:
             done += [self.pick.choice(anything) for _ in range(self.pick.randrange(4))]
         self.pick.shuffle(done)
         for operation in done:

@@ -155,16 +155,62 @@ def test_a_write_that_nothing_detects_beforehand_is_found_in_the_samples(two: Me
     assert found == (1, 1)
 
 
-def test_memory_of_numpy_is_sampled(two: Member) -> None:
-    memory = np.ones((4, 4), dtype=np.float32)
-    model = torch.nn.Linear(4, 4)
+@pytest.mark.parametrize("width", [4, 300], ids=["small", "large"])
+def test_a_parameter_in_memory_of_numpy_is_that_of_the_tick_or_refused(two: Member, width: int) -> None:
+    """Single elements are written, which samples would miss."""
+    memory = np.ones((4, width * width), dtype=np.float32)
+    model = torch.nn.Linear(width * width, 4)
     model.weight = torch.nn.Parameter(torch.from_numpy(memory))
     state = TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), step=0)
     committer_of(state).use_session(two)
     state.commit()
+    for _ in range(3):
+        model(torch.ones(2, width * width)).sum().backward()
+        state.optimizer.step()
+        memory[1, 3] = 5.0
+        state.commit(every=1000)
+    at_tick = memory.copy()
+    memory[2, 3] += 1.0
+    committer_of(state).commit_last_tick()
+    state.restore()
+    assert state.commits[0] == ((1, 4) if width == 4 else (1, 1)), "small tensors are copied"
+    assert width != 4 or np.array_equal(memory, at_tick)
+
+
+@pytest.mark.parametrize("is_buffer", [False, True], ids=["value", "buffer"])
+@pytest.mark.parametrize("way", ["memory of numpy", "data", "numpy()", "storage", "single element"])
+def test_a_large_tensor_that_is_reset_after_the_tick_is_that_of_the_tick_or_refused(
+    two: Member, way: str, is_buffer: bool
+) -> None:
+    """Each write restores the content from before the tick, and torch counts none of them."""
+    memory = np.zeros((300, 300), np.int64)
+    counts = torch.from_numpy(memory) if way == "memory of numpy" else torch.zeros(300, 300, dtype=torch.int64)
+    model = torch.nn.Linear(4, 4)
+    if is_buffer:
+        model.register_buffer("counts", counts)
+    more: dict[str, Any] = {} if is_buffer else {"counts": counts}
+    state = TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), step=0, **more)
+    writes: dict[str, Callable[[int], object]] = {
+        "memory of numpy": memory.fill,
+        "data": lambda value: counts.data.fill_(value),
+        "numpy()": lambda value: counts.numpy().fill(value),
+        "storage": lambda value: counts.untyped_storage().fill_(value),
+        "single element": lambda value: counts.data[7].fill_(value),
+    }
+    committer_of(state).use_session(two)
+    state.commit()
+    expected = {CommitId(1, 1): counts.clone()}
+    for tick in range(2, 7):
+        step(state)
+        expected[CommitId(1, tick)] = counts.clone()
+    writes[way](20)
     step(state)
-    memory += 1
-    assert after_a_failure(state) == (1, 1)
+    expected[CommitId(1, 7)] = counts.clone()
+    writes[way](0)
+    newest = after_a_failure(state)
+    assert newest is not None
+    assert torch.equal(counts, expected[newest])
+    assert newest == (1, 7), "it was seen to change between two ticks, so the record has a copy"
 
 
 def goes_back_to_the_tick_or_the_commit(two: Member, handle: Callable[[torch.Tensor], Any]) -> None:
