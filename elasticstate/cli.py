@@ -294,6 +294,10 @@ def _parser() -> argparse.ArgumentParser:
             text = f"{option.help} (default: {shown})" if shown else option.help
             values = {"nargs": 2, "metavar": metavar} if len(metavar) == 2 else {"metavar": metavar[0]}
             add(*option.names, dest=name, default=None, help=text, **values)
+    # Tick records were once on by default, so commands have this option. It also overrides the variable.
+    parser.add_argument(
+        "--no-tick-records", dest="tick_records", action="store_false", default=None, help=argparse.SUPPRESS
+    )
     parser.add_argument(
         "--check",
         action="store_true",

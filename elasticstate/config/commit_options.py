@@ -33,7 +33,11 @@ class CommitOptions:
         False, COMMITS, kinds.FLAG, "--verify-sync", "Compare all states after each sync. A difference is an error."
     )
     tick_records: bool = option(
-        True, COMMITS, kinds.FLAG, "--tick-records", "Record each tick, so that a failure repeats none if possible."
+        False,
+        COMMITS,
+        kinds.FLAG,
+        "--tick-records",
+        "Record each tick, so that a failure repeats none if possible. Only on CPUs; replaces methods of torch.Tensor.",
     )
     one_copy_per_host: bool = option(
         False,

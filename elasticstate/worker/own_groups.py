@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from types import TracebackType
 
 from elasticstate.errors import UsageError
 
-
-def _refuse_second_group(*args: object, **kwargs: object) -> None:
-    raise UsageError(
-        "init_process_group() was called inside a function decorated with @elasticstate.run, where elasticstate "
-        "creates the default process group. Use that group, or torch.distributed.new_group()."
-    )
+_TWICE = "trying to initialize the default process group twice"  # of torch's ValueError
 
 
 class OwnProcessGroups:
-    """Context in which ``init_process_group`` of user code raises UsageError."""
+    """Context in which a second ``init_process_group``, by user code, raises UsageError."""
 
     def __enter__(self) -> None:
-        self._init = dist.init_process_group
-        dist.init_process_group = _refuse_second_group
+        """Do nothing: torch itself refuses a second default group."""
 
-    def __exit__(self, *_: object) -> None:
-        dist.init_process_group = self._init
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, ValueError) and _TWICE in str(error):
+            raise UsageError(
+                "init_process_group() was called inside a function decorated with @elasticstate.run, where "
+                "elasticstate creates the default process group. Use that group, or torch.distributed.new_group()."
+            ) from error

@@ -89,7 +89,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures.json")
         script = [sys.executable, __file__, *sys.argv[1:], "--worker", str(out)]
-        subprocess.run([sys.executable, "-m", "elasticstate", "-np", str(WORKERS), "--", *script], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "elasticstate", "-np", str(WORKERS), "--tick-records", "--", *script], check=True
+        )
         found = json.loads(out.read_text())
     blocks = median(ours / plain for ours, plain in zip(found["ticks"], found["plain"], strict=True))
     ratio = sum(found["ticks"]) / (sum(found["ticks"]) - found["inside"])

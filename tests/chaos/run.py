@@ -53,6 +53,7 @@ class Chaos:
         self._minutes = minutes
         self._plan = make_plan(seed, max(minutes, MINUTES_OF_ALL_KINDS), len(SLOTS))
         self._spares = seed % 2  # on host b, or where else a slot is free
+        self._records_ticks = seed // 2 % 2 == 0
         self._lasted_s = 0.0
         self._struck: list[Strike] = []
         self._missed: list[Fault] = []
@@ -69,7 +70,7 @@ class Chaos:
             self.namespaces = network.namespaces
             discovery = Hosts(self._directory)
             slots = {**SLOTS, "b": SLOTS["b"] + self._spares}
-            options = (*OPTIONS, "--spares", str(self._spares))
+            options = (*OPTIONS, "--spares", str(self._spares), *(("--tick-records",) if self._records_ticks else ()))
             discovery.set(*(f"{name}:{count}" for name, count in slots.items()))
             stop = self._directory / "stop"
             command = [sys.executable, str(SCRIPT), "--log", str(self._directory / "logs"), "--stop", str(stop)]
@@ -201,7 +202,8 @@ class Chaos:
         mean_s = self._lasted_s / len(self._struck)
         return "\n".join(
             (
-                f"chaos: {len(self._struck)} faults, one every {mean_s:.2f} s; spares: {self._spares}",
+                f"chaos: {len(self._struck)} faults, one every {mean_s:.2f} s; spares: {self._spares}; tick records: "
+                f"{self._records_ticks}",
                 *rows,
                 f"  generations {finished['generations']}, goodput {finished['goodput']}, "
                 f"steps {self.job.log('final')[0]['step']}, longest pause {pause_s:.1f} s",

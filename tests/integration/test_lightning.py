@@ -32,11 +32,11 @@ def command(folder: Path, *arguments: str) -> list[str]:
     return [*SCRIPT, "--log", str(folder / "logs"), "--samples", str(SAMPLES), *arguments]
 
 
-def through_changes(folder: Path, *arguments: str) -> Job:
+def through_changes(folder: Path, *arguments: str, options: tuple[str, ...] = OPTIONS) -> Job:
     """Return an ended job that has survived a kill, a join and a leave, each in the middle of an epoch."""
     hosts = Hosts(folder).set("localhost:2")
     script = command(folder, "--until", str(folder / "stop"), "--step-seconds", "0.01", *arguments)
-    with Job(folder, "-np", "2", *OPTIONS, *hosts.options, command=script) as job:
+    with Job(folder, "-np", "2", *options, *hosts.options, command=script) as job:
         mid_epoch(job, 1, size=2)
         victim = job.pid_of(0, 1)
         os.kill(victim, signal.SIGKILL)
@@ -171,7 +171,8 @@ def test_a_job_with_changes_gives_the_losses_of_an_undisturbed_run(
 
 
 def test_epochs_change_their_length_and_ticks_wait_for_the_optimizers_step(tmp_path: Path) -> None:
-    job = through_changes(tmp_path, "--batch-size", "5", "--accumulate", "2", "--commit-every", "1000")
+    batches = ("--batch-size", "5", "--accumulate", "2")
+    job = through_changes(tmp_path, *batches, "--commit-every", "1000", options=(*OPTIONS, "--tick-records"))
     check_worlds(job)
     lines = counted(job.log("trained"))
     epochs = check_samples(lines)

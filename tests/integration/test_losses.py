@@ -70,7 +70,6 @@ def test_lost_commits_and_redone_ticks_are_counted(tmp_path: Path) -> None:
         "2",
         "--join-window",
         "60",
-        "--no-tick-records",
         steps=10,
         step_seconds=0.03,
         commit_every=EVERY,

@@ -24,7 +24,18 @@ KILLS = (
     f"7:commit:{EVERY}:1",
 )
 STEPS = 40
-OPTIONS = ("--join-window", "60", "--failure-grace", "0.5", "--max-no-progress", "20", "--cooldown-range", "1", "1")
+OPTIONS = (
+    "--tick-records",
+    "--join-window",
+    "60",
+    "--failure-grace",
+    "0.5",
+    "--max-no-progress",
+    "20",
+    "--cooldown-range",
+    "1",
+    "1",
+)
 
 
 def run(directory: Path, program: str, every: int, kills: tuple[str, ...], *options: str, size: int = 2) -> Job:

@@ -67,7 +67,7 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
         "verbose": "yes",
     }
     samples |= {"verify_sync": "on", "ssh_check_host_keys": "off", "env": "HF_TOKEN,NCCL_*"}
-    samples |= {"horovod": "1", "tick_records": "off", "min_np": "1", "max_np": "7", "job_name": "j"}
+    samples |= {"horovod": "1", "tick_records": "on", "min_np": "1", "max_np": "7", "job_name": "j"}
     samples |= {"preemption_signals": "USR1,SIGTERM"}
     samples |= {"tee": "1", "only_ranks": "0,4-7", "template": "0", "preload": "json,os.path"}
     samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90", "timeline_mark_cycles": "1"}
