@@ -11,8 +11,9 @@
   a CollectiveError and a UsageError is an own error of the script;
 - stores ``world_generation()`` with everything that belongs to one world, and makes it anew in another generation;
 - may derive its states from ``elasticstate.State`` and its subclasses. It may override ``check_host_updates``, which
-  ends each tick; ``_is_taken``, which refuses names of values; ``_value_kinds``, which a sync compares; and ``_owned``,
-  which names the tensors that only an optimizer's ``step`` writes. ``ticks`` returns the number of completed ticks. A
+  ends each tick; ``_is_taken``, which refuses names of values; ``_value_kinds``, which a sync compares; ``_owned``,
+  which names the tensors that only an optimizer's ``step`` writes; and ``_step_sources``, which returns the values in
+  which an optimizer that steps must be, or None. ``ticks`` returns the number of completed ticks. A
   state is a ``torch.distributed`` Joinable: the hooks of ``state.join_hook()`` end a tick without training, and copy
   the state of the last ranks to all;
 - may define values of a state that need the state: the constructor of ``State`` calls their method

@@ -15,6 +15,7 @@ from elasticstate.errors import NotInWorldError, OptionError, StateError, UsageE
 
 _CAUSED_BY_THE_SCRIPT = (NotInWorldError, OptionError, StateError, UsageError)
 _PACKAGE = os.path.dirname(__file__) + os.sep
+_OPTIMIZERS = os.path.join(os.sep, "torch", "optim", "")
 
 
 def text_of(error: BaseException) -> str:
@@ -22,7 +23,10 @@ def text_of(error: BaseException) -> str:
     found = TracebackException.from_exception(error)
     if not isinstance(error, _CAUSED_BY_THE_SCRIPT):
         return "".join(found.format())
-    found.stack[:] = [frame for frame in found.stack if not frame.filename.startswith(_PACKAGE)]
+    frames = [frame for frame in found.stack if not frame.filename.startswith(_PACKAGE)]
+    while frames and _OPTIMIZERS in frames[-1].filename:  # which call the hook that raises the error
+        del frames[-1]
+    found.stack[:] = frames
     return "".join(found.format() if found.stack else found.format_exception_only())
 
 

@@ -90,6 +90,9 @@ class LightningState(elastic.TorchState):
             )
         self._fitted_in = elastic.generation()
 
+    def _step_sources(self) -> None:
+        """Return None: the optimizers are the Trainer's, and ``state.trainer`` gets their state at each tick."""
+
     def _owned(self) -> set[int]:
         """Also the tensors of the optimizers, which ``step`` alone writes."""
         found = set(super()._owned())

@@ -45,6 +45,7 @@ class AttachedValues:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.names = tuple(values)
+        self.values = values
         self._modules = {name: AttachedModule(name, v) for name, v in values.items() if isinstance(v, torch.nn.Module)}
         self._optimizers = {name: AttachedOptimizer(name, v) for name, v in values.items() if is_plain_optimizer(v)}
         others = {name: v for name, v in values.items() if name not in {*self._modules, *self._optimizers}}

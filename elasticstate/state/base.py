@@ -113,6 +113,10 @@ class State(Joinable):
         """Return the ids of the captured tensors that a tick record need not copy. See tick_record.py."""
         return ()
 
+    def _step_sources(self) -> Mapping[str, object] | None:
+        """Return the values in which StepCheck looks for optimizers; None: they may be elsewhere."""
+        return None
+
     def _drop_gradients(self) -> None:
         """Set gradients to None. See Committer.drop_gradients."""
 

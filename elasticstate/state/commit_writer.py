@@ -55,6 +55,7 @@ class CommitWriter:
         self.loaded: dict[str, Any] | None = None
         """Between two calls of ``train``: copies of the states that objects with iterators have loaded, by name."""
         self._has_trained = False  # ``train`` was called in this process
+        self.before_commit: Callable[[], None] | None = None  # while a training function runs: judges its optimizers
 
     # ----------------------------------------------------------------------------------------------- storage and world
 
@@ -127,6 +128,8 @@ class CommitWriter:
         """
         self.settle()
         commit = self.session.commit_id()
+        if self.before_commit is not None:
+            self.before_commit()
         if self.session.follows is not None:
             return
         self._begin(commit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from elasticstate.state.base import State
@@ -25,6 +26,9 @@ class ObjectState(State):
 
     def _load_targets(self) -> Captured:
         return self.capture()
+
+    def _step_sources(self) -> Mapping[str, object] | None:
+        return self.capture() if type(self).capture is ObjectState.capture else None
 
     def apply(self, values: Captured) -> None:
         self._check_names(values, ObjectState.capture)

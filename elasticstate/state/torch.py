@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -185,6 +185,12 @@ class TorchState(State):
                 flatten(dict(enumerate(value.state.values())), "", tensors)
                 found.update(map(id, tensors.values()))
         return found
+
+    def _step_sources(self) -> Mapping[str, object] | None:
+        if type(self).capture is not TorchState.capture:
+            return None
+        attached = self._committer.attached
+        return {**{name: getattr(self, name) for name in self._names}, **(attached.values if attached else {})}
 
     def check(self) -> None:
         for name in self._names:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from elasticstate import present_world
 from elasticstate.compat.stores import HashStore, Store
 from elasticstate.state.base import State
+from elasticstate.state.step_check import StepCheck
 from elasticstate.worker import contexts
 from elasticstate.worker.own_groups import OwnProcessGroups
 
@@ -33,7 +34,8 @@ class SoloLoop:
         if not self._has_joined:
             self.join()
         try:
-            result = self.run_in_last_world(state, call)
+            with StepCheck(state):
+                result = self.run_in_last_world(state, call)
             self.finish()
         except BaseException:
             self.end()

@@ -43,6 +43,7 @@ from elasticstate.state import durable_state
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.committer import Committer
 from elasticstate.state.snapshot import Snapshot
+from elasticstate.state.step_check import StepCheck
 from elasticstate.tracebacks import text_of
 from elasticstate.worker import call_monitor, contexts, heap
 from elasticstate.worker.contexts.context import Fault
@@ -230,7 +231,7 @@ class WorkerLoop:
             self._state.sync()
             self._committer.continue_iterators()
             self._sentinel.begin_training()
-            with OwnProcessGroups():
+            with OwnProcessGroups(), StepCheck(self._state):
                 self._result = self._train()
             self._committer.settle()
             self._sentinel.wait_in_gate()

@@ -192,6 +192,7 @@ CASES = {
     "wrong-host": Case(1, possible=has_ssh),
     "agent-version": Case(1, driver_that_listens, NEWER),
     "job-name": Case(2, same_name),
+    "forgotten-optimizer": Case(1),
     "no-state": Case(1),
     "commit-outside": Case(1),
     "nested-run": Case(1),

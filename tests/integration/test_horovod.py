@@ -132,7 +132,7 @@ def test_models_that_become_unlike_end_the_job_with_the_same_error_on_all_ranks(
         "hvd.init()\n"
         "weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]\n"
         "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights[:1], lr=0.25))\n"
-        "state = hvd.elastic.TorchState(optimizer=optimizer, step=0)\n"
+        "state = hvd.elastic.TorchState(optimizer=optimizer, first=weights[0], second=weights[1], step=0)\n"
         "@hvd.elastic.run\n"
         "def train(state):\n"
         "    for state.step in range(state.step, 5):\n"

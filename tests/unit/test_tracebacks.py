@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from elasticstate import error_file, kinds, tracebacks
+from elasticstate import TorchState, error_file, kinds, tracebacks
 from elasticstate.errors import UsageError
 from elasticstate.present_world import world
+from elasticstate.state.step_check import StepCheck
 
 
 def raised(call: Callable[[], object]) -> BaseException:
@@ -24,6 +26,15 @@ def test_the_traceback_of_a_wrong_use_ends_in_the_script() -> None:
     assert "test_tracebacks.py" in text
     assert "present_world.py" not in text
     assert text.splitlines()[-1].startswith("elasticstate.errors.NotInWorldError: ")
+
+
+def test_the_traceback_of_an_optimizers_hook_ends_in_the_script() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with StepCheck(TorchState(model=model)):
+        text = tracebacks.text_of(raised(optimizer.step))
+    assert text.splitlines()[-2].strip() in ("call()", "^^^^^^")
+    assert "optimizer.py" not in text
 
 
 def test_the_traceback_of_another_error_is_complete() -> None:

@@ -1,0 +1,393 @@
+"""StepCheck: an error if an optimizer trains what the commits have and is not in them itself, or the reverse.
+
+Such a script runs without any notice until a worker is replaced. The newcomer then begins with an optimizer of its own,
+or with parameters of its own, and the ranks differ from there on.
+
+An optimizer is judged at its first step in each world, and again if its groups or the values of the state are replaced.
+In most scripts identity decides: the optimizer is a value of the state, or none. But a value may also hold the
+optimizer, or receive a copy of it before each commit: an object with ``state_dict()``, another optimizer, a plain dict.
+Then the first commit after the step decides, by its content.
+
+An optimizer that trains nothing of the state is not the state's business, but a warning names it.
+
+Not judged: states with a ``capture`` of their own, and steps in compiled code, where torch calls no hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from elasticstate._native import checksum
+from elasticstate.compat import dtensors
+from elasticstate.errors import UsageError
+from elasticstate.log import logger
+from elasticstate.state.base import State, committer_of
+from elasticstate.state.values import Captured, Tree, is_array
+
+_MAX_OBJECTS = 200_000  # that a search looks at
+_ATOMS = (str, int, float, complex, type, ModuleType, BuiltinFunctionType)
+_LEAVES = (torch.Tensor, np.ndarray, bytes, bytearray, DataLoader, Dataset, Sampler, LRScheduler, State)
+
+_has_warned = False
+
+
+class StepCheck:
+    """Context of a training function: judges the optimizers that step in it. See above."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._hook: Any = None
+        self._judged: dict[int, _Judged] = {}
+        self._undecided: list[weakref.ref[Optimizer]] = []  # the next commit decides
+
+    def __enter__(self) -> None:
+        if self._state._step_sources() is not None:
+            self._hook = register_optimizer_step_pre_hook(self._before_a_step)
+            committer_of(self._state).before_commit = self._before_a_commit
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            committer_of(self._state).before_commit = None
+
+    def _before_a_step(self, optimizer: Optimizer, *_: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        judged = self._judged.get(id(optimizer))
+        if judged is not None and judged.is_current(optimizer, self._state):
+            return
+        found = _Sources(self._sources())
+        self._judged[id(optimizer)] = _Judged(optimizer, self._state, found)
+        if found.has_all_of(optimizer):  # nearly always
+            return
+        content = self._content()
+        if content is not None and not found.judge(optimizer, content, is_commit=False):
+            self._undecided.append(weakref.ref(optimizer))
+
+    def _before_a_commit(self) -> None:
+        optimizers, self._undecided = [reference() for reference in self._undecided], []
+        content = self._content() if optimizers else None
+        for optimizer in optimizers:
+            if optimizer is not None and content is not None:
+                _Sources(self._sources()).judge(optimizer, content, is_commit=True)
+
+    def _sources(self) -> Mapping[str, object]:
+        return self._state._step_sources() or {}
+
+    def _content(self) -> _Content | None:
+        """Return what a commit would contain now; None if the state cannot be captured, which the commit reports."""
+        attached = committer_of(self._state).attached
+        try:
+            tensors = attached.capture()[0] if attached is not None else {}
+            return _Content({**self._state.capture(), **tensors})
+        except Exception:
+            return None
+
+
+class _Judged:
+    """A judgement of an optimizer, and the objects on which it is based."""
+
+    def __init__(self, optimizer: Optimizer, state: State, sources: _Sources) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._attached = committer_of(state).attached
+        self._values = [(name, value) for name, value in sources.values.items() if _is_kept(value)]
+        self._sizes = _sizes(optimizer)
+        is_inside = sources.name_of(optimizer) is not None
+        self._unwritten = [
+            p for p in _parameters(optimizer) if p.grad is None and not (is_inside and id(p) in sources.tensors)
+        ]
+
+    def is_current(self, optimizer: Optimizer, state: State) -> bool:
+        live = state.__dict__
+        return (
+            self._optimizer() is optimizer
+            and committer_of(state).attached is self._attached
+            and _sizes(optimizer) == self._sizes
+            and all(live.get(name, value) is value for name, value in self._values)
+            and all(p.grad is None for p in self._unwritten)
+        )
+
+
+class _Sources:
+    """The values of a state, and those attached to it. ``tensors``: names of parameters and buffers, by id."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self.values = values
+        self.tensors: dict[int, str] = {}
+        self._optimizers: list[tuple[str, Optimizer]] = []
+        for name, value in values.items():
+            if not _is_kept(value) or isinstance(value, torch.nn.Module | Optimizer):
+                self._add(name, value)
+
+    def _add(self, name: str, value: object) -> None:
+        """Add a module, an optimizer, or those in a value that is pickled."""
+        found, _ = _search(value, stops=(torch.nn.Module, Optimizer))
+        for part in found:
+            if isinstance(part, torch.nn.Module):
+                for key, tensor in [*part.named_parameters(), *part.named_buffers()]:
+                    path = key.removeprefix("_orig_mod.").removeprefix("module.")  # of a compiled module, of DDP
+                    self.tensors.setdefault(id(tensor), f"state.{name}.{path}" if part is value else f"state.{name}")
+            elif isinstance(part, torch.Tensor):
+                self.tensors.setdefault(id(part), f"state.{name}")
+            elif isinstance(part, Optimizer):
+                self._optimizers.append((name, part))
+
+    def name_of(self, optimizer: Optimizer) -> str | None:
+        """Return the name of the value that the optimizer is, or that shares its state; None: there is none."""
+        for name, found in self._optimizers:
+            if found is optimizer or getattr(found, "state", None) is optimizer.state:
+                return name
+        return None
+
+    def has_all_of(self, optimizer: Optimizer) -> bool:
+        """Return True if the optimizer and the parameters that it writes are in the values."""
+        return self.name_of(optimizer) is not None and all(
+            id(p) in self.tensors for p in _parameters(optimizer) if p.grad is not None
+        )
+
+    def judge(self, optimizer: Optimizer, content: _Content, is_commit: bool) -> bool:
+        """Raise UsageError, or warn, if the commits lack something. Return False if the next commit decides.
+
+        ``is_commit``: this is the next commit.
+        """
+        name = self.name_of(optimizer)
+        written = [p for p in _parameters(optimizer) if p.grad is not None]
+        if name is None and not written:  # a closure may compute the gradients only later
+            written = [p for p in _parameters(optimizer) if p.requires_grad]
+        inside = [p for p in written if id(p) in self.tensors or content.is_alias(p)]
+        known = set(map(id, inside))
+        outside = [p for p in written if id(p) not in known]
+        if name is None:
+            may_have = self._may_have(optimizer, content)
+            if may_have and not is_commit:
+                return False
+            ours = [*inside, *(p for p in outside if is_commit and content.has_copy_of(p))]
+            if not ours or not may_have or not content.has_state_of(optimizer):
+                self._report(optimizer, ours)
+                return True
+        missing = [p for p in outside if not (content.has_copy_of(p) if is_commit else content.may_have(p))]
+        if missing:
+            value = f"state.{name} ({_kind(optimizer)})" if name else _kind(optimizer)
+            raise UsageError(
+                f"{value} steps on a parameter of shape {tuple(missing[0].shape)} that is in no value of the state: a "
+                "worker that is restarted would continue with other weights, and the ranks would differ without any "
+                "notice. Give its module to the state, and create the optimizer from the parameters of that same "
+                "module."
+            )
+        return is_commit or not outside
+
+    def _may_have(self, optimizer: Optimizer, content: _Content) -> bool:
+        """Return True if a value holds the optimizer, or may hold a copy of its state."""
+        if content.is_open or any(_sizes(other) == _sizes(optimizer) for _, other in self._optimizers):
+            return True
+        holders = [value for value in self.values.values() if _is_kept(value) and not isinstance(value, LRScheduler)]
+        for holder in holders:
+            found, is_whole = _search(holder)
+            if not is_whole or any(part is optimizer for part in found):
+                return True
+        return False
+
+    def _report(self, optimizer: Optimizer, inside: list[torch.Tensor]) -> None:
+        """Report an optimizer that is in no value. ``inside``: parameters of the state that it writes."""
+        global _has_warned
+        if inside:
+            parameter = self.tensors.get(id(inside[0]), "a parameter of the state")
+            other = "".join(f"state.{name} is another object. " for name, _ in self._optimizers[:1])
+            raise UsageError(
+                f"{_kind(optimizer)} steps on {parameter}, but is in no value of the state: a worker that is restarted "
+                "would continue with a new optimizer, and the ranks would differ without any notice. "
+                f"{other}Give it to the state: TorchState(..., optimizer=optimizer). If a value keeps its state_dict() "
+                "instead, renew that value before each commit."
+            )
+        if not _has_warned:
+            _has_warned = True
+            logger.warning(
+                "%s trains parameters that are in no value of the state, and is in none itself: a worker that is "
+                "restarted begins with new ones. Give module and optimizer to the state.",
+                _kind(optimizer),
+            )
+
+
+class _Content:
+    """Content of a commit: tensors and arrays by their sizes, and objects."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._tensors: dict[int, dict[torch.dtype, list[torch.Tensor]]] = {}
+        self._checksums: dict[tuple[int, torch.dtype], set[int]] = {}
+        self._addresses: set[tuple[int, int]] = set()
+        self._groups: list[Any] = []
+        self.is_open = False
+        """True if a plain value may have, or get before the commit, the state of an optimizer in any form."""
+        self._is_opaque = False
+        for value in captured.values():
+            self._add(value.tree if isinstance(value, Tree) else value, is_plain=not isinstance(value, Tree))
+
+    def _add(self, value: object, is_plain: bool) -> None:
+        if is_array(value):
+            self._add_tensor(value)
+            return
+        found, is_whole = _search(value)
+        self._is_opaque |= not is_whole
+        self.is_open |= not is_whole
+        for part in found:
+            is_empty = part is None or (isinstance(part, dict | list | tuple | bytes | bytearray) and not part)
+            if is_array(part):
+                self._add_tensor(part)
+            elif isinstance(part, bytes | bytearray) and not is_empty:
+                self._is_opaque |= is_plain
+            elif isinstance(part, dict) and "param_groups" in part:
+                self._groups.append(part["param_groups"])
+            else:
+                self.is_open |= is_plain and is_empty
+                continue
+            self.is_open |= is_plain
+
+    def _add_tensor(self, value: Any) -> None:
+        try:
+            tensor = _local(value)
+            tensor.data_ptr()
+        except (TypeError, ValueError, RuntimeError, NotImplementedError):  # torch lacks the dtype; no memory
+            return
+        self._tensors.setdefault(tensor.numel(), {}).setdefault(tensor.dtype, []).append(tensor)
+        self._addresses.add((tensor.data_ptr(), tensor.numel()))
+
+    def is_alias(self, tensor: torch.Tensor) -> bool:
+        """Return True if the tensor itself is in the commit."""
+        local = _local(tensor)
+        return (local.data_ptr(), local.numel()) in self._addresses and local.data_ptr() != 0
+
+    def may_have(self, tensor: torch.Tensor) -> bool:
+        return self.is_open or _local(tensor).numel() in self._tensors
+
+    def has_copy_of(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor of the commit has the same content, perhaps in another precision."""
+        if self._is_opaque or self.is_alias(tensor):
+            return True
+        local = _local(tensor)
+        for dtype, others in self._tensors.get(local.numel(), {}).items():
+            key = local.numel(), dtype
+            if key not in self._checksums:
+                self._checksums[key] = set(map(_checksum, others))
+            if _checksum(local.to(dtype)) in self._checksums[key]:
+                return True
+        return False
+
+    def has_state_of(self, optimizer: Optimizer) -> bool:
+        """Return True if the commit has all tensors of the optimizer's state; if there are none, its groups."""
+        found, is_whole = _search(list(optimizer.state.values()))
+        tensors = [part for part in found if isinstance(part, torch.Tensor) and part.numel() > 0]
+        if self._is_opaque or not is_whole:
+            return True
+        if tensors:
+            return all(map(self.has_copy_of, tensors))
+        return any(_has_rates_of(groups, optimizer) for groups in self._groups)
+
+
+# ----------------------------------------------------------------------------------------------------------- helpers
+
+
+def _kind(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _is_kept(value: object) -> bool:
+    """Return True for a value that a state captures with its own methods, instead of pickling it."""
+    if isinstance(value, torch.nn.Module | Optimizer):
+        return True
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _has_rates_of(groups: Any, optimizer: Optimizer) -> bool:
+    """Return True if these are the parameter groups of ``optimizer.state_dict()``, as far as numbers show."""
+    try:
+        return [group.get("lr") for group in groups] == [group.get("lr") for group in optimizer.param_groups]
+    except (AttributeError, TypeError, RuntimeError):  # another form; a learning rate that is a tensor
+        return True
+
+
+def _local(value: Any) -> torch.Tensor:
+    """Return an array, or this rank's part of a tensor, as a plain tensor."""
+    tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.require(value, requirements="W"))
+    return (dtensors.local_of(tensor) if dtensors.is_dtensor(tensor) else tensor).detach()
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    dense = tensor.cpu().contiguous().resolve_conj().resolve_neg()
+    return checksum(dense.reshape(-1).view(torch.uint8), 0, dense.nbytes)
+
+
+def _search(root: object, stops: tuple[type, ...] = ()) -> tuple[list[object], bool]:
+    """Return all objects that ``root`` refers to, itself included, and False if there are too many.
+
+    ``stops``: classes of objects whose references are not followed.
+    """
+    found: list[object] = []
+    seen = {id(root)}
+    pending = deque([root])
+    while pending and len(found) < _MAX_OBJECTS:
+        value = pending.popleft()
+        found.append(value)
+        for child in _children(value) if not isinstance(value, stops) else ():
+            if not isinstance(child, _ATOMS) and id(child) not in seen:
+                seen.add(id(child))
+                pending.append(child)
+    return found, not pending
+
+
+def _children(value: Any) -> list[Any]:
+    if value is None or isinstance(value, _LEAVES):
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, weakref.ref):
+        return [value()]
+    if isinstance(value, FunctionType):
+        return [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+    slots = [getattr(value, name, 0) for name in getattr(type(value), "__slots__", ()) if name != "__dict__"]
+    return [*vars(value).values(), *slots, *_globals_of(value)] if hasattr(value, "__dict__") else slots
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _globals_of(value: object) -> list[Any]:
+    """Return the global variables, and those of enclosing functions, that the object's ``state_dict`` reads."""
+    function = getattr(type(value), "state_dict", None)
+    if not isinstance(function, FunctionType) or isinstance(value, torch.nn.Module | Optimizer):
+        return []
+    names = function.__code__.co_names
+    return [function, *(function.__globals__[name] for name in names if name in function.__globals__)]
