@@ -327,6 +327,16 @@ class TickEnd(Enum):
     BEYOND = 3
     """The tick is after the one at which all members leave."""
 
+class ReportReason(Enum):
+    """Reason for which a thread that reports on a generation wakes up."""
+
+    LEFT = 0
+    """The generation is left."""
+    ENDED = 1
+    """The generation has ended, and is not left yet."""
+    ASKED = 2
+    """The agent asks where the main thread is."""
+
 class Sentinel:
     """Link of the worker to its agent, on a thread that never needs the GIL. See native/sentinel.hpp.
 
@@ -412,6 +422,9 @@ class Sentinel:
 
     def wait_end(self, generation: int) -> bool:
         """Return True once the generation has ended, False once it has been left. For a Python thread."""
+
+    def wait_report(self, generation: int) -> ReportReason:
+        """Wait until there is something to report about the generation. For one Python thread."""
 
     def wait_gate(self, generation: int) -> bool:
         """Return True when the gate opens, False if the generation ends before that."""

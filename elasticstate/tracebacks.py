@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from traceback import TracebackException
+from traceback import StackSummary, TracebackException
 from types import TracebackType
 
 from elasticstate.errors import NotInWorldError, OptionError, StateError, UsageError
@@ -28,6 +28,32 @@ def text_of(error: BaseException) -> str:
         del frames[-1]
     found.stack[:] = frames
     return "".join(found.format() if found.stack else found.format_exception_only())
+
+
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = "-packages" + os.sep
+_LONGEST_LINE = 200  # characters
+
+
+def line_of(stack: StackSummary) -> str:
+    """Return the innermost line of a stack that is most likely the script's own: ``train.py:14 in train: barrier()``.
+
+    Libraries are left out as far as other frames remain.
+    """
+    own = [frame for frame in stack if not _is_machinery(frame.filename)]
+    scripts = [frame for frame in own if _INSTALLED not in frame.filename]
+    if not stack:
+        return ""
+    frame = (scripts or own or stack)[-1]
+    line = f": {frame.line.strip()}" if frame.line else ""
+    return f"{frame.filename}:{frame.lineno} in {frame.name}{line}"[:_LONGEST_LINE]
+
+
+def _is_machinery(path: str) -> bool:
+    """Return True for a file of this package, of torch, or of the standard library."""
+    if _INSTALLED in path:
+        return f"{_INSTALLED}torch{os.sep}" in path or path.startswith(_PACKAGE)
+    return path.startswith((_PACKAGE, _STANDARD_LIBRARY, "<frozen "))
 
 
 @functools.cache

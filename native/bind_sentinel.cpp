@@ -86,6 +86,7 @@ nb::dict message_kinds() {
     add("OPEN_GATE", MessageKind::open_gate);
     add("LEAVE", MessageKind::leave);
     add("TERMINATE", MessageKind::terminate);
+    add("ASK_WHERE", MessageKind::ask_where);
     return numbers;
 }
 
@@ -129,6 +130,10 @@ void bind_sentinel(nb::module_ &m) {
         .value("ENDED", TickEnd::ended)
         .value("INTERRUPTED", TickEnd::interrupted)
         .value("BEYOND", TickEnd::beyond);
+    nb::enum_<ReportReason>(m, "ReportReason")
+        .value("LEFT", ReportReason::left)
+        .value("ENDED", ReportReason::ended)
+        .value("ASKED", ReportReason::asked);
 
     nb::class_<Sentinel> sentinel(m, "Sentinel");
     sentinel
@@ -173,6 +178,7 @@ void bind_sentinel(nb::module_ &m) {
         .def("wait_other", &wait_other)
         .def("wait_verdict", &Sentinel::wait_verdict, "generation"_a, NoGil())
         .def("wait_end", &Sentinel::wait_end, "generation"_a, NoGil())
+        .def("wait_report", &Sentinel::wait_report, "generation"_a, NoGil())
         .def("wait_gate", &Sentinel::wait_gate, "generation"_a, NoGil());
     sentinel.attr("MESSAGE_KINDS") = message_kinds();
     sentinel.attr("PLACES") = places();

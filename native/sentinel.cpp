@@ -159,6 +159,7 @@ void Sentinel::enter(std::uint64_t generation, std::shared_ptr<Severable> cut) {
     pace_.begin(generation);
     held_ = false;
     end_tick_.reset();
+    asked_ = false;
     cut_ = std::move(cut);
     if (ended_ >= generation) {
         page_.word().hold();
@@ -253,6 +254,20 @@ bool Sentinel::wait_end(std::uint64_t generation) {
     const auto left = [&] { return !cut_ || page_.generation() != generation; };
     wait_until(lock, [&] { return ended_ >= generation || left(); });
     return !left();
+}
+
+ReportReason Sentinel::wait_report(std::uint64_t generation) {
+    Lock lock(mutex_);
+    const auto left = [&] { return !cut_ || page_.generation() != generation; };
+    wait_until(lock, [&] { return asked_ || ended_ >= generation || left(); });
+    if (left()) {
+        return ReportReason::left;
+    }
+    if (ended_ >= generation) {
+        return ReportReason::ended;
+    }
+    asked_ = false;
+    return ReportReason::asked;
 }
 
 /// A futex, because a wait on a condition variable does not return when a signal arrives.
@@ -369,7 +384,7 @@ void Sentinel::obey(std::string_view message) {
         return;
     }
     std::memcpy(&head, message.data(), sizeof head);
-    if (head.kind > MessageKind::terminate) {
+    if (head.kind > MessageKind::ask_where) {
         complain("ignored a message from the agent: unknown kind " +
                  std::to_string(static_cast<std::uint64_t>(head.kind)));
         return;
@@ -428,6 +443,9 @@ void Sentinel::obey_locked(const MessageHead &head, std::string_view message) {
             } else {
                 leave_locked();
             }
+            break;
+        case MessageKind::ask_where:
+            asked_ = asked_ || present;
             break;
     }
 }

@@ -20,7 +20,7 @@ namespace elasticstate {
 
 /// Kind in the head of a message to a worker; MessageKind in net/worker_codec.py has the same numbers.
 enum class MessageKind : std::uint64_t {
-    other, world, hold, release, end_now, end_at, confirm_own_error, open_gate, leave, terminate
+    other, world, hold, release, end_now, end_at, confirm_own_error, open_gate, leave, terminate, ask_where
 };
 
 /// Head before each message to a worker, little-endian; MessagePack follows. See net/worker_codec.py.
@@ -40,6 +40,13 @@ enum class TickEnd {
     ended,        // the generation is over
     interrupted,  // this is tick K, at which all leave
     beyond,       // tick K has passed
+};
+
+/// Reason for which a thread that reports on a generation wakes up.
+enum class ReportReason {
+    left,   // the generation is left
+    ended,  // it has ended, and is not left yet
+    asked,  // the agent asks where the main thread is
 };
 
 /// The worker's connection to its agent, on one thread that never needs the GIL.
@@ -128,6 +135,8 @@ public:
     bool wait_verdict(std::uint64_t generation);
     /// For a thread that cuts the generation: true when it has ended and is not left yet, false when it is left.
     bool wait_end(std::uint64_t generation);
+    /// Waits until there is something to report about the generation. Call it from one thread.
+    ReportReason wait_report(std::uint64_t generation);
     /// Waits for the gate: true when it opens, false if the generation ends before that.
     bool wait_gate(std::uint64_t generation);
 
@@ -190,6 +199,7 @@ private:
     double sync_s_ = 0.0;                               // from the existence of its process groups until then
     std::uint64_t own_error_ = 0;                       // the generation with the verdict: own error
     std::uint64_t open_gate_ = 0;                       // the newest generation whose gate is open
+    bool asked_ = false;                                // ASK_WHERE about the present generation
     std::optional<Clock::time_point> exit_at_;          // after LEAVE during boot
 };
 

@@ -26,7 +26,7 @@ class Liveness:
         self._page.reset()
         self._owner = owner
         self._judged = False
-        self._heartbeat_at = self._moved_at = 0.0
+        self._heartbeat_at = self._moved_at = self._looked_at = 0.0
         self._seen = self._page.stamp()
         self._has_changed = False
         self._reported: Stamp | None = None
@@ -35,7 +35,7 @@ class Liveness:
     def begin(self, now: float) -> None:
         """Start to judge the worker: its Hello has arrived."""
         self._judged = True
-        self._heartbeat_at = self._moved_at = now
+        self._heartbeat_at = self._moved_at = self._looked_at = now
 
     def storage_is(self, page: ControlPage) -> None:
         """Read seals from the page of the worker's new storage; stamps only if its Hello has not arrived yet."""
@@ -49,7 +49,7 @@ class Liveness:
 
     def look(self, now: float) -> None:
         """Read the page."""
-        last, self._seen = self._seen, self._page.stamp()
+        last, self._seen, self._looked_at = self._seen, self._page.stamp(), now
         if self._seen[0] != last[0]:  # heartbeat
             self._heartbeat_at, self._has_changed = now, True
         if self._seen[1:] != last[1:]:
@@ -110,9 +110,10 @@ class Liveness:
         if not self._has_changed and stamp == self._reported:
             return None
         self._has_changed, self._reported = False, stamp
+        still_s = self._looked_at - self._moved_at
         points, self._next_point = self._page.points(self._next_point)
         pace = tuple((tick, own_us) for generation, tick, own_us in points if generation == stamp.generation)
-        return replace(stamp, pace=pace)
+        return replace(stamp, pace=pace, still_s=round(max(0.0, still_s), 3))
 
 
 def stamps_interval_s(heartbeat_timeout_s: float, workers: int) -> float:

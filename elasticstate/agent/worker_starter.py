@@ -109,14 +109,12 @@ class WorkerStarter:
             reserve_bytes=reserve_bytes,
             preemption_signals=spec.options.preemption_signals,
             backend=spec.options.backend,
-            reports_hangs=spec.options.hang_timeout_s is not None,
             one_copy=spec.options.one_copy_per_host,
             start_size=spec.options.np,
         )
-        recorder = FLIGHT_RECORDER if own.reports_hangs else {}
         common = environment_of_workers(self._launch.environment, spec.environment)
         plain = {} if place is None else plain_variables(place, spec.job, common)
-        return {**recorder, **common, **plain, **own.variables()}
+        return {**FLIGHT_RECORDER, **common, **plain, **own.variables()}
 
     async def start_store(self, listener: StoreListener, stderr: int) -> Child:
         """Start the process that serves a store for plain workers (worker/plain_store.py). Raises OSError."""

@@ -25,10 +25,10 @@ _RUN = "_run"
 _MAX_SIZE = "max_size"
 
 
-def stack_of(thread: threading.Thread) -> str:
-    """Return the present Python stack of a thread, the innermost frame last; "" if the thread has ended."""
+def stack_of(thread: threading.Thread) -> traceback.StackSummary:
+    """Return the present Python stack of a thread, the innermost frame last; empty if the thread has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
-    return "" if frame is None else "".join(traceback.format_stack(frame))
+    return traceback.StackSummary() if frame is None else traceback.extract_stack(frame)
 
 
 def start_thread(function: Callable[..., object], *arguments: object) -> None:

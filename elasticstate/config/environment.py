@@ -87,7 +87,6 @@ class WorkerEnvironment:
     preemption_signals: tuple[int, ...]
     backend: str
     reserve_bytes: int = 0  # the size of a commit of the job, as far as it is known
-    reports_hangs: bool = False  # the job has a --hang-timeout
     one_copy: bool = False  # with --one-copy-per-host
     start_size: int = 0  # the number of workers to start with
 
@@ -109,7 +108,6 @@ class WorkerEnvironment:
             PREFIX + "COMMITS": self.commits,
             _ERROR_FILE: self.error_file,
             PREFIX + "RESERVE_BYTES": str(self.reserve_bytes),
-            PREFIX + "REPORTS_HANGS": "1" if self.reports_hangs else "",
             PREFIX + "ONE_COPY": "1" if self.one_copy else "",
             PREFIX + "START_SIZE": str(self.start_size),
             PREFIX + "NOTICE_SIGNALS": " ".join(map(str, map(int, self.preemption_signals))),
@@ -133,14 +131,12 @@ def worker_environment() -> WorkerEnvironment | None:
         reserve_bytes = int(os.environ.get(PREFIX + "RESERVE_BYTES", 0))
         start_size = int(os.environ.get(PREFIX + "START_SIZE", 0))
         signals = tuple(map(int, os.environ[PREFIX + "NOTICE_SIGNALS"].split()))
-        reports_hangs = os.environ.get(PREFIX + "REPORTS_HANGS", "") != ""
         one_copy = os.environ.get(PREFIX + "ONE_COPY", "") != ""
         return WorkerEnvironment(
             worker=worker,
             **values,
             preemption_signals=signals,
             reserve_bytes=reserve_bytes,
-            reports_hangs=reports_hangs,
             one_copy=one_copy,
             start_size=start_size,
         )

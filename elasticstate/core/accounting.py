@@ -19,6 +19,7 @@ from elasticstate.core.activity import activity_of, of_planned_end
 from elasticstate.core.figures import JobFigures, Losses, Origin
 from elasticstate.core.keepers import keeps
 from elasticstate.core.records import Draft, Forming, Membership, Over, Running, Worker
+from elasticstate.core.uncommitted import lost_with_nothing_committed_s
 from elasticstate.core.worlds import NOTHING, newest, survivors_of
 
 _ORIGINS_KEPT = 64  # no worker or slot holds a commit of an older generation
@@ -34,6 +35,9 @@ def follow(d: Draft) -> None:
 def member_left(d: Draft, ready: t.WorkerReady) -> None:
     """Record that a member of the present generation is READY: it stopped training at the end of its last tick."""
     stopped_at, known, account = d.now - ready.paused_s, d.ledger.stopped_at, d.ledger.account
+    standstill = d.ledger.ticking.standstill
+    if standstill is not None and ready.ticks > standstill.ticks:
+        account = account.with_completed_tick(d.now)
     account = account.with_commit_stall(ready.commit_s, d.now)
     if isinstance(d.phase, Forming) and d.phase.at_tick is not None:
         account = account.with_planned_end(of_planned_end(d.phase), ready.paused_s, d.now)
@@ -81,7 +85,7 @@ def world_changes(d: Draft, chosen: Sequence[Worker], line: t.CommitId | None, f
         ticks, all_ticks = _reached(d, chosen)
         bounds = {"commits_lost": all_commits, "ticks_lost": all_ticks and is_known}
         lower = frozenset(name for name, is_exact in bounds.items() if not is_exact)
-        losses = Losses(0.0, commits, max(0, ticks - position), lower)
+        losses = Losses(0.0, commits, max(0, ticks - position), lower, lost_with_nothing_committed_s(d))
         account = ledger.account.until(d.now).with_redone(losses.ticks, ticks - _start(d))
         down_since = ledger.down_since
         if down_since is None:
@@ -135,7 +139,9 @@ def _losses(m: Membership, now: float) -> Losses:
     now = m.phase.ended_at if isinstance(m.phase, Over) else now
     since = ledger.stopped_at if ledger.down_since is None else ledger.down_since
     if not ledger.has_ticked and (since is not None or m.generation > 1):
-        return ledger.total + replace(ledger.losses, downtime_s=None)
+        unknown = {"ticks_lost"} if ledger.losses.uncommitted_s else set()
+        bounds = ledger.losses.lower_bounds | unknown
+        return ledger.total + replace(ledger.losses, downtime_s=None, lower_bounds=bounds)
     return ledger.total + replace(ledger.losses, downtime_s=0.0 if since is None else now - since)
 
 

@@ -11,12 +11,12 @@ def activity_of(d: Draft) -> Activity:
     match d.phase:
         case Waiting():
             return "boot" if _slots_counted_on(d) >= d.policy.fewest(d.generation) else "waiting_for_hosts"
-        case Forming(at_tick=int(), clock=None):
-            return "goodput"  # the members train up to this tick
+        case Forming(at_tick=int(), clock=None):  # the members train up to this tick
+            return "goodput" if d.ledger.ticking.standstill is None else "no_ticks"
         case Forming():
             return of_planned_end(d.phase)
         case Running(gate_since=None, first_tick=True):
-            return "goodput"
+            return "goodput" if d.ledger.ticking.standstill is None else "no_ticks"
         case Running(gate_since=None):
             trains = all(member.place == "train" for member in d.members())
             return "no_ticks" if trains else "world_formation"

@@ -21,11 +21,21 @@ class Collective(Message, frozen=True):
 
 
 class CollectivesReport(Message, frozen=True):
-    """The last collectives that a worker has entered in ``generation``, and the stack of its main thread."""
+    """The last collectives that a worker has entered in ``generation``, and the stack of its main thread.
+
+    Sent when the generation has ended because it hangs, and as the answer to AskWhere.
+    """
 
     generation: int
     collectives: tuple[Collective, ...]
     stack: str
+    line: str = ""  # the innermost line of it that is the script's own: ``train.py:14 in train: dist.barrier()``
+
+
+class AskWhere(Message, frozen=True):
+    """Order to all members of ``generation``: report where you are. The generation goes on."""
+
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +54,13 @@ class Finding:
     entered: tuple[int, ...]
     missing: tuple[int, ...]
     silent: tuple[int, ...]
+    mixture: str = ""  # the first collective that is another one on some ranks
 
     def text(self) -> str:
         """Return the finding as a clause."""
         silent = f"no report from {ranks_text(self.silent)}" if self.silent else ""
+        if self.mixture:
+            return ", ".join(filter(None, (self.mixture, silent)))
         if self.collective is None:
             return silent or "all ranks have entered the same collectives"
         where = f"{self.collective.text} (number {self.collective.number} of {self.collective.group})"

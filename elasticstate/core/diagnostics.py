@@ -20,6 +20,7 @@ from elasticstate.core.records import (
 )
 from elasticstate.core.retained import awaited
 from elasticstate.core.stalls import stall_lines
+from elasticstate.core.standstill import standstill_line
 from elasticstate.core.texts import SHOWN, listed, number_of
 from elasticstate.core.types import SlotId
 
@@ -47,13 +48,15 @@ def waiting_for(m: Draft | Membership, now: float) -> tuple[str, ...]:
             return (*(holders if retained_since is not None else ()), *missing(m, now))
         case Forming(ended=ended):
             late = [w for w in members if w.ready is None and not w.late]
-            return tuple(f"{w.id} has not left generation {ended}" for w in late)
+            still = filter(None, (standstill_line(m, now),))
+            return (*still, *(f"{w.id} has not left generation {ended}" for w in late))
         case Running(gate_since=gate_since) as phase:
             suspects = [f"the verdict on the error of {w.id} is pending" for w in members if w.suspect_at is not None]
             inside = [w for w in members if w.in_gate]
             outside = [f"{w.id} is not in the exit gate" for w in members if not w.in_gate]
             gate = outside if inside and gate_since is not None else ()
-            return (*suspects, *gate, *stall_lines(m, phase, now))
+            still = filter(None, (standstill_line(m, now),))
+            return (*still, *suspects, *gate, *stall_lines(m, phase, now))
         case Finishing():
             return tuple(f"{w.id} has not exited" for w in members or leavers(m))
         case _:

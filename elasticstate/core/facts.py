@@ -17,6 +17,7 @@ from elasticstate.core.named_hosts import hosts_discovered
 from elasticstate.core.records import Draft, Failure, Finishing, Forming, Running, Stopping, Worker
 from elasticstate.core.slots import stop
 from elasticstate.core.stall_check import call_reported
+from elasticstate.core.standstill import where_reported
 from elasticstate.core.stragglers import pace_reported
 from elasticstate.exit_status import how_it_ended
 
@@ -66,6 +67,7 @@ def apply(d: Draft, event: t.Event) -> None:
         case t.CollectivesReported(name, collectives):
             if (reporter := d.workers.get(name)) is not None:
                 collectives_reported(d, reporter, collectives)
+                where_reported(d, reporter, collectives)
         case t.HostsDiscovered():
             hosts_discovered(d, event)
         case t.AgentJoined():
@@ -273,17 +275,22 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
     if worker.ready is not None or event.generation != worker.joined:
         d.put(worker, reported_at=d.now, place=event.place)
         return
+    has_moved = event.still_s < worker.still_s or event.ticks != worker.ticks or event.place != worker.place
     d.put(
         worker,
         reported_at=d.now,
         place=event.place,
         ticks=event.ticks,
         ticks_at=d.now if event.ticks != worker.ticks else worker.ticks_at,
+        moved_at=max(worker.moved_at, d.now - event.still_s) if has_moved else worker.moved_at,
+        still_s=event.still_s,
         commit=event.commit or worker.commit,
         commit_at=worker.commit_at if event.commit in (None, worker.commit) else d.now,
     )
     if event.generation == d.generation:
         accounting.commit_stalled(d, event.commit_s)
+        if event.commit_s and not d.ledger.commits_come:
+            d.update_ledger(commits_come=True)
     if event.pace:
         pace_reported(d, d.workers[worker.id], event.pace)
 

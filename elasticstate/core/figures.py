@@ -30,6 +30,7 @@ class Losses:
     commits: int = 0
     ticks: int = 0
     lower_bounds: frozenset[str] = frozenset()  # the NAMES whose figure is a lower bound
+    uncommitted_s: float = 0.0  # seconds of training that were lost because the job had never committed
 
     def __add__(self, other: Losses) -> Losses:
         downtimes = (self.downtime_s, other.downtime_s)
@@ -38,21 +39,33 @@ class Losses:
             self.commits + other.commits,
             self.ticks + other.ticks,
             self.lower_bounds | other.lower_bounds,
+            self.uncommitted_s + other.uncommitted_s,
         )
 
     def fields(self) -> dict[str, object]:
         """Return the figures as fields of an event."""
         downtime_s = None if self.downtime_s is None else round(self.downtime_s, 6)
-        bounds = [name for name in NAMES if name in self.lower_bounds]
-        return dict(zip(NAMES, (downtime_s, self.commits, self.ticks), strict=True)) | {"lower_bounds": bounds}
+        fields: dict[str, object] = dict(zip(NAMES, (downtime_s, self.commits, self.ticks), strict=True))
+        fields["lower_bounds"] = [name for name in NAMES if name in self.lower_bounds]
+        if uncommitted_s := round(self.uncommitted_s, 6):
+            fields["uncommitted_s"] = uncommitted_s
+        return fields
 
 
 def losses_text(fields: Mapping[str, Any]) -> str:
-    """Return ``0.09 s, 0 commits lost, 2 ticks redone``. A lower bound begins with ``at least``."""
+    """Return ``0.09 s, 0 commits lost, 2 ticks redone``. A lower bound begins with ``at least``.
+
+    If work was lost because the job had never committed, it follows.
+    """
     seconds, commits, ticks = (f"{'at least ' if name in fields['lower_bounds'] else ''}" for name in NAMES)
     seconds += "unknown (no ticks)" if fields["downtime_s"] is None else f"{fields['downtime_s']:.2f} s"
     commits += f"{number_of(fields['commits_lost'], 'commit')} lost"
     ticks += f"{number_of(fields['ticks_lost'], 'tick')} redone"
+    uncommitted_s = fields.get("uncommitted_s", 0.0)
+    if round(uncommitted_s, 1):
+        if fields["downtime_s"] is None:
+            ticks = "an unknown number of steps redone"
+        return f"{seconds}, {commits}, {ticks}, {uncommitted_s:.1f} s of training lost because nothing was committed"
     return f"{seconds}, {commits}, {ticks}"
 
 

@@ -23,6 +23,7 @@ from elasticstate.core.ending import (
 )
 from elasticstate.core.records import Draft, Failure, Forming, Worker
 from elasticstate.core.running import become_finishing
+from elasticstate.core.standstill import check_ticks, standstill_deadlines
 from elasticstate.core.waiting import become_waiting, form
 from elasticstate.core.worlds import (
     staying,
@@ -53,6 +54,8 @@ def forming(d: Draft, phase: Forming) -> None:
         if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
             d.note("waiting", **{"for": f"the end of generation {phase.ended}", "who": names(awaited)})
             d.phase = replace(phase, noticed=True)
+        if is_live(d) and phase.clock is None:
+            check_ticks(d, members)
         d.reason = f"waiting for {names(awaited)} to leave generation {phase.ended}"
         return
     settle(d, phase)
@@ -65,6 +68,7 @@ def forming_deadlines(d: Draft, phase: Forming) -> Iterator[tuple[str, float]]:
     yield from drain_deadlines(d, members)
     if is_live(d):
         yield from verdict_deadlines(d, suspects_of(d, members))
+        yield from standstill_deadlines(d)
     awaited = _awaited(members)
     yield "regroup", _regroup_end(d, phase, awaited)
     if awaited and not phase.noticed:

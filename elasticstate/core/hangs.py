@@ -9,11 +9,13 @@ the hung worker, or the next world, completes the report.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace as replace_dataclass
 
 from msgspec.structs import replace
 
 from elasticstate.core.collectives import CollectivesReport, Finding, Hang
 from elasticstate.core.records import Draft, Worker
+from elasticstate.core.texts import ranks_text
 
 DEFAULT_GROUP = "default_pg"
 """Description that torch gives to the group of all ranks."""
@@ -22,13 +24,33 @@ DEFAULT_GROUP = "default_pg"
 def compare(reports: Mapping[int, CollectivesReport], silent: tuple[int, ...] = ()) -> Finding:
     """Return the collective that not all ranks have entered. Of several groups, the one that most ranks wait in.
 
-    Without such a collective, and with ``silent`` ranks, it is the last one that the others have entered.
+    Without such a collective, and with ``silent`` ranks, it is the last one that the others have entered. If ranks have
+    entered different operations under one number, that is the reason.
     """
+    return replace_dataclass(_not_entered_by_all(reports, silent), mixture=_mixture(reports))
+
+
+def _not_entered_by_all(reports: Mapping[int, CollectivesReport], silent: tuple[int, ...]) -> Finding:
     found = [_in_group(group, reports, silent) for group in sorted(_groups(reports))]
     unequal = [finding for finding in found if finding.missing or (finding.silent and finding.entered)]
     if not unequal:
         return Finding(None, (), (), silent)
     return max(unequal, key=lambda finding: (bool(finding.missing), len(finding.entered)))
+
+
+def _mixture(reports: Mapping[int, CollectivesReport]) -> str:
+    """Return the first collective that is another operation on some ranks, as a clause; "" if there is none."""
+    for group in sorted(_groups(reports)):
+        ranks: dict[int, dict[str, list[int]]] = {}
+        for rank, report in sorted(reports.items()):
+            for each in report.collectives:
+                if each.group == group:
+                    ranks.setdefault(each.number, {}).setdefault(each.text.partition("(")[0], []).append(rank)
+        for number, operations in sorted(ranks.items()):
+            if len(operations) > 1:
+                parts = [f"{operation} on {ranks_text(those)}" for operation, those in operations.items()]
+                return f"collective {number} of {group} is {' and '.join(parts)}"
+    return ""
 
 
 def _groups(reports: Mapping[int, CollectivesReport]) -> set[str]:

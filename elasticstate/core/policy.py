@@ -47,6 +47,7 @@ class Policy:
     durable_dir: str | None  # path or URL of the durable copies
     durable_timeout_s: float
     waiting_notice_s: float = 30.0  # no option: seconds of a wait after which the event file gets a notice
+    no_tick_notice_s: float = 60.0  # no option: seconds without a tick after which the event file gets a notice
 
     def fewest(self, generation: int) -> int:
         """Return the smallest number of workers of the next world. ``generation``: the present one, or 0."""

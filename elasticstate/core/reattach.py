@@ -24,6 +24,7 @@ from elasticstate.core.plain import reattach_round, reattach_world
 from elasticstate.core.policy import Policy
 from elasticstate.core.records import Draft, Failure, Finishing, Host, Running, Worker
 from elasticstate.core.texts import listed
+from elasticstate.core.ticking import Ticking
 from elasticstate.core.worlds import NOTHING
 
 _HOLDS_BITS = 32  # the bits of a hold's number that count the holds of one driver
@@ -148,6 +149,7 @@ def _members(d: Draft, remains: Remains, world: t.World) -> Failure | None:
                     in_round=world.is_plain,
                     reported_at=d.now,
                     ticks_at=d.now,
+                    moved_at=d.now,
                     place="train",
                     lacked=placement.rank in lacking,
                     keeps=keeps(world, placement.rank),
@@ -156,6 +158,7 @@ def _members(d: Draft, remains: Remains, world: t.World) -> Failure | None:
         else:
             absent.append(worker)
     d.world = world
+    d.update_ledger(ticking=Ticking(at=d.now))
     if world.is_plain:
         reattach_world(d, world, [str(worker) for worker in absent])
         return None

@@ -27,6 +27,7 @@ from elasticstate.core.phases import (
     Waiting as Waiting,
 )
 from elasticstate.core.policy import Policy
+from elasticstate.core.ticking import Ticking
 from elasticstate.core.time_account import TimeAccount
 from elasticstate.core.types import CallReport, CommitId, Effect, Note, RootCause, SlotId, WorkerId, WorkerReady, World
 
@@ -97,6 +98,8 @@ class Worker(Struct, frozen=True, gc=False):
     place: str = "boot"
     ticks: int = 0
     ticks_at: float = -inf  # when ``ticks`` last changed
+    moved_at: float = -inf  # when the worker last ended a tick, changed its place, or reported progress
+    still_s: float = 0.0  # seconds since then, as last reported by its agent
     commit: CommitId | None = None  # the newest that was reported
     commit_at: float = -inf  # when the first report of ``commit`` arrived
     lacked: bool = False  # the worker lacked the state when its newest world began
@@ -170,6 +173,9 @@ class Ledger(Struct, frozen=True, gc=False):
     origins: tuple[Origin, ...] = ()  # of the last generations
     failures: int = 0  # unplanned ends of generations
     account: TimeAccount = TimeAccount()
+    ticking: Ticking = Ticking()  # of the present world
+    commits_come: bool = False  # a member has called commit(), whether or not that tick was saved
+    commit_warned: bool = False  # the warning that nothing is committed was written
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from elasticstate.core.running import (
     stopping_deadlines,
 )
 from elasticstate.core.stall_check import end_stalls
+from elasticstate.core.standstill import end_standstill
 from elasticstate.core.stragglers import end_stragglers
 from elasticstate.core.waiting import waiting, waiting_deadlines
 
@@ -50,6 +51,7 @@ def decide(d: Draft) -> None:
                 together(d, before)
             case Over():
                 return
+        end_standstill(d)
         d.broken = []
         if d.phase is before:
             return

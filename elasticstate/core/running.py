@@ -24,8 +24,10 @@ from elasticstate.core.planned import planned_change, planned_deadlines
 from elasticstate.core.records import Draft, Failure, Finishing, Running, Stopping, Worker
 from elasticstate.core.slots import stop
 from elasticstate.core.stall_check import check_stalls, end_stalls, overdue_stall, shut_down, stall_deadlines
+from elasticstate.core.standstill import check_ticks, standstill_deadlines
 from elasticstate.core.stragglers import check_pace, end_stragglers
 from elasticstate.core.texts import number_of
+from elasticstate.core.uncommitted import check_commits
 from elasticstate.core.worlds import (
     enter,
     make_world,
@@ -50,6 +52,9 @@ def running(d: Draft, phase: Running) -> None:
     elif stall := overdue_stall(d, phase):
         shut_down(d, phase, stall, members)
     else:
+        if phase.gate_since is None:
+            check_ticks(d, members)
+            check_commits(d, phase, members)
         phase = check_stalls(d, _with_notices(d, phase, members), members)
         phase = d.phase = check_pace(d, phase, members)
         planned_change(d, phase, d.members())
@@ -67,6 +72,7 @@ def running_deadlines(d: Draft, phase: Running) -> Iterator[tuple[str, float]]:
     elif phase.gate_since is None and "ticks" not in phase.noticed:
         yield "notice", min((w.ticks_at for w in _behind(members)), default=inf) + d.policy.waiting_notice_s
     yield from stall_deadlines(d, phase, members)
+    yield from standstill_deadlines(d)
     yield from planned_deadlines(d, phase, members)
 
 

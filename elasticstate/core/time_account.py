@@ -40,7 +40,7 @@ class Times(Struct, frozen=True, gc=False):
     drain: float = 0.0  # the same, for an interrupt that lets members leave
     redone_ticks: float = 0.0  # ticks that are done again, and the tick that a failure cut off
     commit_stall: float = 0.0  # ticks inside commit()
-    no_ticks: float = 0.0  # training without a completed tick
+    no_ticks: float = 0.0  # training without a completed tick: before the first one, or in a standstill
     no_driver: float = 0.0  # no driver ran, and no report proves that ticks were completed
     exit: float = 0.0  # from the first member in the exit gate to the end
 
@@ -99,6 +99,7 @@ class TimeAccount(Struct, frozen=True, gc=False):
     earlier: Times = Times()  # of all generations before
     stalled_s: float = 0.0  # commit stall of the present generation, as far as it was moved
     first: FirstTickTimes | None = None  # of the present generation
+    before_standstill: float | None = None  # ``no_ticks`` at the begin of the present standstill
     cut: Cut | None = None  # of the present generation
     gap_from: float | None = None  # since when no driver ran, if the present world did not survive that time
     tick_s: float = 0.0  # mean tick time of the last generation with ticks
@@ -154,6 +155,23 @@ class TimeAccount(Struct, frozen=True, gc=False):
         moved_s = min(seconds - self.stalled_s, account.present.goodput)
         account = account.moved("goodput", "commit_stall", moved_s)
         return replace(account, stalled_s=self.stalled_s + moved_s)
+
+    def with_standstill(self, seconds: float, now: float) -> TimeAccount:
+        """Record that no tick was completed for ``seconds``, and that this goes on."""
+        if self.activity != "goodput":
+            return self
+        account = self.until(now)
+        before = account.present.no_ticks
+        return replace(account.moved("goodput", "no_ticks", seconds), activity="no_ticks", before_standstill=before)
+
+    def with_completed_tick(self, now: float) -> TimeAccount:
+        """Record that the tick of the present standstill is complete after all: its time is that of a tick."""
+        before = self.before_standstill
+        if before is None or self.activity != "no_ticks":
+            return self
+        account = self.until(now)
+        account = account.moved("no_ticks", "goodput", account.present.no_ticks - before)
+        return replace(account, activity="goodput", before_standstill=None)
 
     def with_planned_end(self, activity: Activity, paused_s: float, now: float) -> TimeAccount:
         """Record that the last tick has ended ``paused_s`` ago."""

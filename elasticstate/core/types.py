@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from elasticstate.core.calls import CallReport as CallReport, CallReported as CallReported, WatchCalls as WatchCalls
-from elasticstate.core.collectives import CollectivesReported as CollectivesReported
+from elasticstate.core.collectives import (
+    AskWhere as AskWhere,
+    Collective as Collective,
+    CollectivesReport as CollectivesReport,
+    CollectivesReported as CollectivesReported,
+)
 from elasticstate.core.copies import (
     CommitDamaged as CommitDamaged,
     CopyDropped as CopyDropped,
@@ -193,7 +198,8 @@ class Heartbeat(Struct, frozen=True, gc=False):
     """Proof that the worker lived at the agent's last reading, with its place, its ticks and its newest commit.
 
     ``pace``: new points (tick, time from the begin of the generation to its end without waits for others, in µs).
-    ``previous``: the commit in the other buffer.
+    ``previous``: the commit in the other buffer. ``still_s``: seconds, by the agent's clock, since the worker ended a
+    tick, changed its place, or reported progress.
     """
 
     worker: WorkerId
@@ -204,6 +210,7 @@ class Heartbeat(Struct, frozen=True, gc=False):
     commit_s: float = 0.0  # see WorkerReady
     pace: tuple[tuple[int, int], ...] = ()
     previous: CommitId | None = None
+    still_s: float = 0.0
 
 
 class CommitSealed(Message, frozen=True):
@@ -409,6 +416,7 @@ Effect = (
     | ConfirmOwnError
     | OpenGate
     | WatchCalls
+    | AskWhere
     | CopyEffect
     | Note
     | EndJob

@@ -10,6 +10,7 @@ from elasticstate.core import types as t
 from elasticstate.core.assignment import NEWCOMER, assign
 from elasticstate.core.keepers import choose_keepers, keeper_of, keeps
 from elasticstate.core.records import Draft, Worker
+from elasticstate.core.ticking import Ticking
 
 NOTHING = t.CommitId(0, 0)
 """Older than every commit."""
@@ -162,6 +163,8 @@ def enter(d: Draft, world: t.World) -> None:
             draining_since=d.now if worker.draining else worker.draining_since,
             ticks=0,
             ticks_at=d.now,
+            moved_at=d.now,
+            still_s=0.0,
             place="regroup",
             suspect_at=None,
             suspect_error="",
@@ -171,7 +174,8 @@ def enter(d: Draft, world: t.World) -> None:
             pace=(),
         )
         age += newcomer
-    d.update_ledger(next_age=age, own_errors=0, own_error=None, is_broken=False)
+    ticking = Ticking(at=d.now, times=d.ledger.ticking.times)
+    d.update_ledger(next_age=age, own_errors=0, own_error=None, is_broken=False, ticking=ticking)
     if d.shards.layouts:
         d.update_shards(line=world.line, line_at=d.now if world.line != d.shards.line else d.shards.line_at)
     for host in list(d.hosts.values()):

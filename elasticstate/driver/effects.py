@@ -60,7 +60,7 @@ class Effects:
                 for worker in self._state.membership.workers:
                     self._report.expect_end(worker)
                 agents.broadcast(effect)
-            case t.Hold() | t.Release() | t.End() | t.OpenGate():
+            case t.Hold() | t.Release() | t.End() | t.OpenGate() | t.AskWhere():
                 agents.broadcast(effect)
             case t.WatchCalls():
                 agents.send_to_all(effect)

@@ -11,7 +11,7 @@ _PLACES = {place: place.name.lower() for place in messages.Place}
 
 def heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
     read = (stamp.generation, stamp.ticks, stamp.commit, stamp.commit_s, stamp.pace, stamp.previous)
-    return t.Heartbeat(worker, _PLACES[stamp.place], *read)
+    return t.Heartbeat(worker, _PLACES[stamp.place], *read, stamp.still_s)
 
 
 def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | None:

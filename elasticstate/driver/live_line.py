@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from elasticstate.core.accounting import figures_of, ticks_of
 from elasticstate.core.membership import Membership
 from elasticstate.core.records import Running, Together, living_members
+from elasticstate.core.standstill import no_tick_text
 from elasticstate.core.texts import number_of
 from elasticstate.driver.job_state import JobState
 from elasticstate.screen.screen import Screen
@@ -81,7 +82,8 @@ class LiveLine:
             since = getattr(m.phase, "since", None)
             phase = m.phase_name.partition("(")[0].lower()
             reason = printable(self._state.reason).replace("\n", " ")
-            return [f"{phase} for {now - since:.0f} s" if since is not None else phase, reason]
+            still = filter(None, (no_tick_text(m, now),))
+            return [*still, f"{phase} for {now - since:.0f} s" if since is not None else phase, reason]
         members = living_members(m)
         hosts = len({worker.id.host for worker in members})
         parts = [f"generation {m.generation}", f"{number_of(len(members), 'worker')} on {number_of(hosts, 'host')}"]
@@ -91,7 +93,8 @@ class LiveLine:
         if self._state.committed_at is not None:
             parts.append(f"commit {max(0.0, now - self._state.committed_at):.1f} s ago")
         goodput = figures_of(m, now).goodput
-        return parts if goodput is None else [*parts, f"goodput {goodput:.1%}"]
+        still = filter(None, (no_tick_text(m, now),))
+        return [*still, *parts] if goodput is None else [*still, *parts, f"goodput {goodput:.1%}"]
 
     def _rate(self, ticks: int, now: float) -> list[str]:
         """Return the ticks per second between the reports of the last seconds, if there are two."""

@@ -10,6 +10,7 @@ from elasticstate.core.accounting import figures_of, ticks_of
 from elasticstate.core.figures import JobFigures
 from elasticstate.core.membership import Membership, waiting_for
 from elasticstate.core.records import Host, Over, Worker, living_members
+from elasticstate.core.standstill import no_tick_text
 from elasticstate.core.types import CommitId
 from elasticstate.driver.copy_totals import CopyTotals
 from elasticstate.driver.durable_figures import DurableFigures
@@ -66,7 +67,7 @@ def overview_of(
         job=job,
         phase=m.phase_name.partition("(")[0].lower(),
         phase_s=None if isinstance(m.phase, Over) else now - m.phase.since,
-        reason=reason,
+        reason=no_tick_text(m, now) or reason,
         generation=m.generation,
         size=m.world.size if m.world is not None else 0,
         living=len(living_members(m)),

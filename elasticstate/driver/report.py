@@ -86,6 +86,8 @@ class Report:
             "stall_ended": lambda f: f"stall ended after {f['seconds']:.1f} s: {f['reason']}: {f['call']}",
             "straggler": _straggler,
             "hang": _hang,
+            "no_tick": lambda f: f"warning: {f['text']}",
+            "no_tick_ended": _no_tick_ended,
             "straggler_ended": lambda f: f"straggler {_slot_name(f['worker'])} (rank {f['rank']}): {f['reason']}",
             "driver_restarted": _driver_restarted,
             "durable_copy": _durable_copy,
@@ -265,6 +267,11 @@ def _stall(f: Fields) -> str:
 def _hang(f: Fields) -> str:
     stacks = [f"rank {rank} is in {_innermost(stack)}" for rank, stack in f["stacks"].items() if stack]
     return "; ".join([f"generation {f['ended']} hung: {f['text']}", *stacks[:_SHOWN]])
+
+
+def _no_tick_ended(f: Fields) -> str:
+    """Return a line if ticks go on. The other ends have lines of their own."""
+    return f"{f['reason']} after {f['seconds']:.0f} s without a tick" if f["goes_on"] else ""
 
 
 def _innermost(stack: str) -> str:

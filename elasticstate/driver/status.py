@@ -8,6 +8,7 @@ from elasticstate.core.diagnostics import hosts_in_cooldown, last_heartbeat, why
 from elasticstate.core.figures import JobFigures
 from elasticstate.core.membership import Membership, waiting_for
 from elasticstate.core.records import Over, Running, Worker
+from elasticstate.core.standstill import no_tick_text
 from elasticstate.core.stragglers import straggler_lines
 from elasticstate.core.texts import number_of
 from elasticstate.driver.copy_totals import CopyTotals
@@ -43,7 +44,7 @@ def _lines(
     copies: CopyTotals | None,
 ) -> Iterator[str]:
     since = "" if isinstance(m.phase, Over) else f" for {now - m.phase.since:.1f} s"
-    yield f"job {job}: {m.phase_name}{since}; {reason}"
+    yield f"job {job}: {m.phase_name}{since}; {no_tick_text(m, now) or reason}"
     if figures.generations:
         yield f"since the start of the job {figures.wall_s:.1f} s ago: {figures.text()}"
         yield f"time: {figures.times_text()}"

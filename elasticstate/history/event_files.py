@@ -47,6 +47,8 @@ _FIELDS: dict[str, dict[str, _Kinds]] = {
     "training_resumed": {"downtime_s": _NUMBER, "ticks_lost": _WHOLE, "commits_lost": _WHOLE, "lower_bounds": _LIST},
     "stall": {"call": _TEXT, "seconds": _NUMBER, "who": _TEXT},
     "stall_ended": {"call": _TEXT, "reason": _TEXT},
+    "no_tick": {"seconds": _NUMBER, "text": _TEXT},
+    "no_tick_ended": {"reason": _TEXT},
     "driver_restarted": {"epoch": _WHOLE},
     "job_finished": {"status": _TEXT, "failures": _WHOLE, "downtime_s": _NUMBER + _OR_NULL, "lower_bounds": _LIST},
     "root_cause": {"reason": _TEXT},

@@ -10,6 +10,8 @@ from elasticstate.history.copies import CopiesHistory
 from elasticstate.history.event_files import Event, number
 from elasticstate.history.worker_spans import Details, Sink, WorkerFailed, WorkerSpans
 
+_NO_TICK = "no tick"
+
 
 @dataclass(slots=True)
 class GenerationHistory:
@@ -128,6 +130,8 @@ class JobHistory:
             "driver_restarted": self._driver_restarted,
             "warning": self._warning,
             "stall": self._stall,
+            "no_tick": self._no_tick,
+            "no_tick_ended": lambda e: self._stall_ends(_NO_TICK, e["time"], e["reason"]),
             "stall_ended": self._stall_ended,
             "host_added": self._host_added,
             "host_removed": self._host_removed,
@@ -205,6 +209,9 @@ class JobHistory:
 
     def _stall(self, e: Event) -> None:
         self._stalls[e["call"]] = e
+
+    def _no_tick(self, e: Event) -> None:
+        self._stalls[_NO_TICK] = {**e, "who": e["text"]}
 
     def _stall_ended(self, e: Event) -> None:
         self._stall_ends(e["call"], e["time"], e["reason"])

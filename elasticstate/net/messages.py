@@ -43,6 +43,7 @@ from elasticstate.net.durable_messages import (
 )
 from elasticstate.net.worker_messages import (
     LASTING as LASTING,
+    AskWhere as AskWhere,
     Attached as Attached,
     BackendRequest as BackendRequest,
     BufferGrown as BufferGrown,
@@ -133,6 +134,7 @@ class Stamp(Message, frozen=True):
     commit_s: float = 0.0  # seconds that the ticks of ``generation`` spent in commits
     pace: tuple[tuple[int, int], ...] = ()  # new points of its own time; see core.types.Heartbeat
     previous: CommitId | None = None  # the commit in the other buffer
+    still_s: float = 0.0  # seconds since the worker ended a tick, changed its place, or reported progress
 
 
 class WorkerReport(Message, frozen=True):

@@ -21,6 +21,7 @@ class MessageKind(IntEnum):
     OPEN_GATE = 7
     LEAVE = 8
     TERMINATE = 9
+    ASK_WHERE = 10
 
 
 MESSAGE_HEAD = struct.Struct("<QQQ")
@@ -49,6 +50,8 @@ def encode_to_worker(message: messages.ToWorkerBody) -> bytes:
             kind = MessageKind.LEAVE
         case messages.Terminate(generation):
             kind = MessageKind.TERMINATE
+        case messages.AskWhere(generation):
+            kind = MessageKind.ASK_WHERE
     return MESSAGE_HEAD.pack(kind, generation, tick) + codec.encode(message)
 
 

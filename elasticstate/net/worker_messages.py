@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from elasticstate.core.collectives import CollectivesReport as CollectivesReport
+from elasticstate.core.collectives import AskWhere as AskWhere, CollectivesReport as CollectivesReport
 from elasticstate.core.types import (
     CallReport as CallReport,
     CommitId,
@@ -225,5 +225,15 @@ class Storage(Message, frozen=True):
 
 
 ToWorkerBody = (
-    WorldMessage | Hold | Release | End | ConfirmOwnError | OpenGate | Leave | Terminate | BufferGrown | Storage
+    WorldMessage
+    | Hold
+    | Release
+    | End
+    | ConfirmOwnError
+    | OpenGate
+    | Leave
+    | Terminate
+    | AskWhere
+    | BufferGrown
+    | Storage
 )

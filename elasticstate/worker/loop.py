@@ -89,7 +89,7 @@ class WorkerLoop:
         self._commit_facts: Callable[[], tuple[int, bool]] = lambda: (0, False)  # names, has_shards, of the state
         self._read_ahead: Callable[[WorldView], None] = lambda view: None  # the same
         page = self._page = self._storage.page  # the stamps stay on this page if the commits move
-        self._sentinel = _sentinel = Sentinel(link, worker, page, environment.reports_hangs)
+        self._sentinel = _sentinel = Sentinel(link, worker, page, reports=True)
         self._session = WorkerSession(
             self._sentinel, page, str(environment.worker), lambda: self._storage.key, storage.ask_for_copy
         )

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-from elasticstate import _native
+from elasticstate import _native, tracebacks
 from elasticstate.compat import flight_recorder, standard_library
 from elasticstate.core.collectives import Collective
 from elasticstate.core.types import CommitId, WorkerId
@@ -57,12 +57,12 @@ class Sentinel:
     """
 
     def __init__(
-        self, connection: Connection, worker: WorkerId, page: _native.ControlPage, reports_hangs: bool = False
+        self, connection: Connection, worker: WorkerId, page: _native.ControlPage, reports: bool = False
     ) -> None:
-        """``reports_hangs``: report the last collectives to the agent when a generation has ended because it hangs."""
+        """``reports``: in each generation, a thread reports where the main thread is, when the driver asks."""
+        self._reports = reports
         self._worker = worker
         self._page = page
-        self._reports_hangs = reports_hangs
         self._native = _native.Sentinel(page, connection.detach())
         self._commit: CommitId | None = None
         self._previous: CommitId | None = None
@@ -236,19 +236,25 @@ class Sentinel:
         if context.severs_in_python:
             self._cutter = threading.Thread(target=self._cut, args=(world.generation, context), daemon=True)
             self._cutter.start()
-        if self._reports_hangs:
+        if self._reports:
             arguments = (world.generation, time.time_ns())
-            self._reporter = threading.Thread(target=self._report_hang, args=arguments, daemon=True)
+            self._reporter = threading.Thread(target=self._report, args=arguments, daemon=True)
             self._reporter.start()
 
-    def _report_hang(self, generation: int, since_ns: int) -> None:
-        """Report the last collectives when the generation has ended because it hangs. The main thread may be stuck."""
-        if self._native.wait_end(generation):
-            end = self._last_end()
-            if end is not None and end.hang:
-                stack = standard_library.stack_of(threading.main_thread())[-_LONGEST_STACK:]
-                entered = tuple(Collective(*record) for record in flight_recorder.last_collectives(since_ns))
-                self.send(messages.CollectivesReport(generation, entered, stack))
+    def _report(self, generation: int, since_ns: int) -> None:
+        """Report where the main thread is, which may be stuck: when the driver asks, and when the generation has ended
+        because it hangs."""
+        while (reason := self._native.wait_report(generation)) is _native.ReportReason.ASKED:
+            self._send_where(generation, since_ns)
+        end = self._last_end()
+        if reason is _native.ReportReason.ENDED and end is not None and end.hang:
+            self._send_where(generation, since_ns)
+
+    def _send_where(self, generation: int, since_ns: int) -> None:
+        stack = standard_library.stack_of(threading.main_thread())
+        entered = tuple(Collective(*record) for record in flight_recorder.last_collectives(since_ns))
+        text = "".join(stack.format())[-_LONGEST_STACK:]
+        self.send(messages.CollectivesReport(generation, entered, text, tracebacks.line_of(stack)))
 
     def _cut(self, generation: int, context: Severable) -> None:
         """Cut from Python, on a separate thread, from the end of the generation until it has been left."""

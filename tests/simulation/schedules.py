@@ -63,6 +63,7 @@ def random_policy(rng: random.Random) -> Policy:
         max_no_progress=rng.randint(2, 4),
         cooldown_range_s=(2.0, rng.choice((2.0, 16.0))),
         waiting_notice_s=2.0,
+        no_tick_notice_s=1.0,
         straggler_action=rng.choice(("warn", "drain")),
         spares=rng.choice((0, 0, 1, 2)),
     )
@@ -127,7 +128,9 @@ class EventMaker:
             some.append((self._exit_of_the_confirmed, 8.0))
         if isinstance(m.phase, Running):
             some += [(self._failure, 0.7), (self._suspect, 0.6), (self._all_suspect, 0.3), (self._gate, 0.6)]
-            some.append((self._call, 1.0))
+            some += [(self._call, 1.0), (self._all_stand_still, 0.5)]
+            if m.ledger.ticking.standstill is not None:
+                some.append((self._where, 3.0))
             some += [(self._tick, 3.0 if m.phase.first_tick else 12.0), (self._stray_ready, 0.05)]
             if any(w.suspect_at is not None for w in workers):
                 some.append((self._all_alive, 8.0))
@@ -136,7 +139,7 @@ class EventMaker:
             if m.phase.gate_since is not None:
                 some.append((self._gate, 8.0))
         elif isinstance(m.phase, Forming) and m.phase.at_tick is not None:
-            some += [(self._gate, 0.5), (self._suspect, 0.4), (self._failure, 0.4)]
+            some += [(self._gate, 0.5), (self._suspect, 0.4), (self._failure, 0.4), (self._all_stand_still, 0.5)]
         elif isinstance(m.phase, Stopping):
             some += [(self._gate, 20.0), (self._suspect, 0.4)]
         elif isinstance(m.phase, Finishing):
@@ -281,6 +284,18 @@ class EventMaker:
     def _all_alive(self, m: Membership) -> t.Event:
         beats = [t.Heartbeat(w.id, "train", w.joined, w.ticks, None) for w in m.workers.values()]
         return t.Several(tuple(beats))
+
+    def _all_stand_still(self, m: Membership) -> t.Event:
+        beats = [
+            t.Heartbeat(w.id, "train", w.joined, w.ticks, None, still_s=self.rng.choice((w.still_s + 2.0, 9.0)))
+            for w in m.workers.values()
+        ]
+        return t.Several(tuple(beats))
+
+    def _where(self, m: Membership) -> t.Event:
+        entered = tuple(t.Collective("default_pg", number, "barrier()") for number in range(self.rng.randint(0, 3)))
+        report = t.CollectivesReport(m.generation, entered, "", self.rng.choice(("train.py:1", "train.py:2")))
+        return t.CollectivesReported(self._any(m).id, report)
 
     def _unresponsive(self, m: Membership) -> t.Event:
         return t.WorkerUnresponsive(self._any(m).id, "no stamp for 10 s")

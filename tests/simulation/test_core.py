@@ -28,6 +28,7 @@ MUST_BE_REACHED = (
     *(f"end: {name}" for name in ENDS if name != "times in a row before"),
     *("note host_cooldown", "note agent_lost", "note waiting", "note warning", "note training_resumed"),
     *("note stall", "note stall_ended", "note straggler", "note straggler_ended", "straggler drained"),
+    *("note no_tick", "note no_tick_ended"),
     *(
         "note worker_unresponsive",
         "note host_removed",

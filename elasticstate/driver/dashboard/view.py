@@ -27,7 +27,7 @@ def view_of(job: str, state: JobState, history: History, now: float, ahead_s: fl
         "job": {
             "name": job,
             "phase": overview.phase if state.outcome is None else state.outcome.word,
-            "reason": state.reason,
+            "reason": overview.reason,
             "is_over": state.outcome is not None,
             **_time("since", -1.0 if isinstance(m.phase, Over) else m.phase.since, ahead_s),
         },

@@ -154,7 +154,13 @@ def parse_event(words: list[str]) -> t.Event:
         case "heartbeat":
             place, pace = given.get("place", "train"), _pace(given.get("pace", ""))
             previous = _commit(given.get("previous"))
-            return t.Heartbeat(worker, place, generation, ticks, commit, commit_s, pace, previous)
+            still_s = float(given.get("still", "0"))
+            return t.Heartbeat(worker, place, generation, ticks, commit, commit_s, pace, previous, still_s)
+        case "where":
+            entered = [word.split(":") for word in given.get("entered", "").split(",") if word]
+            collectives = tuple(t.Collective("default_pg", int(number), text) for number, text in entered)
+            line = given.get("line", "")
+            return t.CollectivesReported(worker, t.CollectivesReport(generation, collectives, f"stack of {line}", line))
         case "attached":
             return t.ShardsAttached(worker, generation, tuple(map(int, given["digests"].split(","))))
         case "sealed":

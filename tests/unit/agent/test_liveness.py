@@ -126,6 +126,21 @@ def test_points_of_the_present_generation_are_reported_once(worker: Worker) -> N
     assert worker.liveness.changed_stamp() == Stamp(Place.TRAIN, 2, 0, None, pace=((5, 40),))
 
 
+def test_a_stamp_says_for_how_long_the_worker_has_made_no_progress(worker: Worker) -> None:
+    def still_s() -> float | None:
+        stamp = worker.liveness.changed_stamp()
+        return None if stamp is None else stamp.still_s
+
+    worker.heartbeat(1.0, ticks=1)
+    assert still_s() == 0.0
+    worker.heartbeat(5.0)
+    assert still_s() == 4.0
+    worker.liveness.look(6.0)
+    assert still_s() is None, "no heartbeat: a stamp would be a sign of life"
+    worker.heartbeat(7.0, progress=True)
+    assert still_s() == 0.0
+
+
 def test_stamps_are_sent_each_second_less_often_in_a_large_world_and_several_times_within_the_timeout() -> None:
     assert stamps_interval_s(10.0, 0) == stamps_interval_s(10.0, 4000) == stamps_interval_s(60.0, 8) == 1.0
     assert stamps_interval_s(10.0, 6000) == 1.5

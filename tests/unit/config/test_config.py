@@ -228,14 +228,17 @@ def test_the_policy_is_made_of_the_options() -> None:
         min_np="1", max_np="4", failure_grace_s="0.5", reset_limit="2", gate_timeout_s="9", cooldown_range_s="1 2"
     )
     policy = options.policy()
-    names = {each.name for each in fields(Policy)} - {"waiting_notice_s"}
+    names = {each.name for each in fields(Policy)} - {"waiting_notice_s", "no_tick_notice_s"}
     assert {name: getattr(policy, name) for name in names} == {name: getattr(options, name) for name in names}
     assert (policy.np, policy.min_np, policy.max_np, policy.cooldown_range_s) == (2, 1, 4, (1.0, 2.0))
 
 
 def test_only_the_options_declare_defaults() -> None:
-    """The notice time is no option. The sizes of buffers and the like are no options, either."""
-    assert [each.name for each in fields(Policy) if each.default is not MISSING] == ["waiting_notice_s"]
+    """The notice times are no options. The sizes of buffers and the like are no options, either."""
+    assert [each.name for each in fields(Policy) if each.default is not MISSING] == [
+        "waiting_notice_s",
+        "no_tick_notice_s",
+    ]
     names = {each.name for each in fields(Options)}
     carriers = (messages.JobSpec, messages.WorldMessage, Launch)
     carried = [(f.name, f.default) for kind in carriers for f in msgspec.structs.fields(kind) if f.name in names]

@@ -94,6 +94,19 @@ def test_planned_changes_and_what_they_cost(
     ]
 
 
+def test_a_standstill_and_its_end_are_logged(
+    open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = open_report(None, False)
+    report.event("no_tick", {"generation": 1, "seconds": 60.2, "text": "no tick for 60 s: rank 0 is at train.py:14"})
+    report.event("no_tick_ended", {"generation": 1, "seconds": 65.0, "goes_on": True, "reason": "ticks go on"})
+    report.event("no_tick_ended", {"generation": 1, "seconds": 65.0, "goes_on": False, "reason": "it has ended"})
+    assert logged(report, capfd) == [
+        "warning: no tick for 60 s: rank 0 is at train.py:14",
+        "ticks go on after 65 s without a tick",
+    ]
+
+
 def test_a_world_that_never_trained_is_logged(
     open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,15 @@ def test_it_shows_the_world_by_rank_and_why_a_slot_is_empty() -> None:
     ]
 
 
+def test_it_shows_for_how_long_no_tick_was_completed() -> None:
+    still = t.Several(tuple(t.Heartbeat(w, "train", 1, 0, None, still_s=61.0) for w in (A, B)))
+    m = step(after(t.Several((ready(A), ready(B)))), still, 75.0).next
+    found = status("j", m, "training", 80.0)
+    assert found[0].startswith("job j: RUNNING(1) for ")
+    assert found[0].endswith("; no tick for 66 s")
+    assert found[-2:] == ["waiting for:", "  no tick for 66 s"]
+
+
 def test_it_lists_hosts_in_cooldown_while_the_others_train() -> None:
     m = new_membership(policy_of(np=1, min_np=1, max_np=2))
     for at, event in (

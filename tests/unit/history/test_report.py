@@ -273,13 +273,16 @@ def test_drivers_drains_cooldowns_and_stalls_are_listed(tmp_path: Path) -> None:
     lines.add(9, "agent_lost", host="b", reason="was unreachable")
     lines.add(20, "driver_restarted", epoch=2, back=[], lost=["a"])
     lines.add(30, "stall", call="allreduce loss", seconds=4.0, waiting=[0], missing=[1], who="a:0 (never called)")
-    lines.add(31, "stall_ended", call="allreduce loss", seconds=5.0, reason="the call has ended").finished(38)
+    lines.add(31, "stall_ended", call="allreduce loss", seconds=5.0, reason="the call has ended")
+    lines.add(36, "no_tick", seconds=3.0, text="rank 0 is at train.py:14")
+    lines.add(37, "no_tick_ended", seconds=4.0, reason="ticks go on").finished(38)
     text = ParsedPage(made(lines.path)).text
     for part in (
         "no event until driver 2 reattached: for 11.0 s",
         "a 0 0 1 1 30.0 s preemption notice: SIGTERM",
         "b 0 1 0 0 -",
         "26.0 s 5.00 s allreduce loss a:0 (never called) the call has ended",
+        "33.0 s 4.00 s no tick rank 0 is at train.py:14 ticks go on",
     ):
         assert part in text
 

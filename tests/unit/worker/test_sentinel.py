@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -34,11 +35,11 @@ def world(generation: int) -> messages.WorldMessage:
 class Worker:
     """A worker in a generation. The test plays its agent."""
 
-    def __init__(self) -> None:
+    def __init__(self, reports: bool = False) -> None:
         self.agent, mine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.agent.settimeout(LONG_S)
         self.page = _native.ControlPage(None)
-        self.sentinel = Sentinel(mine, ME, self.page)
+        self.sentinel = Sentinel(mine, ME, self.page, reports)
         self.sentinel.start()
         self.sentinel.enter(world(GENERATION), GlooContext())
         self.ended_at: int | None = None
@@ -205,6 +206,22 @@ def test_no_tick_is_made_and_nothing_committed_when_the_lease_is_over(worker: Wo
         worker.sentinel.tick()  # the lease may have been over for the others, so its end is final
     worker.sentinel.enter(world(GENERATION + 1), GlooContext())
     worker.sentinel.tick()
+
+
+def test_it_says_where_the_main_thread_is_while_that_thread_is_stuck() -> None:
+    worker = Worker(reports=True)
+    for _ in range(2):
+        worker.hear(messages.AskWhere(GENERATION - 1))  # of another generation: no answer
+        worker.hear(messages.AskWhere(GENERATION))
+        message = worker.said()  # the main thread is here
+        while not isinstance(message, messages.CollectivesReport):
+            message = worker.said()
+        assert (message.generation, message.collectives) == (GENERATION, ())
+        assert re.fullmatch(rf"{__file__}:\d+ in (hear|said): .*self\.agent\.(send|recv).*", message.line)
+        assert re.search(r", in (hear|said)\n", message.stack)
+    worker.settle()
+    worker.sentinel.leave()  # the thread ends
+    worker.close()
 
 
 def test_a_wait_ends_with_the_lease(worker: Worker) -> None:
