@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         StateDivergedError,
         StateError,
         StateLostError,
+        StateMisfitError,
         UsageError,
         WorkerFailedError,
     )
@@ -72,6 +73,7 @@ _HOMES = {
         "StateDivergedError",
         "StateError",
         "StateLostError",
+        "StateMisfitError",
         "UsageError",
         "WorkerFailedError",
     ),
@@ -115,6 +117,7 @@ __all__ = [
     "StateDivergedError",
     "StateError",
     "StateLostError",
+    "StateMisfitError",
     "TorchState",
     "UsageError",
     "WorkerFailedError",

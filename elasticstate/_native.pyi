@@ -20,12 +20,13 @@ class Identities:
     def unchanged(self) -> bool:
         """Return True if each container has the same keys and values as at first, in the same order."""
 
-def integers_of(objects: Sequence[object], attribute: object) -> bytes:
+def integers_of(objects: Sequence[object], attribute: object, in_object: int = 0) -> bytes:
     """Return the values of an integer attribute of all objects, as ``int64[n]`` in the machine's byte order.
 
     Args:
         objects: a list.
         attribute: the attribute's descriptor, taken from the type of the objects.
+        in_object: offset of a pointer in each object, to what the attribute reads first; 0: not known.
 
     Raises:
         TypeError: ``attribute`` is no descriptor. Also the attribute's errors.

@@ -10,6 +10,7 @@
           ├── NotInWorldError       ``rank()`` or a similar function was called outside a world
           ├── StateError            a state cannot be captured, applied or restored
           │    ├── StateLostError       the job has committed, and no worker or host holds a commit any more
+          │    ├── StateMisfitError     a whole commit does not fit the objects of this worker
           │    ├── StateDivergedError   the members of a world hold different states; names the tensors that differ
           │    ├── CommitStorageError   commits do not fit into --commit-dir; names the bytes needed and the bytes free
           │    └── CopyError            a copy of a commit cannot be read; the next copy is tried (internal)
@@ -58,6 +59,13 @@ class StateError(ElasticError):
 
 class StateLostError(StateError):
     """The job has committed, and no worker or host holds a commit any more. It never silently starts from scratch."""
+
+
+class StateMisfitError(StateError):
+    """A whole commit does not fit the objects of this worker: the training has changed their structure.
+
+    The commit stays, and no older one is used instead.
+    """
 
 
 class StateDivergedError(StateError):

@@ -135,6 +135,8 @@ def why_empty(slot: Slot, now: float) -> str:
     """Return why a slot has no worker."""
     if slot.finished:
         return "has finished"
+    if slot.barred:
+        return "is not used any more: a new worker could not load the state of the job"
     if slot.failure is None and slot.not_before > now:
         return f"its worker was drained as a straggler (restart in {slot.not_before - now:.1f} s)"
     if slot.failure is None:

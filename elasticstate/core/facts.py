@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from elasticstate.core import accounting, line, partition, plain, replication, retained, types as t
+from elasticstate.core import accounting, line, misfits, partition, plain, replication, retained, types as t
 from elasticstate.core.backoff import host_is_lost, slot_failed, start_preemption_cooldown
 from elasticstate.core.ending import earlier
 from elasticstate.core.hangs import collectives_reported, hang_text, report_hang
@@ -184,6 +184,7 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
     _remove_worker(d, worker, event.exit_code, event.signal)
     if not benign:
         slot_failed(d, worker, cause)
+        misfits.worker_failed(d, worker, cause)
 
 
 def _member_of_round_exited(d: Draft, worker: Worker, event: t.WorkerExited, cause: t.RootCause) -> None:
@@ -316,6 +317,8 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
     _record_commit(d, event.commit)
     _record_commit(d, event.previous)
     retained.record_both(d, worker.id.slot_id, event.commit, event.previous, event.sealed)
+    if d.slots[worker.id.slot_id].misfit is not None:
+        d.put_slot(worker.id.slot_id, misfit=None)
     if not d.ledger.ever_ready:
         d.update_ledger(ever_ready=True)
     if worker.ready is not None:

@@ -76,6 +76,8 @@ class Slot(Struct, frozen=True, gc=False):
     previous: CommitId | None = None  # the commit in the other buffer
     sealed: CommitId = CommitId(0, 0)  # the newest commit ever reported for the slot, damaged or not
     damaged: tuple[CommitId, ...] = ()  # commits in its buffers that cannot be read, whatever the seals say
+    misfit: RootCause | None = None  # why its last process could not load the state of the job (misfits.py)
+    barred: bool = False  # no worker is started here any more: it could not load the state of the job
 
 
 class Worker(Struct, frozen=True, gc=False):

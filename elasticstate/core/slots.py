@@ -123,12 +123,17 @@ class _Plan:
     def free_slots(self) -> list[tuple[t.SlotId, Slot]]:
         """Return the slots in which a worker may be started, when their backoff is over.
 
-        Of draining hosts only those with an awaited retained commit.
+        Of draining hosts, and of barred slots, only those with an awaited retained commit.
         """
         d, held = self._d, {slot_id for slot_id, _ in self.holders}
         hosts = [d.hosts[host.name] for host in self.hosts if host.name in self.usable]
         found_in = [h for h in hosts if h.agent == "joined" and d.living.get(h.name) != h.slots_ever]
-        return [found for host in found_in for found in _free_slots(d, host) if not host.draining or found[0] in held]
+        free = [found for host in found_in for found in _free_slots(d, host)]
+        return [
+            (slot_id, slot)
+            for slot_id, slot in free
+            if slot_id in held or not (d.hosts[slot_id.host].draining or slot.barred)
+        ]
 
     def start_at(self, slot_id: t.SlotId, slot: Slot, is_short: bool) -> float:
         """Return the time from which a worker may be started in a free slot."""
@@ -297,7 +302,7 @@ def _good_slots(d: Draft, host: Host) -> int:
     """Return the number of free slots of a host that may be counted on."""
     if not _is_in_time(d, host.reported_at if host.agent == "asked" else inf):
         return 0
-    return sum(slot.failures < FAILURES_IN_A_ROW for _, slot in _free_slots(d, host))
+    return sum(slot.failures < FAILURES_IN_A_ROW and not slot.barred for _, slot in _free_slots(d, host))
 
 
 def _is_recovering(d: Draft) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from math import inf
 
-from elasticstate.core import types as t
+from elasticstate.core import misfits, types as t
 from elasticstate.core.diagnostics import missing, names
 from elasticstate.core.ending import (
     become_over,
@@ -54,6 +54,8 @@ def waiting(d: Draft, phase: Waiting) -> None:
         waiting_plain(d, phase)
     elif has_finished(d):
         become_over(d, True)
+    elif (misfit := misfits.of_newest_commit(d)) is not None:
+        fail_job(d, "the newest commit does not fit the objects of a new process", misfit)
     elif d.generation == 0 and every_worker_failed(d):
         fail_job(d, "every worker failed before the first world", d.ledger.outage)
     elif d.generation == 0 and (bad := failed_slots(d)):
@@ -71,6 +73,9 @@ def _wait_for_a_world(d: Draft, phase: Waiting) -> None:
     enough = len(stay) >= policy.fewest(d.generation)
     if not enough:
         _await_retained(d, None)
+        if d.generation and (misfit := misfits.of_all_free_slots(d)) is not None:
+            fail_job(d, f"{policy.fewest_text(d.generation)}, and no new process can load the state of the job", misfit)
+            return
     d.reason = f"{number_of(len(stay), 'worker')} ready, {policy.fewest_text(d.generation)}"
     if enough and d.now >= _window_end(d, stay) and form(d):
         return

@@ -23,7 +23,7 @@ from elasticstate.state.async_commit import is_captured
 from elasticstate.state.attached_optimizer import AttachedOptimizer
 from elasticstate.state.channel import Channel, channel_between
 from elasticstate.state.containers import flatten, rebuild_with
-from elasticstate.state.module_state import Walk, home_of, owner_of_buffer, set_buffer
+from elasticstate.state.module_state import Walk, home_of, load_modes, modes, owner_of_buffer, set_buffer
 from elasticstate.state.optimizer_state import is_plain_optimizer
 from elasticstate.state.reshard import CommitCopies
 from elasticstate.state.restore_targets import RestoreTargets
@@ -213,6 +213,7 @@ class AttachedModule:
         values.update(self.parameters)
         values.update(walk.buffers)
         return {
+            **modes(walk, self.parameters),
             "parameters": [name[at:] for name in self.parameters],
             "buffers": {name[at:]: buffer.device.type for name, buffer in walk.buffers.items()},
             "none": walk.none,
@@ -237,6 +238,7 @@ class AttachedModule:
             )
         for name, parameter in self.parameters.items():
             targets.add(name, parameter)
+        load_modes(self._module, walk, self.parameters, tree)
         self._prepare_buffers(walk, tree, targets)
         parts = {path: part for part, path in walk.with_extra_state.items()}
         for path, extra in tree["extra"].items():

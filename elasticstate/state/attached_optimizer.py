@@ -16,6 +16,7 @@ from elasticstate.compat import dtensors
 from elasticstate.compat.dtensors import Split
 from elasticstate.errors import StateError
 from elasticstate.state.containers import flatten, rebuild_with
+from elasticstate.state.optimizer_state import arrange_groups, check_settings
 from elasticstate.state.restore_targets import RestoreTargets
 
 
@@ -59,15 +60,9 @@ class AttachedOptimizer:
     def prepare(self, tree: Any, targets: RestoreTargets, parameters: Mapping[str, torch.Tensor]) -> None:
         """Give the optimizer the groups and the state of the commit, and add all tensors to ``targets``."""
         optimizer = self.optimizer
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        live = [[self._name_of(p, names) for p in group["params"]] for group in optimizer.param_groups]
+        check_settings(self._name, optimizer, tree["param_groups"])
         saved = [list(group["params"]) for group in tree["param_groups"]]
-        if live != saved:
-            sizes = [len(group) for group in live], [len(group) for group in saved]
-            raise StateError(
-                f"{self._name} has groups of {sizes[0]} parameters, and the commit has groups of {sizes[1]}, or of "
-                "other parameters. Construct the same optimizer as the worker that committed."
-            )
+        arrange_groups(self._name, optimizer, saved, parameters, tree["param_groups"])
         groups = rebuild_with(
             targets.tensor, tree["param_groups"], optimizer.param_groups, None, self._groups_at, set()
         )

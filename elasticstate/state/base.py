@@ -23,7 +23,7 @@ from elasticstate.state.join import StateJoinHook
 from elasticstate.state.live_state import LiveState
 from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.value_names import Kinds
-from elasticstate.state.values import Captured
+from elasticstate.state.values import Captured, Tree
 
 _CALL_S = 1e-6  # time of a call of commit() that does not save
 
@@ -57,6 +57,7 @@ class State(Joinable):
         self._names = tuple(values)
         self._exclusions = Exclusions()
         self._reset_callbacks: list[Callable[[], object]] = []
+        self._restore_pre_hooks: list[Callable[[dict[str, Any]], object]] = []
         self._committer = Committer(self._live_state())
         self._has_joined = False  # this state was passed to a Join: only then ticks ask torch
         for name, value in values.items():
@@ -95,6 +96,9 @@ class State(Joinable):
         In a subclass of ``ObjectState`` or ``TorchState``, the tensors and arrays that ``capture`` returns contain the
         commit's bytes already, where shape and dtype are the same: the pass that verifies the bytes copies them, too.
         """
+
+    def _has_pre_hooks(self) -> bool:
+        return bool(self._restore_pre_hooks)
 
     def _load_targets(self) -> Captured | None:
         """Return the captured values that a restore may overwrite before it calls ``apply``. See Snapshot.load_into.
@@ -188,7 +192,8 @@ class State(Joinable):
 
         If the commit is damaged, a warning is logged and the previous commit is used.
 
-        Raises StateError if there is no intact commit, or if the commit does not fit the live objects.
+        Raises StateError if there is no intact commit, and StateMisfitError if the commit does not fit the live
+        objects.
         """
         self._committer.restore()
 
@@ -240,6 +245,31 @@ class State(Joinable):
         functions must depend on the committed state and on the world alone.
         """
         self._reset_callbacks.extend(callbacks)
+
+    def register_restore_pre_hook(self, hook: Callable[[dict[str, Any]], object]) -> None:
+        """Add a function to call before a commit is loaded into the objects of the state, by a restore or a sync.
+
+        It gets the plain values of the commit by name: those that are no tensors, no arrays and no objects with
+        ``state_dict()``. There it can make the live objects fit, when the training changes their structure::
+
+            def grow(values):
+                while len(net.layers) < values["depth"]:
+                    net.layers.append(Block())
+
+            state.register_restore_pre_hook(grow)
+
+        Parameter groups that the optimizer lacks are added afterwards, without a hook. The function may be called
+        repeatedly for one commit, and for a commit that is older than the live state.
+        """
+        self._restore_pre_hooks.append(hook)
+
+    def _before_load(self, objects: Callable[[], Mapping[str, Any] | None]) -> None:
+        """Call the hooks. ``objects``: returns the objects of the commit; None if it cannot be loaded."""
+        found = objects() if self._restore_pre_hooks else None
+        if found is not None:
+            plain = {name: value for name, value in found.items() if not isinstance(value, Tree) and "." not in name}
+            for hook in self._restore_pre_hooks:
+                hook(plain)
 
     def on_reset(self) -> None:
         """Call the reset callbacks. ``run`` does so in each world that this worker enters with a commit."""
@@ -298,6 +328,8 @@ class State(Joinable):
             capture=_weak(self.capture),
             apply=_weak(self.apply),
             restore=_weak(self.restore),
+            before_load=_weak(self._before_load),
+            has_pre_hooks=_weak(self._has_pre_hooks),
             load_targets=_weak(self._load_targets),
             optimizer_owned=_weak(self._optimizer_owned),
             quick_capture=_weak(self._quick_capture),

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -15,8 +16,16 @@ import torch
 
 from elasticstate.compat import aliases, dtensors
 from elasticstate.core.types import CommitId
-from elasticstate.errors import CollectiveError, StateError, StateLostError, UsageError
-from elasticstate.log import logger
+from elasticstate.errors import (
+    CollectiveError,
+    CommitStorageError,
+    CopyError,
+    ElasticError,
+    StateError,
+    StateLostError,
+    StateMisfitError,
+    UsageError,
+)
 from elasticstate.state import rng, value_names
 from elasticstate.state.attached import AttachedValues
 from elasticstate.state.buffer import Buffer
@@ -30,6 +39,13 @@ from elasticstate.state.reshard_check import check_reshard
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.values import Captured, Values
 
+_OF_THE_MACHINE = (
+    OSError,
+    MemoryError,
+    torch.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),  # since torch 2.8
+)
+
 
 class Committer(CommitWriter):
     """Commits of one state, and their exchange between the workers of a world. See CommitWriter."""
@@ -39,8 +55,8 @@ class Committer(CommitWriter):
     def restore(self) -> None:
         """Make the newest intact commit the live state, with its random state. All gradients become None.
 
-        Raises StateError if there is no intact commit, or if the commit does not fit the live objects; UsageError if
-        values are attached.
+        Raises StateError if there is no intact commit; StateMisfitError if the commit does not fit the live objects;
+        UsageError if values are attached.
         """
         if self.attached is not None:
             raise UsageError("restore() cannot restore attached values. They get their content when they are attached.")
@@ -50,36 +66,72 @@ class Committer(CommitWriter):
                 f"{self.session.follows} keeps the commits of this host. Leave the option out."
             )
         self.settle()
-        try:
-            values = self.snapshot.load_into(self._targets())
-        finally:
-            self._record_commits()  # a commit may be damaged
-        commit = self.snapshot.newest
-        assert commit is not None, "the values belong to this commit"
-        self._apply(values, self.snapshot.read_private(commit))
+        with self._fitting():
+            try:
+                values = self.snapshot.load_into(self._targets(self.snapshot.objects))
+            finally:
+                self._record_commits()  # a commit may be damaged
+            commit = self.snapshot.newest
+            assert commit is not None, "the values belong to this commit"
+            self._apply(values, self.snapshot.read_private(commit))
 
     def resume(self) -> bool:
-        """Restore the newest intact commit that fits the live objects. Return False if no commit is left."""
-        while self.snapshot.newest is not None:
-            if self._restore_or_discard():
-                return True
-        return False
+        """Restore the newest intact commit. Return False if there is none.
+
+        Raises StateMisfitError if it does not fit the live objects. An older one would be a loss of steps that nobody
+        has asked for.
+        """
+        if self.snapshot.newest is None:
+            return False
+        with self._fitting():
+            try:
+                self._live.restore()
+            except StateError:
+                if self.snapshot.newest is not None:
+                    raise
+                return False  # all were damaged
+        return True
+
+    @contextmanager
+    def _fitting(self, commit: CommitId | None = None) -> Iterator[None]:
+        """Raise StateMisfitError for an error of code that loads a commit into the live objects.
+
+        ``commit``: the id; None: that of the newest commit. Errors of the machine, and of the world, stay as they are.
+        """
+        try:
+            yield
+        except (StateMisfitError, UsageError, CollectiveError, CommitStorageError, CopyError, *_OF_THE_MACHINE):
+            raise
+        except Exception as error:
+            commit = commit or self.snapshot.newest
+            if commit is None:
+                raise
+            reason = str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
+            raise StateMisfitError(f"commit {commit} is whole, but cannot be loaded: {reason}") from error
 
     @property
     def names(self) -> int:
         """Digest of the names and kinds of the values; 0: this worker does not read commits of other workers."""
         return value_names.number(self._live.value_kinds()) if self._peers and self._peers.can_read else 0
 
-    def adopt(self) -> None:
-        """Copy the newest commit of another worker of this host, if there is one, and make it the live state.
+    def adopt(self) -> bool:
+        """Copy the newest commit of another worker of this host, and make it the live state.
+
+        Return False if there is none that is newer than this worker's own.
 
         A newcomer calls it before its first READY. At the switch, the root's commit then meets memory that is in use.
+        If the commit does not fit its objects (StateMisfitError), it ends before the others stop for it.
         """
-        commit = self._peers.copy_newest(self.snapshot, self.session.worker_key) if self._peers is not None else None
+        if self._peers is None:
+            return False
+        commit = self._peers.copy_newest(self.snapshot, self.session.worker_key)
         if commit is not None:
-            self.snapshot.seal_incoming(commit, self.snapshot.load_incoming(self._targets()))
+            with self._fitting(commit):
+                targets = self._targets(self.snapshot.incoming_objects)
+            self.snapshot.seal_incoming(commit, self.snapshot.load_incoming(targets))
             self._record_commits()
             self.is_adopted = self.resume()
+        return self.is_adopted
 
     def read_ahead(self, near: Container[int], rank: int, root_slot: int, generation: int) -> None:
         """Begin to copy the root's newest commit, if this rank reads the root's state in the world to come.
@@ -89,40 +141,40 @@ class Committer(CommitWriter):
         """
         self.settle()
         if self._peers is not None and rank in near:
-            live = self._targets() if self.is_adopted else None  # else a failed world would leave a state of no commit
+            # Without a commit, a failed world would leave the state of none. Hooks need the objects of a commit first.
+            is_ahead = self.is_adopted and not self._live.has_pre_hooks()
+            live = self._targets(lambda: None) if is_ahead else None
             self._peers.read_ahead(root_slot, self.snapshot, self.session.worker_key, generation, live)
-
-    def _restore_or_discard(self) -> bool:
-        try:
-            self._live.restore()
-        except UsageError:  # the commit is right, and this worker's script or data is not
-            raise
-        except Exception as error:  # other shapes, classes that no longer exist, damage
-            if self.snapshot.newest is not None:
-                logger.warning("discarded commit %s, which cannot be restored: %s", self.snapshot.newest, error)
-                self.snapshot.drop_newest()
-            return False
-        return True
 
     def receive(self, commit: CommitId, load: Callable[[Callable[[], Captured]], Incoming | None]) -> bool:
         """Make a commit that ``load(targets)`` puts into the snapshot the live state. Return False if there is none."""
+
+        def targets() -> Captured:
+            with self._fitting(commit):
+                return self._targets(self.snapshot.incoming_objects)
+
         try:
-            incoming = load(self._targets)
+            incoming = load(targets)
             values = self.snapshot.seal_incoming(commit, incoming) if incoming is not None else None
         finally:
             self._record_commits()
         if values is not None:
-            self._apply(values, self.snapshot.read_private(commit))
+            with self._fitting(commit):
+                self._apply(values, self.snapshot.read_private(commit))
         return values is not None
 
     def drop_gradients(self) -> None:
         """Set gradients to None. A failure inside ``backward`` leaves partial gradients, different on each rank."""
         self._live.drop_gradients()
 
-    def _targets(self) -> Captured:
-        """Return the live values that a load may overwrite. Discard tick records: torch does not count its writes."""
+    def _targets(self, objects: Callable[[], Mapping[str, Any] | None]) -> Captured:
+        """Return the live values that a load may overwrite. Discard tick records: torch does not count its writes.
+
+        ``objects``: returns the objects of the commit that is about to be loaded, for the user's hooks.
+        """
         aliases.note_unseen_write()
         self._ticks.reset()
+        self._live.before_load(objects)
         return self._live.load_targets() or {}
 
     def _apply(self, values: Values, private: bytes, others: Sequence[Buffer] = ()) -> None:
@@ -242,11 +294,14 @@ class Committer(CommitWriter):
         try:
             payload = snapshot.incoming(header, private)
             channel.broadcast(payload)
-            values = snapshot.seal_incoming(commit, snapshot.load_incoming(self._targets()))
+            with self._fitting(commit):
+                targets = self._targets(snapshot.incoming_objects)
+            values = snapshot.seal_incoming(commit, snapshot.load_incoming(targets))
         finally:
             self._record_commits()
         session.record_sync(payload.numel(), time.monotonic() - started)
-        self._apply(values, snapshot.read_private(commit))
+        with self._fitting(commit):
+            self._apply(values, snapshot.read_private(commit))
 
     def _read(self, commit: CommitId) -> None:
         """Read the root's state from its memory on this host, seal it as ``commit``, and make it the live state."""
@@ -255,7 +310,7 @@ class Committer(CommitWriter):
         source = self._peers.wait_for(session.root_slot, commit, session.check)
         peers, started = self._peers, time.monotonic()
         place = self.snapshot, session.worker_key, session.generation
-        if source is None or not self.receive(commit, lambda targets: peers.load(source, *place, targets())):
+        if source is None or not self.receive(commit, lambda targets: peers.load(source, *place, targets)):
             self._peers = None  # the next sync sends the state
             raise CollectiveError(f"the root's commit {commit} cannot be read from the memory of this host")
         session.record_sync(self.snapshot.size_bytes, time.monotonic() - started + peers.seconds_ahead)
@@ -269,11 +324,13 @@ class Committer(CommitWriter):
         assert self._peers is not None, "only a worker that reads commits is in near"
         source = self._peers.wait_for(slot, commit, session.check)
         started = time.monotonic()
-        found = source.load_into(self._targets()) if source is not None else None
+        with self._fitting(commit):
+            found = source.load_into(self._targets(source.objects)) if source is not None else None
         if source is not None and found is not None:
             values, keepers_own = found
             own = rng.derived(rng.initial_seed(keepers_own), session.worker_key, commit.generation)
-            self._apply(values, own, [source.buffer])
+            with self._fitting(commit):
+                self._apply(values, own, [source.buffer])
             if source.is_unchanged():
                 session.record_sync(source.buffer.length, time.monotonic() - started)
                 return
@@ -296,13 +353,14 @@ class Committer(CommitWriter):
         if line is not None and newest != line and previous == line:
             self.snapshot.drop_newest()
             self._record_commits()
-            self._restore_or_discard()
+            self.resume()
         if line is None or self.snapshot.newest != line:
             with self._copies() as copies:
                 values, private = copies.plain()
-            self._targets()
             derived = rng.derived(rng.initial_seed(private), session.worker_key, session.generation)
-            self._apply(values, derived)
+            with self._fitting(line or CommitId(session.generation - 1, 1)):
+                self._targets(lambda: {name: values[name] for name in values if name not in values.entries})
+                self._apply(values, derived)
         return True
 
     def attach(self, values: Mapping[str, Any], init: Callable[[], object] | None) -> bool:

@@ -21,6 +21,10 @@ class LiveState:
     apply: Callable[[Captured], None]
     restore: Callable[[], None]
     """The state's own method, because a subclass may extend it."""
+    before_load: Callable[[Callable[[], Mapping[str, Any] | None]], None]
+    """Call the user's functions that make the live objects fit a commit, given what returns the commit's objects."""
+    has_pre_hooks: Callable[[], bool]
+    """Return True if there are such functions."""
     load_targets: Callable[[], Captured | None]
     """Return the captured values that ``Snapshot.load_into`` may overwrite before ``apply``; None if ``apply`` does."""
     optimizer_owned: Callable[[], Container[int]]

@@ -1,16 +1,25 @@
-"""State of a module, in a commit: parameters, all buffers, and the extra state of its parts."""
+"""State of a module, in a commit: parameters, all buffers, the extra state of its parts, and their modes.
+
+Modes are ``training`` of each module and ``requires_grad`` of each parameter: a failure interrupts code that changes
+them for a while, such as a validation, at any place.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from elasticstate.compat import modules
+from elasticstate.compat.versions import requires_grad_of
 from elasticstate.errors import StateError
 from elasticstate.state.containers import flatten, rebuild
 from elasticstate.state.values import Captured, is_loaded, load_value
+
+OR_HOOK = ", or change it in a function passed to state.register_restore_pre_hook()"
+"""End of errors about a structure that the training has changed."""
 
 
 class Walk:
@@ -31,6 +40,7 @@ class Walk:
         self.none: list[str] = []  # paths of registered buffers that are None
         self.transient: list[str] = []  # paths of buffers that are registered with persistent=False
         self.with_extra_state: dict[torch.nn.Module, str] = {}  # modules with an extra state, and their paths
+        self.evaluating: list[str] = []  # paths of modules in eval mode
         self._visit(module, "")
 
     def _visit(self, module: torch.nn.Module, path: str) -> None:
@@ -43,6 +53,8 @@ class Walk:
                 assert child is not None
                 self._visit(child, path)
             return
+        if not module.training:
+            self.evaluating.append(path.removesuffix("."))
         if has_extra_state:
             self.with_extra_state.setdefault(module, path.removesuffix("."))
         for key, parameter in modules.parameters_of(module).items():
@@ -67,6 +79,8 @@ class Walk:
         for key, part in module.named_modules():
             if _class_facts(type(part))[1]:  # type: ignore[arg-type]
                 self.with_extra_state.setdefault(part, f"{path}{key}".removesuffix("."))
+            if not part.training:
+                self.evaluating.append(f"{path}{key}".removesuffix("."))
 
 
 @functools.cache
@@ -90,12 +104,28 @@ def _walk(name: str, module: torch.nn.Module) -> Walk:
     return Walk(module, f"{name}.parameters.", f"{name}.buffers.")
 
 
+def parameters_of(name: str, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of a module by their names in a commit. Each name of a shared parameter counts."""
+    return _walk(name, module).parameters
+
+
+def registries_of(module: torch.nn.Module) -> list[Any] | None:
+    """Return the dicts from which the names of the parameters follow; None if the module has methods of its own."""
+    found: list[Any] = []
+    for part in module.modules():
+        if not is_usual(part):
+            return None
+        found += [modules.parameters_of(part), modules.children_of(part)]
+    return found
+
+
 def capture_module(name: str, module: torch.nn.Module, values: dict[str, Any]) -> Any:
     """Put the tensors of a module into ``values``, and return the rest of its state."""
     walk = _walk(name, module)
     values.update(walk.parameters)
     values.update(walk.buffers)
     return {
+        **modes(walk, walk.parameters),
         "devices": {path: buffer.device.type for path, buffer in walk.buffers.items() if not buffer.is_cpu},
         "none": walk.none,
         "transient": walk.transient,
@@ -115,26 +145,98 @@ def load_module(name: str, module: torch.nn.Module, tree: Any, values: Captured)
         differing = sorted(key.removeprefix(walk.parameters_at) for key in live.keys() ^ set(saved))
         raise StateError(
             f"state.{name} and the commit have different parameters: {', '.join(differing[:5])}. Construct the same "
-            f"module as the worker that committed."
+            f"module as the worker that committed{OR_HOOK}."
         )
     left = [key for key in saved if not is_loaded(live[key], values, key)]
     for key in left:
         value = values[key]
-        if live[key].shape != value.shape or live[key].dtype != value.dtype:
+        if live[key].shape != value.shape:
             raise StateError(
-                f"state.{name}: {key.removeprefix(walk.parameters_at)} is {tuple(live[key].shape)} of "
-                f"{live[key].dtype}, in the commit {tuple(value.shape)} of {value.dtype}. Construct the same module as "
-                f"the worker that committed."
+                f"state.{name}: {key.removeprefix(walk.parameters_at)} is {tuple(live[key].shape)}, in the commit "
+                f"{tuple(value.shape)}. Construct the same module as the worker that committed{OR_HOOK}."
             )
     for key in left:
         written = load_value(live[key], values, key)
-        if written is not live[key]:  # the live parameter cannot be written in place
-            live[key].data = written  # type: ignore[assignment]  # a parameter is a tensor
+        if written is not live[key]:  # it cannot be written in place, or has another dtype: the module was cast
+            replace_content(live[key], written)  # type: ignore[arg-type]  # a parameter is a tensor
+    load_modes(module, walk, live, tree)
     _load_buffers(module, walk, tree, values)
     parts = {path: part for part, path in walk.with_extra_state.items()}
     used: set[str] = set()
     for path, extra in tree["extra"].items():
         parts[path].set_extra_state(rebuild(extra, values, None, None, f"{name}.extra.{path}", used))
+
+
+def modes(walk: Walk, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the modes of a module as part of its tree: the paths of all parts in eval mode, and the names of the
+    parameters that do not require gradients."""
+    at = len(walk.parameters_at)
+    flags = requires_grad_of(list(parameters.values()))
+    frozen = [] if flags.all() else [name[at:] for name, flag in zip(parameters, flags, strict=True) if not flag]
+    return {"evaluating": walk.evaluating, "frozen": frozen}
+
+
+def load_modes(module: torch.nn.Module, walk: Walk, parameters: Mapping[str, torch.Tensor], tree: Any) -> None:
+    """Give a module the modes of the commit. No ``train()`` is called: a class may override it.
+
+    A commit of an older version has none.
+    """
+    if "evaluating" not in tree:
+        return
+    evaluating, frozen, at = set(tree["evaluating"]), set(tree["frozen"]), len(walk.parameters_at)
+    for path, part in parts_of(module):
+        if part.training == (path in evaluating):
+            part.training = path not in evaluating
+    for name, parameter in parameters.items():
+        set_requires_grad(parameter, name[at:] not in frozen)
+
+
+def replace_content(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Give a tensor, which optimizers may refer to, the memory of another one."""
+    if not (content.is_floating_point() or content.is_complex()):
+        set_requires_grad(tensor, False)
+    tensor.data = content
+
+
+def flag_of(name: str) -> str:
+    """Return the name of the ``requires_grad`` of a tensor that is a value of the state."""
+    return f"{name}.requires_grad"
+
+
+def requires_grad(tensor: torch.Tensor) -> bool:
+    """Return True for a leaf that requires gradients. For other tensors, it follows from how they were computed."""
+    return tensor.requires_grad and tensor.is_leaf
+
+
+def load_bare(name: str, live: Any, values: Captured) -> Any:
+    """Return a tensor or array that is a value of the state, with the content of the commit: the live object, if that
+    can have it."""
+    value: Any = load_value(live, values, name)
+    if isinstance(live, torch.nn.Parameter) and value is not live:  # of another shape or dtype
+        replace_content(live, value)
+        value = live
+    if isinstance(value, torch.Tensor) and flag_of(name) in values:
+        set_requires_grad(value, values[flag_of(name)])
+    return value
+
+
+def set_requires_grad(tensor: torch.Tensor, requires_grad: bool) -> None:
+    """Set the flag of a leaf. The one of a computed tensor follows from how it was computed."""
+    if tensor.requires_grad != requires_grad and tensor.is_leaf:
+        tensor.requires_grad_(requires_grad)
+
+
+def parts_of(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the module and all modules in it with their paths, named as ``Walk`` does. A module that ``torch.compile``
+    has wrapped has the path of its wrapper."""
+    usual, _, is_compiled = _class_facts(type(module))  # type: ignore[arg-type]
+    if not usual:
+        yield from ((f"{path}{key}".removesuffix("."), part) for key, part in module.named_modules())
+        return
+    yield path.removesuffix("."), module
+    for key, child in modules.children_of(module).items():
+        if child is not None:
+            yield from parts_of(child, path if is_compiled else f"{path}{key}.")
 
 
 def _load_buffers(module: torch.nn.Module, walk: Walk, tree: Any, values: Captured) -> None:

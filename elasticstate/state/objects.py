@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from elasticstate.state.base import State
 from elasticstate.state.iterable_data import require_own_position
-from elasticstate.state.values import Captured, is_array, load_value
+from elasticstate.state.module_state import flag_of, load_bare, requires_grad
+from elasticstate.state.values import Captured, is_array
 
 
 class ObjectState(State):
@@ -22,7 +25,9 @@ class ObjectState(State):
             require_own_position(name, value)
 
     def capture(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._names}
+        values = {name: getattr(self, name) for name in self._names}
+        flags = {flag_of(name): requires_grad(v) for name, v in values.items() if isinstance(v, torch.Tensor)}
+        return {**values, **flags}
 
     def _load_targets(self) -> Captured:
         return self.capture()
@@ -34,4 +39,4 @@ class ObjectState(State):
         self._check_names(values, ObjectState.capture)
         for name in self._names:
             value = values[name]
-            setattr(self, name, load_value(getattr(self, name), values, name) if is_array(value) else value)
+            setattr(self, name, load_bare(name, getattr(self, name), values) if is_array(value) else value)

@@ -16,7 +16,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -132,6 +132,13 @@ class PeerCommit:
     def is_unchanged(self) -> bool:
         """Return True if the owner has not changed the commit since this object was made."""
         return self.content is not None and self._storage.content(self.buffer.index) == self.content
+
+    def objects(self) -> dict[str, Any] | None:
+        """Return the objects of the commit; None if it is damaged, or if its owner has changed it meanwhile."""
+        buffer = self.buffer
+        content = buffer.memory[buffer.frame.objects : buffer.length].numpy().tobytes()
+        found: dict[str, Any] | None = pickle.loads(content) if buffer.is_intact() and self.is_unchanged() else None
+        return found
 
     def load_into(self, live: Captured) -> tuple[Values, bytes] | None:
         """Copy the commit into the values of ``live`` that it fits. Return its values and its owner's random state.

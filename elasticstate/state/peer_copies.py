@@ -32,7 +32,8 @@ class PeerCopies:
     def copy_newest(self, snapshot: Snapshot, worker_key: str) -> CommitId | None:
         """Copy the newest commit of another worker. Return its id; None if there is none, or none that is whole.
 
-        A commit with attached values is not copied: it would count as one of this worker's own shards.
+        It is newer than the snapshot's own. A commit with attached values is not copied: it would count as one of this
+        worker's own shards.
         """
         try:
             found = self._reader.newest()
@@ -42,6 +43,8 @@ class PeerCopies:
         if found is None or found[1].has_attached:
             return None
         commit, source = found
+        if snapshot.newest is not None and commit <= snapshot.newest:
+            return None
         return commit if source.is_intact() and source.copy_to(snapshot, worker_key, commit.generation) else None
 
     def read_ahead(
@@ -66,16 +69,24 @@ class PeerCopies:
         return self._reader.wait_for(root_slot, commit, check)
 
     def load(
-        self, source: PeerCommit, snapshot: Snapshot, worker_key: str, generation: int, live: Captured
+        self,
+        source: PeerCommit,
+        snapshot: Snapshot,
+        worker_key: str,
+        generation: int,
+        targets: Callable[[], Captured],
     ) -> Incoming | None:
-        """Copy a commit and load it, unless that was done ahead. Return None if its owner has overwritten it."""
+        """Copy a commit and load it, unless that was done ahead. Return None if its owner has overwritten it.
+
+        ``targets``: returns the live values into which it is loaded, after it was copied.
+        """
         self.wait()
         ahead, self._ahead = self._ahead, None
         self.seconds_ahead = 0.0
         if ahead is not None and ahead.has(source):
             self.seconds_ahead = ahead.seconds
-            return ahead.incoming or snapshot.load_incoming(live)
-        return snapshot.load_incoming(live) if source.copy_to(snapshot, worker_key, generation) else None
+            return ahead.incoming or snapshot.load_incoming(targets())
+        return snapshot.load_incoming(targets()) if source.copy_to(snapshot, worker_key, generation) else None
 
     def close(self) -> None:
         """Unmap the memory of the other workers."""

@@ -2,25 +2,29 @@
 
 A full capture takes some microseconds for each tensor, too many for each tick. A quick capture is made from a full one.
 As long as the registries of all modules and the states of all optimizers contain the same objects, only the plain
-values are read anew.
+values and the modes of modules and parameters are read anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from elasticstate._native import Identities
 from elasticstate.compat import modules
 from elasticstate.compat.loaders import state_of
+from elasticstate.compat.versions import requires_grad_of
 from elasticstate.state.containers import flatten
-from elasticstate.state.module_state import is_usual
+from elasticstate.state.module_state import flag_of, is_usual, parameters_of, parts_of, requires_grad
 from elasticstate.state.optimizer_state import is_plain_optimizer, plain_groups
 from elasticstate.state.values import Captured, Tree, is_array
 
 _IMMUTABLE = frozenset({int, float, str, bool, type(None)})
+_training = itemgetter("training")  # of a module's attributes
 
 
 class QuickCapture:
@@ -32,6 +36,8 @@ class QuickCapture:
         self._optimizers: list[tuple[str, torch.optim.Optimizer, Any, list[Any]]] = []
         self._stateful: list[tuple[str, Any]] = []
         self._plain: list[str] = []
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._modules: list[_Modes] = []
         self._containers: list[Any] = []
         self._identities = Identities([])
 
@@ -52,6 +58,8 @@ class QuickCapture:
     def _add(self, name: str, value: Any) -> bool:
         if is_array(value):
             self._same.append((name, value))
+            if isinstance(value, torch.Tensor) and flag_of(name) in self._captured:
+                self._tensors.append((flag_of(name), value))
         elif isinstance(value, torch.nn.Module):
             return self._add_module(name, value)
         elif isinstance(self._captured[name], Tree):
@@ -59,6 +67,8 @@ class QuickCapture:
             if is_plain_optimizer(value):
                 return self._add_optimizer(name, value)
             self._stateful.append((name, value))
+            if isinstance(value, torch.optim.Optimizer):
+                return False  # its groups may change
             return not self._has_tensors(f"{name}.")
         else:
             self._plain.append(name)
@@ -68,7 +78,10 @@ class QuickCapture:
         parts = list(value.modules())
         if self._captured[name].tree["extra"] or not all(map(is_usual, parts)):
             return False
+        if not all("training" in vars(part) for part in parts if not modules.compiles_another(type(part))):
+            return False
         self._same.append((name, value))
+        self._modules.append(_Modes(name, value))
         for part in parts:
             self._containers += [modules.parameters_of(part), modules.buffers_of(part), modules.children_of(part)]
         return True
@@ -107,6 +120,10 @@ class QuickCapture:
             found[name] = plain_groups(optimizer)
         for name, value in self._stateful:
             found[name] = state_of(value)
+        for modes in self._modules:
+            found[modes.name] = modes.read()
+        for name, tensor in self._tensors:
+            found[name] = requires_grad(tensor)
         for name in self._plain:
             value = found[name] = live[name]
             if type(value) not in _IMMUTABLE and (is_array(value) or hasattr(value, "state_dict")):
@@ -117,9 +134,40 @@ class QuickCapture:
         """Return what ``capture`` would return except its tensors, from a copy of what ``objects`` returned."""
         found = {name: value for name, value in self._captured.items() if isinstance(value, Tree)}
         found |= {name: objects[name] for name in self._plain}
+        found |= {name: objects[name] for name, _ in self._tensors}
         for name, _ in self._stateful:
             found[name] = Tree(flatten(objects[name], name, found))
+        for modes in self._modules:
+            found[modes.name] = Tree({**self._captured[modes.name].tree, **modes.expand(objects[modes.name])})
         for name, _, _, _ in self._optimizers:
             groups = flatten(objects[name], f"{name}.param_groups", found)
-            found[name] = Tree({"state": self._captured[name].tree["state"], "param_groups": groups})
+            found[name] = Tree({**self._captured[name].tree, "param_groups": groups})
         return found
+
+
+class _Modes:
+    """The modes of all parts and parameters of a module."""
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        self.name = name
+        parts = [(path, part) for path, part in parts_of(module) if not modules.compiles_another(type(part))]
+        self._paths = [path for path, _ in parts]
+        self._attributes = [vars(part) for _, part in parts]
+        parameters = parameters_of("", module)
+        self._names = [key.removeprefix(".parameters.") for key in parameters]
+        self._parameters = list(parameters.values())
+
+    def read(self) -> tuple[bytes, bytes]:
+        """Return ``training`` of all parts, and ``requires_grad`` of all parameters: much at a time, for each tick."""
+        return (
+            bytes(map(_training, self._attributes)),
+            requires_grad_of(self._parameters).tobytes(),
+        )
+
+    def expand(self, read: tuple[bytes, bytes]) -> dict[str, list[str]]:
+        """Return what ``module_state.modes`` would have returned."""
+        training, trained = read[0], np.frombuffer(read[1], np.int64)
+        return {
+            "evaluating": [path for path, flag in zip(self._paths, training, strict=True) if not flag],
+            "frozen": [name for name, flag in zip(self._names, trained, strict=True) if not flag],
+        }

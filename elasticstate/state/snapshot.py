@@ -277,6 +277,13 @@ class Snapshot:
             self._discard_damaged(buffer)
         raise StateError("Both commits of this worker are damaged, so none can be restored. Restart the worker.")
 
+    def objects(self) -> dict[str, Any] | None:
+        """Return the objects of the newest intact commit, which ``load_into`` is about to load; None: there is none."""
+        self.settle()
+        while self._newer.commit is not None and not self._newer.is_intact():
+            self._discard_damaged(self._newer)
+        return self._newer.objects() if self._newer.commit is not None else None
+
     def read(self, commit: CommitId) -> Values:
         """Return the values captured for ``commit``.
 
@@ -320,6 +327,10 @@ class Snapshot:
         random_bytes = random_capacity(len(private))
         buffer.begin(Header(layout, random_bytes, sharding), private, objects_bytes)
         return buffer.memory[buffer.frame.tensors : buffer.length]
+
+    def incoming_objects(self) -> dict[str, Any]:
+        """Return the objects of the received commit."""
+        return self._older.objects()
 
     def load_incoming(self, live: Captured) -> Incoming:
         """Copy the received commit into the values of ``live`` that it fits: one pass computes its checksum, too."""

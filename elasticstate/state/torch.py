@@ -16,22 +16,39 @@ from elasticstate.state.async_commit import is_captured, watch_steps
 from elasticstate.state.base import State
 from elasticstate.state.containers import copy_with_same_tensors, flatten, rebuild
 from elasticstate.state.iterable_data import fault_of, has_iterators, is_stateful, require_own_position
-from elasticstate.state.module_state import capture_module, load_module
-from elasticstate.state.optimizer_state import capture_optimizer, is_plain_optimizer, load_optimizer
+from elasticstate.state.module_state import (
+    capture_module,
+    flag_of,
+    load_bare,
+    load_module,
+    parameters_of,
+    requires_grad,
+)
+from elasticstate.state.optimizer_state import (
+    NamedGroups,
+    arrange_groups,
+    capture_optimizer,
+    check_scheduler,
+    decode_names,
+    is_plain_optimizer,
+    load_optimizer,
+    plain_groups,
+)
 from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.running_statistics import running_statistics
 from elasticstate.state.value_names import Kinds
-from elasticstate.state.values import Captured, Tree, is_array, load_value
+from elasticstate.state.values import Captured, Tree, is_array
 
 
 class TorchState(State):
     """A state of the objects that PyTorch training consists of.
 
-    * A module, without its DistributedDataParallel wrapper: parameters, all buffers (persistent or not), extra state.
+    * A module, without its DistributedDataParallel wrapper: parameters, all buffers (persistent or not), extra state,
+      ``training`` of each module in it and ``requires_grad`` of each parameter.
     * An optimizer: state and parameter groups, with learning rates. A new worker builds the optimizer's state from the
-      root's, without a step.
+      root's, without a step, and groups that it lacks, if modules of the state have their parameters.
     * Any other object with ``state_dict()`` and ``load_state_dict()``: a scheduler, GradScaler, sampler, data loader.
-    * Tensors and numpy arrays, and any object that can be pickled.
+    * Tensors (with ``requires_grad``) and numpy arrays, and any object that can be pickled.
 
     ``restore()`` and ``sync()`` write in place. They never replace a parameter, a buffer, or a tensor of an optimizer
     that has the right shape.
@@ -42,6 +59,7 @@ class TorchState(State):
     """
 
     def __init__(self, **values: Any) -> None:
+        self._named_groups = NamedGroups()
         super().__init__(**values)
         callers_line = 2 if type(self).__init__ is TorchState.__init__ else 3
         if not values and type(self).capture is TorchState.capture:
@@ -108,16 +126,26 @@ class TorchState(State):
     def _captured(self, names: Iterable[str]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         loaded = self._committer.loaded or {}
+        optimizers: dict[str, torch.optim.Optimizer] = {}
         for name in names:
             value = getattr(self, name)
             if name in loaded:  # state_dict() may return the position of an older iterator
                 values[name] = Tree(flatten(loaded[name], name, values))
             elif is_array(value):
                 values[name] = value
+                if isinstance(value, torch.Tensor):
+                    values[flag_of(name)] = requires_grad(value)
             elif is_stateful(value):
                 values[name] = Tree(_capture(name, value, values))
+                if isinstance(value, torch.optim.Optimizer):
+                    optimizers[name] = value
             else:
                 values[name] = value
+        for name, found in self._named_groups.find(optimizers, self._owners()).items() if optimizers else ():
+            if is_plain_optimizer(optimizers[name]):
+                values[name].tree["names"] = found
+            else:
+                values[f"{name}.groups"] = found, plain_groups(optimizers[name])
         return values
 
     def apply(self, values: Captured) -> None:
@@ -131,15 +159,23 @@ class TorchState(State):
                         f"with the same objects as the worker that committed."
                     )
                 self._load(name, live, saved.tree, values)
+            elif is_array(saved):
+                setattr(self, name, load_bare(name, live, values))
             else:
-                setattr(self, name, load_value(live, values, name) if is_array(saved) else saved)
+                setattr(self, name, saved)
 
     def _load(self, name: str, live: Any, tree: Any, values: Captured) -> None:
         if isinstance(live, torch.nn.Module):
-            load_module(name, _unwrap(live), tree, values)
+            module = _unwrap(live)
+            load_module(name, module, tree, values)
+            live.training = module.training
         elif is_plain_optimizer(live):
-            load_optimizer(name, live, tree, values)
+            load_optimizer(name, live, tree, values, self._named_parameters())
         else:
+            if isinstance(live, torch.optim.Optimizer) and f"{name}.groups" in values:
+                names, settings = values[f"{name}.groups"]
+                arrange_groups(f"state.{name}", live, decode_names(names), self._named_parameters(), settings)
+            check_scheduler(name, live, tree)
             # rebuild writes into the tensors of state_dict(). If these are the live tensors, that restores them. If
             # these are copies, no other object uses them. load_state_dict() may keep tensors, so it gets no views of
             # the commit.
@@ -148,6 +184,22 @@ class TorchState(State):
             if is_iterated and self._committer.loaded is not None:
                 self._committer.loaded[name] = copy_with_same_tensors(state)
             load_state(live, state)
+
+    def _owners(self) -> dict[str, torch.nn.Module | torch.Tensor]:
+        """Return the values that optimizers may train: modules and tensors."""
+        found = {name: getattr(self, name) for name in self._names}
+        return {
+            name: _unwrap(value) if isinstance(value, torch.nn.Module) else value
+            for name, value in found.items()
+            if isinstance(value, torch.nn.Module | torch.Tensor)
+        }
+
+    def _named_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of all modules of the state, and its tensors, by their names in a commit."""
+        found: dict[str, torch.Tensor] = {}
+        for name, value in self._owners().items():
+            found.update(parameters_of(name, value) if isinstance(value, torch.nn.Module) else {name: value})
+        return found
 
     def _load_targets(self) -> Captured:
         """Leave out objects with iterators: ``state_dict()`` may begin to read, here perhaps before the first world."""

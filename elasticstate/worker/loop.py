@@ -34,7 +34,7 @@ from elasticstate.commits import owner_of
 from elasticstate.config import WorkerEnvironment
 from elasticstate.core.types import CommitId
 from elasticstate.error_chain import error_chain
-from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateError, UsageError
+from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateError, StateMisfitError, UsageError
 from elasticstate.log import logger
 from elasticstate.net import messages
 from elasticstate.net.link import StorageLink, WorkerLink
@@ -54,6 +54,7 @@ from elasticstate.worker.replacement import exit_for_replacement
 from elasticstate.worker.sentinel import Sentinel
 from elasticstate.worker.session import LastWorldSession, WorkerSession
 from elasticstate.worker.storage import AgentStorage, HostPeers
+from elasticstate.worker.torch_modes import TorchModes
 
 _sentinel: Sentinel | None = None  # until the process ends: a worker whose run is over still sends heartbeats
 
@@ -97,6 +98,7 @@ class WorkerLoop:
         self._regrouper = Regrouper(environment, self._sentinel, self._backend)
         self._joined_with: tuple[CommitId | None, CommitId | None] | None = None  # commits that ``join`` reported
         self._is_behind = False  # this worker ended the ticks of the last generation without training
+        self._torch_modes: TorchModes | None = None  # as of the first call of the user's function
         self._result: Any = None
         self._is_past_gate = False
         self._later_functions = 0  # functions called in the last world, after the exit gate
@@ -208,9 +210,21 @@ class WorkerLoop:
         if not has_joined:
             _freeze_memory()
         may_adopt = not has_joined and not self._environment.one_copy
-        if not self._committer.resume() and may_adopt:  # no earlier worker has left a commit in this slot
-            self._committer.adopt()
+        self._resume(may_adopt)
         self._sentinel.record_commits(*self._committer.commits)
+
+    def _resume(self, may_adopt: bool) -> None:
+        """Load the commit that an earlier worker has left in this slot, or else that of another worker of this host.
+
+        Raises StateMisfitError: the commit stays for a process that it fits, and this one ends before any other worker
+        stops for it.
+        """
+        try:
+            if not self._committer.resume() and may_adopt:
+                self._committer.adopt()
+        except StateMisfitError:
+            if not (may_adopt and self._committer.adopt()):  # the others may have trained on, in another structure
+                raise
 
     def _pass_gate(self) -> None:
         self._is_past_gate = True
@@ -230,6 +244,7 @@ class WorkerLoop:
                 self._state.on_reset()
             self._state.sync()
             self._committer.continue_iterators()
+            self._torch_modes = self._torch_modes or TorchModes()
             self._sentinel.begin_training()
             with OwnProcessGroups(), StepCheck(self._state):
                 self._result = self._train()
@@ -321,6 +336,8 @@ class WorkerLoop:
     def _recover(self, outcome: _Outcome) -> None:
         """Leave the generation with the live state equal to the newest commit."""
         self._page.set_place(messages.Place.REGROUP)  # a worker in this place never counts as hung
+        if self._torch_modes is not None:
+            self._torch_modes.set()  # before user code, such as reset callbacks
         self._is_behind = self._committer.is_behind
         self._committer.note_loaded()
         if outcome is _Outcome.INTERRUPTED and not self._is_behind and self._save():

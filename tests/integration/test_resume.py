@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -227,8 +228,9 @@ def test_commits_that_are_not_ours_are_not_claimed(tmp_path: Path) -> None:
 def test_a_commit_of_another_layout_is_not_claimed(tmp_path: Path) -> None:
     with Job(tmp_path, "-np", "1", steps=60, misfit=True, fault=["kill@30:rank=0"]) as job:
         job.finish(status=1)
-    assert "StateLostError: no host holds a commit any more" in job.events("root_cause")[0]["reason"]
-    assert "which cannot be restored" in job.output
+    cause = job.events("root_cause")[0]
+    assert "the newest commit does not fit the objects of a new process" in cause["reason"]
+    assert re.search(r"StateMisfitError: commit \(1, \d+\) is whole, but cannot be loaded", cause["error"])
     assert len(job.log("enter")) == 1
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elasticstate.core.types import CommitId
-from elasticstate.errors import CommitStorageError, StateError
+from elasticstate.errors import CommitStorageError, StateError, StateMisfitError
 from elasticstate.state import ObjectState, TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
@@ -187,22 +187,24 @@ def test_what_is_damaged_is_not_unpickled(file_storage: CommitStorage, monkeypat
 
 
 @pytest.mark.parametrize("newest_fits", [True, False])
-def test_a_commit_that_does_not_fit_is_given_up_for_one_that_does(
-    newest_fits: bool, file_storage: CommitStorage, caplog: pytest.LogCaptureFixture
+def test_a_commit_that_does_not_fit_stays_and_is_not_replaced_by_an_older_one(
+    newest_fits: bool, file_storage: CommitStorage
 ) -> None:
     storage = file_storage()
-    for tick, width in enumerate((4, 5 if newest_fits else 6), start=1):
+    for tick, width in enumerate((4, 5) if newest_fits else (5, 6), start=1):
         state = TorchState(model=torch.nn.Linear(width, 2))
         committer_of(state).use_storage(storage)
         committer_of(state).seal(CommitId(1, tick))
     state = TorchState(model=torch.nn.Linear(5, 2))
     committer_of(state).use_storage(file_storage())
-    assert committer_of(state).resume() is newest_fits
-    assert state.commits == ((CommitId(1, 2), CommitId(1, 1)) if newest_fits else (None, None))
-    assert Snapshot(file_storage()).newest == state.commits[0]
-    assert ("discarded commit (1, 2), which cannot be restored: state.model: weight is (2, 5)" in caplog.text) is (
-        not newest_fits
-    )
+    if newest_fits:
+        assert committer_of(state).resume()
+    else:
+        text = r"commit \(1, 2\) is whole, but cannot be loaded: state\.model: weight is \(2, 5\)"
+        with pytest.raises(StateMisfitError, match=text):
+            committer_of(state).resume()
+    assert state.commits == (CommitId(1, 2), CommitId(1, 1))
+    assert Snapshot(file_storage()).newest == CommitId(1, 2)
 
 
 def test_no_bit_that_flips_goes_unnoticed(file_storage: CommitStorage) -> None:

@@ -160,7 +160,7 @@ def test_a_copy_made_ahead_counts_when_the_root_has_stamped_its_commit_anew(stor
     assert source is not None
     source.copy_to = None  # type: ignore[assignment,method-assign]  # it is not called
     mine.load_incoming = mine.load_incoming if not at_once else None  # type: ignore[assignment,method-assign]
-    incoming = copies.load(source, mine, "host:6#1", start.generation, {"w": live})
+    incoming = copies.load(source, mine, "host:6#1", start.generation, lambda: {"w": live})
     assert incoming is not None
     assert copies.seconds_ahead > 0
     assert torch.equal(mine.seal_incoming(start, incoming)["w"], torch.full((1000,), 1.0))
@@ -180,7 +180,7 @@ def test_a_copy_made_ahead_of_another_commit_is_made_again(storage: Any, at_once
     root.write({"w": torch.full((1000,), 2.0), "epoch": 5}, rng.capture(), start)
     source = copies.wait_for(5, start, lambda: None)
     assert source is not None
-    incoming = copies.load(source, mine, "host:6#1", start.generation, {"w": live})
+    incoming = copies.load(source, mine, "host:6#1", start.generation, lambda: {"w": live})
     assert incoming is not None
     assert copies.seconds_ahead == 0, "the copy made ahead is not part of this one"
     assert torch.equal(mine.seal_incoming(start, incoming)["w"], torch.full((1000,), 2.0))

@@ -1,0 +1,126 @@
+"""Modes of modules and parameters: part of each commit, of tick records, and of what a newcomer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from elasticstate.state import ObjectState, TorchState
+from elasticstate.state.base import committer_of
+from elasticstate.state.quick_capture import QuickCapture
+
+
+class Custom(torch.nn.Sequential):
+    """Overrides a method that a walk would use, and has a ``train`` with a side effect."""
+
+    calls = 0
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return super().named_parameters(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Any:
+        Custom.calls += 1
+        return super().train(mode)
+
+
+def plain() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+
+
+def shared() -> torch.nn.Module:
+    part = torch.nn.Linear(2, 2)
+    return torch.nn.Sequential(part, torch.nn.Dropout(), part)
+
+
+MODULES: dict[str, Callable[[], torch.nn.Module]] = {
+    "plain": plain,
+    "shared": shared,
+    "custom": lambda: Custom(torch.nn.Linear(2, 2), torch.nn.Dropout()),
+    "compiled": lambda: torch.compile(plain()),
+    "compiled inside": lambda: torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 2)), torch.nn.Dropout()),
+    "average": lambda: AveragedModel(plain()),
+}
+
+
+def modes(module: torch.nn.Module) -> Any:
+    return [m.training for m in module.modules()], [p.requires_grad for p in module.parameters()]
+
+
+def toggle(module: torch.nn.Module) -> None:
+    """Put some parts into eval mode, and freeze some parameters."""
+    [*parts], [*parameters] = module.modules(), module.parameters()
+    parts[-1].eval()
+    parameters[0].requires_grad_(False)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's compiler uses it
+@pytest.mark.parametrize("name", MODULES)
+def test_a_restore_and_a_newcomer_have_the_modes_of_the_commit(name: str) -> None:
+    module = MODULES[name]()
+    toggle(module)
+    expected = modes(module)
+    state = TorchState(module=module)
+    state.commit()
+    calls = Custom.calls
+    module.train()
+    module.requires_grad_(True)
+    state.restore()
+    assert modes(module) == expected
+    module.eval()
+    module.requires_grad_(False)
+    state.restore()
+    assert modes(module) == expected
+    assert Custom.calls - calls in (0, 2), "a restore does not call train()"
+    newcomer = MODULES[name]()
+    TorchState(module=newcomer).apply(committer_of(state).snapshot.load_into({}))
+    assert modes(newcomer) == expected
+
+
+def test_a_quick_capture_has_the_present_modes() -> None:
+    module, tensor = plain(), torch.zeros(2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = TorchState(module=module, optimizer=optimizer, tensor=tensor)
+    quick = QuickCapture.make(vars(state), ("module", "optimizer", "tensor"), state.capture())
+    assert quick is not None
+    toggle(module)
+    tensor.requires_grad_(True)
+    objects = quick.objects()
+    assert objects is not None
+    found, expected = quick.expand(objects), state.capture()
+    assert found == {name: value for name, value in expected.items() if not isinstance(value, torch.Tensor)}
+    assert found["module"].tree["evaluating"] == ["2"]
+    assert found["module"].tree["frozen"] == ["0.weight"]
+    assert found["tensor.requires_grad"]
+
+
+@pytest.mark.parametrize("kind", [TorchState, ObjectState])
+def test_a_tensor_of_the_state_has_the_flag_of_the_commit(kind: Any) -> None:
+    prompt = torch.nn.Parameter(torch.ones(3))
+    state = kind(prompt=prompt, plain=torch.ones(2), computed=prompt * 2)
+    state.commit()
+    prompt.requires_grad_(False)
+    state.plain.requires_grad_(True)
+    state.restore()
+    assert state.prompt is prompt
+    assert prompt.requires_grad
+    assert not state.plain.requires_grad
+    other = kind(prompt=torch.zeros(3), plain=torch.zeros(2), computed=torch.zeros(3))
+    other.apply(committer_of(state).snapshot.load_into({}))
+    assert other.prompt.requires_grad
+    assert not other.computed.requires_grad
+    assert other.computed.tolist() == [2.0] * 3
+
+
+def test_a_parameter_of_the_state_stays_the_same_object_in_another_shape() -> None:
+    prompt = torch.nn.Parameter(torch.ones(3))
+    state = TorchState(prompt=prompt, optimizer=torch.optim.SGD([prompt], lr=0.1))
+    state.commit()
+    prompt.data = torch.zeros(5)
+    state.restore()
+    assert state.prompt is prompt
+    assert prompt.tolist() == [1.0] * 3
+    assert prompt.requires_grad
