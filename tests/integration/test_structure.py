@@ -93,3 +93,17 @@ def test_newcomers_of_another_host_that_cannot_take_the_state_stop_the_others_on
     assert "have different parameters: 2.bias, 2.weight" in job.output
     assert [size for size, _ in starts(job)] in ([1, 2, 1], [1, 3, 1], [1, 1])
     assert len(job.events("world_formed")) == 3
+
+
+@pytest.mark.parametrize("what", ["eval", "grad", "toggle", "lightning"])
+def test_a_survivor_trains_on_in_the_modes_of_its_last_tick(tmp_path: Path, what: str) -> None:
+    results = []
+    for who in ("nobody", "one"):
+        folder = tmp_path / who
+        folder.mkdir()
+        command = [sys.executable, str(SCRIPTS / "modes.py"), str(folder), what, who]
+        with Job(folder, "-np", "2", "--min-np", "1", command=command) as job:
+            job.finish(timeout=120)
+        results.append(trained(job))
+        assert (folder / "died").exists() is (who == "one")
+    assert results[0] == results[1]
