@@ -98,6 +98,12 @@ def scatter(buffer: _Array, pieces: Pieces, begin: int, end: int, checksum: int 
     The bytes are copied even if the checksum turns out to be wrong.
     """
 
+def equal(buffer: _Array, pieces: Pieces) -> bool:
+    """Return True if the bytes at all pieces' addresses are those of the buffer. Without the GIL; reads all once.
+
+    Raises ValueError if a piece lies outside the buffer.
+    """
+
 def copy_runs(buffer: _Array, offsets: Sequence[int], sizes: Sequence[int], addresses: Sequence[int]) -> None:
     """Copy ``sizes[i]`` bytes at ``offsets[i]`` of the buffer to ``addresses[i]``, for each i, without the GIL.
 
@@ -308,11 +314,24 @@ class GlooSockets:
     def broken(self) -> bool:
         """Return True if a pair in one of the groups has lost its connection, or this process has cut all of them."""
 
+    def failed(self) -> bool:
+        """Return True if an operation of Gloo has failed in this process since this object exists, even if its error
+        was caught. Without ``count_failed_collectives``: if this process has cut all sockets. It costs next to nothing.
+        """
+
+    def lost(self) -> bool:
+        """Return True if a pair of the first group has lost its connection. Cheaper than ``broken``."""
+
 def measure_waits() -> bool:
     """Measure for how long the thread that ends the ticks waits in collectives of Gloo, from now on.
 
     The sentinel then writes points to the control page. False: this build of torch does not permit it. See
     native/wait_clock.hpp.
+    """
+
+def count_failed_collectives() -> bool:
+    """Count the operations of Gloo that fail in this process, from now on. False: this build of torch does not permit
+    it. See native/failed_collectives.hpp.
     """
 
 def waited_ns() -> int:

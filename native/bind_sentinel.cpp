@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "failed_collectives.hpp"
 #include "gloo_sockets.hpp"
 #include "sentinel.hpp"
 #include "wait_clock.hpp"
@@ -117,7 +118,9 @@ void bind_gloo_sockets(nb::module_ &m) {
         .def("forget", [](SharedSockets &self) { self.sockets->forget(); }, NoGil())
         .def("sever", [](SharedSockets &self) { self.sockets->sever(); }, NoGil())
         .def_static("busy", [] { return GlooWaits::busy(); }, NoGil())
-        .def("broken", [](SharedSockets &self) { return self.sockets->broken(); }, NoGil());
+        .def("broken", [](SharedSockets &self) { return self.sockets->broken(); }, NoGil())
+        .def("failed", [](SharedSockets &self) { return self.sockets->failed(); })
+        .def("lost", [](SharedSockets &self) { return self.sockets->lost(); }, NoGil());
 }
 
 }  // namespace
@@ -125,6 +128,7 @@ void bind_gloo_sockets(nb::module_ &m) {
 void bind_sentinel(nb::module_ &m) {
     m.def("measure_waits", &WaitClock::install, NoGil());
     m.def("waited_ns", &WaitClock::waited_ns);
+    m.def("count_failed_collectives", &FailedCollectives::install, NoGil());
     bind_gloo_sockets(m);
     nb::enum_<TickEnd>(m, "TickEnd")
         .value("ENDED", TickEnd::ended)

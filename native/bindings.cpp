@@ -69,6 +69,13 @@ std::uint32_t scatter_pieces(Readable buffer, const elasticstate::Pieces &pieces
     return elasticstate::scatter(buffer.data(), pieces, begin, end, checksum);
 }
 
+bool equal_pieces(Readable buffer, const elasticstate::Pieces &pieces) {
+    const auto all = pieces.all();
+    check_range(0, all.empty() ? 0 : all.back().offset + all.back().size, buffer.size());
+    const nb::gil_scoped_release nogil;
+    return elasticstate::equal(buffer.data(), pieces);
+}
+
 std::uint32_t checksum_of(Readable buffer, std::size_t begin, std::size_t end, std::uint32_t checksum) {
     check_range(begin, end, buffer.size());
     const nb::gil_scoped_release nogil;
@@ -143,6 +150,7 @@ void bind_pieces(nb::module_ &m) {
     m.def("gather", &gather_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
     m.def("fill", &fill_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a);
     m.def("scatter", &scatter_pieces, "buffer"_a.noconvert(), "pieces"_a, "begin"_a, "end"_a, "checksum"_a = 0);
+    m.def("equal", &equal_pieces, "buffer"_a.noconvert(), "pieces"_a);
     m.def("copy", &copy_bytes, "target"_a.noconvert(), "source"_a.noconvert(), "checksum"_a = 0);
     m.def("copy_runs", &copy_runs, "buffer"_a.noconvert(), "offsets"_a, "sizes"_a, "addresses"_a);
     m.def("checksum", &checksum_of, "buffer"_a.noconvert(), "begin"_a, "end"_a, "checksum"_a = 0);

@@ -204,6 +204,21 @@ bool GlooSockets::broken() {
            std::any_of(devices_.begin(), devices_.end(), [this](const Device &device) { return lost_pair(device); });
 }
 
+bool GlooSockets::failed() const noexcept {
+    return FailedCollectives::is_installed() ? FailedCollectives::count() != failures_before_ : severed_.load();
+}
+
+bool GlooSockets::lost() {
+    const std::lock_guard lock(mutex_);
+    if (devices_.empty()) {
+        return false;
+    }
+    const Device &first = devices_.front();
+    list_watched(first.epoll_fd, watched_);
+    // Gloo closes a pair that has lost its connection. The listener is not a pair.
+    return watches(watched_, first.listener_inode) && watched_.size() - 1 < first.pairs;
+}
+
 bool GlooSockets::lost_pair(const Device &device) {
     list_watched(device.epoll_fd, watched_);
     // Without the listener, the descriptor belongs to another device: user code has destroyed the group.

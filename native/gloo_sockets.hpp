@@ -2,6 +2,7 @@
 
 #include <netinet/in.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "failed_collectives.hpp"
 #include "gloo_waits.hpp"
 #include "proc_fds.hpp"
 
@@ -57,6 +59,12 @@ public:
     void sever() override;
     /// True if a pair of one of the groups has lost its connection, or `sever` has cut them.
     bool broken();
+    /// True if an operation has failed in this process since the object exists; without FailedCollectives: if the
+    /// groups were cut. Never becomes false again. It costs next to nothing.
+    bool failed() const noexcept;
+    /// True if a pair of the first group, which lives as long as the generation, has lost its connection. It costs one
+    /// read of a file of /proc. Other groups may have ended on one rank before another one.
+    bool lost();
 
 private:
     /// One Gloo device: its epoll descriptor, identified by the inode of its listener; its pairs (0 if they connect
@@ -86,7 +94,8 @@ private:
     std::vector<std::pair<int, std::uint64_t>> devices_before_;  // epoll descriptors, and the inodes of their listeners
     std::size_t next_rejected_ = 0;
     std::vector<Address> store_;
-    bool severed_ = false;
+    std::atomic<bool> severed_{false};
+    const std::uint64_t failures_before_ = FailedCollectives::count();
     GlooWaits waits_;
     std::vector<int> fds_;  // memory for the descriptors that /proc lists
     std::vector<Watched> watched_;

@@ -24,6 +24,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "failed_collectives.hpp"
 #include "proc_fds.hpp"
 
 // Part of glibc's interface to compilers since 2.0: a thread's list of handlers for its cancellation.
@@ -137,6 +138,7 @@ void on_signal(int, siginfo_t *, void *given) {
         return;
     }
     expected_thread = 0;
+    FailedCollectives::add();
     throw std::runtime_error("Connection closed: the generation has ended during this operation");
 }
 

@@ -1,6 +1,7 @@
 #include "pieces.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -128,6 +129,26 @@ std::uint32_t scatter(const std::uint8_t *buffer, const Pieces &pieces, std::siz
             [&](std::size_t at, std::size_t size) { crc = crc32c(crc, buffer + at, size); });
         return crc;
     });
+}
+
+bool equal(const std::uint8_t *buffer, const Pieces &pieces) {
+    const std::span<const Pieces::Piece> all = pieces.all();
+    if (all.empty()) {
+        return true;
+    }
+    const std::size_t begin = all.front().offset, end = all.back().offset + all.back().size;
+    std::atomic<bool> differs{false};
+    copy_in_parallel((end - begin + BLOCK - 1) / BLOCK, end - begin, [&](std::size_t i) {
+        walk(
+            all, begin + i * BLOCK, std::min(end, begin + (i + 1) * BLOCK),
+            [&](const Pieces::Piece &piece, std::size_t at, std::size_t size) {
+                if (!differs && std::memcmp(buffer + at, piece.address + (at - piece.offset), size) != 0) {
+                    differs = true;
+                }
+            },
+            [](std::size_t, std::size_t) {});
+    });
+    return !differs;
 }
 
 void copy_runs(const std::uint8_t *buffer, std::span<const Pieces::Piece> runs) {

@@ -53,6 +53,9 @@ void fill(std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::si
 std::uint32_t scatter(const std::uint8_t *buffer, const Pieces &pieces, std::size_t begin, std::size_t end,
                       std::uint32_t checksum);
 
+/// True if the bytes of all pieces are those at their places in `buffer`.
+bool equal(const std::uint8_t *buffer, const Pieces &pieces);
+
 /// Copies runs of `buffer` to the addresses of `runs`, in any order. Runs may overlap in the buffer, not at their addresses.
 void copy_runs(const std::uint8_t *buffer, std::span<const Pieces::Piece> runs);
 

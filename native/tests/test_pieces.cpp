@@ -162,6 +162,22 @@ void bad_plans() {
     CHECK(pieces.all().size() == 1);
 }
 
+void equality(Random &random) {
+    Plan plan({std::size_t{9} << 20, 1, 0, 77, std::size_t{5} << 20}, random);
+    const Pieces pieces(plan.addresses, plan.sizes, plan.offsets);
+    gather(plan.buffer.data(), pieces, 0, plan.buffer.size(), 0);
+    CHECK(equal(plan.buffer.data(), pieces));
+    for (const Pieces::Piece &piece : pieces.all()) {
+        for (const std::size_t at : {std::size_t{0}, piece.size / 2, piece.size - 1}) {
+            piece.address[at] ^= 1;
+            CHECK(!equal(plan.buffer.data(), pieces));
+            piece.address[at] ^= 1;
+        }
+    }
+    CHECK(equal(plan.buffer.data(), pieces));
+    CHECK(equal(plan.buffer.data(), Pieces({}, {}, {})));
+}
+
 void runs(Random &random) {
     Bytes buffer(std::size_t{30} << 20);
     fill(buffer.data(), buffer.size(), random);
@@ -187,6 +203,7 @@ void runs(Random &random) {
 
 int main() {
     Random random(5);
+    equality(random);
     runs(random);
     bad_plans();
     random_plans(random);

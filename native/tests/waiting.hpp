@@ -2,7 +2,24 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
+#include <stdexcept>
+
+namespace gloo {
+
+/// The exception of an operation that fails.
+struct IoException : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+/// Fails as an operation of Gloo does, in a library of its own.
+void fail();
+/// Fails with an error that a connection holds, as often as it is asked.
+void fail_with(std::exception_ptr error);
+void refuse_arguments();
+
+}  // namespace gloo
 
 /// Waits in a library of its own, as torch's are. See waiting.cpp.
 struct Waiting {
