@@ -163,7 +163,8 @@ class State(Joinable):
         Raises:
             UsageError: ``every`` is less than 1; or, under ``elasticrun``, the call is outside a ``run`` function.
             StateError, CommitStorageError: a value cannot be committed (the message names it); too little storage.
-            HostsUpdatedInterrupt, CollectiveError: the generation ends with this tick. ``run`` handles both.
+            HostsUpdatedInterrupt, CollectiveError: the generation ends with this tick, or a collective of it has failed
+                before, whatever caught its error. ``run`` handles both.
         """
         if every < 1:
             raise UsageError(f"commit(every={every}): must be at least 1 (1 saves at each tick)")
@@ -190,10 +191,12 @@ class State(Joinable):
     def restore(self) -> None:
         """Restore this worker's own last commit, with its random state. All gradients become None.
 
-        If the commit is damaged, a warning is logged and the previous commit is used.
+        If the commit is damaged, a warning is logged and the previous commit is used. In a world with other ranks, all
+        must call it after the same tick, and restore the same commit.
 
-        Raises StateError if there is no intact commit, and StateMisfitError if the commit does not fit the live
-        objects.
+        Raises StateError if there is no intact commit; StateMisfitError if the commit does not fit the live objects;
+        CollectiveError if the other ranks restore another commit than this one can. ``run`` handles the last one: the
+        world forms again.
         """
         self._committer.restore()
 
@@ -216,12 +219,15 @@ class State(Joinable):
     def check(self) -> None:
         """Compare the newest commits of all ranks with one small collective. All ranks must call it.
 
+        After a sync, with ``--verify-sync``, it compares the live values of all ranks.
+
         The comparison leaves out objects that are pickled by value (lambdas, local classes), running statistics of
         batch and instance norms, and the names given to ``exclude_from_check``. The log names the last two once.
         Outside a world, and in a world of one, ``check`` verifies the checksum of this worker's commit.
 
         Raises:
-            StateDivergedError: the commits differ. The message names the tensors and objects, and the ranks.
+            StateDivergedError: the commits, or the live values, differ. The message names the tensors and objects, and
+                the ranks.
             StateError: there is no commit to compare, or this worker's commit is damaged.
         """
         self._committer.check(self._exclusions)

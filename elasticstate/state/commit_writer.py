@@ -9,7 +9,7 @@ from typing import Any
 
 from elasticstate.commit_header import NO_SHARDING, Sharding
 from elasticstate.core.types import CommitId
-from elasticstate.errors import StateError, UsageError
+from elasticstate.errors import HostsUpdatedInterrupt, StateError, UsageError
 from elasticstate.log import logger
 from elasticstate.state import divergence, rng
 from elasticstate.state.attached import AttachedValues
@@ -48,10 +48,13 @@ class CommitWriter:
         self.has_followed = False
         """True if the live state is that of a world in which this worker kept no commits (--one-copy-per-host)."""
         self._compared_generation = 0  # the last world with --one-copy-per-host in which the ranks compared values
+        self.begins_world = False
+        """True between a sync and the check that follows: this check compares the live values of all ranks."""
         self._must_seal = False  # reset callbacks may have changed the live state since the newest commit
         self._synced_generation = 0
         self._ticks = TickRecords(live.capture, live.quick_capture, live.owned)
-        self._begun: CommitId | None = None  # the last commit that was begun
+        self.begun: CommitId | None = None
+        """The last commit that was begun, sealed or not."""
         self.loaded: dict[str, Any] | None = None
         """Between two calls of ``train``: copies of the states that objects with iterators have loaded, by name."""
         self._has_trained = False  # ``train`` was called in this process
@@ -126,6 +129,7 @@ class CommitWriter:
 
         Raises what ``State.commit`` raises.
         """
+        self.session.check_collectives()
         self.settle()
         commit = self.session.commit_id()
         if self.before_commit is not None:
@@ -159,10 +163,11 @@ class CommitWriter:
                 self._record_commits()
 
     def tick(self) -> None:
-        """End a tick, after recording a commit whose copy is complete. Raises what ``Session.tick`` raises.
+        """End a tick, after recording a commit whose copy is complete. Raises what ``Session`` raises there.
 
         A tick without a commit is recorded, so that ``commit_last_tick`` can make the commit after a failure.
         """
+        self.session.check_collectives()
         if self.snapshot.is_copied:
             self.settle()
         if self._peers is not None:
@@ -170,9 +175,13 @@ class CommitWriter:
         self._require_attached()
         if self.attached is None and self.session.records_ticks:
             commit = self.session.commit_id()
-            if commit != self._begun:
+            if commit != self.begun:
                 self._ticks.record(commit)
-        self.session.tick()
+        try:
+            self.session.tick()
+        except HostsUpdatedInterrupt:
+            self.settle()  # the script's finally clauses, which run now, may write what is being copied
+            raise
 
     def commit_last_tick(self) -> None:
         """After a failure: make the last tick a commit, if the live state is proven to be the state of that tick.
@@ -191,17 +200,31 @@ class CommitWriter:
         finally:
             self._record_commits()
 
+    def changed_since_commit(self) -> str:
+        """Return which value is not that of the newest commit, bit by bit; "" if the live state is the commit.
+
+        Version counters do not decide it, because torch does not count all writes.
+        """
+        commit = self.snapshot.newest
+        assert commit is not None, "this worker holds the commit"
+        try:
+            if name := self.snapshot.difference(self._live.capture()):
+                return f"state.{name}"
+        except Exception as error:  # of the state's own methods
+            return f"the state, which cannot be captured any more ({type(error).__name__}: {error}),"
+        return "" if self.snapshot.read_private(commit) == rng.capture() else "the random state"
+
     # ---------------------------------------------------------------------------------------------- comparison of ranks
 
     def check(self, exclusions: divergence.Exclusions) -> None:
         """Compare the newest commits of all ranks, or the live values if some keep no commits: see ``State.check``."""
-        session = self.session
+        session, begins, self.begins_world = self.session, self.begins_world, False
         self.settle()
         if session.generation > 0 and session.size > 1:
             exclusions.leave_out(self.attached.names if self.attached is not None else ())
-            if session.one_copy:  # followers hold no commits
+            if session.one_copy or begins:  # followers hold no commits; after a sync, the live values count
                 live = LiveValues(self._live.capture(), session.ticks)
-                divergence.check(live, self._everyone(), session.rank, exclusions, live.difference)
+                divergence.check(live, self._everyone(), session.rank, exclusions, live.difference(session.one_copy))
             else:
                 divergence.check(self.snapshot, self._everyone(), session.rank, exclusions)
             return
@@ -270,7 +293,7 @@ class CommitWriter:
                 f"Commit {commit} is not newer than {newest}, which is sealed. Commit again after the next tick."
             )
         self._require_attached()
-        self._begun = commit
+        self.begun = commit
         self._ticks.drop()
         captured, sharding = self._capture(self.attached)
         is_cut = functools.partial(self.session.has_ended, commit.generation)

@@ -56,7 +56,8 @@ class Committer(CommitWriter):
         """Make the newest intact commit the live state, with its random state. All gradients become None.
 
         Raises StateError if there is no intact commit; StateMisfitError if the commit does not fit the live objects;
-        UsageError if values are attached.
+        UsageError if values are attached; CollectiveError in a world with other ranks, if this rank cannot restore what
+        they restore.
         """
         if self.attached is not None:
             raise UsageError("restore() cannot restore attached values. They get their content when they are attached.")
@@ -66,14 +67,31 @@ class Committer(CommitWriter):
                 f"{self.session.follows} keeps the commits of this host. Leave the option out."
             )
         self.settle()
+        newest, begun = self.snapshot.newest, self.begun
+        if begun is not None and begun.generation == self.session.generation and (newest is None or newest < begun):
+            self._require_same_commit(f"commit {begun} was discarded on this rank")
         with self._fitting():
             try:
                 values = self.snapshot.load_into(self._targets(self.snapshot.objects))
+            except StateError:
+                if newest is not None and self.snapshot.newest is None:
+                    self._require_same_commit("no commit of this rank is intact")
+                raise
             finally:
                 self._record_commits()  # a commit may be damaged
             commit = self.snapshot.newest
+            if commit != newest:
+                self._require_same_commit(f"commit {newest} of this rank is damaged")
             assert commit is not None, "the values belong to this commit"
             self._apply(values, self.snapshot.read_private(commit))
+
+    def _require_same_commit(self, problem: str) -> None:
+        """Raise CollectiveError in a world with other ranks, which restore another commit than this rank.
+
+        The generation ends, and in the next world this rank receives the newest commit from another one.
+        """
+        if self.session.has_peers:
+            raise CollectiveError(f"restore(): {problem}, so the other ranks restore another one")
 
     def resume(self) -> bool:
         """Restore the newest intact commit. Return False if there is none.
@@ -248,6 +266,7 @@ class Committer(CommitWriter):
         self.has_followed = session.follows is not None
         self.drop_gradients()
         self._synced_generation = session.generation
+        self.begins_world = session.verify_sync
         return session.verify_sync
 
     def _seal_start(self, start: CommitId) -> None:
@@ -437,6 +456,7 @@ class Committer(CommitWriter):
 
     def tick_without_inputs(self) -> None:
         """End a tick in which only other ranks trained, because this rank has no inputs left."""
+        self.session.check_collectives()
         self.is_behind = True
         self._ticks.drop()
         self.session.tick()
@@ -447,6 +467,7 @@ class Committer(CommitWriter):
         All ranks call it when no rank has inputs left. ``is_last``: this rank trained in the last tick.
         """
         session = self.session
+        session.check_collectives()
         self.settle()
         was_last = [bool(flag) for (flag,) in Channel(None, 0).numbers_of_all([int(is_last)])]
         lacking = [rank for rank, last in enumerate(was_last) if not last]

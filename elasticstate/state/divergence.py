@@ -159,8 +159,13 @@ def _object_fingerprints(path: str, value: Any) -> Iterator[tuple[str, str]]:
         yield path, hashlib.blake2b(_canonical(value), digest_size=8).hexdigest()
 
 
-def _canonical(value: object) -> bytes:
-    """Pickle a value so that the bytes depend on the value alone, not on which parts are the same object."""
+def canonical(value: object) -> bytes | None:
+    """Pickle a value so that the bytes depend on the value alone, not on which parts are the same object.
+
+    Nor do they depend on the order of dicts: torch's optimizers have their keys in another order after a restore.
+
+    None: it cannot be pickled by reference, like lambdas and similar objects.
+    """
     for fast in (True, False):  # the fast mode cannot pickle objects that contain themselves
         with contextlib.suppress(Exception):
             target = io.BytesIO()
@@ -168,12 +173,22 @@ def _canonical(value: object) -> bytes:
             pickler.fast = fast
             pickler.dump(value)
             return target.getvalue()
-    return type(value).__qualname__.encode()  # lambdas and similar objects cannot be compared
+    return None
+
+
+def _canonical(value: object) -> bytes:
+    found = canonical(value)
+    return type(value).__qualname__.encode() if found is None else found  # objects that cannot be compared
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
-        """Sort sets, which have no order of their own."""
+        """Sort sets, which have no order of their own, and dicts, except those that may contain themselves."""
+        if type(value) is dict and self.fast:
+            items = [(canonical(key), canonical(item)) for key, item in value.items()]
+            if any(part is None for item in items for part in item):
+                raise pickle.PicklingError("the dict contains an object that cannot be compared")
+            return "dict", sorted(items)
         if type(value) in (set, frozenset):
             return type(value).__name__, sorted(_canonical(item) for item in value)
         return None

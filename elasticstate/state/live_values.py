@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Container
 from typing import Any
 
@@ -35,13 +36,12 @@ class LiveValues:
         """The number of completed ticks, in place of the commit that ranks must have in common."""
         return CommitId(0, self._ticks)
 
-    @property
-    def difference(self) -> str:
+    def difference(self, one_copy: bool) -> str:
         """Text for the error if the ranks have different values."""
-        return (
-            f"Ranks have different values after {self._ticks} ticks of this world, and with --one-copy-per-host a "
-            "restore would replace them by those of one worker of each host"
-        )
+        found = f"Ranks have different values after {self._ticks} ticks of this world"
+        if not one_copy:
+            return found
+        return f"{found}, and with --one-copy-per-host a restore would replace them by those of one worker of each host"
 
     def summary(self, left_out: Container[str] = ()) -> tuple[int, int, int]:
         """Return what ``Snapshot.summary`` returns for a commit, with other numbers."""
@@ -53,7 +53,8 @@ class LiveValues:
 
     def details(self) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, Any]]:
         """Return what ``Snapshot.details`` returns for a commit."""
-        return {name: (*_form(value), self._checksum(name)) for name, value in self._arrays.items()}, self._objects
+        objects: dict[str, Any] = pickle.loads(dumps(self._objects))  # as a newcomer has them
+        return {name: (*_form(value), self._checksum(name)) for name, value in self._arrays.items()}, objects
 
     def _checksum(self, name: str) -> int:
         known = self._checksums.get(name)
@@ -71,10 +72,24 @@ def _form(value: Array) -> tuple[str, tuple[int, ...]]:
 def _bytes(value: Array) -> Any:
     """Return the bytes of a value in C order, as ``uint8[n]`` on the CPU."""
     if isinstance(value, torch.Tensor):
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        real = torch.view_as_real(plain) if plain.is_complex() else plain
-        return real.reshape(-1).view(torch.uint8)
+        return _flat(value.detach().cpu())
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in C order, as ``uint8[n]`` on its device."""
+    plain = value.detach().resolve_conj().resolve_neg().contiguous()
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    return real.reshape(-1).view(torch.uint8)
+
+
+def has_same_bytes(live: Array, stored: Array) -> bool:
+    """Return True if both have the same dtype, shape and bytes. The comparison runs on the device of ``live``."""
+    if _form(live) != _form(stored):
+        return False
+    if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor):
+        return torch.equal(_flat(live), _flat(stored).to(live.device))
+    return bool(np.array_equal(_bytes(live), _bytes(stored)))
 
 
 def _number(value: object) -> int:

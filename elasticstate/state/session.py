@@ -11,6 +11,11 @@ from elasticstate.core.types import CommitId, ShardSource
 from elasticstate.errors import UsageError
 from elasticstate.state.shards import CopyReader
 
+FAILED_COLLECTIVE = (
+    "a collective of this world has failed, and the script has caught its error, so this step was not trained on all "
+    "ranks"
+)
+
 
 class Session(Protocol):
     """The interface through which a state uses its world. ``run`` binds a session."""
@@ -89,6 +94,16 @@ class Session(Protocol):
     def tick(self) -> None:
         """End the tick. Raises HostsUpdatedInterrupt or CollectiveError when this generation ends here."""
 
+    def check_collectives(self) -> None:
+        """Raise CollectiveError if a collective of this generation has failed, whatever caught its error.
+
+        Also raise again what a tick of this generation has raised. Call it before a commit and before a tick.
+        """
+
+    @property
+    def has_peers(self) -> bool:
+        """True inside a world with other ranks: all of them must restore the same commit."""
+
     def progress(self) -> None:
         """Report progress to the agent without ending a tick."""
 
@@ -121,6 +136,7 @@ class SoloSession:
     sources: tuple[tuple[ShardSource, str], ...] = ()
     verify_sync = False
     records_ticks = False  # a failure ends this process, and there are no others
+    has_peers = False
     worker_key = "alone"
 
     def __init__(self) -> None:
@@ -138,6 +154,9 @@ class SoloSession:
 
     def check(self) -> None:
         """Do nothing: there is no generation."""
+
+    def check_collectives(self) -> None:
+        """Do nothing: no collective of one process fails."""
 
     def tick(self) -> None:
         self._refuse_launchers()

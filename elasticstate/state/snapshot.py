@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from elasticstate._native import checksum, checksums, fill, gather, scatter
+from elasticstate._native import checksum, checksums, equal, fill, gather, scatter
 from elasticstate.commit_header import NO_SHARDING, Sharding
 from elasticstate.config import commit_device_memory
 from elasticstate.core.types import CommitId
@@ -26,12 +26,14 @@ from elasticstate.log import logger
 from elasticstate.state.async_commit import Copy, CopyOutcome, Item
 from elasticstate.state.buffer import Buffer
 from elasticstate.state.copy_stream import CopyStreamOf, copy_stream_of
+from elasticstate.state.divergence import canonical
 from elasticstate.state.growth import Growth
 from elasticstate.state.layout import Entry, Header, Layout, number_of
+from elasticstate.state.live_values import has_same_bytes
 from elasticstate.state.loading import Incoming, Targets, find_targets
 from elasticstate.state.plan import Plan, address, copy_odd, random_capacity
 from elasticstate.state.storage import CommitStorage, PrivateStorage
-from elasticstate.state.values import Captured, Values, dumps, is_array, split_by_kind
+from elasticstate.state.values import Array, Captured, Values, dumps, is_array, split_by_kind
 
 
 class Snapshot:
@@ -308,6 +310,36 @@ class Snapshot:
         found = {name: address(value) for name, value in captured.items() if is_array(value)}
         return [name for name, at in found.items() if any(b.contains(at) for b in (self._newer, self._older, *others))]
 
+    def difference(self, captured: Captured) -> str:
+        """Return a name of ``captured`` whose value is not that of the newest commit, bit by bit; "" if all are.
+
+        Attached values are left out.
+        """
+        self.settle()
+        buffer = self._newer
+        values = Values(buffer.memory, buffer.frame, buffer.objects(), {})
+        tensors, arrays, objects = split_by_kind(captured)
+        live: dict[str, Array] = {**tensors, **arrays}
+        if other := (values.entries.keys() ^ live.keys()) | {name for name in objects if name not in values}:
+            return min(other)
+        if changed := self._changed_object(objects, values):
+            return changed
+        found = self._find_targets(buffer, live)
+        if not equal(buffer.memory, found.pieces(buffer.frame)):
+            found = Targets({}, {}, {})  # compare one by one, for the name
+        done = found.by_name.keys() - {entry.name for _, entry in found.queued.values()}
+        for name in live.keys() - done:
+            if not has_same_bytes(live[name], values[name]):
+                return name
+        return ""
+
+    def _changed_object(self, objects: dict[str, Any], values: Values) -> str:
+        """Return the first name of an object that differs from the newest commit; "" if all are equal."""
+        buffer = self._newer
+        if buffer.memory[buffer.frame.objects : buffer.length].numpy().tobytes() == dumps(objects):
+            return ""
+        return next((name for name, value in objects.items() if not _is_same(value, values[name])), "")
+
     # -------------------------------------------------------------------------------------------- from worker to worker
 
     def outgoing(self) -> tuple[bytes, torch.Tensor]:
@@ -408,3 +440,11 @@ class Snapshot:
         if buffer := next((buffer for buffer in (self._newer, self._older) if buffer.commit == commit), None):
             return buffer
         raise StateError(f"commit {commit} is not held, only {self.newest} and {self.previous}")
+
+
+def _is_same(live: object, stored: object) -> bool:
+    """Return True if two objects are equal for sure."""
+    if dumps({"": live}) == dumps({"": stored}):
+        return True
+    found = canonical(live)  # parts of equal objects need not be the same objects
+    return found is not None and found == canonical(stored)

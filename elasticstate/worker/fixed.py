@@ -11,13 +11,15 @@ from typing import Any
 import torch.distributed as dist
 
 from elasticstate import present_world
+from elasticstate._native import count_failed_collectives
 from elasticstate.config import LaunchedPlace
 from elasticstate.core.assignment import fixed_placement
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.log import logger
 from elasticstate.state.base import State, committer_of
-from elasticstate.state.session import SoloSession
+from elasticstate.state.session import FAILED_COLLECTIVE, SoloSession
+from elasticstate.worker import contexts
 from elasticstate.worker.alone import SoloLoop, create_default_group
 from elasticstate.worker.contexts.context import Rendezvous
 from elasticstate.worker.contexts.gloo_groups import GlooGroups
@@ -34,6 +36,7 @@ class FixedLoop(SoloLoop):
 
     def __init__(self, place: LaunchedPlace) -> None:
         super().__init__()
+        self._counts_failures = count_failed_collectives() and contexts.by_devices() == "gloo"
         self._place = place
         self._functions = 0  # functions of the user that were called
         self._groups = GlooGroups()
@@ -68,7 +71,8 @@ class FixedLoop(SoloLoop):
         """Call a function of the user. Raises CollectiveError if an error comes from the loss of a process."""
         self._functions += 1
         place, committer = self._place, committer_of(state)
-        committer.use_session(FixedSession(self._functions, place.rank, place.size, self._group_of))
+        session = FixedSession(self._functions, place.rank, place.size, self._group_of, self._check_collectives)
+        committer.use_session(session)
         if place.rank == 0 and self._functions == 1:
             logger.warning(
                 "%s has started this world of %d workers. It never changes, and ends when a worker is lost. Start the "
@@ -119,6 +123,11 @@ class FixedLoop(SoloLoop):
             "Start the script with elasticrun to continue after losses."
         )
 
+    def _check_collectives(self) -> None:
+        sockets = self._groups.sockets
+        if sockets.failed() or (not self._counts_failures and sockets.lost()):
+            raise CollectiveError(self._loss(CollectiveError(FAILED_COLLECTIVE)))
+
     def _group_of(self, ranks: tuple[int, ...]) -> Any:
         return self._groups.subgroup(self._rendezvous, ranks)
 
@@ -130,14 +139,26 @@ class FixedSession(SoloSession):
         number: 1 for the first function that is called in this world. Commit ids count it as a generation of its own.
     """
 
-    def __init__(self, number: int, rank: int, size: int, group_of: Callable[[tuple[int, ...]], Any]) -> None:
+    def __init__(
+        self,
+        number: int,
+        rank: int,
+        size: int,
+        group_of: Callable[[tuple[int, ...]], Any],
+        check_collectives: Callable[[], None],
+    ) -> None:
         self.generation = number
         self.ticks = 0
         self.rank = rank
         self.size = size
         self.lacking = tuple(range(1, size))
         self.worker_key = f"rank {rank}"
+        self.has_peers = size > 1
         self._group_of = group_of
+        self._check_collectives = check_collectives
+
+    def check_collectives(self) -> None:
+        self._check_collectives()
 
     def commit_id(self) -> CommitId:
         return CommitId(self.generation, self.ticks + 1)

@@ -241,6 +241,8 @@ class WorkerLoop:
             has_state = self._committer.start_from_line() or self._committer.has_own_commit
             has_state = has_state or self._committer.has_followed
             if has_state:  # else: the job's first world, or sync brings the state
+                if type(self._state).on_reset is not State.on_reset:
+                    self._committer.require_seal()  # a subclass may change values there
                 self._state.on_reset()
             self._state.sync()
             self._committer.continue_iterators()
@@ -248,6 +250,7 @@ class WorkerLoop:
             self._sentinel.begin_training()
             with OwnProcessGroups(), StepCheck(self._state):
                 self._result = self._train()
+            self._session.check_collectives()  # the function may have caught the end of this generation
             self._committer.settle()
             self._sentinel.wait_in_gate()
             return _Outcome.FINISHED
@@ -344,29 +347,56 @@ class WorkerLoop:
             self._committer.drop_gradients()
             self._committer.detach()
             self._regrouper.leave(by_plan=True)
+            self._undo_unwinding()
         else:
             self._committer.detach()
             self._regrouper.leave()  # nothing of the generation writes any more
-            if not self._is_behind:
+            if not self._is_behind and not self._sentinel.has_interrupted:
                 self._committer.commit_last_tick()
             self._restore()
 
     def _save(self) -> bool:
-        """Save at the tick where all members leave. Return False if the generation ended before the device copy.
+        """Make sure that this worker holds the commit of the tick where all members leave. Return False if it does not.
 
-        A follower saves nothing, and reports READY without a commit. If it holds an older one, it restores that.
+        A tick without a commit is saved here, with what the script has changed while the interrupt left it. That is
+        the commit of no rank if a collective has failed meanwhile, or if the script has caught the interrupt and gone
+        on. A follower saves nothing, and reports READY without a commit. If it holds an older one, it restores that.
         """
         if self._session.follows is not None:
             self._committer.settle()
             return self._committer.commits[0] is None
-        here = CommitId(self._sentinel.generation, self._sentinel.ticks)
         self._committer.settle()
+        here = self._last_tick
+        if self._committer.begun == here:  # sealed at the tick, also on other ranks
+            return self._committer.commits[0] == here
+        if self._sentinel.has_gone_on or self._regrouper.context.has_failed():
+            return False
+        gc.collect()  # the script's finalizers may change values, too
         try:
-            if self._committer.commits[0] != here:
-                self._committer.seal(here)
+            self._committer.seal(here)
         except CollectiveError:
             return False
         return True
+
+    @property
+    def _last_tick(self) -> CommitId:
+        return CommitId(self._sentinel.generation, self._sentinel.ticks)
+
+    def _undo_unwinding(self) -> None:
+        """Restore the commit of the last tick if the script has changed values while the interrupt left it.
+
+        The commit is sealed on all ranks, and newcomers begin with it. Call it when nothing of the script is left.
+        """
+        if self._committer.begun != self._last_tick or self._session.follows is not None:
+            return  # saved afterwards
+        if changed := self._committer.changed_since_commit():
+            logger.warning(
+                "%s was changed after commit %s, while the interrupt of a planned change left the script. The worker "
+                "restores the commit, with which all others begin the next world.",
+                changed,
+                self._last_tick,
+            )
+            self._restore()
 
     def _restore(self) -> None:
         """Restore the newest commit. If no commit is intact, discard the live state and use another worker's."""

@@ -21,10 +21,13 @@ from elasticstate import _native, tracebacks
 from elasticstate.compat import flight_recorder, standard_library
 from elasticstate.core.collectives import Collective
 from elasticstate.core.types import CommitId, WorkerId
+from elasticstate.error_chain import error_chain
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt
+from elasticstate.log import logger
 from elasticstate.net import messages, worker_codec
 from elasticstate.net.link import encode_from_worker
 from elasticstate.net.messages import Place
+from elasticstate.worker.replacement import exit_for_replacement
 
 A = TypeVar("A")
 
@@ -74,6 +77,11 @@ class Sentinel:
         self._ticked_at = 0.0  # when the last tick ended
         self._formed_at = 0.0  # when the process groups of the present generation existed
         self._reporter: threading.Thread | None = None
+        self._tick_end: _native.TickEnd | None = None  # what the last tick of the present generation has raised
+        self._refused_at: float | None = None  # when a commit or tick of the present generation first was refused
+        self._most_refusals_s = 0.0
+        self.has_gone_on = False
+        """True if the script has caught the interrupt of the present generation, and has gone on."""
 
     # --------------------------------------------------------------------------------------------------- start and stop
 
@@ -232,6 +240,8 @@ class Sentinel:
 
     def enter(self, world: messages.WorldMessage, context: Severable) -> None:
         """Begin a generation: ticks count from 0, and ``context`` is cut when it ends."""
+        self._tick_end, self.has_gone_on = None, False
+        self._refused_at, self._most_refusals_s = None, world.regroup_timeout_s
         self._native.enter(world.generation, context.sockets)
         if context.severs_in_python:
             self._cutter = threading.Thread(target=self._cut, args=(world.generation, context), daemon=True)
@@ -285,7 +295,9 @@ class Sentinel:
         """End a tick. This costs one atomic operation unless a hold or an end is pending.
 
         Raises HostsUpdatedInterrupt at the tick where all members leave, and CollectiveError if the generation is over.
+        If the script catches either of them, and ends another tick, that one raises it again, and does not count.
         """
+        self.check_ticks()
         self._ticked_at = time.monotonic()
         if signal.getsignal(signal.SIGTERM) is not self._stop_handler:
             self._follow_handlers()
@@ -293,7 +305,41 @@ class Sentinel:
         if end is not None:
             self._raise_end(end)
 
+    @property
+    def has_interrupted(self) -> bool:
+        """True if a tick of the present generation has raised the interrupt, whatever caught it."""
+        return self._tick_end is _native.TickEnd.INTERRUPTED
+
+    def check_ticks(self) -> None:
+        """Raise what the last tick of this generation has raised, if it has. No commit and no tick follows it."""
+        if self._tick_end is None:
+            return
+        self.refuse()
+        self.has_gone_on |= not _is_leaving_script(HostsUpdatedInterrupt)
+        self._raise_end(self._tick_end)
+
+    def refuse(self) -> None:
+        """Record that a commit or tick is refused, because the generation is over and the script goes on.
+
+        The other members wait for this worker, for --regroup-timeout. If the script still goes on then, this process
+        ends, and another one takes its slot.
+        """
+        now = time.monotonic()
+        if _is_leaving_script(HostsUpdatedInterrupt, RuntimeError):
+            return  # a finally clause ends a tick, for example
+        if self._refused_at is None:
+            self._refused_at = now
+            logger.warning(
+                "the script has caught the exception that ends generation %d, so each commit() and "
+                "check_host_updates() raises from now on. Do not catch HostsUpdatedInterrupt and CollectiveError, and "
+                "raise the errors of collectives again.",
+                self.generation,
+            )
+        elif now - self._refused_at > self._most_refusals_s:
+            exit_for_replacement("the script has caught the end of its world, and has gone on")
+
     def _raise_end(self, end: _native.TickEnd) -> None:
+        self._tick_end = end
         if end is _native.TickEnd.INTERRUPTED:
             raise HostsUpdatedInterrupt(self.cause)
         if end is _native.TickEnd.BEYOND:
@@ -332,6 +378,12 @@ class Sentinel:
         if self._cutter is not None:
             self._cutter.join()
             self._cutter = None
+
+
+def _is_leaving_script(*kinds: type[BaseException]) -> bool:
+    """Return True if an exception of one of these kinds is being handled, or was the reason for the one that is."""
+    error = sys.exc_info()[1]
+    return error is not None and any(isinstance(link, kinds) for link in error_chain(error))
 
 
 _started: weakref.WeakSet[Sentinel] = weakref.WeakSet()

@@ -11,7 +11,9 @@ from elasticstate import present_world
 from elasticstate._native import ControlPage
 from elasticstate.copies.client import CopyClient
 from elasticstate.core.types import CommitId, ShardSource, SlotId
+from elasticstate.errors import CollectiveError
 from elasticstate.net import messages
+from elasticstate.state.session import FAILED_COLLECTIVE
 from elasticstate.state.shards import CopyReader
 from elasticstate.worker.contexts.context import Context
 from elasticstate.worker.local_copies import LocalCopies
@@ -108,6 +110,20 @@ class WorkerSession:
     def tick(self) -> None:
         self._sentinel.tick()
 
+    def check_collectives(self) -> None:
+        self._sentinel.check_ticks()
+        if self._context.has_failed() or self._context.may_have_failed():
+            self._sentinel.refuse()
+            raise CollectiveError(FAILED_COLLECTIVE)
+
+    def has_failed_collective(self) -> bool:
+        """Return True if a collective has failed in this process, also after the last tick of the generation."""
+        return self._context.has_failed()
+
+    @property
+    def has_peers(self) -> bool:
+        return self.view.size > 1 and self._sentinel.is_in_generation
+
     @property
     def verify_sync(self) -> bool:
         return self.view.verify_sync
@@ -195,6 +211,14 @@ class LastWorldSession:
 
     def tick(self) -> None:
         self.ticks += 1
+
+    def check_collectives(self) -> None:
+        if self._of.has_failed_collective():
+            raise CollectiveError(FAILED_COLLECTIVE)
+
+    @property
+    def has_peers(self) -> bool:
+        return self.size > 1
 
     def progress(self) -> None:
         """Do nothing: the agent does not monitor a worker that has passed the exit gate."""

@@ -43,6 +43,7 @@ class Session:
     lacking = (1,)
     verify_sync = False
     records_ticks = False
+    has_peers = False
     one_copy = False
     follows = None
     line = None
@@ -59,6 +60,7 @@ class Session:
         return CommitId(self.generation, 1)
 
     def tick(self) -> None: ...
+    def check_collectives(self) -> None: ...
     def progress(self) -> None: ...
     def has_ended(self, generation: int) -> bool:
         return False

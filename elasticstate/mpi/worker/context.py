@@ -17,7 +17,7 @@ from elasticstate.compat.process_groups import use_as_mpi_backend
 from elasticstate.errors import CollectiveError
 from elasticstate.mpi.worker.group import MpiGroup
 from elasticstate.mpi.worker.library import MPI
-from elasticstate.mpi.worker.operation import Progress
+from elasticstate.mpi.worker.operation import GONE, Progress
 from elasticstate.mpi.worker.world import WorldBuilder, group_of
 from elasticstate.worker.contexts.context import Fault, Rendezvous
 from elasticstate.worker.contexts.groups import TorchGroups
@@ -25,7 +25,6 @@ from elasticstate.worker.replacement import exit_for_replacement
 
 _LOOK_INTERVAL_S = 0.002
 _STUCK_AFTER_S = 2.0
-_GONE = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
 
 class MpiContext:
@@ -108,10 +107,16 @@ class MpiContext:
         self._world = None
         self.sockets.forget()
 
+    def has_failed(self) -> bool:
+        return self._progress is not None and self._progress.collective_has_failed
+
+    def may_have_failed(self) -> bool:
+        return False
+
     def classify(self, error: BaseException) -> Fault:
         if isinstance(error, dist.DistError):
             return Fault.GENERATION
-        if isinstance(error, MPI.Exception) and error.Get_error_class() in _GONE:
+        if isinstance(error, MPI.Exception) and error.Get_error_class() in GONE:
             return Fault.GENERATION
         return Fault.UNKNOWN
 

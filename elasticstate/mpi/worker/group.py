@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from elasticstate.errors import CollectiveError
 from elasticstate.mpi.worker.library import MPI
-from elasticstate.mpi.worker.operation import Operation, Progress
+from elasticstate.mpi.worker.operation import GONE, Operation, Progress
 
 _LONGEST = (1 << 31) - 1  # elements of one MPI 3 call
 _TYPES = {
@@ -76,7 +76,7 @@ class MpiGroup(dist.ProcessGroup):
 
     def __init__(self, comm: MPI.Intracomm, progress: Progress, timeout: timedelta) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())  # type: ignore[call-arg]
-        self._comm = comm
+        self._comm: Any = _Calls(comm, progress)
         self._progress = progress
         self._timeout = timeout
         self._name = ""
@@ -282,10 +282,11 @@ class MpiGroup(dist.ProcessGroup):
         self, got: torch.Tensor, sent: torch.Tensor, got_rows: Sequence[int], sent_rows: Sequence[int], unit: int
     ) -> MPI.Request:
         size = got.element_size() * unit
-        return self._comm.Ialltoallv(
+        request: MPI.Request = self._comm.Ialltoallv(
             [_raw(sent), [rows * size for rows in sent_rows], MPI.BYTE],
             [_raw(got), [rows * size for rows in got_rows], MPI.BYTE],
         )
+        return request
 
     def _many(self, parts: Sequence[tuple[Any, ...]], results: Any) -> Operation:
         """Return one operation that combines several parts, each (requests, finish, buffers...)."""
@@ -302,6 +303,26 @@ class MpiGroup(dist.ProcessGroup):
         operation = Operation(requests, finish, results, (*kept, results), self._timeout)
         self._progress.add(operation)
         return operation
+
+
+class _Calls:
+    """The calls of a communicator. One that fails because a member is lost is a collective that has failed."""
+
+    def __init__(self, comm: MPI.Intracomm, progress: Progress) -> None:
+        self._comm = comm
+        self._progress = progress
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._comm, name)
+
+        def noted(*args: Any) -> Any:
+            try:
+                return call(*args)
+            except MPI.Exception as error:
+                self._progress.collective_has_failed |= error.Get_error_class() in GONE
+                raise
+
+        return noted
 
 
 def _op(opts: Any) -> Any:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from elasticstate.mpi.worker.library import MPI
 
+GONE = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+"""Classes of MPI's errors after the loss of a member."""
 _ABANDON_AFTER_S = 0.05
 _SHORTEST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 200e-6
@@ -123,6 +125,7 @@ class Progress:
         self._severed_at: float | None = None
         self._stopping = False
         self.has_failed = False  # a member died, or revoked the communicator
+        self.collective_has_failed = False  # so has an operation that was late, or was cut
         Progress._abandoned_before, Progress._abandoned = Progress._abandoned, []
         self._thread = threading.Thread(target=self._run, name="elasticstate-mpi", daemon=True)
         self._thread.start()
@@ -169,7 +172,7 @@ class Progress:
                     return self._is_given_up(operation)
                 operation.requests.pop()
         except MPI.Exception as error:
-            self.has_failed = True
+            self.has_failed = self.collective_has_failed = True
             if len(operation.requests) > 1:
                 self._abandoned.append(operation)
             operation.complete(error)
@@ -186,5 +189,6 @@ class Progress:
         else:
             return False
         self._abandoned.append(operation)
+        self.collective_has_failed = True
         operation.complete(RuntimeError(reason))
         return True

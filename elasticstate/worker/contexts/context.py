@@ -69,6 +69,18 @@ class Context(Protocol):
     def broken(self) -> bool:
         """Return True if the generation's communication is cut: by this process, or by the loss of a member."""
 
+    def has_failed(self) -> bool:
+        """Return True if a collective of this generation has failed in this process, whatever caught its error.
+
+        Cheap enough for each tick. It never becomes False again. A planned end of the generation is no failure.
+        """
+
+    def may_have_failed(self) -> bool:
+        """Return True if a collective may have failed without ``has_failed``, because a member is lost.
+
+        Cheap enough for each tick. Do not call it after the last tick of the generation: then members leave by plan.
+        """
+
     def classify(self, error: BaseException) -> Fault:
         """Return the meaning of one exception, without its causes."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elasticstate._native import measure_waits
+from elasticstate._native import count_failed_collectives, measure_waits
 from elasticstate.compat.process_groups import set_default_group_timeout
 from elasticstate.config import WorkerEnvironment
 from elasticstate.log import logger
@@ -20,14 +20,18 @@ from elasticstate.worker.contexts.groups import TorchGroups
 class GlooBackend:
     """The Gloo backend (see context.Backend). None of its objects outlives a generation."""
 
+    _counts_failures = False
+
     def prepare(self, environment: WorkerEnvironment, send: Callable[[FromWorkerBody], None]) -> None:
         if not measure_waits():
             logger.warning(
                 "this build of torch does not permit to measure waits in collectives, so no straggler is named"
             )
 
+        self._counts_failures = count_failed_collectives()
+
     def context(self) -> GlooContext:
-        return GlooContext()
+        return GlooContext(self._counts_failures)
 
 
 class GlooContext:
@@ -35,7 +39,9 @@ class GlooContext:
 
     severs_in_python = False
 
-    def __init__(self) -> None:
+    def __init__(self, counts_failures: bool = False) -> None:
+        """``counts_failures``: ``_native.count_failed_collectives`` has returned True."""
+        self._counts_failures = counts_failures
         self._gloo = GlooGroups()
         self.sockets = self._gloo.sockets
         self._groups = TorchGroups(self.sockets.begin_group, self.sockets.end_group)
@@ -76,6 +82,12 @@ class GlooContext:
         self._rendezvous = None
         self._groups.destroy()
         self.sockets.forget()
+
+    def has_failed(self) -> bool:
+        return self.sockets.failed()
+
+    def may_have_failed(self) -> bool:
+        return not self._counts_failures and self.sockets.lost()
 
     def classify(self, error: BaseException) -> Fault:
         return Fault.GENERATION if isinstance(error, dist.DistError) else Fault.UNKNOWN

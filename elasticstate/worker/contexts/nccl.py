@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elasticstate._native import count_failed_collectives
 from elasticstate.compat import process_groups
 from elasticstate.config import WorkerEnvironment
 from elasticstate.errors import UsageError
@@ -46,6 +47,7 @@ class NcclBackend:
         slot = environment.worker.slot
         _make_sure_of_device(slot)
         process_groups.require_group_parts()
+        count_failed_collectives()
         for warning in nccl_settings.apply_settings(nccl_settings.nccl_version()):
             logger.warning(warning)
         torch.cuda.set_device(slot)
@@ -167,6 +169,13 @@ class NcclContext:
         while not aside.join(_LOOK_INTERVAL_S) and not self._severed and time.monotonic() < deadline:
             pass
         is_late.set()
+
+    def has_failed(self) -> bool:
+        return self._severed or self.sockets.failed()
+
+    def may_have_failed(self) -> bool:
+        """NCCL's errors are not counted. A process that is lost has closed its connections of Gloo's part, too."""
+        return self.sockets.lost()
 
     def classify(self, error: BaseException) -> Fault:
         if devices.is_lost(error):

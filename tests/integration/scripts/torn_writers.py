@@ -74,6 +74,7 @@ class Session:
     worker_key = "alone"
     verify_sync = False
     records_ticks = False
+    has_peers = False
     one_copy = False
     follows = None
     line = None
@@ -90,6 +91,7 @@ class Session:
     def tick(self) -> None:
         self.ticks += 1
 
+    def check_collectives(self) -> None: ...
     def progress(self) -> None: ...
     def record_commit_time(self, seconds: float) -> None: ...
     def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None: ...

@@ -57,6 +57,8 @@ class Member:
     records_ticks: bool = False
     signs: int = 0
     is_over: bool = False
+    has_peers: bool = False
+    has_failed_collective: bool = False
     attached: list[int] = field(default_factory=list)  # digests
 
     @property
@@ -105,6 +107,10 @@ class Member:
     def check(self) -> None:
         if self.is_over:
             raise CollectiveError("the generation is over")
+
+    def check_collectives(self) -> None:
+        if self.has_failed_collective:
+            raise CollectiveError("a collective has failed")
 
     @property
     def worker_key(self) -> str:

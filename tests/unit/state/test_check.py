@@ -209,8 +209,6 @@ def test_with_verify_sync_a_sync_ends_with_a_check(
     for state in states[:2]:
         committer_of(state).use_session(member(world(1)))
         state.commit()
-    with torch.no_grad():
-        states[1].model[0].weight[0, 0] += 1  # changed since the last commit
     members = bound(states, world, member, generation=2, lacking=(2,))
     for session in members:
         session.verify_sync = verify_sync
@@ -220,6 +218,33 @@ def test_with_verify_sync_a_sync_ends_with_a_check(
         [(0, 1, 2)] if verify_sync else [],
         [(0, 2), (0, 1, 2)] if verify_sync else [(0, 2)],
     ]
+
+
+@pytest.mark.parametrize("value", ["model", "epoch"])
+def test_verify_sync_finds_a_survivor_whose_live_values_are_not_those_of_its_commit(
+    value: str, world: Any, member: Any, together: Any
+) -> None:
+    states = model_states(3)
+    for state in states[:2]:
+        committer_of(state).use_session(member(world(1)))
+        state.commit()
+    if value == "model":
+        states[1].model[0].weight.data[0, 0] += 1
+    else:
+        states[1].epoch += 1
+    for session in bound(states, world, member, generation=2, lacking=(2,)):
+        session.verify_sync = True
+    with pytest.raises(StateDivergedError, match=rf"after 0 ticks of this world. {value}.*: ranks 0, 2 \| rank 1"):
+        together(*[state.sync for state in states])
+
+
+def test_a_check_in_the_training_compares_commits(world: Any, member: Any, check_all: Check) -> None:
+    states = model_states(2)
+    bound(states, world, member)
+    for state in states:
+        state.commit()
+    states[1].epoch += 1
+    assert check_all(states) == [None] * 2
 
 
 def test_a_diverged_survivor_is_found_by_verify_sync(world: Any, member: Any, together: Any) -> None:

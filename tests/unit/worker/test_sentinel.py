@@ -183,6 +183,37 @@ def test_a_release_after_the_end_at_a_tick_takes_nothing_back(worker: Worker) ->
         worker.sentinel.tick()
 
 
+def test_an_interrupt_that_was_caught_is_raised_again_and_the_tick_does_not_count(worker: Worker) -> None:
+    worker.hear(messages.Hold(GENERATION))
+    worker.hear(messages.End(GENERATION, 1, "test"))
+    worker.settle()
+    with pytest.raises(HostsUpdatedInterrupt):
+        worker.sentinel.tick()
+    assert worker.sentinel.has_interrupted
+    try:
+        raise HostsUpdatedInterrupt
+    except HostsUpdatedInterrupt:
+        with pytest.raises(HostsUpdatedInterrupt):
+            worker.sentinel.tick()  # in a finally clause, for example
+    assert not worker.sentinel.has_gone_on
+    for again in (worker.sentinel.tick, worker.sentinel.check_ticks):
+        with pytest.raises(HostsUpdatedInterrupt):
+            again()
+    assert worker.sentinel.has_gone_on
+    assert worker.sentinel.ticks == 1
+    worker.sentinel.enter(world(GENERATION + 1), GlooContext())
+    worker.sentinel.tick()
+    assert not worker.sentinel.has_gone_on
+
+
+def test_the_end_of_a_generation_is_raised_at_each_later_tick(worker: Worker) -> None:
+    worker.sentinel.report_failure("test")
+    for _ in range(3):
+        with pytest.raises(CollectiveError, match="test"):
+            worker.sentinel.tick()
+    assert worker.sentinel.ticks == 1
+
+
 def test_a_tick_beyond_the_last_one_is_a_failure(worker: Worker) -> None:
     worker.sentinel.tick()
     worker.sentinel.tick()
