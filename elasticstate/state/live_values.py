@@ -38,10 +38,12 @@ class LiveValues:
 
     def difference(self, one_copy: bool) -> str:
         """Text for the error if the ranks have different values."""
-        found = f"Ranks have different values after {self._ticks} ticks of this world"
         if not one_copy:
-            return found
-        return f"{found}, and with --one-copy-per-host a restore would replace them by those of one worker of each host"
+            return f"Ranks have different values after {self._ticks} ticks of this world"
+        return (
+            f"Ranks have different values after {self._ticks} ticks of this world, and with --one-copy-per-host a "
+            "restore would replace them by those of one worker of each host"
+        )
 
     def summary(self, left_out: Container[str] = ()) -> tuple[int, int, int]:
         """Return what ``Snapshot.summary`` returns for a commit, with other numbers."""

@@ -86,7 +86,9 @@ class FixedLoop(SoloLoop):
             return call()
 
         try:
-            return super().run_in_last_world(state, begin if self._functions == 1 else call)
+            result = super().run_in_last_world(state, begin if self._functions == 1 else call)
+            self._check_collectives()  # the function may have caught the error of one
+            return result
         except RuntimeError as error:
             if isinstance(error, CollectiveError) or not (text := self.failure_text(error)):
                 raise

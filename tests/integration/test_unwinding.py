@@ -64,5 +64,5 @@ def test_a_script_that_changes_nothing_restores_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["finally", "numpy", "collective", "weights", "generator", "cycle", "again", *CATCHES])
 def test_between_two_commits_all_begin_with_the_same_state(mode: str, tmp_path: Path) -> None:
-    """What the script changes while the interrupt leaves it is saved then."""
+    """The changes that the script makes while the interrupt leaves it are saved then."""
     joined(tmp_path, f"{mode}-between_commits")
