@@ -10,7 +10,7 @@ from elasticstate.core.diagnostics import names
 from elasticstate.core.hangs import begin_hang
 from elasticstate.core.records import Draft, Failure, Forming, Over, Running, Worker
 from elasticstate.core.slots import stop
-from elasticstate.core.texts import number_of
+from elasticstate.core.texts import exception_line, number_of
 
 QUIET_S = 1.0  # seconds after a failure in which no worker starts; the new world's first tick ends this time early
 
@@ -39,6 +39,13 @@ def fail_job(d: Draft, reason: str, first: t.RootCause | None = None) -> None:
         become_over(d, False, t.RootCause(reason, generation=d.generation))
     else:
         become_over(d, False, replace(first, reason=f"{reason}; first failure: {first.reason}"))
+
+
+def fail_without_progress(d: Draft, reason: str, first: t.RootCause | None) -> None:
+    """End the job as failed, because failures repeat. The reason has the exception of ``first``."""
+    if first is not None and (exception := exception_line(first.error)):
+        first = replace(first, reason=f"{first.reason}: {exception}")
+    fail_job(d, reason, first)
 
 
 def earlier(known: t.RootCause | None, found: t.RootCause) -> t.RootCause:
@@ -116,7 +123,8 @@ def settle(d: Draft, phase: Forming) -> None:
     exceeded = count_reset(d, phase.since, "generation")
     if d.ledger.no_progress >= policy.max_no_progress:
         row = d.ledger.no_progress
-        fail_job(d, f"no progress: {row} generations in a row failed without a commit", d.ledger.no_progress_cause)
+        reason = f"no progress: {row} generations in a row failed without a commit"
+        fail_without_progress(d, reason, d.ledger.no_progress_cause)
     elif exceeded and failure is None:
         fail_job(d, f"{exceeded}; last: {phase.cause}")
     elif exceeded:

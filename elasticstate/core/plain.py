@@ -17,7 +17,7 @@ from elasticstate.core import accounting, types as t
 from elasticstate.core.backoff import long_s
 from elasticstate.core.cooldown import patience_limit_s
 from elasticstate.core.diagnostics import missing, names
-from elasticstate.core.ending import become_over, count_reset, earlier, fail_job, first_cause
+from elasticstate.core.ending import become_over, count_reset, earlier, fail_job, fail_without_progress, first_cause
 from elasticstate.core.partition import may_train_on, unreachable_hosts, unreachable_until
 from elasticstate.core.phases import Failure, Round, Together, Waiting
 from elasticstate.core.planned import drain_time
@@ -280,6 +280,6 @@ def _fail(d: Draft, present: Round, failure: Failure) -> None:
     )
     if row >= policy.max_no_progress:
         soon = f"less than {long_s(d):g} s after its start"
-        fail_job(d, f"no progress: {row} times in a row a worker failed {soon}", first)
+        fail_without_progress(d, f"no progress: {row} times in a row a worker failed {soon}", first)
     elif exceeded:
         fail_job(d, exceeded, failure.cause)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 SHOWN = 16
+_EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*: ")
 
 
 def number_of(count: int, what: str) -> str:
@@ -23,3 +25,14 @@ def listed(items: Iterable[str], separator: str = ", ", shown: int = SHOWN, coun
 def ranks_text(ranks: Sequence[int | None]) -> str:
     """Return ``rank 1`` or ``ranks 0, 2``."""
     return f"rank{'' if len(ranks) == 1 else 's'} {listed(map(str, ranks))}"
+
+
+def exception_line(error: str) -> str:
+    """Return the line of a traceback, with or without stack, that has the exception; "" if it is another text."""
+    lines = error.rstrip().splitlines()
+    if len(lines) == 1:
+        return lines[0] if _EXCEPTION.match(lines[0]) else ""
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    if not frames or not lines[0].startswith("Traceback ("):
+        return ""
+    return next((line for line in lines[frames[-1] :] if not line.startswith(" ")), "")
