@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         StateError,
         StateLostError,
         StateMisfitError,
+        UnreachableError,
         UsageError,
         WorkerFailedError,
     )
@@ -74,6 +75,7 @@ _HOMES = {
         "StateError",
         "StateLostError",
         "StateMisfitError",
+        "UnreachableError",
         "UsageError",
         "WorkerFailedError",
     ),
@@ -119,6 +121,7 @@ __all__ = [
     "StateLostError",
     "StateMisfitError",
     "TorchState",
+    "UnreachableError",
     "UsageError",
     "WorkerFailedError",
     "cross_rank",

@@ -14,6 +14,7 @@
           │    ├── StateDivergedError   the members of a world hold different states; names the tensors that differ
           │    ├── CommitStorageError   commits do not fit into --commit-dir; names the bytes needed and the bytes free
           │    └── CopyError            a copy of a commit cannot be read; the next copy is tried (internal)
+          ├── UnreachableError      a member of the world cannot be reached; names host, address and what to do
           ├── UsageError            the API was used in a way that cannot work; the message says what to do
           ├── OptionError           an option has an invalid value; names the option, the value and the valid values
           ├── DiscoveryError        the first call of host discovery failed
@@ -78,6 +79,13 @@ class CommitStorageError(StateError):
 
 class CopyError(StateError):
     """A copy of a commit cannot be read: it is gone, damaged, or its owner has changed it. Internal."""
+
+
+class UnreachableError(ElasticError, RuntimeError):
+    """A member of the world cannot be reached over the network; the message names host, address and what to do.
+
+    It is a RuntimeError, as torch's error is.
+    """
 
 
 class UsageError(ElasticError):

@@ -11,9 +11,9 @@ import sys
 from traceback import StackSummary, TracebackException
 from types import TracebackType
 
-from elasticstate.errors import NotInWorldError, OptionError, StateError, UsageError
+from elasticstate.errors import NotInWorldError, OptionError, StateError, UnreachableError, UsageError
 
-_CAUSED_BY_THE_SCRIPT = (NotInWorldError, OptionError, StateError, UsageError)
+_CAUSED_BY_THE_SCRIPT = (NotInWorldError, OptionError, StateError, UnreachableError, UsageError)
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _OPTIMIZERS = os.path.join(os.sep, "torch", "optim", "")
 

@@ -48,15 +48,17 @@ from elasticstate.agent.worker_starter import WorkerStarter
 from elasticstate.agent.workers import Workers
 from elasticstate.backends import AgentBackend, AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
-from elasticstate.config import agent_variable
+from elasticstate.config import Options, agent_variable
 from elasticstate.copies.service import HostCopies
 from elasticstate.core.texts import number_of
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import OptionError
+from elasticstate.kinds import split_address
 from elasticstate.net.agent_status import AgentStatus
 from elasticstate.net.launch import Launch
 from elasticstate.net.link import AgentSocket
 from elasticstate.net.messages import AgentWarning, Damaged, Dropped, JobSpec, Kept
+from elasticstate.net.names import is_loopback, outward_address
 from elasticstate.net.trust import storage_key
 from elasticstate.threads import in_thread
 
@@ -150,7 +152,7 @@ class Agent:
         if not await in_thread(Path(launch.directory).is_dir):
             raise NotADirectoryError(f"{launch.directory}, the directory of the job, does not exist on this host")
         self._template = self._start_template(spec, place, driver)
-        local_address = launch.local_address or driver.local_address
+        local_address = launch.local_address or _seen_at(driver.local_address, spec.options)
         supervisor = Supervisor(self._handles, spec.options, driver, self.outputs, bool(launch.job_directory))
         self._supervision = asyncio.ensure_future(supervisor.run())
         commits = await lock_host(spec, launch.host, place.path, place.mark, driver)
@@ -286,3 +288,14 @@ class Agent:
         await in_thread(commits.close if end.keeps_commits else commits.remove)
         await attachment.driver.close()
         return end.status
+
+
+def _seen_at(address: str, options: Options) -> str:
+    """Return the address at which other hosts reach this one. ``address``: that of its connection to the driver.
+
+    An agent on the driver's host may dial in over the loopback interface, while other hosts cannot.
+    """
+    if options.listen is None or not is_loopback(address):
+        return address
+    listens_at, _ = split_address(options.listen)
+    return address if is_loopback(listens_at) else outward_address() or address

@@ -23,6 +23,7 @@ from elasticstate.errors import CommitStorageError
 from elasticstate.net.fork_link import ForkRequest
 from elasticstate.net.launch import Launch
 from elasticstate.net.messages import JobSpec
+from elasticstate.net.names import is_loopback, selecting_interface
 from elasticstate.net.store_listener import StoreListener
 
 STORE_PROGRAM = str(Path(exec_shim.__file__).parents[1] / "worker" / "plain_store.py")
@@ -113,8 +114,12 @@ class WorkerStarter:
             start_size=spec.options.np,
         )
         common = environment_of_workers(self._launch.environment, spec.environment)
-        plain = {} if place is None else plain_variables(place, spec.job, common)
+        plain = {} if place is None else plain_variables(place, spec.job, common, self._interface())
         return {**FLIGHT_RECORDER, **common, **plain, **own.variables()}
+
+    def _interface(self) -> str | None:
+        """Return the network interface by which other hosts reach this one; None if none do, or if it is not known."""
+        return None if is_loopback(self._local_address) else selecting_interface(self._local_address)
 
     async def start_store(self, listener: StoreListener, stderr: int) -> Child:
         """Start the process that serves a store for plain workers (worker/plain_store.py). Raises OSError."""

@@ -6,6 +6,8 @@
 - ``distributed_c10d._set_pg_timeout``: changes a group's timeout after its creation. Where torch has the public
   ``torch.distributed.set_timeout`` (torch 2.15 has), that function is used.
 - ``ProcessGroup._get_backend``, and ``_ProcessGroupWrapper.wrapped_pg``: the part of a group for one type of device.
+- ``ProcessGroupGloo._Options`` with ``_devices`` and ``_timeout``: torch offers no public way to give the address at
+  which a Gloo group listens. Its default is the one that the host's name resolves to, or 127.0.0.1.
 - ``distributed_c10d.ProcessGroupMPI`` and ``_MPI_AVAILABLE``: the class that creates the groups of torch's MPI backend.
 """
 
@@ -55,6 +57,49 @@ def replace_group_creation(creator: GroupCreator) -> Callable[[], None]:
             _set(dist.ProcessGroup, "split_group", split)
 
     return restore
+
+
+def use_gloo_address(address: Callable[[], str], warn: Callable[[str], None]) -> Callable[[], None]:
+    """Let all Gloo groups that this process creates from now on listen at ``address()``; "": where torch chooses.
+
+    ``warn`` is called if that address cannot be used. Groups whose creator gives options of its own keep these. Return
+    the function that ends this.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    create: Any = gloo.__init__
+
+    def create_at_address(group: Any, store: Any, rank: int, size: int, *more: Any, **kwargs: Any) -> None:
+        given = [*more, *kwargs.values()]
+        if (
+            len(given) > 1
+            or not all(isinstance(value, timedelta) for value in given)
+            or (options := _gloo_options(gloo, address(), warn)) is None
+        ):
+            create(group, store, rank, size, *more, **kwargs)
+            return
+        if given:
+            options._timeout = given[0]
+        create(group, store, rank, size, options)
+
+    _set(gloo, "__init__", create_at_address)
+    return lambda: _set(gloo, "__init__", create)
+
+
+def _gloo_options(gloo: Any, address: str, warn: Callable[[str], None]) -> Any:
+    """Return options for a group that listens at ``address``; None if that is impossible."""
+    if not address:
+        return None
+    try:
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=address)]
+    except AttributeError as error:
+        effect = "Gloo uses the address to which the name of the host resolves"
+        warn_absent("torch", f"torch.distributed.ProcessGroupGloo with {error.name}", effect)
+        return None
+    except RuntimeError as error:
+        warn(f"Gloo cannot use {address}, the address of this host: {error}")
+        return None
+    return options
 
 
 def reset_group_count() -> None:

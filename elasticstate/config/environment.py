@@ -33,13 +33,18 @@ def has_cursor_control() -> bool:
 
 
 _PLAIN_VARIABLES = PREFIX + "PLAIN_VARIABLES"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_PLAIN_INTERFACE = PREFIX + "PLAIN_INTERFACE"
 _NO_LIMIT = 2**31 - 1  # for TORCHELASTIC_MAX_RESTARTS, which must be a number
 
 
-def plain_variables(place: PlainPlace, run_id: str, given: Mapping[str, str]) -> dict[str, str]:
+def plain_variables(
+    place: PlainPlace, run_id: str, given: Mapping[str, str], interface: str | None = None
+) -> dict[str, str]:
     """Return the variables that torchrun sets for a worker, with their meaning there (torch 2.13, LocalElasticAgent).
 
-    ``given``: the worker's other variables, which override those that torchrun only sets by default.
+    ``given``: the worker's other variables, which override those that torchrun only sets by default. ``interface``: the
+    one by which other hosts reach this one, if any do: Gloo would use the address to which the host's name resolves.
     """
     address, _, port = place.store.rpartition(":")
     variables = {
@@ -62,7 +67,10 @@ def plain_variables(place: PlainPlace, run_id: str, given: Mapping[str, str]) ->
     if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in given:
         variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = 1
     texts = {name: str(value) for name, value in variables.items()}
-    return {**texts, _PLAIN_VARIABLES: " ".join(texts)}
+    texts[_PLAIN_VARIABLES] = " ".join(texts)
+    if interface is not None and not given.get(_GLOO_INTERFACE):
+        texts |= {_GLOO_INTERFACE: interface, _PLAIN_INTERFACE: interface}
+    return texts
 
 
 def forget_plain_variables() -> bool:
@@ -70,6 +78,9 @@ def forget_plain_variables() -> bool:
     names = os.environ.pop(_PLAIN_VARIABLES, "").split()
     for name in names:
         os.environ.pop(name, None)
+    interface = os.environ.pop(_PLAIN_INTERFACE, "")
+    if interface and os.environ.get(_GLOO_INTERFACE) == interface:  # else the script has chosen another one
+        del os.environ[_GLOO_INTERFACE]
     return bool(names)
 
 

@@ -43,6 +43,7 @@ class AgentStarter:
         self._ended = ended
         self._launchers = HostLaunchers(spec.options)
         self._started = 0
+        self.own_address = ""  # at which the other hosts reach this one; empty: not known
         self.running: set[AgentHandle] = set()  # agents whose process lives, or is not cleaned up yet
 
     @property
@@ -78,12 +79,18 @@ class AgentStarter:
             token=self._token,
             connect_timeout_s=self._options.connect_timeout_s,
             wait_s=self._options.connect_timeout_s,
-            local_address="" if self._server.is_open else address_of(host),
+            local_address=self._address_of(host, here),
             socket=str(self._directory / f"agent-{self._spec.epoch}-{self._started}") if here else "",
             directory=os.getcwd(),
             job_directory=str(self._directory) if here else "",
             environment=() if here else passed_on(self._options.env),
         )
+
+    def _address_of(self, host: str, here: bool) -> str:
+        """Return the address at which the other hosts reach this host; "": that of its agent's connection."""
+        if self._server.is_open:
+            return self.own_address if here else ""
+        return address_of(host)
 
     def adopt(self, host: str, dead: Callable[[], None]) -> AgentHandle | None:
         """Follow the agent of a host that the previous driver has started. Return None if it is on another machine, or

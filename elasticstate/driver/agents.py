@@ -21,11 +21,13 @@ from elasticstate.kinds import is_host_name
 from elasticstate.launchers.dial_in import DialledIn
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream
-from elasticstate.net.names import is_this_machine
+from elasticstate.net.names import address_towards, is_this_machine, outward_address
+from elasticstate.threads import in_thread
 
 _LAST_MOMENT_S = 0.1
 _IN_FLIGHT_S = 1.0  # data of an agent that arrives so long after the next one has dialled in was sent after that
 _LOOK_INTERVAL_S = 0.05
+_RESOLVER_TIMEOUT_S = 2.0
 _BAD_NAME = "the agent's host name is invalid. Use letters, digits, dots, dashes and underscores, and no dot first"
 
 
@@ -72,6 +74,15 @@ class Agents:
     def open(self) -> None:
         """Listen for other hosts, too. Call this before the first agent is started. Raises OSError."""
         self._server.open()
+
+    async def learn_own_address(self, hosts: Sequence[str]) -> None:
+        """Find the address at which these hosts reach this one, for its workers: it may have several."""
+        if self._server.is_open and not self._dial_in and any(map(is_this_machine, hosts)):
+            try:
+                found = await asyncio.wait_for(in_thread(address_towards, hosts), _RESOLVER_TIMEOUT_S)
+            except TimeoutError:  # ssh will report the names
+                found = outward_address()
+            self._starter.own_address = found
 
     @property
     def _dial_in(self) -> bool:

@@ -85,6 +85,7 @@ class MainLoop:
             hosts = await discovery.first()
             if not (self._options.listen or all(is_this_machine(host.name) for host in hosts)):
                 self._agents.open()
+                await self._agents.learn_own_address([host.name for host in hosts])
             self._discovered(hosts)
         async for hosts in discovery.changes():
             self._discovered(hosts)
@@ -116,6 +117,7 @@ class MainLoop:
         """Wait for the agents of the previous driver; then let the core continue from its state."""
         record = reattachment.record
         self._agents.expect(record.agents)
+        await self._agents.learn_own_address(record.agents)
         self._report.log(f"reattaching to job {record.job}: waiting for the agents of {listed(list(record.agents))}")
         await self._wait_for_agents(reattachment)
         if self._state.outcome is not None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import ipaddress
 import socket
 import struct
 from collections.abc import Iterable
-from contextlib import suppress
+from pathlib import Path
 
 LOCALHOST = "127.0.0.1"
-_SIOCGIFADDR = 0x8915  # netdevice(7)
+_SIOCGIFCONF = 0x8912  # netdevice(7)
+_IFREQ = struct.Struct("16sH2x4s16x")  # name, family, address
+_MOST_ADDRESSES = 1024
+_ELSEWHERE = "198.51.100.1"  # RFC 5737: of no machine
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if ``host`` is an address like 127.0.0.2."""
+    """Return True if ``host`` is an address like 127.0.0.2, or ::1."""
     try:
-        return ipaddress.IPv4Address(host).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -25,11 +29,21 @@ _full_names: list[str] = []  # the resolver's answer, once it has arrived
 
 
 def is_this_machine(host: str) -> bool:
-    """Return True if ``host`` is localhost, a loopback address, or this machine's own name.
+    """Return True if ``host`` is localhost, an address of this machine, or its own name.
 
     The name may be the short one, or the full one if it is known.
     """
-    return host == "localhost" or is_loopback(host) or host == socket.gethostname() or host in _full_names
+    if host == "localhost" or is_loopback(host) or host == socket.gethostname() or host in _full_names:
+        return True
+    return _is_address(host) and host in interface_addresses()
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def learn_full_name(hosts: Iterable[str]) -> None:
@@ -43,29 +57,81 @@ def learn_full_name(hosts: Iterable[str]) -> None:
 
 def address_of(host: str) -> str:
     """Return the address at which the other hosts of a job reach this host. All of them are names of this machine."""
-    return host if is_loopback(host) else LOCALHOST
+    return host if is_loopback(host) and ":" not in host else LOCALHOST
 
 
 def own_addresses() -> tuple[str, ...]:
     """Return the IPv4 addresses of this machine's interfaces at which other machines may reach it."""
-    return tuple(address for address in _interfaces() if not is_loopback(address))
+    return tuple(a for a in interface_addresses() if ":" not in a and not is_loopback(a))
+
+
+def address_towards(hosts: Iterable[str]) -> str:
+    """Return this machine's IPv4 address on its route to the first of ``hosts`` that is known and is another machine.
+
+    Without one, return that on the default route, or else any; "" if it has none. The resolver may block: never call
+    this on an event loop.
+    """
+    for host in hosts:
+        if not is_this_machine(host) and (address := _source_address(host)) and not is_loopback(address):
+            return address
+    return outward_address()
+
+
+def outward_address() -> str:
+    """Return this machine's IPv4 address on its default route, or else any except loopback addresses; "" for none."""
+    return _source_address(_ELSEWHERE) or next(iter(own_addresses()), "")
+
+
+def _source_address(host: str) -> str:
+    """Return the address from which this machine would send to ``host``; "" if it cannot. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+        try:
+            towards.connect((host, 9))
+        except OSError:
+            return ""
+        address: str = towards.getsockname()[0]
+        return address
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with this IPv4 address. Any loopback address gives the loopback interface."""
-    if is_loopback(address):
+    """Return the name of the interface with this address. Any loopback address gives the loopback interface."""
+    if is_loopback(address) and ":" not in address:
         address = LOCALHOST
-    return _interfaces().get(address)
+    return interface_addresses().get(address.partition("%")[0])
 
 
-def _interfaces() -> dict[str, str]:
-    """Return the names of the interfaces by their addresses."""
-    found = {}
+def selecting_interface(address: str) -> str | None:
+    """Return the name of the interface by which a library chooses ``address``: libraries take an interface's first one.
+
+    None if there is no such interface.
+    """
+    name = interface_of(address)
+    if name is None or is_loopback(address):
+        return name
+    first = next(known for known, of in interface_addresses().items() if of == name)
+    return name if first == address.partition("%")[0] else None
+
+
+def interface_names() -> tuple[str, ...]:
+    """Return the names of this machine's interfaces, also of those without an address."""
+    return tuple(name for _, name in socket.if_nameindex())
+
+
+def interface_addresses() -> dict[str, str]:
+    """Return the names of the interfaces by their addresses, in the order of the kernel: IPv4 first."""
+    found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # the interface has no IPv4 address
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[socket.inet_ntoa(answer[20:24])] = name
+        room = array.array("B", bytes(_MOST_ADDRESSES * _IFREQ.size))
+        request = struct.pack("iP", len(room), room.buffer_info()[0])
+        used = struct.unpack("iP", fcntl.ioctl(asking, _SIOCGIFCONF, request))[0]
+        for name, _, address in _IFREQ.iter_unpack(room[:used].tobytes()):
+            found.setdefault(socket.inet_ntoa(address), name.rstrip(b"\0").decode().partition(":")[0])
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # this kernel has no IPv6
+        return found
+    for digits, *_, name in map(str.split, lines):
+        found.setdefault(str(ipaddress.IPv6Address(bytes.fromhex(digits))), name)
     return found
 
 
@@ -77,3 +143,10 @@ def listen_error(address: str, port: int = 0) -> str:
             return ""
     except OSError as error:
         return error.strerror or str(error)
+
+
+def free_port() -> int:
+    """Return a port at which another process of this machine may listen, on all its IPv4 addresses."""
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

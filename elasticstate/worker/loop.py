@@ -311,7 +311,7 @@ class WorkerLoop:
             return _Outcome.INTERRUPTED  # user code has wrapped the interrupt
         text = text_of(error)
         if self._is_failure(error):
-            self._sentinel.report_failure(text)
+            self._sentinel.report_failure(self._regrouper.cause_of(text))
             return _Outcome.FAILED
         return None if self._sentinel.is_own_error(text) else _Outcome.FAILED
 

@@ -14,8 +14,10 @@ from elasticstate.compat import aliases
 from elasticstate.compat.stores import PrefixStore, Store, TCPStore
 from elasticstate.config import WorkerEnvironment
 from elasticstate.error_chain import error_chain
+from elasticstate.errors import CollectiveError
 from elasticstate.net import messages
 from elasticstate.net.runs import from_runs
+from elasticstate.worker.contexts import addresses
 from elasticstate.worker.contexts.context import Backend, Context, Rendezvous
 from elasticstate.worker.sentinel import Sentinel
 
@@ -32,6 +34,7 @@ class Regrouper:
         self._context = backend.context()
         self._server: TCPStore | None = None  # this worker's own; all members use the one of rank 0
         self._store: Store | None = None
+        self._rendezvous: Rendezvous | None = None
         self._retiring: threading.Thread | None = None  # destroys the groups of the last generation
 
     @property
@@ -67,21 +70,27 @@ class Regrouper:
         store = self._connect(view, message)
         self._sentinel.check()
         name = f"{message.job}/{message.generation}"
-        self._context.create(
-            Rendezvous(
-                store=PrefixStore(name, store),
-                name=name,
-                worker=str(self._environment.worker),
-                rank=view.rank,
-                size=view.size,
-                init_timeout=timedelta(seconds=min(message.regroup_timeout_s, message.collective_timeout_s)),
-                collective_timeout=timedelta(seconds=message.collective_timeout_s),
-                check=self._sentinel.check,
-            )
+        self._rendezvous = Rendezvous(
+            store=PrefixStore(name, store),
+            name=name,
+            worker=str(self._environment.worker),
+            rank=view.rank,
+            size=view.size,
+            init_timeout=timedelta(seconds=min(message.regroup_timeout_s, message.collective_timeout_s)),
+            collective_timeout=timedelta(seconds=message.collective_timeout_s),
+            check=self._sentinel.check,
+            address=self._environment.local_address,
         )
+        self._context.create(self._rendezvous)
         self._sentinel.check()
         self._sentinel.formed()
         return view
+
+    def cause_of(self, error: str) -> str:
+        """Return the text of the error of another member that has caused this one, if it is known; else ``error``."""
+        if self._rendezvous is None or self._sentinel.ticks:
+            return error
+        return addresses.cause_of(self._rendezvous, error) or error
 
     def leave(self, by_plan: bool = False) -> None:
         """Destroy the generation's groups and store, so that nothing of the generation remains in this process.
@@ -101,7 +110,7 @@ class Regrouper:
             self._context.destroy()
         if isinstance(self._store, TCPStore) and self._store is self._server:
             self._server = None  # its keys belong to this generation, so it cannot be used again
-        self._store = None
+        self._store = self._rendezvous = None
         self._sentinel.leave()
         gc.collect()
 
@@ -118,10 +127,14 @@ class Regrouper:
                 store = TCPStore(
                     view.store_host, view.store_port, is_master=False, wait_for_workers=False, timeout=_SLICE
                 )
-            except RuntimeError:
+            except RuntimeError as error:
                 self._sentinel.check()
                 if time.monotonic() >= deadline:
-                    raise
+                    raise CollectiveError(
+                        f"{self._environment.worker} at {self._environment.local_address} cannot connect to rank 0 at "
+                        f"{view.store_host}, port {view.store_port}, within --regroup-timeout of "
+                        f"{message.regroup_timeout_s:g} s: {error}. {addresses.HOSTS}"
+                    ) from None
                 continue
             store.set_timeout(timedelta(seconds=message.regroup_timeout_s))
             self._store = store

@@ -146,6 +146,13 @@ class Host:
             self._sshd = subprocess.Popen([*storage.enter("/usr/sbin/sshd", "-D", "-E", str(log))])
             self._wait_for_sshd()
 
+    def resolve_only(self, *lines: str) -> None:
+        """Replace the host's /etc/hosts by these lines, and leave it without a name server."""
+        for name, text in (("hosts", "".join(f"{line}\n" for line in lines)), ("resolv.conf", "")):
+            path = self._network.directory / f"{name}-{self.name}"
+            path.write_text(text)
+            self.storage.run("mount", "--bind", str(path), f"/etc/{name}")
+
     def _wait_for_sshd(self) -> None:
         deadline = time.monotonic() + 10
         while b":0016 " not in Path(f"/proc/{self.storage.pid}/net/tcp").read_bytes():  # port 22

@@ -29,6 +29,7 @@ class Rendezvous:
     init_timeout: timedelta  # maximum time until all members have arrived
     collective_timeout: timedelta  # timeout of the collectives of every group, including those of user code
     check: Callable[[], None]  # raises CollectiveError after the generation has ended
+    address: str = ""  # at which the other members reach this host; empty: not known
 
 
 class Fault(Enum):

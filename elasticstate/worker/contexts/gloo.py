@@ -12,6 +12,7 @@ from elasticstate.compat.process_groups import set_default_group_timeout
 from elasticstate.config import WorkerEnvironment
 from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
+from elasticstate.worker.contexts import addresses
 from elasticstate.worker.contexts.context import Fault, Rendezvous
 from elasticstate.worker.contexts.gloo_groups import GlooGroups
 from elasticstate.worker.contexts.groups import TorchGroups
@@ -27,6 +28,7 @@ class GlooBackend:
             logger.warning(
                 "this build of torch does not permit to measure waits in collectives, so no straggler is named"
             )
+        addresses.use_for_gloo(environment.local_address)
 
         self._counts_failures = count_failed_collectives()
 
@@ -54,14 +56,16 @@ class GlooContext:
 
     def create(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
-        self._groups.create(
-            "gloo",
-            rendezvous.collective_timeout,
-            store=rendezvous.store,
-            rank=rendezvous.rank,
-            world_size=rendezvous.size,
-            timeout=rendezvous.init_timeout,
-        )
+        addresses.announce(rendezvous)
+        with addresses.explained(rendezvous):
+            self._groups.create(
+                "gloo",
+                rendezvous.collective_timeout,
+                store=rendezvous.store,
+                rank=rendezvous.rank,
+                world_size=rendezvous.size,
+                timeout=rendezvous.init_timeout,
+            )
         set_default_group_timeout(rendezvous.collective_timeout)
 
     def subgroup(self, ranks: tuple[int, ...]) -> Any:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from elasticstate._native import GlooSockets
 from elasticstate.compat.stores import PrefixStore
 from elasticstate.errors import CollectiveError
+from elasticstate.worker.contexts.addresses import explained
 from elasticstate.worker.contexts.context import Rendezvous
 
 _CUT_AFTER_S = 0.05  # on leaving a generation, cut operations that take longer; ended ones are cleared sooner
@@ -38,9 +39,10 @@ class GlooGroups:
         if not self.sockets.begin_group(len(ranks)):
             raise CollectiveError("the generation has ended")
         try:
-            group = dist.ProcessGroupGloo(
-                PrefixStore(name, at.store), ranks.index(at.rank), len(ranks), at.collective_timeout
-            )
+            with explained(at):
+                group = dist.ProcessGroupGloo(
+                    PrefixStore(name, at.store), ranks.index(at.rank), len(ranks), at.collective_timeout
+                )
         finally:
             self.sockets.end_group()
         self._own.append((ranks, group))

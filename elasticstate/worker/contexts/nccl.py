@@ -21,7 +21,7 @@ from elasticstate.config import WorkerEnvironment
 from elasticstate.errors import UsageError
 from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
-from elasticstate.worker.contexts import device as devices, nccl_settings
+from elasticstate.worker.contexts import addresses, device as devices, nccl_settings
 from elasticstate.worker.contexts.context import Fault, Rendezvous
 from elasticstate.worker.contexts.gloo_groups import GlooGroups
 from elasticstate.worker.contexts.groups import TorchGroups
@@ -50,6 +50,8 @@ class NcclBackend:
         count_failed_collectives()
         for warning in nccl_settings.apply_settings(nccl_settings.nccl_version()):
             logger.warning(warning)
+        addresses.use_for_gloo(environment.local_address)
+        addresses.use_for_nccl(environment.local_address)
         torch.cuda.set_device(slot)
         self._scratch = torch.zeros(1, device=torch.device("cuda", slot))
 
@@ -101,15 +103,17 @@ class NcclContext:
         assert self._scratch is not None, "prepare() comes first"
         self._rendezvous = rendezvous
         nccl_settings.bound_init(rendezvous.init_timeout)
-        self._groups.create(
-            "cpu:gloo,cuda:nccl",
-            rendezvous.collective_timeout,
-            store=rendezvous.store,
-            rank=rendezvous.rank,
-            world_size=rendezvous.size,
-            timeout=rendezvous.init_timeout,
-            device_id=self._scratch.device,
-        )
+        addresses.announce(rendezvous)
+        with addresses.explained(rendezvous):
+            self._groups.create(
+                "cpu:gloo,cuda:nccl",
+                rendezvous.collective_timeout,
+                store=rendezvous.store,
+                rank=rendezvous.rank,
+                world_size=rendezvous.size,
+                timeout=rendezvous.init_timeout,
+                device_id=self._scratch.device,
+            )
         process_groups.set_default_group_timeout(rendezvous.collective_timeout)
 
     def _begin_group(self, size: int) -> bool:

@@ -1,0 +1,200 @@
+"""Hosts whose names do not resolve, or resolve to a wrong address: addresses suffice."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from job import Job
+
+from tests.multihost.network import Host, Network, missing
+from tests.multihost.test_dial_in import PORT, agent
+from tests.multihost.test_hosts import QUICK, ends_well, trains_with
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+NET = r"10\.91\.7\.\d"
+SCRIPTS = Path(__file__).parent / "scripts"
+NAMES = {
+    "none": (),
+    "debian": ("127.0.1.1 d a b c",),
+    "an old lease": ("10.91.7.77 d a b c",),
+}
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    with Network(tmp_path, "a", "b", "c") as network:
+        yield network
+
+
+def forget_names(network: Network, *lines: str) -> None:
+    for host in network.hosts.values():
+        host.resolve_only(*lines)
+
+
+def start(network: Network, tmp_path: Path, *options: str, **more: object) -> Job:
+    within = network["d"].storage.enter()
+    script = {"until": tmp_path / "stop", "steps": 10} if "command" not in more else {}
+    return Job(tmp_path, "-np", "2", "--min-np", "2", *options, *QUICK, within=within, **script, **more)
+
+
+@contextmanager
+def dial_in(
+    network: Network,
+    tmp_path: Path,
+    *joins: tuple[str, str],
+    listen: str = "0.0.0.0",
+    options: tuple[str, ...] = (),
+    **more: object,
+) -> Iterator[Job]:
+    """Run a job on agents that dial in. ``joins``: hosts, each with the address at which its agent finds the driver."""
+    token = tmp_path / "token"
+    with ExitStack() as stack:
+        options = ("--listen", f"{listen}:{PORT}", "--token-file", str(token), *options)
+        job = stack.enter_context(start(network, tmp_path, *options, **more))
+        job.wait_for("token file", token.exists)
+        agents = []
+        for host, address in joins:
+            at = f"[{address}]:{PORT}" if ":" in address else f"{address}:{PORT}"
+            agents.append(stack.enter_context(agent(network, host, token, "--slots", "1", "--join", at)))
+            job.wait_for_event("agent_joined", len(agents))  # so that the ranks have the order of the hosts
+        yield job
+        for process in agents:
+            process.wait(30)
+
+
+# -------------------------------------------------------------------------------------------------- names do not matter
+
+
+@pytest.mark.parametrize("lines", NAMES.values(), ids=NAMES)
+def test_names_of_hosts_do_not_matter(network: Network, tmp_path: Path, lines: tuple[str, ...]) -> None:
+    forget_names(network, *lines)
+    driver = network["d"].address
+    with dial_in(network, tmp_path, ("a", driver), ("b", driver)) as job:
+        trains_with(job, 2)
+        ends_well(job)
+    assert job.events("worker_ended") == [] or all(e["exit_code"] == 0 for e in job.events("worker_ended"))
+
+
+def test_hosts_of_ssh_may_be_addresses_and_one_of_them_the_driver_s_own(network: Network, tmp_path: Path) -> None:
+    forget_names(network, "127.0.1.1 d a b c")
+    network["d"].storage.run("ip", "address", "add", "10.50.0.1/32", "dev", "lo")  # the first, and nobody reaches it
+    hosts = f"{network['d'].address}:1,{network['a'].address}:1"
+    with start(network, tmp_path, "-H", hosts) as job:
+        trains_with(job, 2)
+        ends_well(job)
+    assert {event["host"] for event in job.events("worker_started")} == {network["d"].address, network["a"].address}
+
+
+def test_an_agent_on_the_driver_s_host_may_dial_in_over_the_loopback_interface(
+    network: Network, tmp_path: Path
+) -> None:
+    forget_names(network)
+    with dial_in(network, tmp_path, ("d", "127.0.0.1"), ("a", network["d"].address)) as job:
+        trains_with(job, 2)
+        ends_well(job)
+
+
+def test_the_address_need_not_be_the_first_of_its_interface(network: Network, tmp_path: Path) -> None:
+    forget_names(network)
+    for number, name in enumerate("dabc", start=1):
+        run = network[name].storage.run
+        run("ip", "address", "flush", "dev", "eth0")
+        run("ip", "address", "add", f"10.60.{number}.1/24", "dev", "eth0")  # the others know no route to it
+        run("ip", "address", "add", f"{network[name].address}/24", "dev", "eth0")
+    driver = network["d"].address
+    with dial_in(network, tmp_path, ("a", driver), ("b", driver)) as job:
+        trains_with(job, 2)
+        ends_well(job)
+
+
+def test_hosts_may_have_addresses_of_ipv6_alone(network: Network, tmp_path: Path) -> None:
+    forget_names(network)
+    for number, name in enumerate("dabc", start=1):
+        network[name].storage.run("ip", "address", "flush", "dev", "eth0")
+        network[name].storage.run("ip", "address", "add", f"fd91::{number}/64", "dev", "eth0", "nodad")
+    with dial_in(network, tmp_path, ("a", "fd91::1"), ("b", "fd91::1"), listen="[::]") as job:
+        trains_with(job, 2)
+        ends_well(job)
+
+
+def test_plain_scripts_need_no_names_either(
+    network: Network, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    forget_names(network, "127.0.1.1 d a b c")
+    driver, command = network["d"].address, [sys.executable, str(SCRIPTS / "two_groups.py")]
+    with dial_in(network, tmp_path, ("a", driver), ("b", driver), command=command) as job:
+        job.finish()
+    assert capfd.readouterr().out.count("sum 4 of 2") == 2
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def root_cause(job: Job) -> str:
+    """Wait for the end of a job that fails. Return the line with its root cause."""
+    job.finish(1)
+    (line,) = [line for line in job.output.splitlines() if "root cause" in line]
+    return line
+
+
+def test_an_interface_that_does_not_exist_is_named_at_once(network: Network, tmp_path: Path) -> None:
+    with start(network, tmp_path, "-H", "a:1,b:1", before=["env", "GLOO_SOCKET_IFNAME=eth7"]) as job:
+        assert "every worker failed before the first world" in root_cause(job)
+    assert "GLOO_SOCKET_IFNAME=eth7: this host has no network interface 'eth7', only eth0, lo." in job.output
+    assert job.events("world_formed") == []
+
+
+def test_an_interface_that_reaches_no_other_host_is_named_with_both_hosts(network: Network, tmp_path: Path) -> None:
+    forget_names(network)
+    driver = network["d"].address
+    with dial_in(network, tmp_path, ("a", driver), ("b", driver), before=["env", "GLOO_SOCKET_IFNAME=lo"]) as job:
+        cause = root_cause(job)
+    assert re.search(
+        rf"Gloo of [ab]:0#\d+ at {NET} cannot connect to [ab]:0#\d+ \(rank [01]\) at 127.0.0.1, "
+        r"port \d+: Connection refused. A loopback address reaches no other host. .* set GLOO_SOCKET_IFNAME on",
+        cause,
+    ), cause
+
+
+def test_a_firewall_between_two_hosts_is_named_with_both(network: Network, tmp_path: Path) -> None:
+    forget_names(network)
+    driver = network["d"].address
+    refuse(network["b"], network["c"])
+    refuse(network["c"], network["b"])
+    options = ("-np", "3", "--min-np", "3", "--regroup-timeout", "10")
+    with dial_in(network, tmp_path, *((name, driver) for name in "abc"), options=options) as job:
+        cause = root_cause(job)
+    address = network["b"].address
+    assert re.search(
+        rf"Gloo of c:0#\d+ at {network['c'].address} cannot connect to b:0#\d+ \(rank 1\) at {address}, port \d+: "
+        r"Connection refused. Let TCP connections between the hosts pass to all ports",
+        cause,
+    ), cause
+
+
+def test_a_firewall_before_the_store_is_named_with_the_address(network: Network, tmp_path: Path) -> None:
+    forget_names(network)
+    driver = network["d"].address
+    refuse(network["a"], network["b"])
+    refuse(network["b"], network["a"])
+    options = ("--regroup-timeout", "3")
+    with dial_in(network, tmp_path, ("a", driver), ("b", driver), options=options) as job:
+        cause = root_cause(job)
+    address = network["a"].address
+    there = (
+        rf"have not connected to a:0#\d+ at {address} within|b:0#\d+ at {NET} cannot connect to rank 0 at {address},"
+    )
+    assert re.search(there, cause), cause
+    assert "Let TCP connections between the hosts pass to all ports" in cause
+
+
+def refuse(host: Host, other: Host) -> None:
+    """Let the host refuse new connections from the other one."""
+    reject = ("-j", "REJECT", "--reject-with", "tcp-reset")
+    host.storage.run("iptables", "-A", "INPUT", "-p", "tcp", "--syn", "-s", other.address, *reject)
