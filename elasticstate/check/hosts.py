@@ -10,6 +10,7 @@ from pathlib import Path
 
 from elasticstate import processes
 from elasticstate.backends import driver_part
+from elasticstate.check.exchange import exchange_lines
 from elasticstate.check.report import Line, last_line
 from elasticstate.config import Options
 from elasticstate.discovery import host_source
@@ -17,6 +18,7 @@ from elasticstate.driver.discovery import Discovery
 from elasticstate.errors import DiscoveryError
 from elasticstate.launchers import HostLaunchers
 from elasticstate.launchers.command import CommandLauncher
+from elasticstate.launchers.local import LocalLauncher
 from elasticstate.machine import version
 
 _MOST_CONNECTIONS = 64  # connections at the same time
@@ -28,8 +30,10 @@ print(json.dumps(dict(version=version(), python="%d.%d.%d" % sys.version_info[:3
 """
 
 
-async def host_lines(options: Options, directory: str) -> list[Line]:
-    """Return a line for each named host, in that order. ``directory``: for the log files of launchers.
+async def host_lines(options: Options, directory: str) -> tuple[list[Line], list[Line]]:
+    """Return a line for each named host, in that order, and the lines for the network between them.
+
+    ``directory``: for the log files of launchers.
 
     Raises OptionError.
     """
@@ -37,9 +41,9 @@ async def host_lines(options: Options, directory: str) -> list[Line]:
     try:
         hosts = await Discovery(host_source(options), refuse=lambda _: "", warn=lambda _: None).first()
     except DiscoveryError as error:
-        return [Line(False, str(error))]
+        return [Line(False, str(error))], []
     if not hosts:
-        return [Line(False, "no host is named", "use -H, --hostfile or --host-discovery-script")]
+        return [Line(False, "no host is named", "use -H, --hostfile or --host-discovery-script")], []
     limit = asyncio.Semaphore(_MOST_CONNECTIONS)
 
     async def line(number: int, host: str) -> Line:
@@ -54,7 +58,12 @@ async def host_lines(options: Options, directory: str) -> list[Line]:
         for one in asking:
             one.cancel()
         await asyncio.wait(asking)
-    return [one.result() for one in asking]
+    lines = [one.result() for one in asking]
+    usable = [host.name for host, line in zip(hosts, lines, strict=True) if line.is_available]
+    usable = [host for host in usable if isinstance(launchers.of(host), LocalLauncher | CommandLauncher)]
+    if options.backend == "mpi" or len(usable) < 2 or all(launchers.of(host).is_local for host in usable):
+        return lines, []
+    return lines, await exchange_lines(usable[:_MOST_CONNECTIONS], launchers, options, Path(directory, "exchange"))
 
 
 async def _host_line(host: str, launchers: HostLaunchers, options: Options, log: Path) -> Line:

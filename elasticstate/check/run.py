@@ -94,12 +94,15 @@ class _Check:
         lines = torch_lines(torch, needed_torch(), machine_type(), nvidia_driver())
         return [*lines, Line(torch.has_gloo or torch.has_nccl, f"--backend auto: {torch.auto} here")]
 
-    def _host_lines(self, lines: list[Line]) -> list[Line]:
-        absent = sum(not line.is_available for line in lines)
+    def _host_lines(self, found: tuple[list[Line], list[Line]]) -> list[Line]:
+        hosts, network = found
+        absent = sum(not line.is_available for line in hosts)
+        places = "/".join(f"--{name.replace('_', '-')}" for name in sorted(_PLACES & self._given))
         if absent:
-            places = "/".join(f"--{name.replace('_', '-')}" for name in sorted(_PLACES & self._given))
-            self._errors.append(f"{places}: {absent} of {len(lines)} hosts cannot be used. See the lines above.")
-        return lines
+            self._errors.append(f"{places}: {absent} of {len(hosts)} hosts cannot be used. See the lines above.")
+        if not all(line.is_available for line in network):
+            self._errors.append(f"{places}: the hosts cannot exchange tensors. See the lines above.")
+        return [*hosts, *network]
 
     async def _local(self) -> list[Line]:
         options = self._options

@@ -58,3 +58,21 @@ def test_a_python_without_elasticstate(network: Network, tmp_path: Path) -> None
     status, said = check(network, "-H", "a:1", "--remote-python", str(bare))
     assert status == 1
     assert said.startswith(f"    [ ] a: {bare} on that host has no elasticstate: pip install elasticstate there")
+
+
+def test_hosts_are_told_whether_they_reach_each_other(network: Network) -> None:
+    for host in network.hosts.values():
+        host.resolve_only("127.0.1.1 d")
+    here, a, b = (network[name].address for name in "dab")
+    status, said = check(network, "-H", f"{here}:1,{a}:1,{b}:1")
+    assert status == 0, said
+    assert said.splitlines()[3:] == ["    [X] Gloo: an all-reduce between these 3 hosts"]
+
+    reject = ("-j", "REJECT", "--reject-with", "tcp-reset")
+    for host, other in ((network["a"], b), (network["b"], a)):
+        host.storage.run("iptables", "-A", "INPUT", "-p", "tcp", "--syn", "-s", other, *reject)
+    status, said = check(network, "-H", f"{here}:1,{a}:1,{b}:1")
+    assert status == 1
+    assert len(said.splitlines()) == 4, said
+    assert f"[ ] Gloo between the hosts: {b}: Gloo of {b} at {b} cannot connect to {a} (rank 1) at {a}, port " in said
+    assert "Let TCP connections between the hosts pass to all ports" in said
