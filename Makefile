@@ -35,7 +35,7 @@ hosts:  ## Debian packages for the tests on several hosts, with Slurm, kubectl, 
 # process, as they share jobs. Each part gets SIGINT from the trap, as the shell starts background commands with SIGINT
 # ignored. Compiled Python files are kept, because each job starts many processes.
 STEADY := $(patsubst %,tests/integration/test_%.py,steady huggingface lightning horovod_examples)
-JOBS := tests/chaos tests/security tests/multihost tests/integration tests/docs
+JOBS := tests/chaos tests/security tests/multihost tests/integration tests/zoo tests/docs
 LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 BESIDE := setsid env --default-signal=INT
 PYTEST := $(BIN)/python -m pytest --failures-file .failures.log --dist loadfile --no-loadscope-reorder

@@ -47,7 +47,7 @@ os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
 
 # With -n, the files that take longest come first, so that no process is left alone with one of them at the end.
 LONGEST = (
-    *("chaos", "sharded", "sharded_faults", "hosts", "strangers", "examples", "survival", "other_launchers"),
+    *("zoo", "chaos", "sharded", "sharded_faults", "hosts", "strangers", "examples", "survival", "other_launchers"),
     *("kubernetes", "durable_shards", "launch", "plain", "newcomer_errors", "durable", "resume", "slurm", "ticks"),
     *("torn_commits", "dial_in", "global_batch", "horovod_stalls", "hangs", "mpi", "uneven", "contexts", "horovod"),
     *("mpi_hosts", "check", "horovod_launch", "stragglers", "ray", "dashboard", "driver_restart", "ends"),

@@ -18,7 +18,7 @@ ONE, SEVERAL = (24, 1, 1), [(4, 1, 6), (8, 1, 3), (4, 2, 3), (1, 3, 8)]  # batch
 
 
 class Objects(NamedTuple):
-    """What ``prepare`` returns, and the user's own model."""
+    """The objects that ``prepare`` returns, and the user's own model."""
 
     accelerator: Accelerator
     net: torch.nn.Module

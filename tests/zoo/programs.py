@@ -1,0 +1,990 @@
+"""The zoo: ordinary programs of many kinds. ``python programs.py NAME DIRECTORY`` runs one of them.
+
+Each is what a user would write, except for its calls of the keeper ``z``: ``z.goes_on`` instead of a condition,
+``z.commit`` instead of ``state.commit``, and ``z.at`` where a worker may die.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import itertools
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from keeper import STEPS, Keeper, read_plan
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler, swa_utils
+from torch.utils.data import DataLoader, Dataset
+
+import elasticstate as elastic
+
+Program = Callable[[Keeper], None]
+PROGRAMS: dict[str, Program] = {}
+PLACES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # of the first and of the second strike
+BASE = ("forward", "backward", "before commit", "after commit")
+
+
+def program(*places: str, usual: tuple[str, ...] = BASE) -> Callable[[Program], Program]:
+    """Register a program. ``places``: those that it passes besides the ``usual`` ones."""
+
+    def register(function: Program) -> Program:
+        PROGRAMS[function.__name__] = function
+        PLACES[function.__name__] = (places or usual, usual)
+        return function
+
+    return register
+
+
+def inputs(step: int, *shape: int) -> torch.Tensor:
+    """Return the inputs of a step, which are the same on all ranks and in each attempt at the step."""
+    return torch.randn(shape or (8, 4), generator=torch.Generator().manual_seed(1000 + step))
+
+
+def net(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def ddp_of(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module, init_sync=False, **options)
+
+
+def descend(z: Keeper, model: nn.Module, optimizer: Any, step: int, scheduler: Any = None) -> torch.Tensor:
+    """Make the usual step. Return the loss."""
+    optimizer.zero_grad()
+    z.at("forward")
+    loss = model(inputs(step)).square().mean()
+    z.backward(loss).backward()
+    optimizer.step()
+    if scheduler is not None:
+        z.at("between")
+        scheduler.step()
+    return loss.detach()
+
+
+def loop(z: Keeper, state: Any, step: Callable[[Any], None], wrap: bool = True) -> None:
+    """Train a state with a ``model``. ``step`` gets the wrapped model."""
+
+    @elastic.run
+    def train(state: Any) -> None:
+        model = ddp_of(state.model) if wrap else state.model
+        while z.goes_on(state):
+            step(model)
+            state.step += 1
+            z.commit(state)
+
+    train(state)
+    z.finish(state)
+
+
+def with_optimizer(z: Keeper, make: Callable[[list[nn.Parameter]], Any], model: nn.Module | None = None) -> None:
+    model = net() if model is None else model
+    optimizer = make(list(model.parameters()))
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    loop(z, state, lambda ddp: void(descend(z, ddp, optimizer, state.step)))
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+# ---------------------------------------------------------------------------------------------------------- optimizers
+
+
+@program()
+def sgd(z: Keeper) -> None:
+    with_optimizer(z, lambda p: torch.optim.SGD(p, lr=0.05))
+
+
+@program()
+def sgd_with_nesterov(z: Keeper) -> None:
+    with_optimizer(z, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01))
+
+
+@program()
+def adamw_foreach(z: Keeper) -> None:
+    with_optimizer(z, lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True))
+
+
+@program()
+def adam_fused(z: Keeper) -> None:
+    with_optimizer(z, lambda p: torch.optim.Adam(p, lr=0.01, fused=True, amsgrad=True))
+
+
+@program()
+def rmsprop_centred(z: Keeper) -> None:
+    with_optimizer(z, lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5))
+
+
+@program()
+def adagrad(z: Keeper) -> None:
+    with_optimizer(z, lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.1))
+
+
+@program()
+def averaged_sgd(z: Keeper) -> None:
+    with_optimizer(z, lambda p: torch.optim.ASGD(p, lr=0.05, t0=10))
+
+
+class Sign(torch.optim.Optimizer):
+    """Sign of the momentum (Lion, Chen 2023, arXiv 2302.06675, simplified): an optimizer that users write."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.mul_(0.9).add_(p.grad, alpha=0.1)
+                p.sub_(momentum.sign(), alpha=group["lr"])
+
+
+@program()
+def own_optimizer(z: Keeper) -> None:
+    with_optimizer(z, lambda p: Sign(p, 0.01))
+
+
+@program("closure")
+def lbfgs(z: Keeper) -> None:
+    model = net(4)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            z.at("closure")
+            loss: torch.Tensor = ddp(inputs(state.step)).square().mean()
+            z.backward(loss).backward()
+            return loss
+
+        z.at("forward")
+        optimizer.step(closure)
+
+    loop(z, state, step)
+
+
+@program()
+def sparse_embedding(z: Keeper) -> None:
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(50, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.01)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        optimizer.zero_grad()
+        z.at("forward")
+        words = torch.arange(12).mul(state.step + 7).remainder(50).view(4, 3)
+        z.backward(ddp(words).square().mean()).backward()
+        optimizer.step()
+
+    loop(z, state, step)
+
+
+@program("between")
+def dense_and_sparse(z: Keeper) -> None:
+    """Two optimizers for the parts of one model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(50, 4), nn.Linear(4, 1))
+    rows, dense = torch.optim.Adagrad(model[0].parameters()), torch.optim.AdamW(model[1].parameters())
+    state = elastic.TorchState(model=model, rows=rows, dense=dense, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        rows.zero_grad()
+        dense.zero_grad()
+        z.at("forward")
+        words = torch.arange(12).mul(state.step + 7).remainder(50).view(4, 3)
+        z.backward(ddp(words).square().mean()).backward()
+        rows.step()
+        z.at("between")
+        dense.step()
+
+    loop(z, state, step)
+
+
+# ---------------------------------------------------------------------------------------------------------- schedulers
+
+
+def with_scheduler(z: Keeper, make: Callable[[Any], Any]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = make(optimizer)
+    state = elastic.TorchState(model=model, optimizer=optimizer, scheduler=scheduler, step=0)
+    loop(z, state, lambda ddp: void(descend(z, ddp, optimizer, state.step, scheduler)))
+
+
+@program("between")
+def one_cycle(z: Keeper) -> None:
+    with_scheduler(z, lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=STEPS + 1))
+
+
+@program("between")
+def warm_restarts(z: Keeper) -> None:
+    with_scheduler(z, lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=7))
+
+
+@program("between")
+def warmup_then_steps(z: Keeper) -> None:
+    def make(optimizer: Any) -> Any:
+        warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+        return lr_scheduler.SequentialLR(optimizer, [warmup, lr_scheduler.StepLR(optimizer, 9)], [6])
+
+    with_scheduler(z, make)
+
+
+@program("between")
+def scheduler_of_a_lambda(z: Keeper) -> None:
+    with_scheduler(z, lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)))
+
+
+@program("validation")
+def plateau(z: Keeper) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0.5)
+    state = elastic.TorchState(model=model, optimizer=optimizer, scheduler=scheduler, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        loss = descend(z, ddp, optimizer, state.step)
+        if state.step % 3 == 0:
+            z.at("validation")
+            scheduler.step(loss)
+
+    loop(z, state, step)
+
+
+# ------------------------------------------------------------------------------------------ modes and frozen parameters
+
+
+class Halved(nn.Module):
+    """Differs between train and eval, as dropout does, without random numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (0.5 if self.training else 1.0)
+
+
+@program("validation")
+def validation_in_eval_mode(z: Keeper) -> None:
+    model = nn.Sequential(*net(), Halved())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, best=float("inf"))
+
+    def step(ddp: nn.Module) -> None:
+        descend(z, ddp, optimizer, state.step)
+        if state.step % 4 == 0:
+            model.eval()
+            for part in range(2):
+                z.at("validation")
+                score = model(inputs(part)).square().mean().detach()
+                dist.all_reduce(score)
+            state.best = min(state.best, score.item() / dist.get_world_size())
+            model.train()
+
+    loop(z, state, step)
+
+
+@program("validation")
+def validation_without_gradients(z: Keeper) -> None:
+    """Gradients are switched off by a function, not by a context."""
+    model = nn.Sequential(*net(), Halved())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        descend(z, ddp, optimizer, state.step)
+        if state.step % 4 == 0:
+            torch.set_grad_enabled(False)
+            model.eval()
+            z.at("validation")
+            dist.all_reduce(model(inputs(0)).mean())
+            model.train()
+            torch.set_grad_enabled(True)
+
+    loop(z, state, step)
+
+
+@program("validation")
+def frozen_statistics(z: Keeper) -> None:
+    """One batch norm stays in eval mode while the rest trains; validations switch the other one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model[1].eval().requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        descend(z, ddp, optimizer, state.step)
+        if state.step % 5 == 0:
+            model[4].eval()
+            z.at("validation")
+            dist.all_reduce(model(inputs(1)).mean().detach())
+            model[4].train()
+
+    loop(z, state, step)
+
+
+@program("between", "toggled")
+def two_networks_in_turn(z: Keeper) -> None:
+    """The generator is frozen while the discriminator trains, and the other way round."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    of_generator = torch.optim.Adam(generator.parameters(), lr=0.01)
+    of_critic = torch.optim.Adam(critic.parameters(), lr=0.02)
+    state = elastic.TorchState(g=generator, c=critic, og=of_generator, oc=of_critic, step=0)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        while z.goes_on(state):
+            for trained, frozen, optimizer, sign in (
+                (critic, generator, of_critic, -1),
+                (generator, critic, of_generator, 1),
+            ):
+                frozen.requires_grad_(False)
+                trained.requires_grad_(True)
+                z.at("toggled")
+                optimizer.zero_grad()
+                z.backward(sign * critic(generator(inputs(state.step))).mean()).backward()
+                for p in trained.parameters():
+                    dist.all_reduce(p.grad)
+                    p.grad /= dist.get_world_size()
+                optimizer.step()
+                z.at("between")
+            state.step += 1
+            z.commit(state)
+
+    train(state)
+    z.finish(state)
+
+
+@program()
+def unfrozen_layer(z: Keeper) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.05, momentum=0.9)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = ddp_of(model)
+        while z.goes_on(state):
+            if state.step == 9 and len(optimizer.param_groups) == 1:
+                model[0].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+                ddp = ddp_of(model)
+            descend(z, ddp, optimizer, state.step)
+            state.step += 1
+            z.commit(state)
+
+    train(state)
+    z.finish(state)
+
+
+@program()
+def layers_unfrozen_one_by_one(z: Keeper) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    for part in model[:3]:
+        part.requires_grad_(False)
+    optimizer = torch.optim.AdamW([{"params": list(model[3].parameters()), "lr": 0.01}])
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = ddp_of(model)
+        while z.goes_on(state):
+            wanted = 1 + min(3, state.step // 8)
+            while len(optimizer.param_groups) < wanted:
+                part = model[3 - len(optimizer.param_groups)]
+                part.requires_grad_(True)
+                optimizer.add_param_group({"params": list(part.parameters()), "lr": 0.001 * wanted})
+                ddp = ddp_of(model)
+            descend(z, ddp, optimizer, state.step)
+            state.step += 1
+            z.commit(state)
+
+    train(state)
+    z.finish(state)
+
+
+@program()
+def cast_in_mid_training(z: Keeper) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = ddp_of(model)
+        while z.goes_on(state):
+            if state.step == 12 and model[0].weight.dtype is torch.float32:
+                model.double()
+                ddp = ddp_of(model)
+            optimizer.zero_grad()
+            z.at("forward")
+            z.backward(ddp(inputs(state.step).to(model[0].weight.dtype)).square().mean()).backward()
+            optimizer.step()
+            state.step += 1
+            z.commit(state)
+
+    train(state)
+    z.finish(state)
+
+
+# ------------------------------------------------------------------------------------------- parts of a training step
+
+
+@program("accumulated")
+def accumulated_gradients(z: Keeper) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    def step(ddp: Any) -> None:
+        for part in range(3):
+            with ddp.no_sync():
+                z.at("accumulated")
+                ddp(inputs(4 * state.step + part)).square().mean().backward()
+        z.at("forward")
+        z.backward(ddp(inputs(4 * state.step + 3)).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    loop(z, state, step)
+
+
+@program("clipped")
+def clipped_gradients(z: Keeper) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, norms=[])
+
+    def step(ddp: nn.Module) -> None:
+        optimizer.zero_grad()
+        z.at("forward")
+        z.backward(ddp(inputs(state.step)).square().mean()).backward()
+        state.norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        z.at("clipped")
+        optimizer.step()
+
+    loop(z, state, step)
+
+
+@program()
+def bfloat16_autocast(z: Keeper) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            descend(z, ddp, optimizer, state.step)
+
+    loop(z, state, step)
+
+
+@program("unscaled")
+def scaled_gradients(z: Keeper) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=5)
+    state = elastic.TorchState(model=model, optimizer=optimizer, scaler=scaler, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        optimizer.zero_grad()
+        z.at("forward")
+        z.backward(scaler.scale(ddp(inputs(state.step)).square().mean())).backward()
+        scaler.unscale_(optimizer)
+        z.at("unscaled")
+        scaler.step(optimizer)
+        scaler.update()
+
+    loop(z, state, step)
+
+
+@program("swapped", "finally")
+def weights_swapped_for_a_validation(z: Keeper) -> None:
+    """An average of the weights takes their place inside a context."""
+    model = net()
+    average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = elastic.TorchState(model=model, average=average, optimizer=optimizer, step=0)
+
+    @contextmanager
+    def averaged() -> Iterator[None]:
+        kept = copy.deepcopy(model.state_dict())
+        model.load_state_dict(average.module.state_dict())
+        try:
+            yield
+        finally:
+            z.at("finally")
+            model.load_state_dict(kept)
+
+    def step(ddp: nn.Module) -> None:
+        descend(z, ddp, optimizer, state.step)
+        average.update_parameters(model)
+        if state.step % 4 == 1:
+            with averaged():
+                z.at("swapped")
+                dist.all_reduce(model(inputs(0)).mean().detach())
+
+    loop(z, state, step)
+
+
+@program("finally")
+def a_finally_that_changes_a_value(z: Keeper) -> None:
+    """The value changes with each commit, also while an interrupt unwinds."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, scale=1.0)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = ddp_of(model)
+        while z.goes_on(state):
+            state.scale = 0.5 ** (state.step % 4)
+            try:
+                descend(z, ddp, optimizer, state.step)
+                state.step += 1
+                z.commit(state)
+            finally:
+                z.at("finally")
+                state.scale = -1.0
+
+    train(state)
+    state.scale = 0.0
+    z.finish(state)
+
+
+@program()
+def skipped_bad_batches(z: Keeper) -> None:
+    """A loop that catches the errors of a step, and counts the steps that were trained."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, trained=[])
+
+    def step(ddp: nn.Module) -> None:
+        try:
+            descend(z, ddp, optimizer, state.step)
+            state.trained = [*state.trained, state.step]
+        except RuntimeError as error:
+            print("skipped a bad batch:", str(error)[:60])
+
+    loop(z, state, step)
+
+
+# -------------------------------------------------------------------------------------------- values besides the model
+
+
+@program()
+def best_weights(z: Keeper) -> None:
+    """Early stopping: the best weights so far are a value of their own."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, best={}, score=float("inf"), patience=0)
+
+    def step(ddp: nn.Module) -> None:
+        score = descend(z, ddp, optimizer, state.step).item()
+        state.patience = 0 if score < state.score else state.patience + 1
+        if score < state.score:
+            state.score, state.best = score, copy.deepcopy(model.state_dict())
+
+    loop(z, state, step)
+
+
+@program("counted")
+def counts_in_numpy(z: Keeper) -> None:
+    """A confusion matrix of more than 256 KB that numpy fills and resets."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    counts = np.zeros((300, 300), np.int64)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, counts=torch.from_numpy(counts), sums=[])
+
+    def step(ddp: nn.Module) -> None:
+        counts[state.step % 300] += 1
+        z.at("counted")
+        if state.step % 6 == 5:
+            state.sums.append(int(counts.sum()))
+            counts[:] = 0
+        descend(z, ddp, optimizer, state.step)
+
+    loop(z, state, step)
+
+
+@program("counted")
+def table_written_through_data(z: Keeper) -> None:
+    """A large buffer that is written in a way that torch does not count."""
+    model = net()
+    model.register_buffer("table", torch.zeros(300, 300))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        model.table.data.fill_(state.step)
+        z.at("counted")
+        descend(z, ddp, optimizer, state.step)
+        model.table.data[state.step] = -1
+
+    loop(z, state, step)
+
+
+@program()
+def replay_buffer(z: Keeper) -> None:
+    """Experiences in a deque, drawn with a random generator that is a value of the state."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    state = elastic.TorchState(
+        model=model, optimizer=optimizer, step=0, buffer=collections.deque(maxlen=9), dice=random.Random(3)
+    )
+
+    def step(ddp: nn.Module) -> None:
+        state.buffer.append(inputs(state.step))
+        batch = state.dice.choice(list(state.buffer))
+        optimizer.zero_grad()
+        z.at("forward")
+        z.backward(ddp(batch).square().mean()).backward()
+        optimizer.step()
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = ddp_of(model)
+        while z.goes_on(state):
+            step(ddp)
+            state.step += 1
+            z.commit(state)
+
+    train(state)
+    state.dice = state.dice.random()
+    z.finish(state)
+
+
+@program()
+def hidden_state_of_a_recurrent_net(z: Keeper) -> None:
+    torch.manual_seed(0)
+    model = nn.GRUCell(4, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, hidden=torch.zeros(8, 8))
+
+    def step(ddp: nn.Module) -> None:
+        optimizer.zero_grad()
+        z.at("forward")
+        hidden = ddp(inputs(state.step), state.hidden)
+        z.backward(hidden.square().mean()).backward()
+        optimizer.step()
+        state.hidden = hidden.detach()
+
+    loop(z, state, step)
+
+
+@program()
+def loss_weights(z: Keeper) -> None:
+    """A parameter of the state that belongs to no module, in an optimizer of its own."""
+    model = net()
+    weights = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([*model.parameters(), weights], lr=0.05)
+    state = elastic.TorchState(model=model, optimizer=optimizer, weights=weights, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        optimizer.zero_grad()
+        z.at("forward")
+        found = ddp(inputs(state.step))
+        losses = torch.stack([found.square().mean(), found.abs().mean()])
+        z.backward((losses * torch.exp(-weights) + weights).sum()).backward()
+        dist.all_reduce(weights.grad)
+        weights.grad /= dist.get_world_size()
+        optimizer.step()
+
+    loop(z, state, step)
+
+
+class Normalizer:
+    """Running mean and variance of what it has seen, with a state_dict of its own."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.square = 0, torch.zeros(4), torch.ones(4)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.mean += (x.mean(0) - self.mean) / self.count
+        self.square = self.square + (x.square().mean(0) - self.square) / self.count
+        return (x - self.mean) / (self.square + 1).sqrt()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "mean": self.mean, "square": self.square}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+@program()
+def normalized_inputs(z: Keeper) -> None:
+    model, normalizer = net(), Normalizer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = elastic.TorchState(model=model, optimizer=optimizer, normalizer=normalizer, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        optimizer.zero_grad()
+        z.at("forward")
+        z.backward(ddp(normalizer(inputs(state.step))).square().mean()).backward()
+        optimizer.step()
+
+    loop(z, state, step)
+
+
+@program()
+def curriculum(z: Keeper) -> None:
+    """Nested plain values that are changed in place."""
+    model = net()
+    optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.05)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, plan={"level": 1, "history": [[0, 1.0]]})
+
+    def step(ddp: nn.Module) -> None:
+        loss = descend(z, ddp, optimizer, state.step).item()
+        if state.step % 7 == 6:
+            state.plan["level"] += 1
+            state.plan["history"].append([state.step, loss])
+            optimizer.param_groups[state.plan["level"] % 4]["lr"] *= 0.5
+
+    loop(z, state, step)
+
+
+class OwnState(elastic.State):
+    """A state that a user defines with ``capture`` and ``apply``."""
+
+    def __init__(self, model: nn.Module, momentum: dict[str, torch.Tensor]) -> None:
+        super().__init__(step=0)
+        self._model, self._momentum = model, momentum
+
+    def capture(self) -> dict[str, Any]:
+        momentum = {f"momentum.{name}": value for name, value in self._momentum.items()}
+        return {"step": self.step, **self._model.state_dict(), **momentum}
+
+    def apply(self, values: Any) -> None:
+        self.step = values["step"]
+        with torch.no_grad():
+            for name, tensor in [*self._model.state_dict().items()]:
+                tensor.copy_(values[name])
+            for name, tensor in self._momentum.items():
+                tensor.copy_(values[f"momentum.{name}"])
+
+
+@program()
+def a_state_of_its_own(z: Keeper) -> None:
+    """A class derived from State, and a descent without any optimizer."""
+    model = net()
+    momentum = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    state = OwnState(model, momentum)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        while z.goes_on(state):
+            model.zero_grad()
+            z.at("forward")
+            z.backward(model(inputs(state.step)).square().mean()).backward()
+            for name, p in model.named_parameters():
+                assert p.grad is not None
+                dist.all_reduce(p.grad)
+                momentum[name].mul_(0.9).add_(p.grad / dist.get_world_size())
+                p.data.sub_(momentum[name], alpha=0.05)
+            state.step += 1
+            z.commit(state)
+
+    train(state)
+    z.finish(state, model=model.state_dict(), momentum=momentum)
+
+
+# -------------------------------------------------------------------------------------------------------------- modules
+
+
+@program()
+def tied_weights(z: Keeper) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    with_optimizer(z, lambda p: torch.optim.AdamW(p, lr=0.01), model)
+
+
+@program()
+def parametrized_weights(z: Keeper) -> None:
+    """Spectral norm has buffers that change in each forward pass in train mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 1))
+    with_optimizer(z, lambda p: torch.optim.SGD(p, lr=0.05), model)
+
+
+@program()
+def batch_norm(z: Keeper) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    with_optimizer(z, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), model)
+
+
+@program()
+def dropout_with_a_seed_for_each_step(z: Keeper) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        torch.manual_seed(state.step)
+        descend(z, ddp, optimizer, state.step)
+
+    loop(z, state, step)
+
+
+@program()
+def transformer_layer(z: Keeper) -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        optimizer.zero_grad()
+        z.at("forward")
+        z.backward(ddp(inputs(state.step, 2, 3, 4)).square().mean()).backward()
+        optimizer.step()
+
+    loop(z, state, step)
+
+
+@program()
+def compiled_model(z: Keeper) -> None:
+    """The compiler's first stage only: compiling for real would take most of the time of the tests."""
+    model = torch.compile(net(), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    loop(z, state, lambda ddp: void(descend(z, ddp, optimizer, state.step)))
+
+
+@program("group")
+def groups_of_the_script(z: Keeper) -> None:
+    """A group of its own for a second average, made in each world."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, sum=torch.zeros(1))
+
+    @elastic.run
+    def train(state: Any) -> None:
+        group = dist.new_group()
+        ddp = ddp_of(model, process_group=group)
+        while z.goes_on(state):
+            descend(z, ddp, optimizer, state.step)
+            z.at("group")
+            share = torch.full((1,), float(state.step))
+            dist.all_reduce(share, group=group)
+            state.sum += share / dist.get_world_size()
+            state.step += 1
+            z.commit(state)
+
+    train(state)
+    z.finish(state)
+
+
+# ----------------------------------------------------------------------------------------------------------------- data
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 16 * STEPS
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def all_samples(batch: Any) -> list[int]:
+    """Return the samples of all ranks in this step, sorted."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, list(map(int, batch)))
+    return sorted(itertools.chain(*found))
+
+
+OF_LOADERS = ("forward", "before commit", "after commit")
+
+
+def with_loader(z: Keeper, loader: Any, record: Callable[[int], None] = lambda size: None) -> None:
+    """Learn a sum of samples that is exact in any order, and write down which samples were seen."""
+    total = torch.zeros(1, dtype=torch.int64)
+    state = elastic.TorchState(loader=loader, total=total, seen=[], step=0)
+    batches = loader if isinstance(loader, elastic.ElasticDataLoader) else DataLoader(Numbers(), 8, sampler=loader)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        z.goes_on(state)
+        for batch in batches:
+            z.at("forward")
+            state.seen += all_samples(batch)
+            share = batch.sum().view(1)
+            dist.all_reduce(share)
+            state.total += share
+            state.step += 1
+            record(len(batch))
+            z.commit(state)
+            z.goes_on(state)
+
+    train(state)
+    assert sorted(state.seen) == list(range(16 * STEPS)), "each sample must be seen once"
+    state.seen = sorted(state.seen)
+    z.finish(state, omit=("loader", "step"))
+
+
+@program(usual=OF_LOADERS)
+def elastic_loader(z: Keeper) -> None:
+    with_loader(z, elastic.ElasticDataLoader(Numbers(), batch_size=8, seed=5))
+
+
+@program(usual=OF_LOADERS)
+def elastic_loader_with_a_worker_process(z: Keeper) -> None:
+    with_loader(z, elastic.ElasticDataLoader(Numbers(), batch_size=8, num_workers=1, shuffle=False))
+
+
+@program(usual=OF_LOADERS)
+def elastic_sampler(z: Keeper) -> None:
+    sampler = elastic.ElasticSampler(Numbers(), seed=5)
+    with_loader(z, sampler, lambda size: sampler.record_batch(size * elastic.size()))
+
+
+@program(usual=OF_LOADERS)
+def stateful_loader(z: Keeper) -> None:
+    """torchdata's loader: each rank reads all samples, in their order."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader = StatefulDataLoader(Numbers(), batch_size=16, shuffle=False)
+    state = elastic.TorchState(loader=loader, step=0, seen=[])
+
+    @elastic.run
+    def train(state: Any) -> None:
+        z.goes_on(state)
+        for batch in state.loader:
+            z.at("forward")
+            dist.all_reduce(batch)
+            state.seen += [int(sample) // dist.get_world_size() for sample in batch]
+            state.step += 1
+            z.commit(state)
+            z.goes_on(state)
+
+    train(state)
+    assert state.seen == list(range(16 * STEPS)), "each sample must be seen once, in order"
+    z.finish(state, omit=("loader",))
+
+
+def main() -> None:
+    name, directory = sys.argv[1:]
+    warnings.simplefilter("default")
+    PROGRAMS[name](Keeper(Path(directory), read_plan(Path(directory) / "plan.json")))
+
+
+if __name__ == "__main__":
+    main()

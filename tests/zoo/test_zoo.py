@@ -1,0 +1,113 @@
+"""The zoo: each program is run undisturbed, and with kills, a leave and a join at seeded places; both end alike.
+
+The undisturbed run is plain ``python``, a world of one. Programs take turns in how often they commit, in how their
+workers start, and in the backend.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import forks
+import programs
+import pytest
+import torch
+from job import Job
+from keeper import FULL, Plan, Strike, write_plan
+
+ZOO = Path(__file__).parent
+NAMES = sorted(programs.PROGRAMS)
+TURNS = {name: turn for turn, name in enumerate(NAMES)}
+EVERY = (1, 3, 50)
+OPTIONS = (
+    "--min-np",
+    "1",
+    "--discovery-interval",
+    "0.1",
+    "--min-interrupt-distance",
+    "0.2",
+    "--cooldown-range",
+    "1",
+    "1",
+)
+
+
+def plan_of(name: str) -> Plan:
+    """Return what happens to a program: two strikes, of which one is at a place of its own, and a leave and a join."""
+    dice = random.Random(name)
+    places = [dice.choice(some) for some in programs.PLACES[name]]
+    ranks = [dice.choice((0, 1)), dice.choice((0, 1, -1))]
+    steps = [dice.randrange(4, 11), dice.randrange(16, 24)]
+    strikes = tuple(map(Strike, places, steps, ranks))
+    return Plan(EVERY[TURNS[name] % 3], strikes, dice.randrange(27, 30), dice.randrange(31, 35))
+
+
+def undisturbed(name: str, directory: Path) -> dict[str, Any]:
+    """Run a program in plain Python. Return its result."""
+    directory.mkdir()
+    write_plan(directory / "plan.json", Plan())
+    command = [ZOO / "programs.py", name, directory]
+    ended = forks.Started(forks.template(), directory / "alone", command, forks.environment())
+    status, _, error = ended.finish(60)
+    assert status == 0, error[-4000:]
+    return result(directory / "result-0.pt")
+
+
+def result(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path, weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_disturbed_program_ends_like_an_undisturbed_one(name: str, tmp_path: Path) -> None:
+    expected = undisturbed(name, tmp_path / "alone")
+    plan, turn = plan_of(name), TURNS[name]
+    directory = tmp_path / "disturbed"
+    directory.mkdir()
+    write_plan(directory / "plan.json", plan)
+    (directory / "hosts").write_text(f"localhost:{FULL}\n")
+    script = tmp_path / "discover.sh"
+    script.write_text(f"#!/bin/sh\ncat {directory / 'hosts'}\n")
+    script.chmod(0o755)
+    options = ["-np", str(FULL), *OPTIONS, "--host-discovery-script", str(script)]
+    options += ["--no-template"] if turn % 8 == 3 else []
+    options += ["--backend", "mpi"] if turn % 8 == 5 else []
+    command = [sys.executable, str(ZOO / "programs.py"), name, str(directory)]
+    with Job(tmp_path, *options, command=command) as job:
+        job.finish(timeout=120)
+    check_what_happened(job, plan, directory)
+    for rank in range(FULL):
+        found = result(directory / f"result-{rank}.pt")
+        assert not (differences := list(different(expected, found))), f"rank {rank}: {differences[:10]}"
+
+
+def check_what_happened(job: Job, plan: Plan, directory: Path) -> None:
+    """Check that each strike has killed, and that worker left and came back by plan."""
+    assert all((directory / f"struck-{number}").exists() for number in range(len(plan.strikes)))
+    assert (directory / "left").exists()
+    assert (directory / "joined").exists()
+    killed = [event for event in job.events("worker_exited") if event["signal"] == 9]
+    assert len(killed) == sum(FULL if strike.rank < 0 else 1 for strike in plan.strikes), job.output[-4000:]
+    sizes = [event["size"] for event in job.events("world_formed")]
+    assert sizes[0] == sizes[-1] == FULL, sizes
+
+
+def different(one: Any, other: Any, path: str = "") -> list[str]:
+    """Return the paths of values that differ, or have other types or dtypes."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        found = [f"{path}.{key} is in one only" for key in one.keys() ^ other.keys()]
+        for key in one.keys() & other.keys():
+            found += different(one[key], other[key], f"{path}.{key}")
+        return found
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        return [d for i, pair in enumerate(zip(one, other, strict=True)) for d in different(*pair, f"{path}.{i}")]
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.is_sparse and other.is_sparse:
+            one, other = one.coalesce().to_dense(), other.coalesce().to_dense()
+        same = one.dtype == other.dtype and torch.equal(one, other)
+    else:
+        same = type(one) is type(other) and one == other
+    return [] if same else [f"{path}: {one} and {other}"]
