@@ -144,7 +144,7 @@ class State(Joinable):
         """
         for name in self._names:
             value = getattr(self, name)
-            if name in loaded:
+            if name in loaded and callable(getattr(value, "load_state_dict", None)):  # else replaced since
                 load_state(value, loaded[name])
             elif has_iterators(value) and (has_trained or is_loader(value)):
                 load_state(value, copy_with_same_tensors(state_of(value)))
