@@ -88,7 +88,7 @@ class Regrouper:
 
     def cause_of(self, error: str) -> str:
         """Return the text of the error of another member that has caused this one, if it is known; else ``error``."""
-        if self._rendezvous is None or self._sentinel.ticks:
+        if self._rendezvous is None or self._sentinel.trains:
             return error
         return addresses.cause_of(self._rendezvous, error) or error
 

@@ -185,6 +185,11 @@ class Sentinel:
         return self._native.ended(generation)
 
     @property
+    def trains(self) -> bool:
+        """True if the user's function runs: the groups of all members exist."""
+        return self._native.place == Place.TRAIN
+
+    @property
     def is_in_generation(self) -> bool:
         """True if a generation was entered and not left yet."""
         return self._native.in_generation
