@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any, Protocol
 
 import msgspec
+import torch
 
 from elasticstate.core.types import CommitId
 from elasticstate.errors import StateDivergedError, StateError
@@ -183,7 +184,15 @@ def _canonical(value: object) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
-        """Sort sets, which have no order of their own, and dicts, except those that may contain themselves."""
+        """Sort sets, which have no order of their own, and dicts, except those that may contain themselves.
+
+        torch pickles a tensor in other bytes each time, so its content is taken.
+        """
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
+            plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            real = torch.view_as_real(plain) if plain.is_complex() else plain
+            content = real.reshape(-1).view(torch.uint8).numpy().tobytes()
+            return "tensor", str(value.dtype), tuple(value.shape), content
         if type(value) is dict and self.fast:
             items = [(canonical(key), canonical(item)) for key, item in value.items()]
             if any(part is None for item in items for part in item):
