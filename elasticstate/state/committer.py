@@ -99,16 +99,17 @@ class Committer(CommitWriter):
         Raises StateMisfitError if it does not fit the live objects. An older one would be a loss of steps that nobody
         has asked for.
         """
-        if self.snapshot.newest is None:
-            return False
-        with self._fitting():
-            try:
-                self._live.restore()
-            except StateError:
-                if self.snapshot.newest is not None:
-                    raise
-                return False  # all were damaged
-        return True
+        while self.snapshot.newest is not None:
+            with self._fitting():
+                try:
+                    self._live.restore()
+                    return True
+                except CollectiveError:  # damaged, in a world that this worker has joined ahead: it fails afterwards
+                    continue
+                except StateError:
+                    if self.snapshot.newest is not None:
+                        raise
+        return False
 
     @contextmanager
     def _fitting(self, commit: CommitId | None = None) -> Iterator[None]:

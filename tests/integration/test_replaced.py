@@ -15,6 +15,7 @@ OF_EACH_WORLD = {
     # torch has no public hook for the creation of a group, and a group that is being created must be cut, too
     "torch.distributed.distributed_c10d _new_process_group_helper",
     "ProcessGroup split_group",
+    "ProcessGroupGloo __init__",  # nor for the address at which a group listens
 }
 
 

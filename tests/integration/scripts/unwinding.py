@@ -154,8 +154,8 @@ def train(state: elastic.TorchState) -> None:
     note("enter", digest=digest(), random=[torch.rand(1).item(), elastic.rank()])
     torch.manual_seed(state.step)
     until = time.time() + LAST_S
+    kept = InCycle() if mode.startswith("cycle") else None  # garbage when the interrupt has left this function
     for batch in batches():
-        kept = InCycle() if mode.startswith("cycle") else None
         optimizer.zero_grad()
         ddp(batch).square().mean().backward()
         optimizer.step()
@@ -174,7 +174,7 @@ def train(state: elastic.TorchState) -> None:
                     return
         else:
             ENDS[mode.split("-")[0]]()
-        del kept
+    del kept
     note("end", digest=digest())
 
 
