@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,7 +19,10 @@ FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distan
 def buffers(job: Job, host: str = "localhost") -> dict[str, int]:
     """Return the allocated bytes of each commit buffer of a host."""
     (started,) = {event["job"] for event in job.events("job_started")}
-    paths = [p for p in Path("/dev/shm").glob(f"elasticstate-{os.getuid()}-*-{host}/*.safetensors") if _is_of(p, job)]
+    paths = []
+    for directory in Path("/dev/shm").glob(f"elasticstate-{os.getuid()}-*-{host}"):
+        with contextlib.suppress(FileNotFoundError):  # that of another job, which has just ended
+            paths += [path for path in directory.glob("*.safetensors") if _is_of(path, job)]
     assert paths, f"no commit directory of {started} on {host}"
     return {path.name: path.stat().st_blocks * 512 for path in sorted(paths)}
 
