@@ -159,7 +159,8 @@ def needed_torch() -> str:
 def nvidia_driver(path: str = "/proc/driver/nvidia/version") -> str:
     """Return the version of NVIDIA's driver; "" if it is not loaded."""
     try:
-        match = re.search(r"Kernel Module\D*(\d+[\d.]*)", Path(path).read_text(errors="replace"))
+        # "NVIDIA UNIX x86_64 Kernel Module  550.54.15  …", "NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  …"
+        match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", Path(path).read_text(errors="replace"))
     except OSError:
         return ""
     return match[1] if match else ""

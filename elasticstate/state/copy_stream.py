@@ -84,9 +84,19 @@ class CudaCopyStream:
         if int(result) == 0:
             self._pinned.add(memory.data_ptr())
         else:
+            self._forget_error()
             _warn_once(
-                f"commits are slower and stop training, because their memory cannot be pinned: {_error_text(result)}"
+                f"commits are slower and stop training, because their memory cannot be pinned: {_error_text(result)}. "
+                f"Memory of a tmpfs, such as /dev/shm, can be pinned; that of a file on a disk cannot (--commit-dir)."
             )
+
+    def _forget_error(self) -> None:
+        """Clear CUDA's last error, which the next launch of any kernel would raise otherwise.
+
+        torch has no call for it. The check after a launch, which raises the error, also clears it.
+        """
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=self._device).fill_(1)
 
     def unpin(self, memory: torch.Tensor) -> None:
         if memory.data_ptr() in self._pinned:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from elasticstate.check.hosts import judge
 from elasticstate.check.local import file_system, shared_memory_line
 from elasticstate.check.report import Line, last_line, render
-from elasticstate.check.torch_build import Torch, read, torch_lines
+from elasticstate.check.torch_build import Torch, nvidia_driver, read, torch_lines
 from elasticstate.mpi.check import mpi_lines
 from elasticstate.mpi.installation import MpiInstallation
 from elasticstate.processes import Answer
@@ -55,6 +56,20 @@ def test_a_torch_that_is_too_old() -> None:
 
 def test_a_driver_without_a_torch_for_it() -> None:
     assert "but NVIDIA's driver 580.65.06 is installed" in lines_of(GOOD, driver="580.65.06")[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024", "550.54.15"),
+        ("NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (archlinux)", "580.159.04"),
+        ("NVIDIA UNIX Open Kernel Module for aarch64  580.65.06  Release Build  (dvs-builder)", "580.65.06"),
+        ("another maker's", ""),
+    ],
+)
+def test_the_version_of_the_driver(tmp_path: Path, line: str, version: str) -> None:
+    (tmp_path / "version").write_text(f"NVRM version: {line}\nGCC version:  gcc version 13.3.0\n")
+    assert nvidia_driver(str(tmp_path / "version")) == version
 
 
 def test_devices_are_counted_by_name() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +33,18 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.norm(self.conv(x)).mean((2, 3)))
         return out
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """Yield a directory like that of a job, whose files CUDA can pin."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elasticstate-test-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def file_storage(file_storage: Any, shared_memory: Path) -> Callable[..., Any]:
+    return functools.partial(file_storage.func, shared_memory)
 
 
 @pytest.fixture
@@ -102,6 +117,20 @@ def test_memory_is_pinned_and_let_go(state: TorchState) -> None:
     assert all(buffer.memory.is_pinned() for buffer in buffers)
     committer_of(state).snapshot.close()
     assert not any(buffer.memory.is_pinned() for buffer in buffers)
+
+
+def test_commits_are_right_in_memory_that_cannot_be_pinned(
+    state: TorchState, file_storage: Any, tmp_path: Path
+) -> None:
+    """CUDA cannot pin a file on a disk. Its error must not show at the next launch of a kernel."""
+    committer_of(state).use_storage(file_storage.func(tmp_path))
+    for _ in range(2):
+        train(state)
+        before = contents(state)
+        state.commit()
+        train(state)
+        state.restore()
+        assert equal(contents(state), before)
 
 
 def test_a_graph_is_captured_while_a_commit_is_on_its_way(state: TorchState) -> None:
