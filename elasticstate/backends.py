@@ -37,6 +37,7 @@ class BackendParts(NamedTuple):
 
 BACKENDS = {
     "nccl": BackendParts(worker="elasticstate.worker.contexts.nccl:NcclBackend"),
+    "nccl2": BackendParts(worker="elasticstate.worker.contexts.nccl:Nccl2Backend"),
     "gloo": BackendParts(worker="elasticstate.worker.contexts.gloo:GlooBackend"),
     "mpi": BackendParts(
         worker="elasticstate.mpi.worker:MpiBackend",
@@ -45,7 +46,7 @@ BACKENDS = {
         check="elasticstate.mpi.check:search_for_mpi",
     ),
 }
-"""All backends. The value ``auto`` of ``--backend`` means one of the first two, as each worker decides."""
+"""All backends. The value ``auto`` of ``--backend`` means nccl or gloo, as each worker decides."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,8 @@ class _Check:
 
     def _torch_lines(self, torch: Torch) -> list[Line]:
         lines = torch_lines(torch, needed_torch(), machine_type(), nvidia_driver())
-        return [*lines, Line(torch.has_gloo or torch.has_nccl, f"--backend auto: {torch.auto} here")]
+        works = torch.has_gloo if torch.auto == "gloo" else not torch.problem_of_nccl("nccl")
+        return [*lines, Line(works, f"--backend auto: {torch.auto} here")]
 
     def _host_lines(self, found: tuple[list[Line], list[Line]]) -> list[Line]:
         hosts, network = found
@@ -121,9 +122,10 @@ class _Check:
         if "backend" not in self._given:
             return
         asked = self._options.backend
+        lines = ". See the lines above."
         problem = {
             **{name: findings.problem for name, findings in found.items()},
-            "nccl": "" if torch.has_nccl else "torch has no NCCL, or sees no CUDA device. See the lines above.",
+            **{name: why + lines for name in ("nccl", "nccl2") if (why := torch.problem_of_nccl(name))},
             "gloo": "" if torch.has_gloo else "Gloo does not work here. See the lines above.",
         }.get(asked, "")
         if problem:

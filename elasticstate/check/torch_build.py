@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate import processes
-from elasticstate.check.nccl import known_bugs
 from elasticstate.check.report import Line, last_line
+from elasticstate.compat.nccl_versions import known_bugs, refusal
+from elasticstate.config import ANY_NCCL, environment_variable
 from elasticstate.exit_status import how_it_ended, signal_name
 
 _OURS = str(Path(__file__).parents[2])  # first in the path of the probe, so that the probe is part of this package
@@ -37,6 +38,14 @@ class Torch:
     def has_nccl(self) -> bool:
         """True if torch has NCCL and sees CUDA devices."""
         return bool(self.facts.get("nccl") and self.facts.get("devices"))
+
+    def problem_of_nccl(self, backend: str) -> str:
+        """Return the reason why no worker can use ``backend``, nccl or nccl2; "" if there is none."""
+        if not self.has_nccl:
+            return "torch has no NCCL, or sees no CUDA device"
+        if not self.facts.get("nccl_names", {}).get(backend, backend):
+            return f"torch {self.facts.get('torch')} has no backend {backend}"
+        return "no worker starts with this version of NCCL" if _refusal(self.facts) else ""
 
     @property
     def auto(self) -> str:
@@ -141,9 +150,18 @@ def _nccl(facts: dict[str, Any], machine: str) -> Line:
     version = facts.get("nccl", "")
     if not version:
         return Line(False, "NCCL: this torch is built without NCCL", _NO_CUDA_BUILD)
-    return Line(
-        True, f"NCCL {version}", notes=tuple(f"known bug: {bug}" for bug in known_bugs(_numbers(version), machine))
-    )
+    names = {backend: name for backend, name in facts.get("nccl_names", {}).items() if name}
+    uses = "; ".join(f"--backend {backend} is torch's {name}" for backend, name in names.items())
+    bugs = tuple(f"known bug: {bug}" for bug in known_bugs(_numbers(version), machine))
+    notes = (*((uses,) if uses else ()), *bugs)
+    remedy = f"no worker starts with it, unless {ANY_NCCL}=1: install a torch with another NCCL"
+    return Line(not _refusal(facts), f"NCCL {version}", remedy, notes)
+
+
+def _refusal(facts: dict[str, Any]) -> str:
+    if facts.get("rocm_build") or environment_variable(ANY_NCCL) == "1":
+        return ""
+    return refusal(_numbers(facts.get("nccl", "")))
 
 
 def needed_torch() -> str:

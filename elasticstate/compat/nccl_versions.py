@@ -20,6 +20,7 @@ class KnownBug:
     bug: str
     source: str
     only_on: str = ""  # machine type as in os.uname(); "": all
+    is_refused: bool = False  # no worker starts with such a version, unless the user permits it
 
     def concerns(self, version: Version, machine: str) -> bool:
         """Return True if this version has the bug on this machine."""
@@ -28,6 +29,13 @@ class KnownBug:
 
 
 KNOWN_BUGS = (
+    KnownBug(
+        (2,),
+        (2, 26, 2),
+        "a process may not survive the abort of its communicators: NVIDIA's own in-process restart needs 2.26.2",
+        "https://nvidia.github.io/nvidia-resiliency-ext/inprocess/usage_guide.html",
+        is_refused=True,
+    ),
     KnownBug(
         (2,),
         (2, 19, 1),
@@ -67,6 +75,13 @@ KNOWN_BUGS = (
         "https://github.com/NVIDIA/nccl/issues/2397",
     ),
     KnownBug(
+        (2, 28, 3),
+        (2, 28, 9),
+        "a process that aborts its communicators and goes on may crash (segmentation fault); fixed in 2.28.9",
+        "https://nvidia.github.io/nvidia-resiliency-ext/release-notes.html",
+        is_refused=True,
+    ),
+    KnownBug(
         (2, 29, 7),
         (2, 30, 7),
         "some jobs hang on several hosts with InfiniBand: set NCCL_PXN_DISABLE=1; fixed in 2.30.7",
@@ -84,3 +99,9 @@ KNOWN_BUGS = (
 def known_bugs(version: Version, machine: str) -> list[str]:
     """Return the bugs of this version in words, with their sources; the most recent last."""
     return [f"{known.bug} ({known.source})" for known in KNOWN_BUGS if known.concerns(version, machine)]
+
+
+def refusal(version: Version) -> str:
+    """Return the reason why no worker starts with this version, with its source; "" if there is none."""
+    reasons = (known for known in KNOWN_BUGS if known.is_refused and known.concerns(version, known.only_on))
+    return next((f"{known.bug} ({known.source})" for known in reasons), "")

@@ -2,10 +2,13 @@
 
 - ``distributed_c10d._new_process_group_helper``: creates the groups of ``init_process_group``, ``new_group`` and
   ``DeviceMesh``. ``ProcessGroup.split_group``, which is public, creates the others. torch has no public hook for both.
-- ``distributed_c10d._world``: ``group_count`` is a part of the next group's name; ``pg_map`` has all groups.
+- ``distributed_c10d._world``: ``group_count`` is a part of the next group's name; ``pg_map`` has all groups,
+  ``pg_names`` those that ``destroy_process_group`` shuts down.
 - ``distributed_c10d._set_pg_timeout``: changes a group's timeout after its creation. Where torch has the public
   ``torch.distributed.set_timeout`` (torch 2.15 has), that function is used.
 - ``ProcessGroup._get_backend``, and ``_ProcessGroupWrapper.wrapped_pg``: the part of a group for one type of device.
+- ``Backend.get_error`` (torch 2.7 and later, builds with NCCL), and ``Backend._set_default_timeout``, which torch 2.13
+  calls ``set_timeout``. torch 2.14 and 2.15: seen in their wheels.
 - ``ProcessGroupGloo._Options`` with ``_devices`` and ``_timeout``: torch offers no public way to give the address at
   which a Gloo group listens. Its default is the one that the host's name resolves to, or 127.0.0.1.
 - ``distributed_c10d.ProcessGroupMPI`` and ``_MPI_AVAILABLE``: the class that creates the groups of torch's MPI backend.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import torch
@@ -141,6 +145,45 @@ def part_for(group: Any, device: torch.device) -> Any:
     except RuntimeError:
         return None
     return getattr(part, "wrapped_pg", part)  # wrapped with TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
+def torch_backend(*names: str) -> str:
+    """Return the first of these backends that torch has; "" if it has none.
+
+    torch 2.14 and later know some backends by the entry points of the installed package only, until one is used.
+    """
+    known = {*dist.Backend.backend_list, *(entry.name for entry in entry_points(group="torch.distributed.backends"))}
+    return next((name for name in names if name in known), "")
+
+
+def set_part_timeout(part: Any, timeout: timedelta) -> None:
+    """Set the timeout of later operations of a part, and of those that the part itself waits for."""
+    set_timeout: Any = getattr(part, "set_timeout", None) or getattr(part, "_set_default_timeout", None)
+    if set_timeout is not None:
+        set_timeout(timeout)
+
+
+def error_of(part: Any) -> str:
+    """Return the error that a part has found by itself (COMM_ERROR, REMOTE_ERROR, TIMEOUT); "" if none is known."""
+    get_error: Any = getattr(part, "get_error", None)
+    if get_error is None:
+        return ""
+    try:
+        name = str(get_error().name)
+    except RuntimeError:  # this backend has none, or it is gone
+        return ""
+    return "" if name == "SUCCESS" else name
+
+
+def destroy_groups(warn: Callable[[str], None]) -> None:
+    """Destroy all groups that torch manages. If one refuses to shut down, tell ``warn``, and let torch forget it."""
+    try:
+        dist.destroy_process_group()
+    except Exception as error:  # of any backend
+        warn(f"torch could not shut down a process group, and forgets it: {error}")
+        # torch shuts down the groups in this map, then clears all its maps. Those of NCCL are aborted already.
+        _required(_required(distributed_c10d, "_world", "leave a world"), "pg_names", "leave a world").clear()
+        dist.destroy_process_group()
 
 
 def use_as_mpi_backend(maker: Any) -> Callable[[], None]:

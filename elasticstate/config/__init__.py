@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elasticstate.config.environment import (
+    ANY_NCCL,
     COMMIT_DEVICE_MEMORY,
     WorkerEnvironment,
     agent_variable,
@@ -30,6 +31,7 @@ from elasticstate.config.reading import read_options, read_options_to_check
 from elasticstate.config.slurm import slots_of_step, slurm_allocation, slurm_node, slurm_tasks
 
 __all__ = [
+    "ANY_NCCL",
     "COMMIT_DEVICE_MEMORY",
     "PREFIX",
     "LaunchedPlace",

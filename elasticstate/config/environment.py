@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from elasticstate.core.types import PlainPlace
 
 COMMIT_DEVICE_MEMORY = PREFIX + "COMMIT_DEVICE_MEMORY"
+ANY_NCCL = PREFIX + "ANY_NCCL"  # 1: versions of NCCL that are known not to survive a failure are permitted
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the name that torch uses
 
 

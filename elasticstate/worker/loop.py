@@ -154,7 +154,7 @@ class WorkerLoop:
 
     def end(self) -> None:
         """Destroy the process groups of the last world, after the exit gate."""
-        self._regrouper.leave()
+        self._regrouper.leave(is_last=True)
 
     def failure_text(self, error: BaseException) -> str:
         """Return a message if ``error``, raised by a collective, comes from the failure of a member; otherwise ""."""

@@ -32,6 +32,8 @@ def main() -> None:
     _report(at="elasticstate's native module")
     import elasticstate._native  # noqa: F401
 
+    if has_nccl:
+        _report(nccl_names=_nccl_names())
     if dist.is_available() and dist.is_gloo_available():
         _report(at="Gloo")
         _try_gloo(timeout_s)
@@ -54,6 +56,13 @@ def _nccl_version() -> str:
 
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # version of the loaded library
     return ".".join(str(part) for part in version[:3])
+
+
+def _nccl_names() -> dict[str, str]:
+    """Return torch's names of the backends that use NCCL, by those of elasticstate."""
+    from elasticstate.worker.contexts.nccl_settings import torch_name
+
+    return {backend: torch_name(backend) for backend in ("nccl", "nccl2")}
 
 
 def _try_gloo(timeout_s: float) -> None:

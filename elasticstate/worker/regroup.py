@@ -92,11 +92,11 @@ class Regrouper:
             return error
         return addresses.cause_of(self._rendezvous, error) or error
 
-    def leave(self, by_plan: bool = False) -> None:
+    def leave(self, by_plan: bool = False, is_last: bool = False) -> None:
         """Destroy the generation's groups and store, so that nothing of the generation remains in this process.
 
         ``by_plan``: all members leave at the same tick. Then the groups are destroyed beside the next generation, until
-        this worker leaves that one.
+        this worker leaves that one. ``is_last``: all members have passed the exit gate.
         """
         if self._retiring is not None:
             self._retiring.join()
@@ -107,7 +107,7 @@ class Regrouper:
             self._retiring = threading.Thread(target=self._context.retire(), name="elasticstate-retire", daemon=False)
             self._retiring.start()
         else:
-            self._context.destroy()
+            self._context.destroy(by_plan=is_last)
         if isinstance(self._store, TCPStore) and self._store is self._server:
             self._server = None  # its keys belong to this generation, so it cannot be used again
         self._store = self._rendezvous = None

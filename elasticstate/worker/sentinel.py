@@ -48,8 +48,11 @@ class Severable(Protocol):
 
     def sever(self) -> None: ...
 
+    def own_failure(self) -> str: ...
+
 
 _SWEEP_INTERVAL_S = 0.003
+_WATCH_INTERVAL_S = 1.0
 _LONGEST_STACK = 4000  # characters
 
 
@@ -74,6 +77,8 @@ class Sentinel:
         self._stop_handler: object = signal.SIG_DFL  # the present handler of SIGTERM
         self._exits = False
         self._cutter: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
+        self._has_left = threading.Event()  # the present generation, so that nobody watches it any more
         self._ticked_at = 0.0  # when the last tick ended
         self._formed_at = 0.0  # when the process groups of the present generation existed
         self._reporter: threading.Thread | None = None
@@ -249,8 +254,11 @@ class Sentinel:
         self._refused_at, self._most_refusals_s = None, world.regroup_timeout_s
         self._native.enter(world.generation, context.sockets)
         if context.severs_in_python:
+            self._has_left.clear()
             self._cutter = threading.Thread(target=self._cut, args=(world.generation, context), daemon=True)
             self._cutter.start()
+            self._watcher = threading.Thread(target=self._watch, args=(world.generation, context), daemon=True)
+            self._watcher.start()
         if self._reports:
             arguments = (world.generation, time.time_ns())
             self._reporter = threading.Thread(target=self._report, args=arguments, daemon=True)
@@ -276,6 +284,12 @@ class Sentinel:
         while self._native.wait_end(generation):
             context.sever()
             time.sleep(_SWEEP_INTERVAL_S)
+
+    def _watch(self, generation: int, context: Severable) -> None:
+        """End the generation, on a separate thread, when its backend has found a failure that nobody else sees."""
+        while not self._has_left.wait(_WATCH_INTERVAL_S) and not self.has_ended(generation):
+            if failure := context.own_failure():
+                self._end(generation, failure)
 
     def formed(self) -> None:
         """Record that the process groups of the present generation exist."""
@@ -359,7 +373,9 @@ class Sentinel:
 
     def report_failure(self, error: str) -> None:
         """End the present generation and report its failure, if it has not ended already."""
-        generation = self.generation
+        self._end(self.generation, error)
+
+    def _end(self, generation: int, error: str) -> None:
         end = worker_codec.encode_to_worker(messages.End(generation, None, error))
         if self._native.end(generation, end):
             self.send(messages.GenerationFailure(generation, True, error))
@@ -380,9 +396,13 @@ class Sentinel:
         if self._reporter is not None:
             self._reporter.join()
             self._reporter = None
+        self._has_left.set()
         if self._cutter is not None:
             self._cutter.join()
             self._cutter = None
+        if self._watcher is not None:
+            self._watcher.join()
+            self._watcher = None
 
 
 def _is_leaving_script(*kinds: type[BaseException]) -> bool:

@@ -17,7 +17,7 @@ from elasticstate.worker.contexts.context import Backend, Context
 def test_the_option_accepts_each_backend_of_the_table() -> None:
     assert [name for name in BACKENDS if kinds.BACKEND.parse(name) != name] == []
     assert kinds.BACKEND.metavar.split("|") == ["auto", *BACKENDS]
-    assert kinds.BACKEND.valid == "auto, nccl, gloo or mpi"
+    assert kinds.BACKEND.valid == "auto, nccl, nccl2, gloo or mpi"
 
 
 def test_a_new_line_of_the_table_is_a_value_of_the_option() -> None:
@@ -48,7 +48,7 @@ def test_the_search_of_a_backend_can_be_loaded() -> None:
     assert list(searches()) == [name for name, parts in BACKENDS.items() if parts.check]
 
 
-@pytest.mark.parametrize("name", ["auto", "gloo", "nccl"])
+@pytest.mark.parametrize("name", ["auto", "gloo", "nccl", "nccl2"])
 def test_the_parts_of_one_backend_import_no_other(name: str) -> None:
     program = (
         "import sys\nfrom elasticstate import backends\n"

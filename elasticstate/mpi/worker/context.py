@@ -93,7 +93,7 @@ class MpiContext:
         self.destroy()
         return lambda: None
 
-    def destroy(self) -> None:
+    def destroy(self, by_plan: bool = False) -> None:
         if self._progress is not None:
             self._progress.sever()
             self._progress.stop()
@@ -137,6 +137,9 @@ class MpiContext:
             if comm not in self._revoked:
                 self._revoked.append(comm)
                 comm.Revoke()
+
+    def own_failure(self) -> str:
+        return ""  # a collective that fails raises an error
 
     def broken(self) -> bool:
         return self._severed or (self._progress is not None and self._progress.has_failed)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from elasticstate.backends import BACKENDS
 from elasticstate.plug_ins import load_part
 from elasticstate.worker.contexts.context import Backend
+from elasticstate.worker.contexts.nccl_settings import torch_name
 
 
 def choose(name: str) -> Backend:
@@ -25,4 +26,5 @@ def by_devices() -> str:
 
 def for_torch() -> str:
     """Return the backend name for torch's ``init_process_group``, for a process without other members."""
-    return {"nccl": "cpu:gloo,cuda:nccl"}.get(name := by_devices(), name)
+    name = by_devices()
+    return f"cpu:gloo,cuda:{torch_name(name)}" if name == "nccl" else name

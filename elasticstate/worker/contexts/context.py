@@ -67,6 +67,12 @@ class Context(Protocol):
         The sentinel calls it repeatedly until the generation has been left, because new connections may appear.
         """
 
+    def own_failure(self) -> str:
+        """Return the failure that the backend has found by itself, in words; "" if it has found none, or has no means.
+
+        Any thread may call it, each second, where ``severs_in_python`` is true. "" after ``destroy`` has begun.
+        """
+
     def broken(self) -> bool:
         """Return True if the generation's communication is cut: by this process, or by the loss of a member."""
 
@@ -94,8 +100,11 @@ class Context(Protocol):
         Return the function that destroys what remains: it may run on another thread, beside the next generation.
         """
 
-    def destroy(self) -> None:
-        """Destroy the groups. No thread and no descriptor of the generation remains afterwards."""
+    def destroy(self, by_plan: bool = False) -> None:
+        """Destroy the groups. No thread and no descriptor of the generation remains afterwards.
+
+        ``by_plan``: all members do so now, as they have passed the exit gate.
+        """
 
 
 class Backend(Protocol):

@@ -1,8 +1,9 @@
-"""Checks for a lost CUDA device, which this process can never use again."""
+"""Calls of CUDA on threads of their own, and checks for a lost device, which this process can never use again."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -11,6 +12,9 @@ import torch
 # cudaError_t after which "the process must be terminated and relaunched", according to the CUDA runtime documentation:
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 _LASTING = {
+    214,  # cudaErrorECCUncorrectable
+    220,  # cudaErrorNvlinkUncorrectable
+    226,  # cudaErrorContained
     700,  # cudaErrorIllegalAddress
     702,  # cudaErrorLaunchTimeout
     710,  # cudaErrorAssert
@@ -20,6 +24,7 @@ _LASTING = {
     717,  # cudaErrorInvalidAddressSpace
     718,  # cudaErrorInvalidPc
     719,  # cudaErrorLaunchFailure
+    721,  # cudaErrorTensorMemoryLeak
 }
 
 
@@ -34,31 +39,39 @@ def is_lost(error: BaseException) -> bool:
     return getattr(error, "error_code", None) in _LASTING
 
 
-def answers(scratch: torch.Tensor, timeout: timedelta) -> bool:
-    """Return True if a kernel on the device of ``scratch`` completes in time, False if it fails or hangs.
+def answers(scratch: torch.Tensor, device: torch.device, timeout: timedelta) -> bool:
+    """Return True if a kernel on ``device`` completes in time, False if it fails or hangs.
 
-    The kernel changes ``scratch``.
+    The kernel changes ``scratch``, a tensor there.
     """
 
     def probe() -> None:
         scratch.add_(1)
-        torch.cuda.synchronize(scratch.device)
+        torch.cuda.synchronize(device)
 
-    aside = Aside(probe)
+    aside = Aside(probe, device.index)
     return aside.join(timeout.total_seconds()) and aside.error is None
 
 
 class Aside:
-    """A call on a thread of its own. If the call hangs, its caller does not."""
+    """A call on a thread of its own. If the call hangs, its caller does not.
 
-    def __init__(self, call: Callable[[], object]) -> None:
+    ``device``: index of the CUDA device that the thread uses. A new thread is on device 0, and may take memory there:
+    NVIDIA's in-process restart had that fault (https://github.com/NVIDIA/nvidia-resiliency-ext/pull/103).
+    """
+
+    def __init__(self, call: Callable[[], object], device: int | None) -> None:
         self._call = call
+        self._device = device
         self.error: BaseException | None = None
+        self.begun = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
             self._call()
         except BaseException as error:
             self.error = error

@@ -80,7 +80,7 @@ class GlooContext:
         self.sockets.forget()
         return groups.clear
 
-    def destroy(self) -> None:
+    def destroy(self, by_plan: bool = False) -> None:
         self._gloo.be_quiet()
         self._gloo.clear()
         self._rendezvous = None
@@ -103,6 +103,9 @@ class GlooContext:
 
     def sever(self) -> None:
         self.sockets.sever()
+
+    def own_failure(self) -> str:
+        return ""  # a collective that fails raises an error
 
     def broken(self) -> bool:
         """Return True if a pair in one of the groups has lost its connection, or this process has cut all of them."""

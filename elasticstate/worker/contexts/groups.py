@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from elasticstate.compat import process_groups
 from elasticstate.errors import CollectiveError
+from elasticstate.log import logger
 
 
 class TorchGroups:
@@ -43,7 +44,7 @@ class TorchGroups:
             self._restore_creation()
             self._restore_creation = None
         if dist.is_initialized():
-            dist.destroy_process_group()
+            process_groups.destroy_groups(logger.error)
         process_groups.reset_group_count()
 
     def retire(self) -> list[Any]:

@@ -1,11 +1,17 @@
-"""NCCL backend for tensors on CUDA devices, with Gloo for CPU tensors: torch's ``cpu:gloo,cuda:nccl``.
+"""NCCL backends for tensors on CUDA devices, with Gloo for CPU tensors: torch's ``cpu:gloo,cuda:nccl``.
 
 A generation is cut in two parts: the sentinel's native thread cuts Gloo's sockets and the store, and the sentinel's
 Python thread aborts NCCL's communicators.
+
+torch has two NCCL backends. ``ProcessGroupNCCL`` is the older one: ``nccl`` up to torch 2.13, and ``nccl-legacy`` since
+torch 2.14. ``nccl2`` is a port of torchcomms, which torch 2.15 also means by ``nccl``
+(https://github.com/pytorch/pytorch/pull/192281).
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -28,41 +34,69 @@ from elasticstate.worker.contexts.groups import TorchGroups
 from elasticstate.worker.replacement import exit_for_replacement
 
 _TOGETHER_TIMEOUT_S = 5.0  # maximum time until all members have completed their last operations
+_ABORT_TIMEOUT_S = 15.0  # a usual abort takes 0.5 s (nvidia-resiliency-ext, usage guide of the in-process restart)
 _LOOK_INTERVAL_S = 0.005
 _CUDA = torch.device("cuda")
 _CPU = torch.device("cpu")
 
+# nccl2 raises these as RuntimeErrors without a type of their own. Seen in torch 2.15.0, and in its source:
+# torch/csrc/distributed/c10d/nccl2/ProcessGroupNCCL.cpp and ProcessGroupNCCLUtils.cpp
+_NCCL2_ERRORS = (
+    "NCCL communicator was aborted after a previous error",
+    "NCCL operation timed out",
+    "Work timed out during finalize",
+    "NCCL Async Error",
+    "ProcessGroupNCCL has been finalized",
+)
+
 
 class NcclBackend:
-    """The NCCL backend (see context.Backend). The CUDA context of the process outlives all generations."""
+    """An NCCL backend (see context.Backend). The CUDA context of the process outlives all generations."""
+
+    name = "nccl"  # of --backend
 
     def __init__(self) -> None:
         self._scratch: torch.Tensor | None = None
+        self._device = torch.device("cuda", 0)
 
     def prepare(self, environment: WorkerEnvironment, send: Callable[[FromWorkerBody], None]) -> None:
         """Prepare the device and NCCL's settings.
 
-        Raises UsageError when this slot has no device, or this torch has no NCCL.
+        Raises UsageError when this slot has no device, this torch does not have the backend, or this version of NCCL
+        is known not to survive a failure.
         """
         slot = environment.worker.slot
-        _make_sure_of_device(slot)
+        _make_sure_of_device(self.name, slot)
         process_groups.require_group_parts()
         count_failed_collectives()
-        for warning in nccl_settings.apply_settings(nccl_settings.nccl_version()):
+        version = nccl_settings.nccl_version()
+        for warning in [
+            *nccl_settings.require_usable(self.name, version),
+            *nccl_settings.apply_settings(version),
+        ]:
             logger.warning(warning)
         addresses.use_for_gloo(environment.local_address)
         addresses.use_for_nccl(environment.local_address)
+        self._device = torch.device("cuda", slot)
         torch.cuda.set_device(slot)
-        self._scratch = torch.zeros(1, device=torch.device("cuda", slot))
+        self._scratch = torch.zeros(1).cuda(slot)
 
     def context(self) -> NcclContext:
-        return NcclContext(self._scratch)
+        return NcclContext(self._scratch, self._device, self.name)
 
 
-def _make_sure_of_device(slot: int) -> None:
+class Nccl2Backend(NcclBackend):
+    """torch's nccl2, which is not used unless the user asks for it: nobody has run it with elasticstate on a GPU."""
+
+    name = "nccl2"
+
+
+def _make_sure_of_device(backend: str, slot: int) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not dist.is_nccl_available():
         problem, remedy = "this torch is built without NCCL", "Install a build of torch for CUDA, or use --backend gloo"
+    elif not nccl_settings.torch_name(backend):
+        problem, remedy = f"torch {torch.__version__} has no backend {backend}", "Use --backend nccl, or torch 2.14"
     elif not count:
         problem, remedy = "torch finds no CUDA device", "Run elasticrun --check, or use --backend gloo"
     elif slot >= count:
@@ -70,7 +104,7 @@ def _make_sure_of_device(slot: int) -> None:
         remedy = f"Use at most {count} slots on this host (-np, -H, --slots-per-host), or --backend gloo"
     else:
         return
-    raise UsageError(f"--backend: 'nccl': {problem}. {remedy}.")
+    raise UsageError(f"--backend: {backend!r}: {problem}. {remedy}.")
 
 
 class NcclContext:
@@ -78,17 +112,21 @@ class NcclContext:
 
     severs_in_python = True
 
-    def __init__(self, scratch: torch.Tensor | None) -> None:
-        """``scratch``: a tensor with one number on the device, made before the first generation."""
+    def __init__(self, scratch: torch.Tensor | None, device: torch.device, backend: str = "nccl") -> None:
+        """``scratch``: a tensor with one number on ``device``, made before the first generation."""
         self._scratch = scratch
+        self._device = device
+        self._backend = backend
         self._gloo = GlooGroups()
         self.sockets = self._gloo.sockets
         self._groups = TorchGroups(self._begin_group, self._end_group)
         self._rendezvous: Rendezvous | None = None
-        self._lock = threading.Lock()  # for the three attributes below
+        self._failure = ""  # what NCCL has found by itself
+        self._lock = threading.Lock()  # for the attributes below, and for the end of ``_rendezvous``
         self._severed = False
+        self._is_leaving = False
         self._making = False  # True while a group is created
-        self._aborted: set[Any] = set()
+        self._aborts: dict[Any, devices.Aside | None] = {}  # begun, of each group; None: it has no NCCL part
 
     # ------------------------------------------------------------------------------------------------------ main thread
 
@@ -106,15 +144,18 @@ class NcclContext:
         addresses.announce(rendezvous)
         with addresses.explained(rendezvous):
             self._groups.create(
-                "cpu:gloo,cuda:nccl",
+                f"cpu:gloo,cuda:{nccl_settings.torch_name(self._backend)}",
                 rendezvous.collective_timeout,
                 store=rendezvous.store,
                 rank=rendezvous.rank,
                 world_size=rendezvous.size,
                 timeout=rendezvous.init_timeout,
-                device_id=self._scratch.device,
+                device_id=self._device,
             )
         process_groups.set_default_group_timeout(rendezvous.collective_timeout)
+        part = _nccl_of(dist.group.WORLD)
+        if part is not None:  # torch's function above omits some backends, depending on its version
+            process_groups.set_part_timeout(part, rendezvous.collective_timeout)
 
     def _begin_group(self, size: int) -> bool:
         with self._lock:
@@ -133,19 +174,32 @@ class NcclContext:
 
     def retire(self) -> Callable[[], None]:
         """Destroy the groups at once: see context.Context."""
-        self.destroy()
+        if self._scratch is not None and threading.current_thread() is not threading.main_thread():
+            torch.cuda.set_device(self._device)  # see device.Aside
+        self.destroy(by_plan=True)
         return lambda: None
 
-    def destroy(self) -> None:
-        if self._rendezvous is not None and dist.is_initialized() and not self._severed:
+    def destroy(self, by_plan: bool = False) -> None:
+        """Destroy the groups after all their aborts, in whatever thread they have begun: see context.Context.
+
+        torch's shutdown of a group whose abort still runs is not safe.
+        """
+        with self._lock:
+            self._is_leaving = True
+        if by_plan and self._rendezvous is not None and dist.is_initialized() and not self._severed:
             self._be_through_together()
         self._gloo.be_quiet()
+        if self._rendezvous is not None and not by_plan:
+            # An abort goes on while a CUDA graph lives that has captured an operation of its communicator
+            # (https://github.com/vllm-project/vllm/pull/39846). Those of the script that has ended are garbage.
+            gc.collect()
         self._abort()
         self._gloo.clear()
-        self._rendezvous = None
+        with self._lock:
+            self._rendezvous = None  # no abort begins from now on
         self._groups.destroy()
         with self._lock:
-            self._aborted.clear()
+            self._aborts.clear()
         self.sockets.forget()
 
     def _be_through_together(self) -> None:
@@ -156,35 +210,34 @@ class NcclContext:
         shutdown is not safe.
         """
         cpu = process_groups.part_for(dist.group.WORLD, _CPU)
-        device = self._scratch.device if self._scratch is not None else _CUDA
-
         is_late = threading.Event()
 
         def meet() -> None:
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(self._device)
             if is_late.is_set():
                 return
             options = dist.BarrierOptions()
             options.timeout = timedelta(seconds=_TOGETHER_TIMEOUT_S)
             cpu.barrier(options).wait()
 
-        aside = devices.Aside(meet)
+        aside = devices.Aside(meet, self._device.index)
         deadline = time.monotonic() + _TOGETHER_TIMEOUT_S
         while not aside.join(_LOOK_INTERVAL_S) and not self._severed and time.monotonic() < deadline:
             pass
         is_late.set()
 
     def has_failed(self) -> bool:
-        return self._severed or self.sockets.failed()
+        return self._severed or bool(self._failure) or self.sockets.failed()
 
     def may_have_failed(self) -> bool:
-        """NCCL's errors are not counted. A process that is lost has closed its connections of Gloo's part, too."""
+        """A process that is lost has closed its connections of Gloo's part, too."""
         return self.sockets.lost()
 
     def classify(self, error: BaseException) -> Fault:
         if devices.is_lost(error):
             return Fault.DEVICE
-        return Fault.GENERATION if isinstance(error, dist.DistError) else Fault.UNKNOWN
+        is_of_nccl2 = isinstance(error, RuntimeError) and any(text in str(error) for text in _NCCL2_ERRORS)
+        return Fault.GENERATION if is_of_nccl2 or isinstance(error, dist.DistError) else Fault.UNKNOWN
 
     def usable(self) -> bool:
         """Return True if the device still runs a kernel.
@@ -195,7 +248,7 @@ class NcclContext:
         """
         if self._scratch is None or self._rendezvous is None:
             return True
-        return devices.answers(self._scratch, self._rendezvous.init_timeout)
+        return devices.answers(self._scratch, self._device, self._rendezvous.init_timeout)
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
@@ -208,36 +261,65 @@ class NcclContext:
         self._abort()
 
     def _abort(self) -> None:
-        """Abort all communicators, each once. No new ones can appear, because the store is cut.
+        """Abort all communicators, each once, and wait for the end. No new ones can appear, because the store is cut.
 
         All groups are aborted at the same time, each on its own thread: an abort waits for the device, on which another
         group's kernel may hang (https://github.com/pytorch/pytorch/issues/119797). torch's ``_abort_process_group``
         wraps the aborts in ncclGroupStart and ncclGroupEnd, but each group aborts on another thread, where these have
         no effect. It also removes the groups while the main thread uses them.
         """
-        rendezvous = self._rendezvous
-        if rendezvous is None:
-            return  # no group exists yet, or any more
         with self._lock:
-            groups = [group for group in process_groups.all_groups() if group not in self._aborted]
-            self._aborted.update(groups)
-        aborts = [devices.Aside(backend.abort) for backend in map(_nccl_of, groups) if backend is not None]
-        deadline = time.monotonic() + 2 * rendezvous.init_timeout.total_seconds()  # an abort may wait for an init
+            if self._rendezvous is None:
+                return  # no group exists yet, or any more
+            for group in process_groups.all_groups():
+                if group not in self._aborts:
+                    part = _nccl_of(group)
+                    call = functools.partial(_abort_part, part)
+                    self._aborts[group] = None if part is None else devices.Aside(call, self._device.index)
+            aborts = [abort for abort in self._aborts.values() if abort is not None]
         for abort in aborts:
-            if not abort.join(deadline - time.monotonic()):
-                exit_for_replacement("NCCL has not aborted its communicators in time")
-            if abort.error is not None:
-                logger.error("NCCL could not abort a communicator: %s", abort.error)
+            if not abort.join(abort.begun + _ABORT_TIMEOUT_S - time.monotonic()):
+                exit_for_replacement(f"NCCL has not aborted its communicators within {_ABORT_TIMEOUT_S:g} s")
+
+    def own_failure(self) -> str:
+        """Return what torch's watchdog has found: a network error, or an operation that takes too long.
+
+        The watchdog does nothing else about it: see nccl_settings.
+        """
+        with self._lock:
+            rendezvous = self._rendezvous
+            if rendezvous is None or self._is_leaving or self._making or self._failure:
+                return self._failure
+        for part in map(_nccl_of, process_groups.all_groups()):
+            if part is not None and (error := process_groups.error_of(part)):
+                self._failure = _in_words(error, rendezvous.collective_timeout)
+        return self._failure
 
     def broken(self) -> bool:
-        """Return True if this process has cut the generation, or a pair of the Gloo part has lost its connection.
+        """Return True if this process has cut the generation, a pair of the Gloo part has lost its connection, or NCCL
+        has found a failure.
 
         A dead process loses its Gloo connections.
         """
-        return self._severed or self.sockets.broken()
+        return self._severed or self.sockets.broken() or bool(self.own_failure())
 
 
 def _nccl_of(group: Any) -> Any:
-    """Return the NCCL part of a group; None if it has none."""
+    """Return the NCCL part of a group; None if it has none. A Gloo group also accepts CUDA tensors."""
     part = process_groups.part_for(group, _CUDA)
-    return part if part is not None and part.name() == "nccl" else None  # a Gloo group also accepts CUDA tensors
+    return part if part is not None and part.name().startswith("nccl") else None
+
+
+def _abort_part(part: Any) -> None:
+    """Abort a communicator. nccl2 waits for that as long as for an operation of the group."""
+    try:
+        process_groups.set_part_timeout(part, timedelta(seconds=_ABORT_TIMEOUT_S))
+        part.abort()
+    except Exception as error:  # it stays as it is; the device shows whether it can be used
+        logger.error("NCCL could not abort a communicator: %s", error)
+
+
+def _in_words(error: str, timeout: timedelta) -> str:
+    if error == "TIMEOUT":
+        return f"an operation of NCCL has taken longer than --collective-timeout of {timeout.total_seconds():g} s"
+    return f"NCCL has lost the connection to another worker, or has failed ({error}). NCCL_DEBUG=WARN tells more"

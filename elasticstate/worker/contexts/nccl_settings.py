@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from elasticstate.config import set_unless_given
+from elasticstate.compat import process_groups
+from elasticstate.compat.nccl_versions import refusal
+from elasticstate.config import ANY_NCCL, environment_variable, set_unless_given
+from elasticstate.errors import UsageError
 
 
 class Setting(NamedTuple):
@@ -102,6 +105,31 @@ def apply_settings(nccl: tuple[int, ...]) -> list[str]:
                 f"{setting.value}."
             )
     return warnings
+
+
+def torch_name(backend: str) -> str:
+    """Return the name by which torch knows a backend of elasticstate (nccl, nccl2); "" if this torch does not have it.
+
+    ``nccl`` is ProcessGroupNCCL, whatever torch means by that name.
+    """
+    return process_groups.torch_backend(*{"nccl": ("nccl-legacy", "nccl"), "nccl2": ("nccl2",)}[backend])
+
+
+def require_usable(backend: str, nccl: tuple[int, ...]) -> list[str]:
+    """Raise UsageError if this version of NCCL is known not to survive a failure.
+
+    If the user wants it nevertheless, return that as a warning. AMD's library has versions of its own.
+    """
+    reason = "" if torch.version.hip else refusal(nccl)
+    if not reason:
+        return []
+    problem = f"NCCL {'.'.join(map(str, nccl))}: {reason}"
+    if environment_variable(ANY_NCCL) == "1":
+        return [f"{problem}. {ANY_NCCL}=1 permits it."]
+    raise UsageError(
+        f"--backend: {backend!r}: {problem}. Install a torch with another NCCL, use --backend gloo, or set "
+        f"{ANY_NCCL}=1 to use it nevertheless."
+    )
 
 
 def bound_init(timeout: timedelta) -> None:

@@ -1,4 +1,6 @@
-"""One rank of test_contexts.py: ``context_rank.py BACKEND STORE_PORT DIRECTORY``. Reads commands from stdin.
+"""One rank of test_contexts.py: ``context_rank.py BACKEND STORE_PORT DIRECTORY [FAKE]``. Reads commands from stdin.
+
+FAKE: settings of fake_nccl.py, as JSON.
 
 Commands, one per line: ``create NAME RANK SIZE`` · ``collectives`` · ``hang`` (all-reduces of 1 MB; one is cut)
 · ``hang small`` (of 256 KB) · ``subgroup RANKS`` · ``error KIND`` · ``held`` · ``leave`` · ``sever`` (at once, until
@@ -19,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import fake_nccl
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
@@ -33,6 +36,8 @@ from elasticstate.worker.contexts.context import Context, Rendezvous
 
 LONG = timedelta(seconds=120)
 backend_name, store_port, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+if is_fake := len(sys.argv) > 4:
+    fake_nccl.install(**json.loads(sys.argv[4]))
 severed = threading.Event()
 commands: queue.Queue[list[str]] = queue.Queue()
 lock = threading.Lock()
@@ -75,7 +80,7 @@ def create(name: str, rank: int, size: int) -> None:
 
 
 def device() -> torch.device:
-    return torch.device("cuda", 0) if backend_name == "nccl" else torch.device("cpu")
+    return torch.device("cuda", 0) if backend_name == "nccl" and not is_fake else torch.device("cpu")
 
 
 def subgroup(ranks: tuple[int, ...]) -> None:
@@ -102,8 +107,9 @@ def raised(kind: str) -> BaseException:
             raise ValueError("a bug of the user's")
         if kind == "store":
             raise dist.DistStoreError("the store is gone")
-        dist.all_reduce(torch.ones(1 << 16, device=device()))
-        torch.zeros(1, device=device()).item()
+        for _ in range(2):  # the first one of NCCL leaves garbage, when it is aborted
+            dist.all_reduce(torch.ones(1 << 16, device=device()))
+            torch.zeros(1, device=device()).item()
     except Exception as error:
         return error
     raise AssertionError("nothing was raised")

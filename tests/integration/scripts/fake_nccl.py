@@ -58,7 +58,7 @@ _REDUCTIONS: dict[Any, Callable[[Any, Any], Any]] = {
 
 @dataclass(slots=True)
 class Settings:
-    """How the fake behaves."""
+    """Settings of the fake: what torch has, and how it behaves."""
 
     names: list[str] = field(default_factory=lambda: ["nccl-legacy"])
     """Backends that this torch has: nccl (as in torch up to 2.13), nccl-legacy, nccl2."""

@@ -78,6 +78,31 @@ def test_devices_are_counted_by_name() -> None:
     assert nccl.startswith("    [X] NCCL 2.28.9\n        known bug: over InfiniBand")
 
 
+def test_which_backend_of_torch_a_job_would_use() -> None:
+    nccl = lines_of({**WITH_CUDA, "nccl_names": {"nccl": "nccl-legacy", "nccl2": "nccl2"}})[2]
+    assert "\n        --backend nccl is torch's nccl-legacy; --backend nccl2 is torch's nccl2\n" in nccl
+    assert "nccl2" not in lines_of({**WITH_CUDA, "nccl_names": {"nccl": "nccl", "nccl2": ""}})[2]
+
+
+def test_a_version_of_nccl_that_no_worker_starts_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ELASTICSTATE_ANY_NCCL", raising=False)
+    facts = {**WITH_CUDA, "nccl": "2.28.3", "devices": ["A"]}
+    assert lines_of(facts)[2].startswith(
+        "    [ ] NCCL 2.28.3: no worker starts with it, unless ELASTICSTATE_ANY_NCCL=1"
+    )
+    assert Torch(facts).problem_of_nccl("nccl") == "no worker starts with this version of NCCL"
+    assert Torch({**facts, "rocm_build": "7.0"}).problem_of_nccl("nccl") == ""
+    monkeypatch.setenv("ELASTICSTATE_ANY_NCCL", "1")
+    assert lines_of(facts)[2].startswith("    [X] NCCL 2.28.3\n        known bug: ")
+    assert Torch(facts).problem_of_nccl("nccl") == ""
+
+
+def test_a_torch_without_nccl2() -> None:
+    facts = {**WITH_CUDA, "devices": ["A"], "nccl_names": {"nccl": "nccl", "nccl2": ""}}
+    assert Torch(facts).problem_of_nccl("nccl") == ""
+    assert Torch(facts).problem_of_nccl("nccl2") == "torch 2.13.0 has no backend nccl2"
+
+
 def test_why_there_is_no_device() -> None:
     cuda = lines_of({**WITH_CUDA, "no_cuda": "Found no NVIDIA driver on your system."})[1]
     assert cuda.startswith("    [ ] CUDA 13.0: Found no NVIDIA driver on your system.: install NVIDIA's driver")

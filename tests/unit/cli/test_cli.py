@@ -96,7 +96,7 @@ def test_an_elastic_command_line_of_horovodrun_means_the_same() -> None:
 
 def test_a_mistake_is_told_when_there_is_only_something_to_check_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check", "--backend", "smoke"]) == 2
-    assert capsys.readouterr().err == "elasticrun: --backend: 'smoke': must be auto, nccl, gloo or mpi\n"
+    assert capsys.readouterr().err == "elasticrun: --backend: 'smoke': must be auto, nccl, nccl2, gloo or mpi\n"
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from elasticstate.check.nccl import KNOWN_BUGS, known_bugs
+from elasticstate.compat.nccl_versions import KNOWN_BUGS, known_bugs, refusal
 
 
 @pytest.mark.parametrize(
     ("version", "machine", "words"),
     [
-        ((2, 18, 1), "x86_64", ["abort from another thread", "aborted together"]),
-        ((2, 21, 5), "x86_64", ["aborted together"]),
-        ((2, 23, 4), "x86_64", []),
-        ((2, 25, 1), "x86_64", ["ncclCommAbort hangs"]),
-        ((2, 26, 1), "x86_64", ["ncclCommAbort hangs", "non-blocking"]),
+        ((2, 18, 1), "x86_64", ["in-process restart", "abort from another thread", "aborted together"]),
+        ((2, 21, 5), "x86_64", ["in-process restart", "aborted together"]),
+        ((2, 23, 4), "x86_64", ["in-process restart"]),
+        ((2, 25, 1), "x86_64", ["in-process restart", "ncclCommAbort hangs"]),
+        ((2, 26, 1), "x86_64", ["in-process restart", "ncclCommAbort hangs", "non-blocking"]),
         ((2, 26, 2), "x86_64", ["non-blocking"]),
+        ((2, 28, 2), "x86_64", ["after ncclCommShrink"]),
+        ((2, 28, 3), "x86_64", ["after ncclCommShrink", "may crash"]),
+        ((2, 28, 8), "x86_64", ["after ncclCommShrink", "may crash"]),
         ((2, 28, 9), "x86_64", ["after ncclCommShrink"]),
         ((2, 28, 9), "aarch64", ["on ARM", "after ncclCommShrink"]),
         ((2, 29, 3), "aarch64", ["after ncclCommShrink"]),
@@ -34,3 +37,11 @@ def test_what_is_known_of_a_version(version: tuple[int, ...], machine: str, word
 def test_every_bug_has_its_source() -> None:
     assert all(known.source.startswith("https://") for known in KNOWN_BUGS)
     assert len({known.source for known in KNOWN_BUGS}) == len(KNOWN_BUGS)
+
+
+def test_a_refusal_has_its_reason_and_source() -> None:
+    assert refusal((2, 28, 5)).endswith(
+        "fixed in 2.28.9 (https://nvidia.github.io/nvidia-resiliency-ext/release-notes.html)"
+    )
+    assert "2.26.2" in refusal((2, 21, 5))
+    assert refusal((2, 28, 9)) == refusal((2, 27, 7)) == ""

@@ -12,6 +12,7 @@ import pytest
 from elasticstate import _native
 from elasticstate.core.types import Placement, WorkerId
 from elasticstate.net import messages
+from elasticstate.worker import sentinel as sentinel_module
 from elasticstate.worker.sentinel import Sentinel
 
 ME = WorkerId("h", 0, 1)
@@ -26,9 +27,13 @@ class Context:
     def __init__(self) -> None:
         self.sockets = _native.GlooSockets()
         self.severed = threading.Semaphore(0)
+        self.failure = ""
 
     def sever(self) -> None:
         self.severed.release()
+
+    def own_failure(self) -> str:
+        return self.failure
 
 
 def world(generation: int) -> messages.WorldMessage:
@@ -51,7 +56,7 @@ def sentinel() -> Iterator[Sentinel]:
 def test_again_and_again_until_the_generation_has_been_left(sentinel: Sentinel) -> None:
     before, context = threading.active_count(), Context()
     sentinel.enter(world(5), context)
-    assert threading.active_count() == before + 1
+    assert threading.active_count() == before + 2, "one cuts, one watches"
     assert not context.severed.acquire(blocking=False), "nothing has ended"
     sentinel.report_failure("a peer is gone")
     for _ in range(3):
@@ -79,4 +84,18 @@ def test_the_end_of_another_generation_does_not_cut_this_one(sentinel: Sentinel)
     sentinel.leave()
     sentinel.enter(world(6), second)
     assert not second.severed.acquire(timeout=0.02)
+    sentinel.leave()
+
+
+def test_a_failure_that_only_the_backend_sees_ends_the_generation(
+    sentinel: Sentinel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sentinel_module, "_WATCH_INTERVAL_S", 0.01)
+    context = Context()
+    sentinel.enter(world(5), context)
+    assert not context.severed.acquire(timeout=0.05)
+    context.failure = "the link is lost"
+    assert context.severed.acquire(timeout=LONG_S)
+    assert sentinel.has_ended(5)
+    assert sentinel.cause == "the link is lost"
     sentinel.leave()

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
+from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+from elasticstate.compat import process_groups
 from elasticstate.config import WorkerEnvironment, set_unless_given
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import CollectiveError, UsageError
@@ -24,6 +27,7 @@ from elasticstate.worker.contexts.groups import TorchGroups
 from elasticstate.worker.contexts.nccl import NcclBackend, NcclContext
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+DEVICE = torch.device("cuda", 0)
 NAMES = [name for setting in (*nccl_settings._ALWAYS, nccl_settings._NONBLOCKING) for name in setting.names]
 
 
@@ -97,7 +101,49 @@ def test_auto_goes_by_the_devices() -> None:
     expected = "nccl" if dist.is_nccl_available() and torch.cuda.device_count() else "gloo"
     assert contexts.by_devices() == expected
     assert type(contexts.choose("auto")) is type(contexts.choose(expected))
-    assert contexts.for_torch() == {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}[expected]
+    name = nccl_settings.torch_name("nccl")
+    assert contexts.for_torch() == {"gloo": "gloo", "nccl": f"cpu:gloo,cuda:{name}"}[expected]
+
+
+def test_processgroupnccl_is_used_whatever_torch_means_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def torch_has(*names: str) -> None:
+        monkeypatch.setattr(
+            process_groups, "entry_points", lambda group: [SimpleNamespace(name=name) for name in names]
+        )
+
+    monkeypatch.setattr(dist.Backend, "backend_list", ["undefined", "gloo", "nccl"])  # each torch begins with these
+    torch_has()  # torch 2.13
+    assert nccl_settings.torch_name("nccl") == "nccl"
+    assert nccl_settings.torch_name("nccl2") == ""
+    torch_has("nccl", "nccl-legacy", "nccl2", "nccl-lazy")  # torch 2.14 and 2.15, before one of them is used
+    assert nccl_settings.torch_name("nccl") == "nccl-legacy"
+    assert nccl_settings.torch_name("nccl2") == "nccl2"
+
+
+def test_this_torch_has_the_name_that_a_job_would_use() -> None:
+    named = set(dist.Backend.backend_list) | {e.name for e in entry_points(group="torch.distributed.backends")}
+    assert nccl_settings.torch_name("nccl") in named
+    assert (nccl_settings.torch_name("nccl") == "nccl-legacy") == ("nccl-legacy" in named)
+
+
+@pytest.mark.parametrize("version", [(2, 21, 5), (2, 26, 1), (2, 28, 3), (2, 28, 8)])
+def test_a_version_that_does_not_survive_is_refused(clean: pytest.MonkeyPatch, version: tuple[int, ...]) -> None:
+    clean.delenv("ELASTICSTATE_ANY_NCCL", raising=False)
+    with pytest.raises(UsageError, match=rf"^--backend: 'nccl': NCCL {'.'.join(map(str, version))}: .*ANY_NCCL=1"):
+        nccl_settings.require_usable("nccl", version)
+    clean.setenv("ELASTICSTATE_ANY_NCCL", "1")
+    (warning,) = nccl_settings.require_usable("nccl", version)
+    assert warning.endswith(". ELASTICSTATE_ANY_NCCL=1 permits it.")
+
+
+@pytest.mark.parametrize("version", [(2, 26, 2), (2, 27, 7), (2, 28, 2), (2, 28, 9), (2, 30, 7)])
+def test_other_versions_are_not_refused(clean: pytest.MonkeyPatch, version: tuple[int, ...]) -> None:
+    assert nccl_settings.require_usable("nccl", version) == []
+
+
+def test_rccl_has_versions_of_its_own(clean: pytest.MonkeyPatch) -> None:
+    clean.setattr(torch.version, "hip", "7.0")
+    assert nccl_settings.require_usable("nccl", (2, 22, 3)) == []
 
 
 @NO_CUDA
@@ -129,26 +175,34 @@ def cuda_error(code: int) -> BaseException:
     [
         (cuda_error(710), Fault.DEVICE),  # a device-side assert
         (cuda_error(700), Fault.DEVICE),  # an illegal address
+        (cuda_error(214), Fault.DEVICE),  # an uncorrectable error of the memory
+        (cuda_error(220), Fault.DEVICE),  # of NVLink
+        (cuda_error(226), Fault.DEVICE),  # contained by the device
+        (cuda_error(721), Fault.DEVICE),  # tensor memory that a kernel has not freed
         (cuda_error(1), Fault.UNKNOWN),  # an invalid value: the device can still be used
         (cuda_error(701), Fault.UNKNOWN),  # too many resources for a launch
         (dist.DistBackendError("NCCL error"), Fault.GENERATION),
         (dist.DistNetworkError("gone"), Fault.GENERATION),
+        (RuntimeError("NCCL communicator was aborted after a previous error"), Fault.GENERATION),  # of nccl2
+        (RuntimeError("NCCL operation timed out"), Fault.GENERATION),
+        (ValueError("NCCL operation timed out"), Fault.UNKNOWN),
+        (RuntimeError("NCCL is not initialized"), Fault.UNKNOWN),
         (torch.OutOfMemoryError("too much"), Fault.UNKNOWN),
         (RuntimeError("CUDA error: device-side assert triggered"), Fault.UNKNOWN),  # the text must not decide
     ],
 )
 def test_an_error_is_judged_by_type_and_number(error: BaseException, fault: Fault) -> None:
-    assert NcclContext(None).classify(error) is fault
+    assert NcclContext(None, DEVICE).classify(error) is fault
 
 
 @NO_CUDA
 def test_a_device_that_cannot_be_asked_does_not_answer() -> None:
-    assert not device.answers(torch.zeros(1), timedelta(seconds=5))
+    assert not device.answers(torch.zeros(1), DEVICE, timedelta(seconds=5))
 
 
 def test_whoever_waits_for_what_hangs_does_not() -> None:
     never = threading.Event()
-    aside = device.Aside(never.wait)
+    aside = device.Aside(never.wait, None)
     assert not aside.join(0.01)
     never.set()
     assert aside.join(10)
@@ -190,7 +244,7 @@ def test_a_group_of_gloo_is_not_aborted() -> None:
 
 
 def test_no_group_begins_after_the_end() -> None:
-    context = NcclContext(None)
+    context = NcclContext(None, DEVICE)
     assert context._begin_group(2)
     context.sever()
     assert context.broken()
