@@ -84,6 +84,7 @@ class Sentinel:
         self._reporter: threading.Thread | None = None
         self._tick_end: _native.TickEnd | None = None  # what the last tick of the present generation has raised
         self._refused_at: float | None = None  # when a commit or tick of the present generation first was refused
+        self._has_warned = False  # that the script of the present generation goes on
         self._most_refusals_s = 0.0
         self.has_gone_on = False
         """True if the script has caught the interrupt of the present generation, and has gone on."""
@@ -251,7 +252,7 @@ class Sentinel:
     def enter(self, world: messages.WorldMessage, context: Severable) -> None:
         """Begin a generation: ticks count from 0, and ``context`` is cut when it ends."""
         self._tick_end, self.has_gone_on = None, False
-        self._refused_at, self._most_refusals_s = None, world.regroup_timeout_s
+        self._refused_at, self._has_warned, self._most_refusals_s = None, False, world.regroup_timeout_s
         self._native.enter(world.generation, context.sockets)
         if context.severs_in_python:
             self._has_left.clear()
@@ -289,6 +290,7 @@ class Sentinel:
         """End the generation, on a separate thread, when its backend has found a failure that nobody else sees."""
         while not self._has_left.wait(_WATCH_INTERVAL_S) and not self.has_ended(generation):
             if failure := context.own_failure():
+                logger.warning("generation %d ends: %s", generation, failure)
                 self._end(generation, failure)
 
     def formed(self) -> None:
@@ -337,17 +339,19 @@ class Sentinel:
         self.has_gone_on |= not _is_leaving_script(HostsUpdatedInterrupt)
         self._raise_end(self._tick_end)
 
-    def refuse(self) -> None:
+    def refuse(self, is_told: bool = True) -> None:
         """Record that a commit or tick is refused, because the generation is over and the script goes on.
 
         The other members wait for this worker, for --regroup-timeout. If the script still goes on then, this process
-        ends, and another one takes its slot.
+        ends, and another one takes its slot. ``is_told``: the script knows that already, from an earlier exception.
         """
         now = time.monotonic()
         if _is_leaving_script(HostsUpdatedInterrupt, RuntimeError):
             return  # a finally clause ends a tick, for example
-        if self._refused_at is None:
-            self._refused_at = now
+        is_first = self._refused_at is None
+        self._refused_at = self._refused_at or now
+        if not self._has_warned and (is_told or not is_first):
+            self._has_warned = True
             logger.warning(
                 "the script has caught the exception that ends generation %d, so each commit() and "
                 "check_host_updates() raises from now on. Do not catch HostsUpdatedInterrupt and CollectiveError, and "

@@ -20,6 +20,7 @@ from elasticstate.worker.local_copies import LocalCopies
 from elasticstate.worker.sentinel import Sentinel
 
 _LOOK_INTERVAL_S = 0.05
+_CUT = "the collectives of this world were cut, so this step was not trained on all ranks"
 _SILENCE_S = 10.0  # of a copy server: then its copy counts as unreachable, and another one may serve
 
 
@@ -113,8 +114,9 @@ class WorkerSession:
     def check_collectives(self) -> None:
         self._sentinel.check_ticks()
         if self._context.has_failed() or self._context.may_have_failed():
-            self._sentinel.refuse()
-            raise CollectiveError(FAILED_COLLECTIVE)
+            is_told = self._context.raises_when_cut
+            self._sentinel.refuse(is_told)
+            raise CollectiveError(FAILED_COLLECTIVE if is_told else self._sentinel.cause or _CUT)
 
     def has_failed_collective(self) -> bool:
         """Return True if a collective has failed in this process, also after the last tick of the generation."""

@@ -31,6 +31,7 @@ class MpiContext:
     """The MPI groups of one generation. See worker.contexts.context.Context."""
 
     severs_in_python = True
+    raises_when_cut = True
 
     def __init__(self, builder: WorldBuilder | None) -> None:
         self.sockets = GlooSockets()  # sockets of the store

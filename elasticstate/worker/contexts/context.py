@@ -44,6 +44,7 @@ class Context(Protocol):
     """All process groups of one generation. Used on the main thread only. Any thread may call ``sever``."""
 
     severs_in_python: bool  # ``sever`` cuts more than ``sockets``
+    raises_when_cut: bool  # a collective that is cut raises an error; otherwise it may leave garbage in its tensors
 
     @property
     def sockets(self) -> GlooSockets:

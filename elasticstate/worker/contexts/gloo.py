@@ -40,6 +40,7 @@ class GlooContext:
     """The Gloo groups of one generation. See context.Context."""
 
     severs_in_python = False
+    raises_when_cut = True
 
     def __init__(self, counts_failures: bool = False) -> None:
         """``counts_failures``: ``_native.count_failed_collectives`` has returned True."""

@@ -111,6 +111,7 @@ class NcclContext:
     """The NCCL and Gloo groups of one generation. See context.Context."""
 
     severs_in_python = True
+    raises_when_cut = False  # the kernels end, and the stream goes on
 
     def __init__(self, scratch: torch.Tensor | None, device: torch.device, backend: str = "nccl") -> None:
         """``scratch``: a tensor with one number on ``device``, made before the first generation."""
@@ -174,29 +175,39 @@ class NcclContext:
 
     def retire(self) -> Callable[[], None]:
         """Destroy the groups at once: see context.Context."""
-        if self._scratch is not None and threading.current_thread() is not threading.main_thread():
-            torch.cuda.set_device(self._device)  # see device.Aside
-        self.destroy(by_plan=True)
+        self._part_together()
+        self._destroy(exit_for_replacement)
         return lambda: None
 
     def destroy(self, by_plan: bool = False) -> None:
-        """Destroy the groups after all their aborts, in whatever thread they have begun: see context.Context.
+        if by_plan:
+            self._part_together()
+        self._destroy(_keep_groups if by_plan else exit_for_replacement)
+
+    def _part_together(self) -> None:
+        with self._lock:
+            self._is_leaving = True
+        if self._rendezvous is not None and dist.is_initialized() and not self._severed:
+            self._be_through_together()
+
+    def _destroy(self, on_late_abort: Callable[[str], object]) -> None:
+        """Destroy the groups after all their aborts, in whatever thread they have begun.
 
         torch's shutdown of a group whose abort still runs is not safe.
         """
         with self._lock:
             self._is_leaving = True
-        if by_plan and self._rendezvous is not None and dist.is_initialized() and not self._severed:
-            self._be_through_together()
         self._gloo.be_quiet()
-        if self._rendezvous is not None and not by_plan:
+        if self._rendezvous is not None:
             # An abort goes on while a CUDA graph lives that has captured an operation of its communicator
-            # (https://github.com/vllm-project/vllm/pull/39846). Those of the script that has ended are garbage.
+            # (https://github.com/vllm-project/vllm/pull/39846). Those of a script that has left are garbage.
             gc.collect()
-        self._abort()
+        is_aborted = self._abort(on_late_abort)
         self._gloo.clear()
         with self._lock:
             self._rendezvous = None  # no abort begins from now on
+        if not is_aborted:
+            return
         self._groups.destroy()
         with self._lock:
             self._aborts.clear()
@@ -258,10 +269,12 @@ class NcclContext:
             self._severed = True
             if self._making:
                 return  # the creation ends by itself: Gloo's part is cut, NCCL's times out; the next sweep aborts
-        self._abort()
+        self._abort(exit_for_replacement)
 
-    def _abort(self) -> None:
-        """Abort all communicators, each once, and wait for the end. No new ones can appear, because the store is cut.
+    def _abort(self, on_late_abort: Callable[[str], object]) -> bool:
+        """Abort all communicators, each once. Return True if that has ended in time.
+
+        No new ones can appear, because the store is cut.
 
         All groups are aborted at the same time, each on its own thread: an abort waits for the device, on which another
         group's kernel may hang (https://github.com/pytorch/pytorch/issues/119797). torch's ``_abort_process_group``
@@ -270,16 +283,17 @@ class NcclContext:
         """
         with self._lock:
             if self._rendezvous is None:
-                return  # no group exists yet, or any more
+                return True  # no group exists yet, or any more
             for group in process_groups.all_groups():
                 if group not in self._aborts:
                     part = _nccl_of(group)
                     call = functools.partial(_abort_part, part)
                     self._aborts[group] = None if part is None else devices.Aside(call, self._device.index)
             aborts = [abort for abort in self._aborts.values() if abort is not None]
-        for abort in aborts:
-            if not abort.join(abort.begun + _ABORT_TIMEOUT_S - time.monotonic()):
-                exit_for_replacement(f"NCCL has not aborted its communicators within {_ABORT_TIMEOUT_S:g} s")
+        is_late = not all(abort.join(abort.begun + _ABORT_TIMEOUT_S - time.monotonic()) for abort in aborts)
+        if is_late:
+            on_late_abort(f"NCCL has not aborted its communicators within {_ABORT_TIMEOUT_S:g} s")
+        return not is_late
 
     def own_failure(self) -> str:
         """Return what torch's watchdog has found: a network error, or an operation that takes too long.
@@ -317,6 +331,11 @@ def _abort_part(part: Any) -> None:
         part.abort()
     except Exception as error:  # it stays as it is; the device shows whether it can be used
         logger.error("NCCL could not abort a communicator: %s", error)
+
+
+def _keep_groups(reason: str) -> None:
+    """Tell that the groups of the last world stay as they are. The training has ended: nothing is worth a kill."""
+    logger.error("%s. Drop the CUDA graphs with collectives before the training function returns.", reason)
 
 
 def _in_words(error: str, timeout: timedelta) -> str:

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 def check_all(device: torch.device, directory: Path) -> None:
     for group in (None, _pairs_of_neighbours()):
         check_group(device, group)
-    check_point_to_point(device)
+        check_point_to_point(device, group)
     check_functional(device)
     check_ddp(device)
     check_fsdp(device)
@@ -115,16 +115,29 @@ def check_group(device: torch.device, group: Any) -> None:
     assert objects == [("from", 0)]
 
 
-def check_point_to_point(device: torch.device) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+def check_point_to_point(device: torch.device, group: Any) -> None:
+    """Send and receive, also in a new group: one of NCCL's is split from the world's, which once made that hang.
+
+    See https://github.com/pytorch/pytorch/pull/138527.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1:
         return
     tensor = torch.full((10,), float(rank), device=device)
     got = torch.empty(10, device=device)
-    work = dist.P2POp(dist.isend, tensor, (rank + 1) % size), dist.P2POp(dist.irecv, got, (rank - 1) % size)
-    for request in dist.batch_isend_irecv(list(work)):
+    after, before = (rank + 1) % size, (rank - 1) % size
+    work = [
+        dist.P2POp(dist.isend, tensor, group=group, group_peer=after),
+        dist.P2POp(dist.irecv, got, group=group, group_peer=before),
+    ]
+    for request in dist.batch_isend_irecv(work):
         request.wait()
-    assert got.tolist() == [float((rank - 1) % size)] * 10
+    assert got.tolist() == [float(before)] * 10
+    if rank == 0:
+        dist.send(tensor, group=group, group_dst=1)
+    elif rank == 1:
+        dist.recv(got, group=group, group_src=0)
+        assert got.tolist() == [0.0] * 10
 
 
 def check_functional(device: torch.device) -> None:

@@ -3,8 +3,8 @@
 FAKE: settings of fake_nccl.py, as JSON.
 
 Commands, one per line: ``create NAME RANK SIZE`` · ``collectives`` · ``hang`` (all-reduces of 1 MB; one is cut)
-· ``hang small`` (of 256 KB) · ``subgroup RANKS`` · ``error KIND`` · ``held`` · ``leave`` · ``sever`` (at once, until
-``leave``). Each command except ``sever`` answers with a JSON line.
+· ``hang small`` (of 256 KB) · ``subgroup RANKS`` · ``error KIND`` · ``held`` · ``leave`` ·
+``leave by plan`` · ``sever`` (at once, until ``leave``). Each command except ``sever`` answers with a JSON line.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ def held() -> dict[str, int]:
     }
 
 
-def leave() -> None:
+def leave(by_plan: bool) -> None:
     global context
-    context.destroy()
+    context.destroy(by_plan)
     with leaving:
         severed.clear()
         context = backend.context()
@@ -151,8 +151,8 @@ def carry_out(words: list[str]) -> dict[str, Any]:
             return {"fault": context.classify(error).name, "kind": type(error).__name__}
         case ["held"]:
             return held()
-        case ["leave"]:
-            leave()
+        case ["leave", *how]:
+            leave(how == ["by", "plan"])
     return {}
 
 

@@ -15,6 +15,7 @@ file ``fake-<slot>-<incarnation>-<pid>.jsonl`` in the directory ``notes``, if th
 
 from __future__ import annotations
 
+import importlib
 import json
 import operator
 import os
@@ -79,6 +80,8 @@ class Settings:
     """Each once in the job: ``{"what": "stall" | "error", "slot": 1, "at": 40}``, at the 40th collective of the slot's
     process. stall: nothing that this process sends arrives any more. error: an asynchronous error of the link."""
     notes: str = ""
+    constants: dict[str, float] = field(default_factory=dict)
+    """Named constants of elasticstate with other values, so that a test is quicker: ``{"module:NAME": 1.0}``."""
 
 
 settings = Settings()
@@ -93,6 +96,10 @@ def install(**given: Any) -> None:
     """Register the backends and devices. ``given``: settings, instead of those of the variable FAKE_NCCL."""
     for name, value in (given or json.loads(os.environ.get(VARIABLE) or "{}")).items():
         setattr(settings, name, value)
+    for place, value in settings.constants.items():
+        module, _, name = place.partition(":")
+        assert hasattr(importlib.import_module(module), name)
+        setattr(sys.modules[module], name, value)
     _register()
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
@@ -105,7 +112,7 @@ def install(**given: Any) -> None:
     setattr(torch.Tensor, "cuda", lambda tensor, device=None, **more: tensor)  # noqa: B010 - mypy knows it as a method
     setattr(dist, "is_nccl_available", lambda: True)  # noqa: B010
     init = dist.init_process_group  # checks the device against those for which torch was compiled
-    setattr(dist, "init_process_group", lambda *args, device_id, **more: init(*args, **more))  # noqa: B010
+    setattr(dist, "init_process_group", lambda *args, device_id=None, **more: init(*args, **more))  # noqa: B010
 
 
 def _register() -> None:
@@ -163,6 +170,7 @@ class Graph:
     """A CUDA graph that has captured an operation of each group. An abort goes on until it is gone, as with NCCL."""
 
     def __init__(self) -> None:
+        self.itself: Graph | None = None  # for those in a cycle
         for part in list(_parts):
             part.graphs.add(self)
 
@@ -192,6 +200,12 @@ def stall() -> None:
     global _is_stalled
     _is_stalled = True
     note("stall")
+
+
+def go_on() -> None:
+    """End the stall, so that the next world works."""
+    global _is_stalled
+    _is_stalled = False
 
 
 def lose_link() -> None:
@@ -327,6 +341,7 @@ class Part:
         assert not self.is_aborting, "a communicator is aborted twice"
         self.is_aborting = True
         note("abort begins", part=id(self), timeout=self.timeout.total_seconds())
+        go_on()
         if settings.abort_raises:
             raise RuntimeError(settings.abort_raises)
         self.mesh.abort()
