@@ -82,7 +82,8 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         _SIZE,
         kinds.BACKEND,
         "--backend",
-        "Transport of tensors between workers. auto: nccl (with gloo for CPU tensors) if torch sees GPUs, else gloo.",
+        "Transport of tensors between workers. auto: nccl (with gloo for CPU tensors) if torch sees GPUs, else gloo. "
+        "nccl2: torch's new NCCL backend, experimental.",
     )
     template: bool = option(
         True, _SIZE, kinds.FLAG, "--template", "Fork workers from one process on each host that has imported torch."
@@ -181,7 +182,7 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         _TIMES,
         kinds.at_least_s(1.0),
         "--collective-timeout",
-        "Seconds a collective may take: the timeout of all process groups but NCCL's. After that it raises an error.",
+        "Seconds a collective may take. After that it raises an error; one of NCCL ends the generation.",
     )
     gate_timeout_s: float | None = option(
         None,
