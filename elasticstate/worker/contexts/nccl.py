@@ -340,5 +340,8 @@ def _keep_groups(reason: str) -> None:
 
 def _in_words(error: str, timeout: timedelta) -> str:
     if error == "TIMEOUT":
-        return f"an operation of NCCL has taken longer than --collective-timeout of {timeout.total_seconds():g} s"
+        return (
+            f"an operation of NCCL has taken longer than --collective-timeout of {timeout.total_seconds():g} s, or "
+            "than the time-out that the script has given its group"
+        )
     return f"NCCL has lost the connection to another worker, or has failed ({error}). NCCL_DEBUG=WARN tells more"

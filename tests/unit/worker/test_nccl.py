@@ -126,6 +126,20 @@ def test_this_torch_has_the_name_that_a_job_would_use() -> None:
     assert (nccl_settings.torch_name("nccl") == "nccl-legacy") == ("nccl-legacy" in named)
 
 
+def test_an_abort_has_a_limit_of_its_own() -> None:
+    assert 10 <= nccl._ABORT_TIMEOUT_S <= 15
+
+
+def test_what_the_watchdog_of_torch_has_found_in_words() -> None:
+    def found(error: str) -> str:
+        return process_groups.error_of(SimpleNamespace(get_error=lambda: SimpleNamespace(name=error)))
+
+    assert [found(name) for name in ("SUCCESS", "TIMEOUT", "COMM_ERROR")] == ["", "TIMEOUT", "COMM_ERROR"]
+    assert process_groups.error_of(SimpleNamespace()) == "", "torch 2.6"
+    assert "--collective-timeout of 1800 s" in nccl._in_words("TIMEOUT", timedelta(seconds=1800))
+    assert "REMOTE_ERROR" in nccl._in_words("REMOTE_ERROR", timedelta(seconds=1800))
+
+
 @pytest.mark.parametrize("version", [(2, 21, 5), (2, 26, 1), (2, 28, 3), (2, 28, 8)])
 def test_a_version_that_does_not_survive_is_refused(clean: pytest.MonkeyPatch, version: tuple[int, ...]) -> None:
     clean.delenv("ELASTICSTATE_ANY_NCCL", raising=False)
