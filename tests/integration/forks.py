@@ -36,7 +36,8 @@ _before_the_tests: dict[str, str] = {}
 
 def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment of scripts and jobs. ``variables``: those of the caller."""
-    return {**variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}"}
+    paths = [str(SCRIPTS), str(PACKAGE), variables.get("PYTHONPATH", "")]  # the rest of the packages may be there
+    return {**variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 class Forked:

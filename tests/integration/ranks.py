@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from forks import Forked, Template
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SOON_S = 30.0  # a wait that is not cut takes 120 s, or five times as long
+SOON_S = float(os.environ.get("RANKS_SOON_S", "30"))  # a wait that is not cut takes 120 s, or five times as long
 Asked = Callable[[Any], None]
 
 
@@ -45,10 +46,18 @@ class Rank:
             waiting = {rank.stdout: rank for rank in self._all if not rank.is_over}
             ready = select.select(list(waiting), [], [], max(0.0, left))[0]
             if not ready:
+                self._show_stacks()
                 raise AssertionError(f"no {key!r} from process {self.process.pid} within {within_s} s")
             for pipe in ready:
                 waiting[pipe]._read()
             assert not self.is_over or self._lines, f"process {self.process.pid} ended with {self.process.wait()}"
+
+    def _show_stacks(self) -> None:
+        """Let all ranks print where their threads are."""
+        for rank in self._all:
+            if not rank.is_over:
+                rank.process.send_signal(signal.SIGUSR1)
+                select.select([rank.stdout], [], [], 1.0)
 
     def _read(self) -> None:
         heard = self.stdout.read(65536)
@@ -102,9 +111,9 @@ class Ranks:
         os.close(stdout)
         return Rank(process, own_stdin, own_stdout, self.all, self._asked)
 
-    def create(self, name: str, members: list[Rank]) -> None:
+    def create(self, name: str, members: list[Rank], *more: object) -> None:
         for number, rank in enumerate(members):
-            rank.begin(f"create {name} {number} {len(members)}")
+            rank.begin(" ".join(map(str, ["create", name, number, len(members), *more])))
         for rank in members:
             assert rank.hear("done")["error"] is None
 

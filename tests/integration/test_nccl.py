@@ -15,7 +15,6 @@ from job import SCRIPTS, Job
 HAS_NCCL = dist.is_nccl_available() and torch.cuda.is_available()
 GPU = pytest.mark.skipif(not HAS_NCCL, reason="needs a CUDA device, and a torch with NCCL")
 NO_GPU = pytest.mark.skipif(HAS_NCCL, reason="there is a CUDA device")
-TWO_GPUS = pytest.mark.skipif(not HAS_NCCL or torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 def lost_device(tmp_path: Path, *options: str, **script: object) -> Job:
@@ -77,9 +76,10 @@ def test_an_assert_on_the_device_replaces_the_worker(tmp_path: Path) -> None:
         assert {e["step"] for e in job.log("enter") if e["generation"] == 2} == {19}
 
 
-@TWO_GPUS
+@GPU
 def test_the_survivor_of_a_dead_member_keeps_its_process(tmp_path: Path) -> None:
-    with lost_device(tmp_path, "-np", "2") as job:
+    """Both members use the first device, as each is slot 0 of its host."""
+    with lost_device(tmp_path, "-np", "2", "-H", "127.0.0.2:1,127.0.0.3:1") as job:
         job.wait_for_step(10)
         os.kill(job.pid_of(1), signal.SIGKILL)
         job.finish(0, timeout=180)

@@ -60,10 +60,11 @@ def check_group(device: torch.device, group: Any) -> None:
     for work, tensor in zip(works, tensors, strict=True):
         work.wait()
         same(tensor, total)
-    strided = torch.zeros(6, 4, device=device).t()
-    strided += rank + 1
-    dist.all_reduce(strided, group=group)
-    same(strided, total)
+    if device.type == "cpu":  # NCCL refuses tensors that are not contiguous
+        strided = torch.zeros(6, 4, device=device).t()
+        strided += rank + 1
+        dist.all_reduce(strided, group=group)
+        same(strided, total)
     dist.all_reduce(torch.empty(0, device=device), group=group)
 
     for root in range(size):

@@ -2,17 +2,24 @@
 
 FAKE: settings of fake_nccl.py, as JSON.
 
-Commands, one per line: ``create NAME RANK SIZE`` · ``collectives`` · ``hang`` (all-reduces of 1 MB; one is cut)
-· ``hang small`` (of 256 KB) · ``subgroup RANKS`` · ``error KIND`` · ``held`` · ``leave`` ·
-``leave by plan`` · ``sever`` (at once, until ``leave``). Each command except ``sever`` answers with a JSON line.
+Commands, one per line: ``create NAME RANK SIZE [INIT_SECONDS]`` · ``collectives`` · ``hang`` (all-reduces of 1 MB; one
+is cut) · ``hang small`` (of 256 KB) · ``subgroup RANKS`` · ``error KIND`` · ``held`` · ``leave`` · ``leave by plan`` ·
+``sever`` (at once, until ``leave``) · ``warm`` (connect all) · ``pending`` (an all-reduce that is cut, with kernels before and after it in
+the queue) · ``capture`` (a CUDA graph with an all-reduce) · ``replay`` (it, drop it when it is cut) · ``replay kept`` ·
+``drop`` · ``compile`` (code with an all-reduce) · ``compiled`` (call it; it is cut). Each command except ``sever``
+answers with a JSON line; the last ones say ``queued`` before they hang. SIGUSR1 prints the stacks of all threads.
+
+Ranks on CUDA share the first device: NCCL allows that because each has an NCCL_HOSTID of its own.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -24,6 +31,7 @@ from typing import Any
 import fake_nccl
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional
 from collectives import check_all
 
@@ -35,6 +43,8 @@ from elasticstate.worker import contexts
 from elasticstate.worker.contexts.context import Context, Rendezvous
 
 LONG = timedelta(seconds=120)
+os.environ["NCCL_HOSTID"] = str(os.getpid())
+faulthandler.register(signal.SIGUSR1)
 backend_name, store_port, directory = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 if is_fake := len(sys.argv) > 4:
     fake_nccl.install(**json.loads(sys.argv[4]))
@@ -71,11 +81,11 @@ def check() -> None:
         raise CollectiveError("the generation has ended")
 
 
-def create(name: str, rank: int, size: int) -> None:
+def create(name: str, rank: int, size: int, init: timedelta = LONG) -> None:
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
     context.watch_store(("127.0.0.1", store_port))
     prefix = dist.PrefixStore(name, store)
-    context.create(Rendezvous(prefix, name, str(os.getpid()), rank, size, LONG, LONG, check))
+    context.create(Rendezvous(prefix, name, str(os.getpid()), rank, size, init, LONG, check))
     assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
 
 
@@ -101,6 +111,91 @@ def hang(count: int, size: int) -> None:
     raise AssertionError("nobody has cut it")
 
 
+def synchronize() -> None:
+    torch.cuda.synchronize() if backend_name != "gloo" else None
+
+
+def pending() -> None:
+    """Queue kernels, an all-reduce, and more kernels. A device works on them while Python waits."""
+    side = 4096 if device().type == "cuda" else 64
+    matrix = torch.zeros(side, side, device=device())
+    for _ in range(100):
+        matrix @ matrix
+    work = dist.all_reduce(torch.ones(1 << 18, device=device()), async_op=True)
+    for _ in range(100):
+        matrix @ matrix
+    say(queued=True)
+    work.wait()
+    synchronize()
+    _meet_the_end()
+
+
+def _meet_the_end() -> None:
+    """Use the groups once more: a device that is freed by an abort reports no error by itself."""
+    dist.all_reduce(torch.ones(1, device=device()))
+    synchronize()
+    raise AssertionError("nobody has cut it")
+
+
+graphs: list[Any] = []
+reduced: list[torch.Tensor] = []
+
+
+def capture() -> None:
+    """Capture an all-reduce, and replay it once on all ranks."""
+    tensor = torch.ones(1 << 16, device=device())
+    if is_fake:
+        graphs.append(FakeGraph(tensor))
+        graphs[-1].replay()
+        return
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        dist.all_reduce(torch.ones(1, device=device()))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        dist.all_reduce(tensor)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert tensor[-1].item() == dist.get_world_size()
+    graphs.append(graph)
+    reduced.append(tensor)
+
+
+class FakeGraph(fake_nccl.Graph):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+    def replay(self) -> None:
+        dist.all_reduce(self.tensor, async_op=True)
+
+
+def replay(graph: Any) -> None:
+    graph.replay()
+    say(queued=True)
+    synchronize()
+    _meet_the_end()
+
+
+def reduce_product(tensor: torch.Tensor) -> torch.Tensor:
+    return functional.all_reduce(tensor @ tensor, "sum", dist.group.WORLD) + 1
+
+
+compiled = torch.compile(reduce_product, backend="inductor" if device().type == "cuda" else "aot_eager")
+
+
+def call_compiled() -> None:
+    result = compiled(torch.ones(8, 8, device=device()))
+    assert result.tolist() == [[8.0 * dist.get_world_size() + 1] * 8] * 8
+
+
+def call_compiled_alone() -> None:
+    say(queued=True)
+    compiled(torch.ones(8, 8, device=device())).tolist()
+    _meet_the_end()
+
+
 def raised(kind: str) -> BaseException:
     try:
         if kind == "user":
@@ -118,11 +213,15 @@ def raised(kind: str) -> BaseException:
 def held() -> dict[str, int]:
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
+    found = {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
     }
+    if device().type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        found |= {"device": total - free, "reserved": torch.cuda.memory_reserved()}  # of all processes, and of this one
+    return found
 
 
 def leave(by_plan: bool) -> None:
@@ -138,6 +237,8 @@ def carry_out(words: list[str]) -> dict[str, Any]:
     match words:
         case ["create", name, rank, size]:
             create(name, int(rank), int(size))
+        case ["create", name, rank, size, seconds]:
+            create(name, int(rank), int(size), timedelta(seconds=float(seconds)))
         case ["collectives"]:
             check_all(device(), Path(directory))
         case ["subgroup", ranks]:
@@ -153,6 +254,23 @@ def carry_out(words: list[str]) -> dict[str, Any]:
             return held()
         case ["leave", *how]:
             leave(how == ["by", "plan"])
+        case ["warm"]:
+            dist.all_reduce(torch.ones(1, device=device()))
+            synchronize()
+        case ["pending"]:
+            pending()
+        case ["capture"]:
+            capture()
+        case ["replay"]:
+            replay(graphs.pop())
+        case ["replay", "kept"]:
+            replay(graphs[-1])
+        case ["drop"]:
+            graphs.clear()
+        case ["compile"]:
+            call_compiled()
+        case ["compiled"]:
+            call_compiled_alone()
     return {}
 
 

@@ -23,6 +23,7 @@ parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--lose", type=int, default=-1, help="the slot whose device is lost when another member has failed")
 parser.add_argument("--cuda", type=int, default=0, help="the step at which slot 0 loses its device on its own account")
 args = parser.parse_args()
+os.environ["NCCL_HOSTID"] = str(os.getpid())  # several ranks may share a device
 slot_id = os.environ["ELASTICSTATE_WORKER"].replace(":", "-")
 slot = elastic.local_rank()
 log = open(args.log / f"{slot_id}.jsonl", "a", buffering=1)  # noqa: SIM115 - open until the process ends
@@ -46,7 +47,7 @@ def usable(context: GlooContext) -> bool:
 
 
 GlooContext.usable = usable  # type: ignore[method-assign]
-device = elastic.device()
+device = torch.device("cpu") if args.lose >= 0 else elastic.device()
 state = elastic.TorchState(weight=torch.zeros(4, device=device), step=0)
 
 
