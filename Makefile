@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup demo docs test chaos bench bench-gpu lint hosts
+.PHONY: help setup demo docs test chaos bench bench-gpu check-gpu lint hosts
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -72,6 +72,9 @@ bench: setup  ## recovery, scale-up, commits, sharded state, sync, start, sampli
 
 bench-gpu: setup  ## commits from a GPU next to torch's own copies
 	$(BIN)/python tests/bench/bench_gpu.py
+
+check-gpu: setup  ## the NCCL path on one GPU, in 8 minutes, with a report; exit status 77 without a GPU: make check-gpu FAKE=1 simulates one
+	$(BIN)/python tests/gpu/check_gpu.py $(if $(FAKE),--fake) --out $(or $(OUT),build/check-gpu)
 
 lint: setup  ## ruff and mypy --strict
 	$(LINT)
