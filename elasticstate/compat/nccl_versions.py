@@ -55,13 +55,6 @@ KNOWN_BUGS = (
         "https://github.com/pytorch/pytorch/issues/149153",
     ),
     KnownBug(
-        (2, 26),
-        (2, 27),
-        "non-blocking communicators sometimes hang: set TORCH_NCCL_USE_COMM_NONBLOCKING=0; no source says whether 2.27 "
-        "has this bug",
-        "https://github.com/pytorch/pytorch/pull/154055",
-    ),
-    KnownBug(
         (2,),
         (2, 29, 3),
         "collectives may hang forever on ARM; fixed in 2.29.3",

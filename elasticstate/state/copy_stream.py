@@ -101,7 +101,9 @@ class CudaCopyStream:
     def unpin(self, memory: torch.Tensor) -> None:
         if memory.data_ptr() in self._pinned:
             self._pinned.remove(memory.data_ptr())
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+            result = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+            if int(result) != 0:
+                self._forget_error()
 
     def begin(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

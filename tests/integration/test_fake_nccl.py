@@ -105,6 +105,23 @@ def test_a_process_whose_abort_does_not_end_is_replaced(tmp_path: Path, monkeypa
         assert job.noted("abort begins")
 
 
+def test_a_process_that_makes_a_group_with_a_member_that_dies_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits for that member for ever. The job goes on from the commits of both."""
+    start: dict[str, Any] = {"what": "start", "slot": 2, "at": 2}
+    constants = {CONTEXT + "_ABORT_TIMEOUT_S": 1.0}
+    with FakeJob(
+        tmp_path, monkeypatch, "-np", "3", fault="kill@20:rank=1", faults=[start], constants=constants, steps=60
+    ) as job:
+        job.finish(0, timeout=180)
+        assert job.noted("die")
+        assert job.noted("the start hangs")
+        assert "NCCL has waited 1 s for a lost member while it made a group" in job.output
+        assert all(line["step"] >= 19 for line in job.log("enter") if line["generation"] > 1), "nothing is lost"
+        assert len({line["digest"] for line in job.log("final")}) == 1
+
+
 def test_an_abort_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device of a survivor does not answer, so the worker is replaced."""
     with FakeJob(tmp_path, monkeypatch, "-np", "2", fault="kill@20:rank=1", abort_raises="unhandled cuda error") as job:

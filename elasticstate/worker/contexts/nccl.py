@@ -72,7 +72,7 @@ class NcclBackend:
         version = nccl_settings.nccl_version()
         for warning in [
             *nccl_settings.require_usable(self.name, version),
-            *nccl_settings.apply_settings(version),
+            *nccl_settings.apply_settings(),
         ]:
             logger.warning(warning)
         addresses.use_for_gloo(environment.local_address)
@@ -127,6 +127,7 @@ class NcclContext:
         self._severed = False
         self._is_leaving = False
         self._making = False  # True while a group is created
+        self._cut_in_making: float | None = None  # when that was to end
         self._aborts: dict[Any, devices.Aside | None] = {}  # begun, of each group; None: it has no NCCL part
 
     # ------------------------------------------------------------------------------------------------------ main thread
@@ -137,11 +138,11 @@ class NcclContext:
     def create(self, rendezvous: Rendezvous) -> None:
         """Create the Gloo part first, which needs all members to arrive.
 
-        NCCL's start cannot be cut. So NCCL only has to wait for members that die in the moment between the two parts.
+        NCCL's start cannot be cut. So NCCL only has to wait for members that die in the moment between the two parts:
+        see ``sever``.
         """
         assert self._scratch is not None, "prepare() comes first"
         self._rendezvous = rendezvous
-        nccl_settings.bound_init(rendezvous.init_timeout)
         addresses.announce(rendezvous)
         with addresses.explained(rendezvous):
             self._groups.create(
@@ -264,12 +265,23 @@ class NcclContext:
     # ------------------------------------------------------------------------------------------------------- any thread
 
     def sever(self) -> None:
+        """End all operations. Called again and again until the generation is left.
+
+        Nothing ends NCCL's start, which waits for a lost member for ever. Then this process has to be replaced.
+        """
         self.sockets.sever()
         with self._lock:
             self._severed = True
             if self._making:
-                return  # the creation ends by itself: Gloo's part is cut, NCCL's times out; the next sweep aborts
-        self._abort(exit_for_replacement)
+                now = time.monotonic()
+                self._cut_in_making = self._cut_in_making or now
+                is_late = now - self._cut_in_making > _ABORT_TIMEOUT_S
+            else:
+                self._cut_in_making = None
+        if self._cut_in_making is None:
+            self._abort(exit_for_replacement)
+        elif is_late:
+            exit_for_replacement(f"NCCL has waited {_ABORT_TIMEOUT_S:g} s for a lost member while it made a group")
 
     def _abort(self, on_late_abort: Callable[[str], object]) -> bool:
         """Abort all communicators, each once. Return True if that has ended in time.

@@ -7,8 +7,6 @@ https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 
 from __future__ import annotations
 
-import math
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -27,7 +25,7 @@ class Setting(NamedTuple):
     otherwise: str
 
 
-_ALWAYS = (
+_SETTINGS = (
     # Watchdog::runLoop() passes each failed or overdue operation to handleException(). With 1 and 3 (the default) that
     # throws on the watchdog's thread and so ends the process; with 2 it aborts in parallel to elasticstate. With 0 it
     # does nothing: the sentinel ends generations.
@@ -78,25 +76,21 @@ _ALWAYS = (
         "0",
         "NVLink SHARP may not survive an abort of its communicators",
     ),
+    # Seen on an H100 with torch 2.11 and NCCL 2.28.9. torch takes the answer "in progress" of a non-blocking
+    # communicator for an error in all_to_all_single(). And an abort while the first collective connects leaves the
+    # caller of the collective waiting. Some versions of torch choose 1 by themselves.
+    Setting(
+        ("TORCH_NCCL_USE_COMM_NONBLOCKING",),
+        "0",
+        "all_to_all raises 'NCCL operation in progress', and a worker may hang after a failure",
+    ),
 )
-_NONBLOCKING = Setting(
-    # Without it, ncclCommInitRank() returns only when all members have arrived, or never.
-    ("TORCH_NCCL_USE_COMM_NONBLOCKING",),
-    "1",
-    "the creation of a communicator waits without limit for the other members",
-)
-_NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds; default 1800
 
 
-def apply_settings(nccl: tuple[int, ...]) -> list[str]:
-    """Set the variables that the user has not set. Keep the user's other values, and return a warning for each.
-
-    ``nccl``: version of NCCL.
-    """
-    # Non-blocking communicators of 2.26 sometimes hang: https://github.com/pytorch/pytorch/pull/154055
-    wanted = _ALWAYS if (2, 26) <= nccl < (2, 27) else (*_ALWAYS, _NONBLOCKING)
+def apply_settings() -> list[str]:
+    """Set the variables that the user has not set. Keep the user's other values, and return a warning for each."""
     warnings = []
-    for setting in wanted:
+    for setting in _SETTINGS:
         given = set_unless_given(setting.value, *setting.names)
         if given is not None:
             name, value = given
@@ -130,14 +124,6 @@ def require_usable(backend: str, nccl: tuple[int, ...]) -> list[str]:
         f"--backend: {backend!r}: {problem}. Install a torch with another NCCL, use --backend gloo, or set "
         f"{ANY_NCCL}=1 to use it nevertheless."
     )
-
-
-def bound_init(timeout: timedelta) -> None:
-    """Limit the time to create (and to abort) a communicator, unless the user has set a limit.
-
-    torch reads the limit once in the life of a process.
-    """
-    set_unless_given(str(math.ceil(timeout.total_seconds())), _NONBLOCKING_TIMEOUT)
 
 
 def nccl_version() -> tuple[int, ...]:

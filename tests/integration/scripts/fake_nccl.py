@@ -21,6 +21,7 @@ import operator
 import os
 import pickle
 import runpy
+import signal
 import socket
 import struct
 import sys
@@ -78,7 +79,9 @@ class Settings:
     """A collective that is aborted raises. Otherwise it leaves garbage, as the kernels of NCCL do."""
     faults: list[dict[str, Any]] = field(default_factory=list)
     """Each once in the job: ``{"what": "stall" | "error", "slot": 1, "at": 40}``, at the 40th collective of the slot's
-    process. stall: nothing that this process sends arrives any more. error: an asynchronous error of the link."""
+    process. stall: nothing that this process sends arrives any more. error: an asynchronous error of the link.
+    ``{"what": "start", "slot": 1, "at": 2}``: the process dies when it is to make its second group. Those of the others
+    wait for it for ever, as ncclCommInitRank does."""
     notes: str = ""
     constants: dict[str, float] = field(default_factory=dict)
     """Named constants of elasticstate with other values, so that a test is quicker: ``{"module:NAME": 1.0}``."""
@@ -88,7 +91,7 @@ settings = Settings()
 _parts: weakref.WeakSet[Part] = weakref.WeakSet()
 _thread = threading.local()  # with the CUDA device of each thread
 _notes_lock = threading.Lock()
-_collectives = 0
+_counts: defaultdict[tuple[str, ...], int] = defaultdict(int)
 _is_stalled = False
 
 
@@ -215,13 +218,19 @@ def lose_link() -> None:
     note("error")
 
 
-def _strike() -> None:
-    global _collectives
-    _collectives += 1
+def _strike(*what: str) -> None:
+    """Count an event of a kind. Let the faults strike that are due at this one."""
+    _counts[what] += 1
     for number, fault in enumerate(settings.faults):
         slot = os.environ.get("ELASTICSTATE_WORKER", "::").split(":")[1]
-        if str(fault["slot"]) == slot and fault["at"] == _collectives and _is_first(f"fired-{number}"):
-            {"stall": stall, "error": lose_link}[fault["what"]]()
+        is_due = fault["what"] in what and str(fault["slot"]) == slot and fault["at"] == _counts[what]
+        if is_due and _is_first(f"fired-{number}"):
+            {"stall": stall, "error": lose_link, "start": die}[fault["what"]]()
+
+
+def die() -> None:
+    note("die")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_first(name: str) -> bool:
@@ -289,6 +298,16 @@ class Mesh:
         for link in self._sockets.values():
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
+
+
+def _complete_mesh(store: Any, rank: int, size: int, timeout: timedelta) -> Mesh:
+    """Return a mesh. Hang if a member does not come, as ncclCommInitRank does: nothing cuts it."""
+    try:
+        return Mesh(store, rank, size, timeout)
+    except (OSError, RuntimeError):
+        note("the start hangs")
+        time.sleep(_LONGEST_HANG_S)
+        raise
 
 
 def _read(link: socket.socket, size: int) -> bytes:
@@ -444,7 +463,8 @@ class Group(dist.ProcessGroup):
         while "backend_config" not in frame.f_locals:
             frame = frame.f_back
         self._cpu = frame.f_locals["pg"]._get_backend(torch.device("cpu"))
-        self.part = Part(name, Mesh(store, rank, size, timeout), timeout)
+        _strike("start")
+        self.part = Part(name, _complete_mesh(store, rank, size, timeout), timeout)
         self._group_name = ""
         self._started = 0
         self._between: defaultdict[Any, int] = defaultdict(int)
@@ -484,7 +504,7 @@ class Group(dist.ProcessGroup):
         """Start a collective: send tensors to all ranks, and call ``finish`` with what all have sent."""
         if (error := self.part.refused()) is not None:
             raise error
-        _strike()
+        _strike("stall", "error")
         self._started += 1
         key, mesh, own = self._started, self.part.mesh, [tensor.detach().clone() for tensor in sent]
         for peer in range(self.size()):

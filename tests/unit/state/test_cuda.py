@@ -48,7 +48,7 @@ def file_storage(file_storage: Any, shared_memory: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def state(file_storage: Callable[..., Any], member: Any, world: Any) -> TorchState:
+def state(file_storage: Callable[..., Any], member: Any, world: Any) -> Iterator[TorchState]:
     torch.manual_seed(0)
     model = Net().cuda()
     state = TorchState(
@@ -59,7 +59,8 @@ def state(file_storage: Callable[..., Any], member: Any, world: Any) -> TorchSta
     )
     committer_of(state).use_storage(file_storage())
     committer_of(state).use_session(member(world(1)))
-    return state
+    yield state
+    committer_of(state).snapshot.close()  # CUDA would keep the addresses of memory that is gone
 
 
 def train(state: TorchState) -> None:
@@ -123,6 +124,7 @@ def test_commits_are_right_in_memory_that_cannot_be_pinned(
     state: TorchState, file_storage: Any, tmp_path: Path
 ) -> None:
     """CUDA cannot pin a file on a disk. Its error must not show at the next launch of a kernel."""
+    committer_of(state).snapshot.close()
     committer_of(state).use_storage(file_storage.func(tmp_path))
     for _ in range(2):
         train(state)

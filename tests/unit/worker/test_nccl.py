@@ -28,13 +28,13 @@ from elasticstate.worker.contexts.nccl import NcclBackend, NcclContext
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 DEVICE = torch.device("cuda", 0)
-NAMES = [name for setting in (*nccl_settings._ALWAYS, nccl_settings._NONBLOCKING) for name in setting.names]
+NAMES = [name for setting in nccl_settings._SETTINGS for name in setting.names]
 
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Unset the variables of NCCL for the test, and also after it."""
-    for name in (*NAMES, nccl_settings._NONBLOCKING_TIMEOUT):
+    for name in NAMES:
         monkeypatch.setenv(name, "")  # so that monkeypatch removes the variable at the end, whoever sets it
         monkeypatch.delenv(name)
     return monkeypatch
@@ -44,17 +44,12 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_what_the_user_has_not_set_is_set(clean: pytest.MonkeyPatch) -> None:
-    assert nccl_settings.apply_settings((2, 27, 3)) == []
+    assert nccl_settings.apply_settings() == []
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
-    assert os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
+    assert os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "0"
     assert "NCCL_ASYNC_ERROR_HANDLING" not in os.environ, "an old name"
-
-
-def test_non_blocking_communicators_are_not_asked_of_a_version_in_which_they_hang(clean: pytest.MonkeyPatch) -> None:
-    nccl_settings.apply_settings((2, 26, 5))
-    assert "TORCH_NCCL_USE_COMM_NONBLOCKING" not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -64,14 +59,14 @@ def test_non_blocking_communicators_are_not_asked_of_a_version_in_which_they_han
         ("NCCL_ASYNC_ERROR_HANDLING", "1", "0"),
         ("TORCH_NCCL_ENABLE_MONITORING", "true", "0"),
         ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "60", "86400"),
-        ("TORCH_NCCL_USE_COMM_NONBLOCKING", "0", "1"),
+        ("TORCH_NCCL_USE_COMM_NONBLOCKING", "1", "0"),
     ],
 )
 def test_what_defeats_recovery_is_kept_and_warned_of(
     clean: pytest.MonkeyPatch, name: str, value: str, wanted: str
 ) -> None:
     clean.setenv(name, value)
-    (warning,) = nccl_settings.apply_settings((2, 27, 3))
+    (warning,) = nccl_settings.apply_settings()
     assert warning.startswith(f"{name}={value} in the environment: ")
     assert warning.endswith(f". Unset the variable, or set it to {wanted}.")
     assert os.environ[name] == value
@@ -84,14 +79,6 @@ def test_the_same_in_other_words_is_no_warning(clean: pytest.MonkeyPatch, value:
     clean.setenv("TORCH_NCCL_ENABLE_MONITORING", value)
     assert set_unless_given("0", "TORCH_NCCL_ENABLE_MONITORING") is None
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == value
-
-
-def test_the_time_for_an_init_is_the_users_or_ours(clean: pytest.MonkeyPatch) -> None:
-    nccl_settings.bound_init(timedelta(seconds=59.5))
-    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "60"
-    clean.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "7")
-    nccl_settings.bound_init(timedelta(seconds=60))
-    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "7"
 
 
 # ------------------------------------------------------------------------------------------------ choice of the backend
