@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import _thread, asyncio, os, signal, subprocess, sys, time
+import _thread, asyncio, os, signal, subprocess, sys, threading, time
 from elasticstate.compat.standard_library import start_thread
 from elasticstate.loop_watch import watch_loops
 
@@ -80,6 +80,29 @@ def has_no_core():
 def has_no_core_between_callbacks():
     compete(2.5, others=4)
 
+def with_a_thread(does):
+    begun, is_over = threading.Event(), threading.Event()
+    threading.Thread(target=does, args=(begun, is_over)).start()
+    begun.wait()
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        time.sleep(0)  # without the interpreter's lock
+    is_over.set()
+
+def waits_for_a_thread_without_core():
+    def compute(begun, is_over):
+        compete(0.6)
+        begun.set()
+        while not is_over.is_set():
+            pass
+    with_a_thread(compute)
+
+def waits_for_a_thread_that_sleeps():
+    def sleep(begun, is_over):
+        time.sleep(0.3)
+        begun.set()
+    with_a_thread(sleep)
+
 async def main():
     asyncio.get_running_loop().call_soon(globals()[sys.argv[2]])
     await asyncio.sleep(0)
@@ -106,6 +129,8 @@ with watch_loops(sys.argv[1]):
         ("is_stopped", False),
         ("has_no_core", False),
         ("has_no_core_between_callbacks", False),
+        ("waits_for_a_thread_without_core", False),
+        ("waits_for_a_thread_that_sleeps", True),
     ],
 )
 def test_a_callback_is_slow_by_its_own_doing_alone(what: str, found: bool, tmp_path: Path) -> None:
