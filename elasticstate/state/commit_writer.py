@@ -54,7 +54,7 @@ class CommitWriter:
         self._synced_generation = 0
         self._ticks = TickRecords(live.capture, live.quick_capture, live.owned)
         self.begun: CommitId | None = None
-        """The last commit that was begun, sealed or not."""
+        """The last commit of a tick that was begun, sealed or not."""
         self.loaded: dict[str, Any] | None = None
         """Between two calls of ``train``: copies of the states that objects with iterators have loaded, by name."""
         self._has_trained = False  # ``train`` was called in this process

@@ -481,4 +481,5 @@ class Committer(CommitWriter):
             self._send(channel_between(session, root, lacking))
         elif not is_last:
             self._receive(channel_between(session, root, lacking), commit, keeps_random_state=True)
+            self.begun = commit  # an interrupt at this tick finds it here as on the ranks that trained
         session.tick()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,35 @@ def test_a_death_while_some_have_joined_is_survived_and_a_newcomer_taken_in(tmp_
         check_joins(job)
         assert [event["size"] for event in job.events("world_formed")][:3] == [3, 2, 3]
         assert {line["size"] for line in job.log("final")} == {3}
+
+
+def test_a_planned_change_at_the_tick_of_a_join_interrupts_all_ranks(tmp_path: Path) -> None:
+    """All ticks here are those of join(), with which ranks 0 and 1 receive the commit of rank 2."""
+    program = (
+        "import os, sys, torch, elasticstate.horovod as hvd\n"
+        "hvd.init()\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    while not hvd.allreduce(torch.tensor(float(os.path.exists(sys.argv[1])))):\n"
+        "        for _ in range(1 + hvd.rank()):\n"
+        "            optimizer.zero_grad()\n"
+        "            model(torch.ones(1, 2)).sum().backward()\n"
+        "            optimizer.step()\n"
+        "        hvd.join()\n"
+        "train(hvd.elastic.TorchState(model, optimizer))\n"
+    )
+    stop = tmp_path / "stop"
+    command = [sys.executable, "-c", program, str(stop)]
+    with Job(tmp_path, *OPTIONS, "--preemption-window", "0", command=command) as job:
+        job.wait_for_event("sync", 9)
+        job.kill(2, number=signal.SIGTERM)
+        assert job.wait_for_event("world_formed", 2)["left"] == ["localhost:2#1"]
+        stop.touch()
+        job.finish(0)
+        assert [event["exit_code"] for event in job.events("worker_exited")] == [0, 0, 0], job.output
+        assert isinstance(job.events("end")[0]["at"], int)
 
 
 def test_the_example_learns() -> None:
