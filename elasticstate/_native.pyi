@@ -243,6 +243,13 @@ class ControlPage:
     def commit_s(self) -> float:
         """Seconds that the ticks of this generation spent in commits."""
 
+    def begin_training(self, now_ns: int) -> None:
+        """Record that training in this generation begins at this instant of CLOCK_MONOTONIC, in nanoseconds."""
+
+    @property
+    def trains_since(self) -> int:
+        """Instant of ``begin_training`` in this generation; 0: training has not begun."""
+
     def heartbeat(self) -> None:
         """Add 1 to the *heartbeat* stamp."""
 

@@ -275,6 +275,8 @@ void bind_control_page(nb::module_ &m) {
         .def_prop_ro("is_stale", &ControlPage::is_stale)
         .def("add_commit_s", &ControlPage::add_commit_s, "seconds"_a)
         .def_prop_ro("commit_s", &ControlPage::commit_s)
+        .def("begin_training", &ControlPage::begin_training, "now_ns"_a)
+        .def_prop_ro("trains_since", &ControlPage::trains_since)
         .def("heartbeat", &ControlPage::beat)
         .def("progress", &ControlPage::progress)
         .def("stamp", &stamp)

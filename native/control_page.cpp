@@ -109,6 +109,7 @@ void ControlPage::enter(std::uint64_t generation) noexcept {
     page_->generation.store(generation);
     page_->word.reset();
     page_->commit_s.store(0.0);
+    page_->trains_since.store(0);
     page_->version.fetch_add(1);
 }
 

@@ -47,6 +47,7 @@ constexpr std::size_t POINTS = 64;
 ///     is_stale    the slot's files have lost their names: the worker requests new ones. The agent writes it
 ///     seals       of both buffers, two places each: a new seal never overwrites the valid one
 ///     commit_s    seconds that the ticks of this generation spent in commits
+///     trains_since  when training in this generation began, on CLOCK_MONOTONIC in nanoseconds; 0: it has not
 ///     pins        of both buffers: until when the agent copies it, on CLOCK_MONOTONIC in nanoseconds; 0: it does not
 ///     points      number of points that were ever written; the newest are in `ring`
 struct ControlLayout {
@@ -60,6 +61,7 @@ struct ControlLayout {
     std::atomic<std::uint64_t> is_stale;
     alignas(64) SealWords seals[2][2];
     std::atomic<double> commit_s;
+    std::atomic<std::uint64_t> trains_since;
     std::atomic<std::uint64_t> points;
     std::atomic<std::uint64_t> ring[POINTS][3];
     std::atomic<std::uint64_t> pins[2];
@@ -101,6 +103,8 @@ public:
     void beat() noexcept { page_->heartbeat.fetch_add(1); }
     void progress() noexcept { page_->progress.fetch_add(1); }
     void set_place(std::uint64_t place) noexcept { page_->place.store(place); }
+    void begin_training(std::uint64_t now_ns) noexcept { page_->trains_since.store(now_ns); }
+    std::uint64_t trains_since() const noexcept { return page_->trains_since.load(); }
     double commit_s() const noexcept { return page_->commit_s.load(); }
     void add_commit_s(double seconds) noexcept { page_->commit_s.store(page_->commit_s.load() + seconds); }
     /// Begins a generation: no ticks, no hold.

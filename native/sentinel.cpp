@@ -38,6 +38,10 @@ timespec timespec_of(std::chrono::nanoseconds duration) noexcept {
     return {static_cast<time_t>(nanoseconds / 1'000'000'000), static_cast<long>(nanoseconds % 1'000'000'000)};
 }
 
+std::uint64_t nanoseconds_of(std::chrono::steady_clock::time_point time) noexcept {
+    return static_cast<std::uint64_t>(std::chrono::nanoseconds(time.time_since_epoch()).count());
+}
+
 /// Waits while `word` is `seen`. False: the time is over, or a signal has arrived.
 bool futex_wait(std::atomic<std::uint32_t> &word, std::uint32_t seen, std::chrono::nanoseconds timeout) noexcept {
     const timespec limit = timespec_of(timeout);
@@ -147,8 +151,8 @@ void Sentinel::set_place(Place place) {
 void Sentinel::begin_training(double sync_s) {
     refuse_child();
     const Lock lock(mutex_);
+    page_.begin_training(nanoseconds_of(Clock::now()));
     page_.set_place(static_cast<std::uint64_t>(Place::train));
-    trains_since_ = Clock::now();
     sync_s_ = sync_s;
 }
 
@@ -190,7 +194,7 @@ TickEnd Sentinel::end_of_tick(std::uint64_t ticks) {
     const std::uint64_t generation = page_.generation();
     look_at_lease_locked();
     if (ticks == 1) {
-        const double train_s = std::chrono::duration<double>(now - trains_since_).count();
+        const double train_s = static_cast<double>(nanoseconds_of(now) - page_.trains_since()) / 1e9;
         send_locked(agent_messages::first(generation, train_s, sync_s_));
     }
     wait_until(lock, [&] {

@@ -195,8 +195,7 @@ private:
     std::string cause_;
     bool held_ = false;
     std::optional<std::uint64_t> end_tick_;             // END at this tick of the present generation
-    Clock::time_point trains_since_{};                  // in the present generation
-    double sync_s_ = 0.0;                               // from the existence of its process groups until then
+    double sync_s_ = 0.0;                               // from the existence of its process groups to its training
     std::uint64_t own_error_ = 0;                       // the generation with the verdict: own error
     std::uint64_t open_gate_ = 0;                       // the newest generation whose gate is open
     bool asked_ = false;                                // ASK_WHERE about the present generation

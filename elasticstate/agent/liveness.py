@@ -28,6 +28,7 @@ class Liveness:
         self._judged = False
         self._heartbeat_at = self._moved_at = self._looked_at = 0.0
         self._seen = self._page.stamp()
+        self._trains_since = 0
         self._has_changed = False
         self._reported: Stamp | None = None
         self._next_point = 0  # number of the first point on the page that was not reported
@@ -50,6 +51,7 @@ class Liveness:
     def look(self, now: float) -> None:
         """Read the page."""
         last, self._seen, self._looked_at = self._seen, self._page.stamp(), now
+        self._trains_since = self._page.trains_since
         if self._seen[0] != last[0]:  # heartbeat
             self._heartbeat_at, self._has_changed = now, True
         if self._seen[1:] != last[1:]:
@@ -111,9 +113,11 @@ class Liveness:
             return None
         self._has_changed, self._reported = False, stamp
         still_s = self._looked_at - self._moved_at
+        trained_s = self._looked_at - self._trains_since / 1e9 if self._trains_since else 0.0
         points, self._next_point = self._page.points(self._next_point)
         pace = tuple((tick, own_us) for generation, tick, own_us in points if generation == stamp.generation)
-        return replace(stamp, pace=pace, still_s=round(max(0.0, still_s), 3))
+        seconds = {"still_s": round(max(0.0, still_s), 3), "trained_s": round(max(0.0, trained_s), 3)}
+        return replace(stamp, pace=pace, **seconds)
 
 
 def stamps_interval_s(heartbeat_timeout_s: float, workers: int) -> float:

@@ -109,6 +109,13 @@ def first_tick(d: Draft, event: t.FirstTick) -> None:
     d.update_ledger(account=d.ledger.account.with_first_tick(event.train_s, event.sync_s, d.now))
 
 
+def training_began(d: Draft, at: float) -> None:
+    """Record when a member of the present world began to train."""
+    account = d.ledger.account.with_training(at, d.now)
+    if account is not d.ledger.account:
+        d.update_ledger(account=account)
+
+
 def training_resumed(d: Draft, at: float) -> None:
     """Record that the new world has completed its first tick, or has nothing more to do."""
     down_since = d.ledger.down_since

@@ -288,12 +288,22 @@ def _heartbeat(d: Draft, event: t.Heartbeat) -> None:
         commit=event.commit or worker.commit,
         commit_at=worker.commit_at if event.commit in (None, worker.commit) else d.now,
     )
+    _trains(d, event.worker, event.trained_s)
     if event.generation == d.generation:
         accounting.commit_stalled(d, event.commit_s)
         if event.commit_s and not d.ledger.commits_come:
             d.update_ledger(commits_come=True)
     if event.pace:
         pace_reported(d, d.workers[worker.id], event.pace)
+
+
+def _trains(d: Draft, name: t.WorkerId, seconds: float) -> None:
+    """Record when a member began to train in its newest world. Its first report is the one that was delayed least."""
+    worker = d.workers[name]
+    if seconds and worker.trains_since is None:
+        d.put(worker, trains_since=d.now - seconds)
+        if d.breaks(worker):
+            accounting.training_began(d, d.now - seconds)
 
 
 def _commit_sealed(d: Draft, event: t.CommitSealed) -> None:
@@ -338,6 +348,7 @@ def _worker_ready(d: Draft, event: t.WorkerReady) -> None:
         suspect_at=None,
         confirmed_at=None,
     )
+    _trains(d, event.worker, event.trained_s)
     if d.breaks(worker):
         if not d.ledger.is_broken:
             d.update_ledger(is_broken=True)

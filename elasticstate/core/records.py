@@ -102,6 +102,7 @@ class Worker(Struct, frozen=True, gc=False):
     ticks_at: float = -inf  # when ``ticks`` last changed
     moved_at: float = -inf  # when the worker last ended a tick, changed its place, or reported progress
     still_s: float = 0.0  # seconds since then, as last reported by its agent
+    trains_since: float | None = None  # when it began to train in its newest world, by its first report of that
     commit: CommitId | None = None  # the newest that was reported
     commit_at: float = -inf  # when the first report of ``commit`` arrived
     lacked: bool = False  # the worker lacked the state when its newest world began

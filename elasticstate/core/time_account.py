@@ -99,6 +99,8 @@ class TimeAccount(Struct, frozen=True, gc=False):
     earlier: Times = Times()  # of all generations before
     stalled_s: float = 0.0  # commit stall of the present generation, as far as it was moved
     first: FirstTickTimes | None = None  # of the present generation
+    formed_at: float | None = None  # when the present world was published
+    trains_since: float | None = None  # when the member of the present world that began last began to train
     before_standstill: float | None = None  # ``no_ticks`` at the begin of the present standstill
     cut: Cut | None = None  # of the present generation
     gap_from: float | None = None  # since when no driver ran, if the present world did not survive that time
@@ -146,6 +148,21 @@ class TimeAccount(Struct, frozen=True, gc=False):
         account = self.moved("goodput", "sync", max(0.0, known.train_s - train_s))
         account = account.moved("sync", "world_formation", max(0.0, known.ready_s - ready_s))
         return replace(account, first=FirstTickTimes(min(known.train_s, train_s), min(known.ready_s, ready_s)))
+
+    def with_training(self, began_at: float, now: float) -> TimeAccount:
+        """Record when a member began to train in the present world, in which no tick was completed yet.
+
+        The place of a worker is known a report later than it changed, and a world may fail before that. The member that
+        began last decides, as in ``with_first_tick``.
+        """
+        if self.first is not None or self.formed_at is None or self.present.no_driver:
+            return self
+        if self.trains_since is not None and began_at <= self.trains_since:
+            return self
+        account = self.until(now)
+        before_s = max(0.0, began_at - self.formed_at)
+        account = account.moved("world_formation", "no_ticks", account.present.world_formation - before_s)
+        return replace(account, trains_since=began_at)
 
     def with_commit_stall(self, seconds: float, now: float) -> TimeAccount:
         """Record that a member has spent ``seconds`` of the present generation's ticks in commits."""
@@ -213,15 +230,16 @@ class TimeAccount(Struct, frozen=True, gc=False):
     def with_next_generation(self, now: float) -> TimeAccount:
         """End the present generation."""
         account = self.until(now)
-        return TimeAccount(account.activity, now, earlier=account.earlier + account.present, tick_s=account.tick_s)
+        earlier = account.earlier + account.present
+        return TimeAccount(account.activity, now, earlier=earlier, formed_at=now, tick_s=account.tick_s)
 
     # ---------------------------------------------------------------------------------------------- a change of driver
 
     def shifted(self, seconds: float) -> TimeAccount:
         """Return the account with the times of another clock, which is ahead by ``seconds``."""
         cut = None if self.cut is None else replace(self.cut, at=self.cut.at + seconds)
-        since, gap_from = (None if at is None else at + seconds for at in (self.since, self.gap_from))
-        return replace(self, since=since, cut=cut, gap_from=gap_from)
+        moments = {name: getattr(self, name) for name in ("since", "gap_from", "formed_at", "trains_since")}
+        return replace(self, cut=cut, **{name: None if at is None else at + seconds for name, at in moments.items()})
 
     def with_gap(self, seen_at: float, now: float) -> TimeAccount:
         """Record that no driver ran from ``seen_at`` until now, and that the activity has not gone on until now."""

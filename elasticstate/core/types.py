@@ -116,6 +116,7 @@ class WorkerReady(Struct, frozen=True, gc=False):
     names: int = 0  # digest of its value names, if it can read commits of other workers of its host; 0: it cannot
     commit_s: float = 0.0  # seconds of that generation's ticks that it spent in commits
     has_shards: bool = False  # ``commit`` has attached values, of which each member has its own shards
+    trained_s: float = 0.0  # seconds since it began to train in that generation; 0: it has not
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +212,7 @@ class Heartbeat(Struct, frozen=True, gc=False):
     pace: tuple[tuple[int, int], ...] = ()
     previous: CommitId | None = None
     still_s: float = 0.0
+    trained_s: float = 0.0  # see WorkerReady
 
 
 class CommitSealed(Message, frozen=True):

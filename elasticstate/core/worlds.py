@@ -165,6 +165,7 @@ def enter(d: Draft, world: t.World) -> None:
             ticks_at=d.now,
             moved_at=d.now,
             still_s=0.0,
+            trains_since=None,
             place="regroup",
             suspect_at=None,
             suspect_error="",

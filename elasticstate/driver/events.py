@@ -11,7 +11,7 @@ _PLACES = {place: place.name.lower() for place in messages.Place}
 
 def heartbeat(worker: t.WorkerId, stamp: messages.Stamp) -> t.Heartbeat:
     read = (stamp.generation, stamp.ticks, stamp.commit, stamp.commit_s, stamp.pace, stamp.previous)
-    return t.Heartbeat(worker, _PLACES[stamp.place], *read, stamp.still_s)
+    return t.Heartbeat(worker, _PLACES[stamp.place], *read, stamp.still_s, stamp.trained_s)
 
 
 def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | None:
@@ -19,7 +19,7 @@ def event_of(worker: t.WorkerId, body: messages.FromWorkerBody) -> t.Event | Non
     match body:
         case messages.Ready(generation, commit, previous, store, ticks, paused_s, behind, sealed, names):
             last = (generation, commit, previous, store, ticks, paused_s, behind, sealed, names)
-            return t.WorkerReady(worker, *last, body.commit_s, body.has_shards)
+            return t.WorkerReady(worker, *last, body.commit_s, body.has_shards, body.trained_s)
         case messages.HoldAnswer(generation, ticks, in_gate, number):
             return t.HoldAnswered(worker, generation, ticks, in_gate, number)
         case messages.RunUsed():

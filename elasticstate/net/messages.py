@@ -135,6 +135,7 @@ class Stamp(Message, frozen=True):
     pace: tuple[tuple[int, int], ...] = ()  # new points of its own time; see core.types.Heartbeat
     previous: CommitId | None = None  # the commit in the other buffer
     still_s: float = 0.0  # seconds since the worker ended a tick, changed its place, or reported progress
+    trained_s: float = 0.0  # seconds since it began to train in ``generation``; 0: it has not
 
 
 class WorkerReport(Message, frozen=True):

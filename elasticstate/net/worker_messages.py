@@ -78,6 +78,7 @@ class Ready(Message, frozen=True):
     names: int = 0  # digest of the value names; 0: the worker cannot read commits of other workers of its host
     commit_s: float = 0.0  # seconds that the ticks of ``generation`` spent in commits
     has_shards: bool = False  # ``commit`` has attached values, of which each member has its own shards
+    trained_s: float = 0.0  # seconds since it began to train in ``generation``; 0: it has not
 
 
 class HoldAnswer(Message, frozen=True):

@@ -240,8 +240,10 @@ class Sentinel:
         self._native.set_place(Place.REGROUP)
         joined, ids, commit_s = self.generation, (self._commit, self._previous), self._page.commit_s
         paused_s = time.monotonic() - self._ticked_at if self.ticks else 0.0
+        trained_s = time.monotonic() - since / 1e9 if (since := self._page.trains_since) else 0.0
         ticks, sealed = self.ticks, self._newest_sealed
-        self.send(messages.Ready(joined, *ids, store, ticks, paused_s, behind, sealed, names, commit_s, has_shards))
+        begin = (joined, *ids, store, ticks, paused_s, behind, sealed, names)
+        self.send(messages.Ready(*begin, commit_s, has_shards, trained_s))
         message = self._native.wait_world(joined)
         if message is None:
             raise SystemExit(0)

@@ -68,7 +68,7 @@ def test_work_that_no_commit_holds_is_named_when_a_failure_loses_it(tmp_path: Pa
         job.finish()
     (finished,) = job.events("job_finished")
     assert len(re.findall(r"starts at step (\d+)", job.output)) == job.output.count("starts at step 0") >= 3
-    assert 1.0 < finished["uncommitted_s"] < 30.0
+    assert 1.4 < finished["uncommitted_s"] < finished["wall_s"], "30 steps of 0.05 s at least"
     assert re.search(r"s of training lost because nothing was committed", job.output)
     if kind == "nothing":
         assert finished["lower_bounds"] == ["ticks_lost"]

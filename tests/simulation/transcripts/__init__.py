@@ -130,11 +130,13 @@ def parse_event(words: list[str]) -> t.Event:
     worker, given = _worker(rest[0]), dict(_pairs(rest[1:]))
     generation, ticks, commit = int(given.get("in", "0")), int(given.get("ticks", "0")), _commit(given.get("commit"))
     paused_s, commit_s, train_s, sync_s = (float(given.get(key, "0")) for key in ("paused", "commits", "train", "sync"))
+    trained_s = float(given.get("trained", "0"))
     match kind:
         case "ready":
             sealed, store = _commit(given.get("sealed")), f"{worker.host}:5000"
             begin = (worker, generation, commit, _commit(given.get("previous")), store, ticks, paused_s)
-            return t.WorkerReady(*begin, sealed=sealed, commit_s=commit_s, has_shards="shards" in given)
+            times = {"commit_s": commit_s, "trained_s": trained_s}
+            return t.WorkerReady(*begin, sealed=sealed, has_shards="shards" in given, **times)
         case "exit":
             code, signal = (int(given[key]) if key in given else None for key in ("code", "signal"))
             end = (given.get("error", ""), int(given.get("at", "0")), "unstarted" not in given)
@@ -155,7 +157,7 @@ def parse_event(words: list[str]) -> t.Event:
             place, pace = given.get("place", "train"), _pace(given.get("pace", ""))
             previous = _commit(given.get("previous"))
             still_s = float(given.get("still", "0"))
-            return t.Heartbeat(worker, place, generation, ticks, commit, commit_s, pace, previous, still_s)
+            return t.Heartbeat(worker, place, generation, ticks, commit, commit_s, pace, previous, still_s, trained_s)
         case "where":
             entered = [word.split(":") for word in given.get("entered", "").split(",") if word]
             collectives = tuple(t.Collective("default_pg", int(number), text) for number, text in entered)

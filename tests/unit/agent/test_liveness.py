@@ -141,6 +141,24 @@ def test_a_stamp_says_for_how_long_the_worker_has_made_no_progress(worker: Worke
     assert still_s() == 0.0
 
 
+def test_a_stamp_says_for_how_long_the_worker_has_trained_in_its_generation(worker: Worker) -> None:
+    def trained_s() -> float:
+        stamp = worker.liveness.changed_stamp()
+        assert stamp is not None
+        return stamp.trained_s
+
+    worker.heartbeat(1.0)
+    assert trained_s() == 0.0
+    worker.page.begin_training(1_200_000_000)
+    worker.heartbeat(2.0)
+    assert trained_s() == 0.8
+    worker.heartbeat(5.0, Place.REGROUP, progress=True)
+    assert trained_s() == 3.8, "since it began, whatever it does now"
+    worker.page.enter(2)
+    worker.heartbeat(6.0)
+    assert trained_s() == 0.0
+
+
 def test_stamps_are_sent_each_second_less_often_in_a_large_world_and_several_times_within_the_timeout() -> None:
     assert stamps_interval_s(10.0, 0) == stamps_interval_s(10.0, 4000) == stamps_interval_s(60.0, 8) == 1.0
     assert stamps_interval_s(10.0, 6000) == 1.5

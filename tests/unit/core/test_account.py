@@ -63,6 +63,25 @@ def test_training_without_a_tick_is_no_goodput() -> None:
     assert times(m, 8.0) == {"boot": 1.0, "world_formation": 2.0, "sync": 0.5, "goodput": 4.5}
 
 
+def test_without_a_tick_the_member_that_began_last_to_train_decides_where_the_formation_ends() -> None:
+    """Their places are known later: the reports say for how long they have trained."""
+    script = "\n".join(START.splitlines()[:-1])
+    m, _ = after(script + "\n3.0 heartbeat a:0#1 in=1 trained=1.6\n3.5 heartbeat a:1#1 in=1 trained=1.7")
+    assert times(m, 6.0) == {"boot": 1.0, "world_formation": 0.8, "no_ticks": 4.2}
+    m, _ = after("6.0 heartbeat a:0#1 in=1 trained=4.4 + heartbeat a:1#1 in=1 trained=4.0", m)
+    assert times(m, 6.0) == {"boot": 1.0, "world_formation": 0.8, "no_ticks": 4.2}, "later reports may be late"
+    m, _ = after("8.0 first a:0#1 in=1 train=6.2 sync=0.5", m)
+    assert times(m, 8.0) == {"boot": 1.0, "world_formation": 0.3, "sync": 0.5, "goodput": 6.2}
+
+
+def test_so_it_does_if_the_world_fails_before_any_report() -> None:
+    script = "\n".join(START.splitlines()[:-1])
+    m, _ = after(script + "\n1.9 exit a:1#1 signal=9\n2.0 ready a:0#1 in=1 trained=0.6")
+    assert times(m, 2.5) == {"boot": 1.0, "world_formation": 0.9, "no_ticks": 0.5, "regroup": 0.1}
+    m, _ = after("3.4 exit a:0#1 signal=9", m)
+    assert times(m, 3.4)["no_ticks"] == 0.5, "no report has said that it trains in the second world"
+
+
 def test_a_failure_costs_the_tick_that_it_cut_off_the_ticks_since_the_commit_and_the_regroup() -> None:
     script = (
         START

@@ -65,6 +65,15 @@ def test_work_without_ticks_is_lost_to_an_unknown_amount() -> None:
     assert text in figures_of(m, 6.0).text()
 
 
+def test_work_before_the_first_report_counts() -> None:
+    """The place of a worker is reported once in a second, and the world may fail before that."""
+    untrained = "\n".join(START.splitlines()[:-1]) + "\n"
+    m, _ = after(untrained + "1.9 heartbeat a:1#1 in=1 place=train trained=0.5 + exit a:1#1 signal=9\n")
+    m, effects = after("2.0 ready a:0#1 in=1 trained=0.7", m)
+    assert "all of its work (0.5 s, an unknown number of steps) is lost" in warnings(effects)[0]
+    assert figures_of(m, 2.0).fields()["uncommitted_s"] == 0.5
+
+
 def test_a_job_with_commits_loses_no_more_than_its_ticks() -> None:
     m, _ = after(START + beat(4.0, 40, " commit=1.30"))
     m, _ = after("5.0 exit a:1#1 signal=9\n5.1 ready a:0#1 in=1 ticks=40 paused=0.1 commit=1.30", m)

@@ -26,6 +26,11 @@ def test_what_one_process_writes_another_reads(path: Path) -> None:
     worker.heartbeat()
     worker.progress()
     assert agent.stamp() == (2, 1, 0, 0, 0)
+    assert agent.trains_since == 0
+    worker.begin_training(7)
+    assert agent.trains_since == 7
+    worker.enter(1)
+    assert agent.trains_since == 0, "in the new generation"
     worker.seal(1, ME, 5, 9, 1234, 4096, 0xDEADBEEF, b"the tag of a job")
     assert agent.sealed(1, ME) == (5, 9, 1234, 4096, 0xDEADBEEF, b"the tag of a job")
     assert agent.sealed(0, ME) is None
