@@ -1,7 +1,9 @@
 # PYTHON is the interpreter that the virtual environment is made with; 3.10 or later.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALLED := .venv/.installed
+# The file is named after the content of what is installed: times say nothing in a copied tree.
+SOURCES := pyproject.toml setup.py constraints.txt CMakeLists.txt $(sort $(wildcard native/*.*))
+INSTALLED := .venv/.installed-$(shell sha256sum $(SOURCES) | sha256sum | cut -c 1-16)
 
 .PHONY: help setup demo docs test chaos bench bench-gpu check-gpu lint hosts
 
@@ -80,8 +82,9 @@ lint: setup  ## ruff and mypy --strict
 	$(LINT)
 
 # The build requirements come first and pip builds with them: build isolation would fetch them again for each build.
-$(INSTALLED): pyproject.toml setup.py constraints.txt CMakeLists.txt $(wildcard native/*)
+$(INSTALLED):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt setuptools cmake nanobind
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,docs,mpi]'
+	rm -f .venv/.installed*
 	touch $@
