@@ -450,6 +450,9 @@ class Sentinel:
     def wait_end(self, generation: int) -> bool:
         """Return True once the generation has ended, False once it has been left. For a Python thread."""
 
+    def wait_order(self, generation: int) -> bool:
+        """Return True when the agent's END of a generation is there that has ended here before; False if none comes."""
+
     def wait_report(self, generation: int) -> ReportReason:
         """Wait until there is something to report about the generation. For one Python thread."""
 

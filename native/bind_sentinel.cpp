@@ -182,6 +182,7 @@ void bind_sentinel(nb::module_ &m) {
         .def("wait_other", &wait_other)
         .def("wait_verdict", &Sentinel::wait_verdict, "generation"_a, NoGil())
         .def("wait_end", &Sentinel::wait_end, "generation"_a, NoGil())
+        .def("wait_order", &Sentinel::wait_order, "generation"_a, NoGil())
         .def("wait_report", &Sentinel::wait_report, "generation"_a, NoGil())
         .def("wait_gate", &Sentinel::wait_gate, "generation"_a, NoGil());
     sentinel.attr("MESSAGE_KINDS") = message_kinds();

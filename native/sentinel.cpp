@@ -223,6 +223,13 @@ bool Sentinel::in_lease() {
     return false;
 }
 
+bool Sentinel::wait_order(std::uint64_t generation) {
+    refuse_child();
+    Lock lock(mutex_);
+    wait_until(lock, [&] { return ordered_end_ >= generation || leaving_ || world_generation_ > generation; });
+    return ordered_end_ >= generation;
+}
+
 std::optional<std::string> Sentinel::wait_world(std::uint64_t joined) {
     refuse_child();
     Lock lock(mutex_);
@@ -423,6 +430,10 @@ void Sentinel::obey_locked(const MessageHead &head, std::string_view message) {
             }
             break;
         case MessageKind::end_now:
+            if (head.generation == ended_ && ordered_end_ < ended_) {
+                cause_ = message;
+            }
+            ordered_end_ = std::max(ordered_end_, head.generation);
             end_locked(head.generation, std::string(message));
             break;
         case MessageKind::end_at:

@@ -100,7 +100,7 @@ public:
     bool leaving() const noexcept { return leaving_.load(); }
     bool ended(std::uint64_t generation) const noexcept { return ended_.load() >= generation; }
     bool in_generation();
-    /// The END message of the generation that ended last.
+    /// The END message of the generation that ended last: that of the agent, as soon as it is there.
     std::string cause();
 
     /// Sends a message, or keeps it until the agent reads. The thread detects the end of the agent.
@@ -127,6 +127,9 @@ public:
     /// True if ticks are allowed. If not, the present generation ends, because another world may exist.
     bool in_lease();
 
+    /// Waits for the agent's END of a generation that has ended here before it arrived: true when it is there, and
+    /// `cause` returns it; false if it does not come, as a newer world or LEAVE does. Call it after READY.
+    bool wait_order(std::uint64_t generation);
     /// Returns the message of a world newer than generation `joined`; none after LEAVE.
     std::optional<std::string> wait_world(std::uint64_t joined);
     /// Returns the next message that only Python can decode, oldest first.
@@ -193,6 +196,7 @@ private:
     std::uint64_t world_generation_ = 0;
     std::deque<std::string> others_;
     std::string cause_;
+    std::uint64_t ordered_end_ = 0;  // the highest generation of which the agent's END has arrived
     bool held_ = false;
     std::optional<std::uint64_t> end_tick_;             // END at this tick of the present generation
     double sync_s_ = 0.0;                               // from the existence of its process groups to its training

@@ -21,6 +21,7 @@ from elasticstate.core.ending import (
     suspects_of,
     verdict_deadlines,
 )
+from elasticstate.core.hangs import reports_until
 from elasticstate.core.records import Draft, Failure, Forming, Worker
 from elasticstate.core.running import become_finishing
 from elasticstate.core.standstill import check_ticks, standstill_deadlines
@@ -58,6 +59,9 @@ def forming(d: Draft, phase: Forming) -> None:
             check_ticks(d, members)
         d.reason = f"waiting for {names(awaited)} to leave generation {phase.ended}"
         return
+    if phase.clock is not None and d.now < reports_until(d, phase.clock):
+        d.reason = f"waiting for reports on the hang of generation {phase.ended}"
+        return
     settle(d, phase)
     if isinstance(d.phase, Forming) and (len(staying(d)) < d.policy.min_np or not form(d)):
         become_waiting(d)
@@ -73,6 +77,8 @@ def forming_deadlines(d: Draft, phase: Forming) -> Iterator[tuple[str, float]]:
     yield "regroup", _regroup_end(d, phase, awaited)
     if awaited and not phase.noticed:
         yield "notice", phase.since + d.policy.waiting_notice_s
+    if not awaited and phase.clock is not None:
+        yield "reports on a hang", reports_until(d, phase.clock)
 
 
 def _regroup_end(d: Draft, phase: Forming, awaited: list[Worker]) -> float:

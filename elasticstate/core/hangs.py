@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace as replace_dataclass
+from math import inf
 
 from msgspec.structs import replace
 
@@ -113,6 +114,19 @@ def report_hang(d: Draft) -> None:
         stacks={str(rank): hang.reports[rank].stack for rank in found.missing},
         text=found.text(),
     )
+
+
+def reports_until(d: Draft, since: float) -> float:
+    """Return the time until which READY members may report the hang that has ended their generation at ``since``; -inf
+    if no report is awaited.
+
+    A member that was freed before its END arrived is READY before it reports.
+    """
+    hang = d.ledger.hang
+    if hang is None or hang.found is not None or hang.generation != d.generation:
+        return -inf
+    is_awaited = any(member.ready is not None and member.rank not in hang.reports for member in d.members())
+    return since + d.policy.failure_grace_s if is_awaited else -inf
 
 
 def hang_text(d: Draft, worker: Worker) -> str:

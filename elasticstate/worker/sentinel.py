@@ -82,6 +82,9 @@ class Sentinel:
         self._ticked_at = 0.0  # when the last tick ended
         self._formed_at = 0.0  # when the process groups of the present generation existed
         self._reporter: threading.Thread | None = None
+        self._entered_ns = 0  # when the present generation was entered
+        self._own_end = ""  # the error with which this worker has ended the present generation; "": it has not
+        self._has_reported_hang = False  # of the present generation
         self._tick_end: _native.TickEnd | None = None  # what the last tick of the present generation has raised
         self._refused_at: float | None = None  # when a commit or tick of the present generation first was refused
         self._has_warned = False  # that the script of the present generation goes on
@@ -244,6 +247,8 @@ class Sentinel:
         ticks, sealed = self.ticks, self._newest_sealed
         begin = (joined, *ids, store, ticks, paused_s, behind, sealed, names)
         self.send(messages.Ready(*begin, commit_s, has_shards, trained_s))
+        if self._reports and self._own_end and self._native.wait_order(joined):
+            self._report_hang(joined)
         message = self._native.wait_world(joined)
         if message is None:
             raise SystemExit(0)
@@ -255,6 +260,7 @@ class Sentinel:
         """Begin a generation: ticks count from 0, and ``context`` is cut when it ends."""
         self._tick_end, self.has_gone_on = None, False
         self._refused_at, self._has_warned, self._most_refusals_s = None, False, world.regroup_timeout_s
+        self._entered_ns, self._own_end, self._has_reported_hang = time.time_ns(), "", False
         self._native.enter(world.generation, context.sockets)
         if context.severs_in_python:
             self._has_left.clear()
@@ -263,24 +269,35 @@ class Sentinel:
             self._watcher = threading.Thread(target=self._watch, args=(world.generation, context), daemon=True)
             self._watcher.start()
         if self._reports:
-            arguments = (world.generation, time.time_ns())
-            self._reporter = threading.Thread(target=self._report, args=arguments, daemon=True)
+            self._reporter = threading.Thread(target=self._report, args=(world.generation,), daemon=True)
             self._reporter.start()
 
-    def _report(self, generation: int, since_ns: int) -> None:
+    def _report(self, generation: int) -> None:
         """Report where the main thread is, which may be stuck: when the driver asks, and when the generation has ended
         because it hangs."""
         while (reason := self._native.wait_report(generation)) is _native.ReportReason.ASKED:
-            self._send_where(generation, since_ns)
-        end = self._last_end()
-        if reason is _native.ReportReason.ENDED and end is not None and end.hang:
-            self._send_where(generation, since_ns)
+            self._send_where(generation)
+        if reason is _native.ReportReason.ENDED:
+            self._report_hang(generation)
 
-    def _send_where(self, generation: int, since_ns: int) -> None:
+    def _report_hang(self, generation: int) -> None:
+        """Report where this worker was when the generation ended, if that was because it hangs.
+
+        The END of a hang frees the other members. One of them may get the error of its collective, and end the
+        generation by itself, before the END reaches it. It then reports after READY, where it waits for the END.
+        """
+        end = self._last_end()
+        if end is not None and end.hang and not self._has_reported_hang:
+            self._has_reported_hang = True
+            self._send_where(generation, self._own_end)
+
+    def _send_where(self, generation: int, text: str = "") -> None:
+        """Send the last collectives, and the place of the main thread. ``text``: the error with which it left there."""
         stack = standard_library.stack_of(threading.main_thread())
-        entered = tuple(Collective(*record) for record in flight_recorder.last_collectives(since_ns))
-        text = "".join(stack.format())[-_LONGEST_STACK:]
-        self.send(messages.CollectivesReport(generation, entered, text, tracebacks.line_of(stack)))
+        entered = tuple(Collective(*record) for record in flight_recorder.last_collectives(self._entered_ns))
+        where = text or "".join(stack.format())
+        line = "" if text else tracebacks.line_of(stack)
+        self.send(messages.CollectivesReport(generation, entered, where[-_LONGEST_STACK:], line))
 
     def _cut(self, generation: int, context: Severable) -> None:
         """Cut from Python, on a separate thread, from the end of the generation until it has been left."""
@@ -384,6 +401,7 @@ class Sentinel:
     def _end(self, generation: int, error: str) -> None:
         end = worker_codec.encode_to_worker(messages.End(generation, None, error))
         if self._native.end(generation, end):
+            self._own_end = error
             self.send(messages.GenerationFailure(generation, True, error))
 
     def wait_in_gate(self) -> None:

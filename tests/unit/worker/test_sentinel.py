@@ -255,6 +255,33 @@ def test_it_says_where_the_main_thread_is_while_that_thread_is_stuck() -> None:
     worker.close()
 
 
+@pytest.mark.parametrize("hang", [True, False])
+def test_a_worker_that_ends_a_generation_before_its_end_arrives_reports_a_hang_all_the_same(hang: bool) -> None:
+    """The END of a hang frees the others: one of them may get the error of its collective first."""
+    worker = Worker(reports=True)
+    worker.sentinel.report_failure("connection closed by peer")
+    worker.sentinel.leave()
+    worker.hear(messages.End(GENERATION, None, "no tick for 5 s", hang))
+    worker.hear(world(GENERATION + 1))
+    assert worker.sentinel.ready("store:1") == world(GENERATION + 1)
+    assert worker.sentinel.cause == "no tick for 5 s"
+    worker.sentinel.send(messages.CommitSize(1))
+    said = iter(worker.said, messages.CommitSize(1))
+    found = [message for message in said if isinstance(message, messages.CollectivesReport)]
+    expected = messages.CollectivesReport(GENERATION, (), "connection closed by peer")
+    assert found == [expected] * hang
+    worker.close()
+
+
+def test_a_worker_that_no_end_reaches_enters_the_next_world_all_the_same() -> None:
+    worker = Worker(reports=True)
+    worker.sentinel.report_failure("connection closed by peer")
+    worker.sentinel.leave()
+    worker.hear(world(GENERATION + 1))
+    assert worker.sentinel.ready("store:1") == world(GENERATION + 1)
+    worker.close()
+
+
 def test_a_wait_ends_with_the_lease(worker: Worker) -> None:
     threading.Timer(0.05, worker.page.set_lease, (1,)).start()
     with pytest.raises(CollectiveError, match="--lease"):
