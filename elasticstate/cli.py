@@ -25,6 +25,7 @@ from elasticstate.terminal import complain, hold_standard_descriptors
 if TYPE_CHECKING:
     from elasticstate.screen.screen import Screen
 
+_SUBCOMMANDS = ("status", "agent", "trace", "report", "export")
 DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Options)}
 
 
@@ -49,11 +50,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _launched(*argv[1:])
         if "--reattach" in argv[:3]:
             return _reattach(argv)
+        _refuse_misspelled(argv)
         given = _given(argv)
         return _check(given) if given["check"] else _run(_options(given))
     except OptionError as error:
         complain("elasticrun", str(error))
         return 2
+
+
+def _refuse_misspelled(argv: Sequence[str]) -> None:
+    """Raise OptionError if the first word is almost one of ``_SUBCOMMANDS``, and no program has that name."""
+    import difflib
+    import os
+    import shutil
+
+    word = argv[0] if argv else ""
+    if word.startswith("-") or os.path.exists(word) or shutil.which(word):
+        return
+    if meant := difflib.get_close_matches(word, _SUBCOMMANDS, 1):
+        raise OptionError(f"no program is called {word!r}. Did you mean elasticrun {meant[0]}?")
 
 
 def _run(options: Options, must_reattach: bool = False) -> int:

@@ -65,11 +65,12 @@ def launch(
     Raises:
         WorkerFailedError: the job has failed; the error has the root cause and the failures of all workers.
         OptionError: an option has an invalid value, or does not exist.
-        UsageError: ``fn`` is neither function nor command, or cannot be pickled, or is too large.
+        UsageError: ``fn`` is neither function nor command, or cannot be pickled, or is too large; ``args`` is no
+            sequence, or ``kwargs`` no mapping.
         KeyboardInterrupt: the user pressed Ctrl-C; the workers have been stopped.
         ElasticError: ``elasticrun`` was stopped from outside, by a signal.
     """
-    packed, command = _payload(fn, tuple(args), dict(kwargs or {}))
+    packed, command = _payload(fn, *_arguments(args, kwargs))
     given = {"np": np, "min_np": min_np, "max_np": max_np, "hosts": hosts, **options}
     chosen = read_options(dict(_texts(given)), command)
     directory = tempfile.mkdtemp(prefix="elasticstate-launch-")
@@ -87,6 +88,17 @@ def launch(
     finally:
         os.close(opened)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _arguments(args: object, kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return both in one form. Raises UsageError. A text is a sequence, but not one of arguments that anybody means."""
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise UsageError(
+            f"launch(): args={args!r}: must be a tuple or a list. For one argument, write args=({args!r},)."
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(f"launch(): kwargs={kwargs!r}: must be a dict that gives arguments by their names.")
+    return tuple(args), dict(kwargs or {})
 
 
 def _payload(

@@ -39,6 +39,20 @@ def test_what_is_no_function_and_no_command_is_refused(what: Any) -> None:
         elastic.launch(what, np=1)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"args": 5}, r"^launch\(\): args=5: must be a tuple or a list\. For one argument, write args=\(5,\)\.$"),
+        ({"args": "lr"}, r"write args=\('lr',\)\.$"),
+        ({"args": {"lr": 1}}, "must be a tuple or a list"),
+        ({"kwargs": 5}, r"^launch\(\): kwargs=5: must be a dict that gives arguments by their names\.$"),
+    ],
+)
+def test_arguments_in_another_form_are_refused_with_the_remedy(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(elastic.UsageError, match=said):
+        elastic.launch(nothing, **given, np=1)
+
+
 def test_what_cannot_be_pickled_or_is_too_large_is_refused_with_the_remedy() -> None:
     with pytest.raises(elastic.UsageError, match=r"nothing or its arguments cannot be pickled: .*lock"):
         elastic.launch(nothing, (threading.Lock(),), np=1)

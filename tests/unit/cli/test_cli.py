@@ -48,6 +48,8 @@ def test_tags_are_turned_off() -> None:
             "-np/--num-proc is missing: '-np' after COMMAND belongs to COMMAND. Write options before COMMAND.",
         ),
         ([], "COMMAND is missing"),
+        (["stauts", "job"], "no program is called 'stauts'. Did you mean elasticrun status?"),
+        (["reprot", "events"], "no program is called 'reprot'. Did you mean elasticrun report?"),
         (["-np", "1", "--events-file", "/nowhere/e", "c"], "--events-file: '/nowhere/e': cannot be written"),
         (["status"], "status: '': must be the name of one job. Use elasticrun status JOB [--json] [--watch [S]]."),
     ],
@@ -58,6 +60,15 @@ def test_a_mistake_is_told_in_one_line(argv: list[str], said: str, capsys: pytes
     assert captured.out == ""
     assert captured.err.startswith(f"elasticrun: {said}")
     assert captured.err.count("\n") == 1
+
+
+def test_a_program_with_the_name_of_a_misspelled_command_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("stats").write_text("")
+    assert main(["stats"]) == 2
+    assert "-np/--num-proc is missing" in capsys.readouterr().err
 
 
 def test_help_names_every_option_with_its_default_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
