@@ -140,10 +140,12 @@ __all__ = [
 ]
 
 
+tracebacks.install()  # at the import: a script may fail before it uses a name
+
+
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    tracebacks.install()
     try:
         value = getattr(importlib.import_module(_HOME[name]), name)
     except ModuleNotFoundError as error:

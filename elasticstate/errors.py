@@ -92,6 +92,10 @@ class UsageError(ElasticError):
     """The API was used in a way that cannot work; the message says what to do."""
 
 
+class UnknownValueError(UsageError, AttributeError):
+    """A state has no value of that name. It is an AttributeError, so ``hasattr(state, name)`` works. Internal."""
+
+
 class OptionError(ElasticError):
     """An option has an invalid value; the message names the option, the value and the valid values."""
 

@@ -42,9 +42,8 @@ def mixture(d: Draft) -> str:
         return f"{first} used run, but {listed(finished)} exited with 0 without run. {_REMEDY}"
     if not d.ledger.store_joined:
         return ""
-    others = [worker for worker in d.workers.values() if not (worker.uses_run or worker.gone)]
-    who = names(others) if others else "a worker"
-    return f"{first} used run, but {who} called init_process_group() outside run. {_REMEDY}"
+    # Which worker has called it is unknown. Often all have, and then each of them has the same mistake.
+    return f"init_process_group() was called outside run, although {first} uses run. {_REMEDY}"
 
 
 def _is_plain(d: Draft) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from elasticstate.compat.loaders import is_loader, load_state, state_of
 from elasticstate.core.types import CommitId
-from elasticstate.errors import StateError, UsageError
+from elasticstate.errors import StateError, UnknownValueError, UsageError
 from elasticstate.state.committer import Committer
 from elasticstate.state.containers import copy_with_same_tensors
 from elasticstate.state.divergence import Exclusions
@@ -67,11 +68,11 @@ class State(Joinable):
                 attach(value, self, name)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(self._unknown(name))
+        raise UnknownValueError(self._unknown(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name not in self._names:
-            raise AttributeError(self._unknown(name))
+            raise UnknownValueError(self._unknown(name))
         if not name.startswith("_"):
             self._check_value(name, value)
         object.__setattr__(self, name, value)
@@ -363,11 +364,14 @@ class State(Joinable):
             )
 
     def _unknown(self, name: str) -> str:
-        known = ", ".join(self.__dict__.get("_names", ())) or "none"
-        return (
-            f"{type(self).__name__} has no value {name!r}. Use a name that was given to the constructor ({known}), or "
-            f"give it {name!r}, too."
-        )
+        names = self.__dict__.get("_names", ())
+        problem = f"{type(self).__name__} has no value {name!r}."
+        if owner := next((each for each in names if hasattr(type(self.__dict__.get(each)), name)), None):
+            return f"{problem} {owner!r} has it: use state.{owner}.{name}."
+        if meant := difflib.get_close_matches(name, names, 1):
+            return f"{problem} Did you mean state.{meant[0]}? To add a value, give it to the constructor."
+        known = ", ".join(names) or "none"
+        return f"{problem} Use a name that was given to the constructor ({known}), or give it {name!r}, too."
 
 
 def committer_of(state: State) -> Committer:

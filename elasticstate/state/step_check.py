@@ -155,9 +155,7 @@ class _Sources:
 
     def has_all_of(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer and the parameters that it writes are in the values."""
-        return self.name_of(optimizer) is not None and all(
-            id(p) in self.tensors for p in _parameters(optimizer) if p.grad is not None
-        )
+        return self.name_of(optimizer) is not None and all(id(p) in self.tensors for p in _written(optimizer))
 
     def judge(self, optimizer: Optimizer, content: _Content, is_commit: bool) -> bool:
         """Raise UsageError, or warn, if the commits lack something. Return False if the next commit decides.
@@ -165,9 +163,7 @@ class _Sources:
         ``is_commit``: this is the next commit.
         """
         name = self.name_of(optimizer)
-        written = [p for p in _parameters(optimizer) if p.grad is not None]
-        if name is None and not written:  # a closure may compute the gradients only later
-            written = [p for p in _parameters(optimizer) if p.requires_grad]
+        written = _written(optimizer)
         inside = [p for p in written if id(p) in self.tensors or content.is_alias(p)]
         known = set(map(id, inside))
         outside = [p for p in written if id(p) not in known]
@@ -314,6 +310,15 @@ def _is_kept(value: object) -> bool:
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _written(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters with a gradient. If there is none yet, return all that may get one.
+
+    A closure may compute the gradients only later. Or the optimizer belongs to another module than the one that trains.
+    """
+    with_gradient = [p for p in _parameters(optimizer) if p.grad is not None]
+    return with_gradient or [p for p in _parameters(optimizer) if p.requires_grad]
 
 
 def _sizes(optimizer: Optimizer) -> list[int]:

@@ -53,6 +53,7 @@ UNSTABLE = (
     (re.compile(r"Name or service not known|Temporary failure in name resolution"), "NO SUCH NAME"),
     (re.compile(r"\blocalhost:\d(#\d)?"), "SLOT"),
     (re.compile(r"\brank \d"), "rank N"),
+    (re.compile(r'File "\S*/site-packages/(\S+)", line \d+'), r'File "\1", line N'),  # of another version
     (re.compile(r"^(elasticrun: +)?(\[SLOT\] +)?[ ~^]+$"), ""),  # Python 3.10 does not underline
 )
 
@@ -194,7 +195,13 @@ CASES = {
     "job-name": Case(2, same_name),
     "forgotten-optimizer": Case(1),
     "no-state": Case(1),
+    "other-optimizer": Case(1),
+    "misspelled-value": Case(1),
     "commit-outside": Case(1),
+    "wrapped-outside": Case(1),
+    "rank-outside": Case(1),
+    "group-left-in": Case(1),
+    "plain-loader": Case(1),
     "nested-run": Case(1),
     "two-runs": Case(1),
     "empty-state": Case(0),

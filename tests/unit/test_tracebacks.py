@@ -62,3 +62,12 @@ def test_another_uncaught_error_is_printed_as_by_python() -> None:
     script = "import elasticstate as elastic\nelastic.local_rank(1)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stderr.splitlines()[-1].startswith("TypeError: ")
+
+
+def test_the_use_of_a_process_group_outside_a_world_is_told_with_the_place_for_it() -> None:
+    script = "import torch, elasticstate\ntorch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "ValueError: Default process group has not been initialized" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(
+        "Create DistributedDataParallel there, and call torch.distributed there."
+    )

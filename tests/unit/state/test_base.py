@@ -35,11 +35,22 @@ class Counter(State):
 def test_a_name_that_was_not_given_raises_and_names_those_that_were() -> None:
     state = ObjectState(epoch=0, batch=1)
     for access in (lambda: state.bacth, lambda: setattr(state, "bacth", 2)):
-        with pytest.raises(AttributeError, match=r"ObjectState has no value 'bacth'\. .*\(epoch, batch\)"):
+        with pytest.raises(AttributeError, match=r"ObjectState has no value 'bacth'\. Did you mean state\.batch\?"):
             access()
+    with pytest.raises(
+        AttributeError, match=r"has no value 'rate'\. Use a name .* \(epoch, batch\), or give it 'rate'"
+    ):
+        _ = state.rate
     state.batch = 7
     assert state.batch == 7
     assert not hasattr(state, "bacth")
+
+
+@pytest.mark.parametrize("name", ["state_dict", "parameters"])
+def test_a_method_of_a_value_is_named_with_the_value(name: str) -> None:
+    state = TorchState(step=0, model=torch.nn.Linear(1, 1))
+    with pytest.raises(AttributeError, match=rf"no value '{name}'\. 'model' has it: use state\.model\.{name}\."):
+        getattr(state, name)
 
 
 @pytest.mark.parametrize("name", ["commit", "_hidden", "capture", "two words"])

@@ -138,6 +138,22 @@ def test_a_model_that_is_not_in_the_state() -> None:
     fails_at_the_first_step(TorchState(optimizer=optimizer, step=0), lambda: step(model, optimizer), text)
 
 
+def test_an_optimizer_of_another_model_that_gets_no_gradients() -> None:
+    model = net()
+    other = adam(nn.Linear(4, 2))
+
+    def train_the_model_only() -> None:
+        model(torch.ones(1, 4)).sum().backward()
+        other.step()
+
+    text = r"state\.optimizer \(AdamW\) steps on a parameter of shape \(2, 4\) that is in no value of the state"
+    fails_at_the_first_commit(TorchState(model=model, optimizer=other), train_the_model_only, text)
+    frozen = net()
+    for parameter in frozen.parameters():
+        parameter.requires_grad = False
+    train(TorchState(model=frozen, optimizer=adam(frozen)), adam(frozen).step)
+
+
 def test_a_parameter_besides_the_model() -> None:
     model, scale = net(), torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
