@@ -28,6 +28,7 @@ from elasticstate.driver.event_queue import EventQueue
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.driver.launch_results import LaunchResults
+from elasticstate.driver.library_output import captured
 from elasticstate.driver.live_line import LiveLine
 from elasticstate.driver.main_loop import MainLoop
 from elasticstate.driver.metrics_port import metrics_served
@@ -90,8 +91,10 @@ class Driver:
 
     async def run(self) -> int:
         metrics = metrics_served(self._options.metrics, self._job, self._state, self._report.log)
-        async with self._outputs.watched(self._options.stop_timeout_s), metrics:
-            return await self._run()
+        async with self._outputs.watched(self._options.stop_timeout_s):
+            with captured(self._report.terminal, self._journal.warn):
+                async with metrics:
+                    return await self._run()
 
     async def _run(self) -> int:
         allow_many_descriptors()

@@ -65,10 +65,10 @@ class Report:
         self.failures: list[WorkerFailure] = []  # the first failures of workers
         self._world = ""  # log line of a world in which training has not resumed yet
         self._reason = ""
-        self._terminal = Writer(2)
+        self.terminal = Writer(2)
         self._watcher: Watcher | None = None
         self._events: Writer | None = None
-        self.writers = {"stderr": [self._terminal]}
+        self.writers = {"stderr": [self.terminal]}
         if events_file:
             self._events = _open_events(events_file)
             self.writers[f"--events-file {events_file}"] = [self._events]
@@ -145,7 +145,7 @@ class Report:
 
     def log(self, text: str) -> None:
         """Write a log line, now or as soon as the terminal can be written."""
-        self._terminal.put(message("elasticrun", text).encode(errors="replace"))
+        self.terminal.put(message("elasticrun", text).encode(errors="replace"))
         if self._watcher is not None:
             self._watcher.line(text, time.time())
 
