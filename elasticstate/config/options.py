@@ -342,6 +342,14 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         "--dashboard",
         "Port, on the loopback interface or ADDR, of a web page that shows the job: http://127.0.0.1:PORT/.",
     )
+    dashboard_require_token: bool = option(
+        False,
+        _OUTPUT,
+        kinds.FLAG,
+        "--dashboard-require-token",
+        "Show the job only to requests with its token, also over the loopback interface: for a proxy in front of the "
+        "--dashboard.",
+    )
     job_name: str | None = option(
         None, _OUTPUT, kinds.NAME, "--job-name", "Name for elasticrun status and --reattach (default: a generated one)."
     )

@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elasticstate.config import Options
+from elasticstate.driver.counted_lines import CountedLines
 from elasticstate.errors import OptionError
 from elasticstate.kinds import split_address
 from elasticstate.machine import version
 from elasticstate.net.control import ControlServer, Owner
 from elasticstate.net.names import LOCALHOST, own_addresses
+from elasticstate.net.strangers import Strangers
 from elasticstate.net.trust import Trust
-
-_MOST_SINGLE_REFUSALS = 5  # of one kind, each with a line of its own
 
 
 class AgentServer:
     """The driver's server for agents. ``owner`` gets their messages."""
 
     def __init__(
-        self, options: Options, token: str, owner: Owner, warn: Callable[[str], None], log: Callable[[str], None]
+        self,
+        options: Options,
+        token: str,
+        owner: Owner,
+        warn: Callable[[str], None],
+        log: Callable[[str], None],
+        strangers: Strangers | None,
     ) -> None:
         self._options = options
-        self._server = ControlServer(Trust(token), options.connect_timeout_s, owner, version())
-        self._warn = warn
+        self._server = ControlServer(Trust(token), options.connect_timeout_s, owner, version(), strangers)
         self._log = log
-        self._refusals: dict[str, int] = {}  # by reason
+        self.refused = CountedLines(warn).refused
         self.is_open = False  # for other hosts
         self.ports: tuple[int, ...] = ()
         self.addresses: tuple[str, ...] = ()
@@ -65,13 +70,6 @@ class AgentServer:
         self.ports = (self.ports[0], port)
         self.addresses = tuple(f"{address}:{port}" for address in (*own_addresses(), LOCALHOST))
         self.is_open = True
-
-    def refused(self, peer: str, reason: str) -> None:
-        """Warn of a refused connection. After a few with the same reason, only each doubling of their number."""
-        count = self._refusals[reason] = self._refusals.get(reason, 0) + 1
-        if count <= _MOST_SINGLE_REFUSALS or count & (count - 1) == 0:
-            times = f" ({count} times so far)" if count > _MOST_SINGLE_REFUSALS else ""
-            self._warn(f"refused a connection from {peer}: {reason}{times}")
 
     async def stop(self) -> None:
         await self._server.stop()

@@ -22,6 +22,7 @@ from elasticstate.launchers.dial_in import DialledIn
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream
 from elasticstate.net.names import address_towards, is_this_machine, outward_address
+from elasticstate.net.strangers import Strangers
 from elasticstate.threads import in_thread
 
 _LAST_MOMENT_S = 0.1
@@ -44,13 +45,15 @@ class Agents:
         status: Callable[[bool], str],
         warn: Callable[[str], None],
         log: Callable[[str], None],
+        strangers: Strangers | None = None,
     ) -> None:
+        """``strangers``: the unauthenticated connections of all ports of this process."""
         self._spec = spec
         self._post = post
         self._received = received
         self.status = status
         self._tasks = BackgroundTasks(lambda: post(t.TimePassed()))
-        self._server = AgentServer(spec.options, token, self, warn, log)
+        self._server = AgentServer(spec.options, token, self, warn, log, strangers)
         self._starter = AgentStarter(spec, token, directory, self._server, self._tasks, self._lose)
         self._agents: dict[str, AgentHandle] = {}  # current agent of each host
         self._away: dict[str, AgentHandle] = {}  # by id: unreachable, but perhaps alive

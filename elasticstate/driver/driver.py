@@ -20,6 +20,7 @@ from elasticstate.discovery import host_source
 from elasticstate.driver import spec
 from elasticstate.driver.agent_messages import AgentMessages
 from elasticstate.driver.agents import Agents
+from elasticstate.driver.counted_lines import CountedLines
 from elasticstate.driver.dashboard.port import Dashboard, require_library
 from elasticstate.driver.dashboard.view import view_of
 from elasticstate.driver.durable_copies import DurableCopies
@@ -41,6 +42,7 @@ from elasticstate.driver.status import status_text
 from elasticstate.driver.stop_signals import StopSignals
 from elasticstate.driver.tails import Tails
 from elasticstate.errors import OptionError
+from elasticstate.net.strangers import Strangers
 from elasticstate.processes import allow_many_descriptors
 from elasticstate.screen.screen import Screen
 from elasticstate.threads import in_thread
@@ -85,19 +87,20 @@ class Driver:
         self._report = Report(self._job, options.events_file, options.verbose)
         self._journal = Journal(self._report, self._state)
         self._outputs = OutputTroubles(self._report, self._journal.event)
+        self._strangers = Strangers(options.connect_timeout_s, CountedLines(self._journal.warn).refused)
         self._queue = EventQueue()
         self._live_line = LiveLine(screen, self._state)
         self._signals = StopSignals(self._state, self._queue, self._report)
 
     async def run(self) -> int:
-        metrics = metrics_served(self._options.metrics, self._job, self._state, self._report.log)
+        allow_many_descriptors()
+        metrics = metrics_served(self._options.metrics, self._job, self._state, self._strangers, self._report.log)
         async with self._outputs.watched(self._options.stop_timeout_s):
             with captured(self._report.terminal, self._journal.warn):
                 async with metrics:
                     return await self._run()
 
     async def _run(self) -> int:
-        allow_many_descriptors()
         if self._options.dashboard is not None:
             await in_thread(require_library)
         directory = await in_thread(lock_job, self._job)
@@ -161,6 +164,7 @@ class Driver:
             self._status,
             self._journal.warn,
             self._report.log,
+            self._strangers,
         )
         backend = driver_part(options.backend)(
             DriverServices(
@@ -209,7 +213,8 @@ class Driver:
             drain=self._drain,
             end=self._end,
         )
-        return parts.dashboard.served(controls, parts.keeper.record.token)
+        requires_token = self._options.dashboard_require_token
+        return parts.dashboard.served(controls, parts.keeper.record.token, requires_token, self._strangers)
 
     def _worker_in(self, slot_id: t.SlotId) -> t.WorkerId | None:
         slot = self._state.membership.slots.get(slot_id)

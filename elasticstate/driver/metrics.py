@@ -1,8 +1,7 @@
 """Metrics of a job for Prometheus, at http://ADDR:PORT/metrics (``--metrics``). Imported only with that option.
 
-The server has threads of its own. They read the core's state, a value that never changes, so a scrape takes no lock and
-does not hold up the event loop. Between two scrapes the server sleeps: prometheus_client's own one wakes up twice a
-second.
+A thread, one at a time, reads the core's state, a value that never changes, so a scrape takes no lock and does not hold
+up the event loop.
 
 Times are gauges, because the account corrects itself: redone ticks are moved from goodput to badput. Prometheus would
 read a counter that falls as a restart.
@@ -10,10 +9,13 @@ read a counter that falls as a restart.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from prometheus_client import CollectorRegistry, MetricsHandler
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,8 +26,12 @@ from elasticstate.driver.overview import overview_of
 from elasticstate.driver.shards_overview import ShardsOverview
 from elasticstate.errors import OptionError
 from elasticstate.kinds import split_address
-from elasticstate.net.http_server import HttpServer
-from elasticstate.net.listening import listening_socket, port_of
+from elasticstate.net.http_server import Answer, Request, RequestHandler
+from elasticstate.net.listening import listening_socket
+from elasticstate.net.names import is_own_host
+from elasticstate.net.strangers import Strangers
+from elasticstate.net.web_port import WebPort
+from elasticstate.threads import in_thread
 
 _PHASES = ("waiting", "forming", "running", "finishing", "finished", "failed")
 
@@ -79,7 +85,7 @@ class JobCollector(Collector):
 class MetricsServer:
     """HTTP server with the metrics of a job. Raises OptionError if it cannot listen at ``address``."""
 
-    def __init__(self, address: str, job: str, state: JobState) -> None:
+    def __init__(self, address: str, job: str, state: JobState, strangers: Strangers) -> None:
         host, port = split_address(address)
         try:
             listening = listening_socket(host, port)
@@ -90,13 +96,48 @@ class MetricsServer:
             ) from None
         registry = CollectorRegistry()
         registry.register(JobCollector(job, state))
-        self._server = HttpServer(listening, MetricsHandler.factory(registry))
+        self._app = make_wsgi_app(registry)
+        self._one_at_a_time = asyncio.Lock()
+        self._port = WebPort("metrics", listening, strangers, lambda: RequestHandler(self._answer))
         shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{port_of(listening)}/metrics"
+        self.url = f"http://{shown}:{self._port.port}/metrics"
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop the server."""
-        self._server.close()
+        await self._port.close()
+
+    async def _answer(self, request: Request) -> Answer:
+        host = request.headers.get("host")
+        if host is not None and request.visitor.is_loopback and not is_own_host(host):
+            return Answer("403 Forbidden", b"Refused: the header Host must name this machine. Use its address.\n")
+        await self._one_at_a_time.acquire()
+        made = asyncio.ensure_future(self._made(request))
+        made.add_done_callback(lambda _: self._one_at_a_time.release())
+        return await asyncio.shield(made)  # a peer that goes away must not let the next one start another thread
+
+    async def _made(self, request: Request) -> Answer:
+        try:
+            return await in_thread(self._page, request.method, request.target, request.headers)
+        except Exception as error:
+            first = error
+        try:
+            await in_thread(self._page, "GET", "/metrics", {})
+        except Exception:
+            logging.getLogger("elasticstate").error("the metrics of the job cannot be made", exc_info=first)
+            return Answer("500 Internal Server Error", b"The metrics cannot be made.\n")
+        request.visitor.refused("malformed request")  # one of its headers, or the query
+        return Answer("400 Bad Request", b"Malformed request: a header or the query cannot be read.\n")
+
+    def _page(self, method: str, target: str, headers: Mapping[str, str]) -> Answer:
+        """Return what prometheus_client answers. It fails for some headers."""
+        path, _, query = target.partition("?")
+        environment: dict[str, Any] = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query}
+        for name in ("Accept", "Accept-Encoding"):
+            if name.lower() in headers:
+                environment["HTTP_" + name.upper().replace("-", "_")] = headers[name.lower()]
+        started: list[tuple[str, dict[str, str]]] = []
+        body = b"".join(self._app(environment, lambda status, fields: started.append((status, dict(fields)))))
+        return Answer(started[0][0], body, started[0][1])
 
 
 def _gauge(name: str, help: str, value: float) -> Metric:

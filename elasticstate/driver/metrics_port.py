@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from elasticstate.driver.job_state import JobState
 from elasticstate.errors import OptionError
+from elasticstate.net.strangers import Strangers
 from elasticstate.threads import in_thread
-
-if TYPE_CHECKING:
-    from elasticstate.driver.metrics import MetricsServer
 
 
 @asynccontextmanager
 async def metrics_served(
-    address: str | None, job: str, state: JobState, log: Callable[[str], None]
+    address: str | None, job: str, state: JobState, strangers: Strangers, log: Callable[[str], None]
 ) -> AsyncIterator[None]:
     """Serve the metrics of a job at ``address``; None: do nothing. Raises OptionError."""
     if address is None:
         yield
         return
-    server = await in_thread(_server, address, job, state)
+    await in_thread(_require_library)
+    from elasticstate.driver.metrics import MetricsServer
+
+    server = MetricsServer(address, job, state, strangers)
     log(f"metrics: {server.url}")
     try:
         yield
     finally:
-        await in_thread(server.close)
+        await server.close()
 
 
-def _server(address: str, job: str, state: JobState) -> MetricsServer:
+def _require_library() -> None:
+    """Import prometheus_client, which takes a while. Raises OptionError."""
     try:
-        from elasticstate.driver.metrics import MetricsServer
+        import elasticstate.driver.metrics  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("prometheus_client"):
             raise
         raise OptionError(
             "--metrics: requires the package prometheus-client. Install it: pip install 'elasticstate[metrics]'."
         ) from None
-    return MetricsServer(address, job, state)

@@ -1,35 +1,28 @@
 """The control plane: the driver listens; its agents, and clients that ask for the status, connect to it.
 
 An unauthenticated connection can only wait for authentication: data from it is not read. The time for authentication
-and the number of such connections are limited. Beyond the limit the oldest is refused, so that many silent strangers
-cannot lock the agents out. Each refused connection is reported.
+and the number of such connections (strangers.py) are limited. Each refused connection is reported.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import resource
 import socket
 import ssl
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
 from elasticstate.net import codec, messages
 from elasticstate.net.local_peers import LocalPeers
+from elasticstate.net.strangers import BACKLOG, Strangers
 from elasticstate.net.stream import MessageQueue, Stream, dial, reason_of
 from elasticstate.net.trust import NAME, Trust
 
-MAX_UNAUTHENTICATED = 2048  # limit of unauthenticated connections; each takes 70 kB
-UNAUTHENTICATED_SHARE = 4  # they may use 1/4 of this process's descriptors: the job needs the rest
 SILENT_SHARE = 0.75  # share of --heartbeat-timeout: the next check still comes within the timeout
-_BACKLOG = 4096  # connections that the kernel queues until they are accepted
-_NO_DESCRIPTOR_PAUSE_S = 0.05  # pause when no descriptor is left
 _NEXT_ADDRESS_S = 0.25  # RFC 8305
 _CLOSED_EARLY = "the peer closed the connection before it had authenticated, perhaps because it has another token"
-_FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Owner(Protocol):
@@ -123,25 +116,40 @@ class AgentStream:
             self._owner.refused(self.peer, reason)
 
 
-def _most_unauthenticated() -> int:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return MAX_UNAUTHENTICATED
-    return max(1, min(MAX_UNAUTHENTICATED, limit // UNAUTHENTICATED_SHARE))
+class _Authentication:
+    """The authentication of one connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.refusal = ""  # the reason
+
+    def dismiss(self, reason: str) -> None:
+        """Refuse the connection for this reason."""
+        self.refusal = reason
+        with suppress(OSError):  # the connection has ended already
+            self._connection.shutdown(socket.SHUT_RDWR)
 
 
 class ControlServer:
     """The driver's server."""
 
-    def __init__(self, trust: Trust, authentication_timeout_s: float, owner: Owner, version: str) -> None:
-        """``version``: of elasticstate here, for the refusal of an agent of another version."""
+    def __init__(
+        self,
+        trust: Trust,
+        authentication_timeout_s: float,
+        owner: Owner,
+        version: str,
+        strangers: Strangers | None = None,
+    ) -> None:
+        """``version``: of elasticstate here, for the refusal of an agent of another version.
+
+        ``strangers``: the unauthenticated connections of all ports of this process.
+        """
         self._version = version
         self._trust = trust
-        self._authentication_timeout_s = authentication_timeout_s
         self._owner = owner
-        self._most_unauthenticated = _most_unauthenticated()
-        self._unauthenticated: dict[asyncio.Task[None], socket.socket] = {}  # in the order of arrival
-        self._refused: dict[socket.socket, str] = {}  # reason of the refusal
+        self._strangers = Strangers(authentication_timeout_s, owner.refused) if strangers is None else strangers
+        self._unauthenticated: dict[asyncio.Task[None], _Authentication] = {}
         self._streams: set[Stream] = set()
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
@@ -152,13 +160,13 @@ class ControlServer:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
-            listener.listen(_BACKLOG)
+            listener.listen(BACKLOG)
             listener.setblocking(False)
         except OSError:
             listener.close()
             raise
         self._listeners.append(listener)
-        self._accepting.append(asyncio.ensure_future(self._accept(listener)))
+        self._accepting.append(asyncio.ensure_future(self._strangers.accept(listener, self._accepted)))
         found: int = listener.getsockname()[1]
         return found
 
@@ -169,10 +177,9 @@ class ControlServer:
         await asyncio.gather(*self._accepting, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
-        authenticating = list(self._unauthenticated)
-        while self._unauthenticated:
-            self._refuse_the_oldest("the driver is shutting down")
-        await asyncio.gather(*authenticating)
+        for authentication in self._unauthenticated.values():
+            authentication.dismiss("the driver is shutting down")
+        await asyncio.gather(*self._unauthenticated)
         closing = [asyncio.ensure_future(stream.closed()) for stream in self._streams]
         for stream in self._streams:
             stream.close()
@@ -181,40 +188,21 @@ class ControlServer:
 
     # --------------------------------------------------------------------------------------------- incoming connections
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with closing(LocalPeers()) as local_peers:
-            while True:
-                try:
-                    connection, address = await loop.sock_accept(listener)
-                except OSError as error:
-                    if error.errno in _FULL:
-                        self._refuse_the_oldest(f"the driver cannot hold more connections ({error.strerror})")
-                        await asyncio.sleep(_NO_DESCRIPTOR_PAUSE_S)
-                    continue
-                peer = f"{address[0]}:{address[1]}"
-                if reason := local_peers.refuse(connection):
-                    connection.close()
-                    self._owner.refused(peer, reason)
-                else:
-                    self._begin_authentication(connection, peer)
-                await asyncio.sleep(0)  # let refused connections close, and agents' messages in
+    def _accepted(self, connection: socket.socket, peer: str, local_peers: LocalPeers) -> None:
+        if reason := local_peers.refuse(connection):
+            connection.close()
+            self._owner.refused(peer, reason)
+            return
+        authentication = _Authentication(connection)
+        self._strangers.add(authentication, local_peers.user_of(connection))
+        task = asyncio.ensure_future(self._authenticate(connection, peer, authentication))
+        self._unauthenticated[task] = authentication
+        task.add_done_callback(self._authenticated)
 
-    def _begin_authentication(self, connection: socket.socket, peer: str) -> None:
-        if len(self._unauthenticated) >= self._most_unauthenticated:
-            self._refuse_the_oldest("too many unauthenticated connections")
-        task = asyncio.ensure_future(self._authenticate(connection, peer))
-        self._unauthenticated[task] = connection
-        task.add_done_callback(lambda task: self._unauthenticated.pop(task, None))
+    def _authenticated(self, task: asyncio.Task[None]) -> None:
+        self._strangers.remove(self._unauthenticated.pop(task))
 
-    def _refuse_the_oldest(self, reason: str) -> None:
-        if self._unauthenticated:
-            connection = self._unauthenticated.pop(next(iter(self._unauthenticated)))
-            self._refused[connection] = reason
-            with suppress(OSError):  # the connection has ended already
-                connection.shutdown(socket.SHUT_RDWR)
-
-    async def _authenticate(self, connection: socket.socket, peer: str) -> None:
+    async def _authenticate(self, connection: socket.socket, peer: str, authentication: _Authentication) -> None:
         """Wait for the certificate and the first message, each with a time limit; else close the connection."""
         agent = AgentStream(self._owner, peer, self._version)
         stream = agent.stream
@@ -223,18 +211,17 @@ class ControlServer:
         stream.when_closed(lambda: self._streams.discard(stream))
         try:
             await loop.connect_accepted_socket(
-                lambda: stream, connection, ssl=self._trust.server, ssl_handshake_timeout=self._authentication_timeout_s
+                lambda: stream, connection, ssl=self._trust.server, ssl_handshake_timeout=self._strangers.timeout_s
             )
         except (OSError, ssl.SSLError) as error:
             stream.give_up()
             error.__traceback__ = None  # its frames would hold the buffers of TLS, 70 kB, until a garbage collection
             reason = _CLOSED_EARLY if isinstance(error, ConnectionResetError) else reason_of(error)
-            self._owner.refused(peer, self._refused.pop(connection, reason))
+            self._owner.refused(peer, authentication.refusal or reason)
         else:
-            await asyncio.wait({asyncio.ensure_future(stream.first_received())}, timeout=self._authentication_timeout_s)
+            await asyncio.wait({asyncio.ensure_future(stream.first_received())}, timeout=self._strangers.timeout_s)
             if not agent.has_sent:
-                agent.abort(self._refused.get(connection, "timed out: the peer authenticated but sent no message"))
-            self._refused.pop(connection, None)
+                agent.abort(authentication.refusal or "timed out: the peer authenticated but sent no message")
 
 
 class Refused(ConnectionRefusedError):

@@ -14,8 +14,3 @@ def port_of(listening: socket.socket) -> int:
     """Return the port of a socket."""
     port: int = listening.getsockname()[1]
     return port
-
-
-def own_name() -> str:
-    """Return this machine's name."""
-    return socket.gethostname()

@@ -23,6 +23,16 @@ _ANY = 0xFFFFFFFF
 _LONGEST_ANSWER_BYTES = 4096
 
 
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return an address without the interface; an IPv4 one if IPv6 only carries it."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _is_local(peer: tuple[str, int], own: tuple[str, int]) -> bool:
+    return _address(peer[0]).is_loopback or peer[0] == own[0]
+
+
 class LocalPeers:
     """Refuses connections of other users of this machine. If the kernel does not answer, all are accepted here."""
 
@@ -50,9 +60,7 @@ class LocalPeers:
             peer, own = connection.getpeername()[:2], connection.getsockname()[:2]
         except OSError:
             return ""  # the connection has ended, which is reported elsewhere
-        address = ipaddress.ip_address(peer[0].partition("%")[0])
-        mapped = getattr(address, "ipv4_mapped", None)
-        if not ((mapped or address).is_loopback or peer[0] == own[0]):
+        if not _is_local(peer, own):
             return ""
         user, is_open = self._ask(connection.family, peer, own)
         if not is_open:
@@ -60,6 +68,21 @@ class LocalPeers:
         if user in (None, 0, os.geteuid()):
             return ""
         return f"the peer belongs to another user of this machine (user {user})"
+
+    def user_of(self, connection: socket.socket) -> str:
+        """Return who is at the other end of an accepted connection: a user of this machine, or another machine.
+
+        A machine has a whole network of IPv6 addresses (RFC 4291, section 2.5.4), so these count as one.
+        """
+        try:
+            peer, own = connection.getpeername()[:2], connection.getsockname()[:2]
+        except OSError:
+            return ""
+        if _is_local(peer, own):
+            user, is_open = self._ask(connection.family, peer, own)
+            return f"user {user}" if is_open and user is not None else "this machine"
+        address = _address(peer[0])
+        return str(address if address.version == 4 else ipaddress.ip_network((address, 64), strict=False))
 
     def _ask(
         self, family: socket.AddressFamily, peer: tuple[str, int], own: tuple[str, int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import fcntl
 import ipaddress
+import re
 import socket
 import struct
 from collections.abc import Iterable
@@ -36,6 +37,19 @@ def is_this_machine(host: str) -> bool:
     if host == "localhost" or is_loopback(host) or host == socket.gethostname() or host in _full_names:
         return True
     return _is_address(host) and host in interface_addresses()
+
+
+def is_own_host(header: str) -> bool:
+    """Return True if the header Host of a request has an address, or a name of this machine.
+
+    A stranger's name that resolves to this machine makes a browser regard a page of this machine as a part of the
+    stranger's site (DNS rebinding).
+    """
+    match = re.fullmatch(r"(?:\[(?P<six>[0-9a-fA-F:.]+)]|(?P<name>[^:\[\]]+))(?::\d{1,5})?", header)
+    if match is None:
+        return False
+    name, own = (match["six"] or match["name"]).lower(), socket.gethostname().lower()
+    return _is_address(name) or is_this_machine(name) or name in (own, own.partition(".")[0])
 
 
 def _is_address(host: str) -> bool:

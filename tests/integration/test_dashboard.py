@@ -4,6 +4,7 @@ of the driver. The page is loaded once."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 import signal
 import subprocess
@@ -35,6 +36,7 @@ from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
 from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.net.names import own_addresses
+from elasticstate.net.strangers import Strangers
 from tests.policy import policy_of
 from tests.unit.core.test_membership import drive
 from tests.unit.core.test_replication import ALL_KEPT, NEWER, attach
@@ -203,7 +205,7 @@ def served(view: View, address: str = "127.0.0.1") -> Iterator[str]:
     loop, listening = asyncio.new_event_loop(), listening_socket(address, 0)
     tails = Tails(lambda _, message: tails.received(messages.OutputTail(message.worker, EVIL, EVIL)))
     worker = WorkerId("a", 0, 1)
-    controls = Controls(lambda: view, lambda slot: worker, tails, lambda host: EVIL, lambda: EVIL)
+    controls = Controls(lambda: copy.deepcopy(view), lambda slot: worker, tails, lambda host: EVIL, lambda: EVIL)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
@@ -212,7 +214,7 @@ def served(view: View, address: str = "127.0.0.1") -> Iterator[str]:
 
     async def started() -> DashboardServer:
         server = DashboardServer(controls, "t" * 40)
-        await server.start(listening)
+        await server.start(listening, Strangers(10.0, lambda *_: None))
         return server
 
     server = run(started())

@@ -23,7 +23,8 @@ import pytest
 from job import Job
 
 from elasticstate.net import codec, messages, trust
-from elasticstate.net.control import MAX_UNAUTHENTICATED, ask_status
+from elasticstate.net.control import ask_status
+from elasticstate.net.strangers import MAX_UNAUTHENTICATED
 from elasticstate.net.stream import dial
 from elasticstate.net.trust import NAME, Trust
 from tests.security.attackers import (

@@ -3,7 +3,8 @@
 - A request of another site is refused: ``Sec-Fetch-Site`` and ``Origin`` name the site that caused it (CSRF).
 - A request for another name is refused: a stranger's name that resolves to this machine makes a browser regard the
   dashboard as a part of the stranger's site (DNS rebinding). Addresses and this machine's own name are allowed.
-- Seeing needs the job's token, unless the request comes over the loopback interface, and not through a proxy.
+- Seeing needs the job's token, unless the request comes over the loopback interface, and not through a proxy. A proxy
+  may leave no sign in a request: with ``--dashboard-require-token``, seeing always needs the token.
 - Acting always needs the token.
 """
 
@@ -11,11 +12,14 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elasticstate.net.listening import own_name
-from elasticstate.net.names import is_this_machine
+from elasticstate.net.names import is_own_host
+
+_OF_PROXIES = {"cdn-loop", "forwarded", "true-client-ip", "via", "x-client-ip", "x-cluster-client-ip", "x-real-ip"}
+_OF_PROXIES |= {"x-amzn-trace-id", "x-cloud-trace-context", "x-proxyuser-ip", "x-request-id", "x-scheme"}
+_BEGINNINGS = ("cf-", "proxy-", "tailscale-", "x-arr-", "x-azure-", "x-envoy-", "x-forwarded", "x-original", "x-proxy-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +31,21 @@ class Visit:
     scheme: str = "http"
     origin: str | None = None
     fetch_site: str | None = None  # header Sec-Fetch-Site
-    is_forwarded: bool = False  # a proxy has added its headers
+    is_forwarded: bool = False  # by a proxy
     authorization: str = ""
 
 
 class Guard:
     """Guard of a job with this token."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, requires_token: bool) -> None:
+        """``requires_token``: also over the loopback interface."""
         self._expected = f"Bearer {token}".encode()
+        self._requires_token = requires_token
 
     def refuse(self, visit: Visit) -> str:
         """Return why the request is refused, or "": it comes from another site, or is for another name."""
-        if not _is_own_name(visit.host):
+        if not is_own_host(visit.host):
             return f"the host {visit.host!r} is not this machine. Open the dashboard by an address of this machine"
         if visit.fetch_site not in (None, "same-origin", "none"):
             return "the request comes from another site. Enter the dashboard's address yourself"
@@ -51,7 +57,17 @@ class Guard:
         return hmac.compare_digest(visit.authorization.encode(errors="replace"), self._expected)
 
     def may_see(self, visit: Visit) -> bool:
-        return self.has_token(visit) or (is_loopback_address(visit.peer) and not visit.is_forwarded)
+        is_near = is_loopback_address(visit.peer) and not visit.is_forwarded
+        return self.has_token(visit) or (is_near and not self._requires_token)
+
+
+def is_from_proxy(headers: Iterable[str], version: tuple[int, int]) -> bool:
+    """Return True if a request with these names of headers, and this version of HTTP, has signs of a proxy.
+
+    Browsers and curl send HTTP/1.1. nginx sends 1.0 unless it is told otherwise, and then no header of its own.
+    """
+    names = [name.lower() for name in headers]
+    return version < (1, 1) or any(name in _OF_PROXIES or name.startswith(_BEGINNINGS) for name in names)
 
 
 def is_loopback_address(text: str) -> bool:
@@ -62,15 +78,3 @@ def is_loopback_address(text: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
-
-
-def _is_own_name(host: str) -> bool:
-    match = re.fullmatch(r"(?:\[(?P<six>[0-9a-fA-F:.]+)]|(?P<name>[^:\[\]]+))(?::\d{1,5})?", host)
-    if match is None:
-        return False
-    name = (match["six"] or match["name"]).lower()
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return is_this_machine(name) or name in (own_name().lower(), own_name().lower().partition(".")[0])
-    return True

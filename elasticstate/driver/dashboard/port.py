@@ -16,6 +16,7 @@ from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
 from elasticstate.kinds import split_address
 from elasticstate.net.listening import listening_socket, port_of
+from elasticstate.net.strangers import Strangers
 from elasticstate.threads import in_thread
 
 if TYPE_CHECKING:
@@ -60,12 +61,14 @@ class Dashboard:
         self._has_changed()
 
     @asynccontextmanager
-    async def served(self, controls: Controls, token: str) -> AsyncIterator[None]:
-        """Serve the page."""
+    async def served(
+        self, controls: Controls, token: str, requires_token: bool, strangers: Strangers
+    ) -> AsyncIterator[None]:
+        """Serve the page. ``requires_token``: seeing it needs the token over the loopback interface, too."""
         from elasticstate.driver.dashboard.server import DashboardServer
 
-        self._server = server = DashboardServer(controls, token)
-        await server.start(self._listening)
+        self._server = server = DashboardServer(controls, token, requires_token)
+        await server.start(self._listening, strangers)
         shown = f"[{self._host}]" if ":" in self._host else self._host
         self._report.log(f"dashboard: http://{shown}:{self.port}/")
         writing = asyncio.ensure_future(self._write_regularly())

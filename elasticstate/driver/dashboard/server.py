@@ -1,27 +1,32 @@
 """HTTP server of the dashboard. Imported only with ``--dashboard``; runs on the driver's event loop.
 
 ``GET /`` is the page, without any data of the job. ``GET /events`` and ``GET /output`` are streams of server-sent
-events. ``POST /drain`` and ``POST /end`` act.
+events, whose number is limited. ``POST /drain`` and ``POST /end`` act. Each connection is for one request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from elasticstate.core.types import SlotId, WorkerId
-from elasticstate.driver.dashboard.guard import Guard, Visit
+from elasticstate.driver.dashboard.guard import Guard, Visit, is_from_proxy
 from elasticstate.driver.dashboard.merge_patch import View
 from elasticstate.driver.dashboard.viewers import INTERVAL_S, Viewers
 from elasticstate.driver.tails import Tails
+from elasticstate.net.strangers import Crowd, Strangers
+from elasticstate.net.web_port import Visitor, WebPort
 
 if TYPE_CHECKING:
     import socket
@@ -30,7 +35,7 @@ _PAGE = Path(__file__).with_name("page.html")
 _MOST_BODY_BYTES = 4096
 _TAIL_TIMEOUT_S = 5.0
 _END_S = 1.0  # for open streams, at the end
-_FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Real-IP")
+_MOST_STREAMS = 64  # of all open pages: each has one, and one more while it shows the output of a worker
 _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -40,7 +45,9 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
 }
 _POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'"
+_MALFORMED = (HttpProcessingError, web.RequestPayloadError, UnicodeEncodeError)  # the last: a header that is no UTF-8
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Response = TypeVar("_Response", bound=web.StreamResponse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +64,13 @@ class Controls:
 class DashboardServer:
     """HTTP server at a socket that listens already."""
 
-    def __init__(self, controls: Controls, token: str) -> None:
+    def __init__(self, controls: Controls, token: str, requires_token: bool = False) -> None:
+        """``requires_token``: to see the job over the loopback interface, too."""
         self._controls = controls
-        self._guard = Guard(token)
+        self._guard = Guard(token, requires_token)
         self._viewers = Viewers(controls.view)
+        self._streams: Crowd[Visitor] = Crowd()  # without the token
+        self._streams_with_token = 0
         self._is_over = asyncio.Event()
         app = web.Application(client_max_size=_MOST_BODY_BYTES, middlewares=[self._guarded])
         app.router.add_get("/", self._page, allow_head=False)
@@ -68,11 +78,18 @@ class DashboardServer:
         app.router.add_get("/output", self._output, allow_head=False)
         app.router.add_post("/drain", self._drain)
         app.router.add_post("/end", self._end)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_END_S)
+        logger = logging.Logger("elasticstate.dashboard")
+        logger.parent = logging.getLogger("elasticstate")
+        logger.addFilter(self._is_no_refusal)
+        self._runner = web.AppRunner(app, access_log=None, logger=logger, shutdown_timeout=_END_S)
+        self._port: WebPort | None = None
+        self._refused: Callable[[str, str], None]
 
-    async def start(self, listening: socket.socket) -> None:
+    async def start(self, listening: socket.socket, strangers: Strangers) -> None:
         await self._runner.setup()
-        await web.SockSite(self._runner, listening).start()
+        assert self._runner.server is not None
+        self._refused = strangers.refused
+        self._port = WebPort("dashboard", listening, strangers, self._runner.server)
 
     def news(self) -> None:
         """Send all viewers what has changed: there is an event of the job."""
@@ -83,17 +100,30 @@ class DashboardServer:
         self._is_over.set()
         self._viewers.close()
         await self._runner.cleanup()
+        if self._port is not None:
+            await self._port.close()
+
+    def _is_no_refusal(self, record: logging.LogRecord) -> bool:
+        """Count a malformed request as refused. aiohttp logs it as an error, with a traceback."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, _MALFORMED):
+            peer = str(record.args[0]) if isinstance(record.args, tuple) and record.args else "an unknown peer"
+            self._refused(peer, "dashboard: malformed request")
+            return False
+        return True
 
     # -------------------------------------------------------------------------------------------------- the requests
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Refuse strangers before anything else, and add headers to each answer."""
-        visit = _visit(request)
-        is_action = request.method != "GET"
+        visit, visitor = _visit(request), _visitor(request)
+        has_token, is_action = self._guard.has_token(visit), request.method != "GET"
+        if has_token and visitor is not None:
+            visitor.authenticated()
         if reason := self._guard.refuse(visit):
             return _answer(403, f"Refused: {reason}.")
-        if is_action and not self._guard.has_token(visit):
+        if is_action and not has_token:
             return _answer(401, "An action requires the job's token.")
         if request.path != "/" and not self._guard.may_see(visit):
             return _answer(401, "The job's token is required here.")
@@ -107,18 +137,16 @@ class DashboardServer:
         policy = f"{_POLICY}; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src data:"
         page = _read_page().replace("{nonce}", nonce)
         headers = {**_HEADERS, "Content-Security-Policy": policy}
-        return web.Response(text=page, content_type="text/html", headers=headers)
+        return _once(web.Response(text=page, content_type="text/html", headers=headers))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        if self._viewers.is_full:
-            return _answer(503, "Too many pages are open.")
-        return await _streamed(request, self._viewers.messages())
+        return await self._streamed(request, self._viewers.messages())
 
     async def _output(self, request: web.Request) -> web.StreamResponse:
         host, _, index = request.query.get("slot", "").rpartition(":")
         if not (host and index.isdecimal() and len(index) < 6):
             return _answer(400, "slot must be HOST:SLOT.")
-        return await _streamed(request, self._tail(SlotId(host, int(index))))
+        return await self._streamed(request, self._tail(SlotId(host, int(index))))
 
     async def _tail(self, slot: SlotId) -> AsyncGenerator[bytes, None]:
         """Yield the last lines of the worker in a slot as they change."""
@@ -133,6 +161,46 @@ class DashboardServer:
             else:
                 yield b": \n\n"
             await asyncio.sleep(INTERVAL_S)
+
+    # --------------------------------------------------------------------------------------------------- the streams
+
+    async def _streamed(self, request: web.Request, messages: AsyncGenerator[bytes, None]) -> web.StreamResponse:
+        visitor, has_token = _visitor(request), self._guard.has_token(_visit(request))
+        if visitor is None or not self._admit(visitor, has_token):
+            return _answer(503, "Too many pages are open.")
+        if has_token:
+            self._streams_with_token += 1
+        else:
+            self._streams.add(visitor, visitor.user)
+        visitor.stay()
+        response = _once(web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}))
+        try:
+            with suppress(ConnectionError):  # the viewer has gone
+                await response.prepare(request)
+                async with aclosing(messages):
+                    async for message in messages:
+                        await response.write(message)
+        finally:
+            if has_token:
+                self._streams_with_token -= 1
+            self._streams.discard(visitor)
+        return response
+
+    def _admit(self, visitor: Visitor, has_token: bool) -> bool:
+        """Return True if one more stream may begin, and dismiss another one for it if need be.
+
+        The token dismisses a stream without, and a user with few streams one of a user with many.
+        """
+        if len(self._streams) + self._streams_with_token < _MOST_STREAMS:
+            return True
+        if len(self._streams):
+            oldest = self._streams.first_to_go()
+            if has_token or self._streams.number_of(visitor.user) + 1 < self._streams.number_of(oldest.user):
+                self._streams.discard(oldest)
+                oldest.dismiss("too many streams")
+                return True
+        visitor.refused("too many streams")
+        return False
 
     # --------------------------------------------------------------------------------------------------- the actions
 
@@ -155,30 +223,32 @@ def _visit(request: web.Request) -> Visit:
         scheme=request.scheme,
         origin=request.headers.get("Origin"),
         fetch_site=request.headers.get("Sec-Fetch-Site"),
-        is_forwarded=any(name in request.headers for name in _FORWARDED),
+        is_forwarded=is_from_proxy(request.headers, request.version),
         authorization=request.headers.get("Authorization", ""),
     )
 
 
+@functools.cache
 def _read_page() -> str:
     """Return the page with its style and its script."""
     page, style, script = (_PAGE.with_suffix(end).read_text(encoding="utf-8") for end in (".html", ".css", ".js"))
     return page.replace("{style}", style).replace("{script}", script)
 
 
+def _visitor(request: web.Request) -> Visitor | None:
+    """Return the connection of a request; None if it has ended."""
+    return cast("Visitor", request.transport.get_protocol()) if request.transport is not None else None
+
+
+def _once(response: _Response) -> _Response:
+    """Let the connection end with this response: each is for one request."""
+    response.force_close()
+    return response
+
+
 def _answer(status: int, text: str) -> web.Response:
-    return web.Response(status=status, text=text + "\n", headers=_HEADERS)
+    return _once(web.Response(status=status, text=text + "\n", headers=_HEADERS))
 
 
 def _done(refusal: str) -> web.Response:
     return _answer(409, refusal) if refusal else _answer(200, "done")
-
-
-async def _streamed(request: web.Request, messages: AsyncGenerator[bytes, None]) -> web.StreamResponse:
-    response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
-    await response.prepare(request)
-    async with aclosing(messages):
-        with suppress(ConnectionError):  # the viewer has gone
-            async for message in messages:
-                await response.write(message)
-    return response

@@ -18,7 +18,6 @@ from elasticstate.driver.dashboard.merge_patch import View, difference
 INTERVAL_S = 1.0
 QUIET_INTERVAL_S = 2.0
 _MOST_WAITING = 8  # messages that a slow viewer may have to receive yet; then it must connect again
-MOST_VIEWERS = 32
 
 
 class Viewers:
@@ -32,14 +31,11 @@ class Viewers:
         self._next: asyncio.TimerHandle | None = None
         self._published_at = -inf
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._queues) >= MOST_VIEWERS
-
     async def messages(self) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events for one viewer, until the job is over or the viewer is too slow."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_WAITING)
-        self.publish()
+        if not self._queues or self._loop.time() >= self._published_at + INTERVAL_S:
+            self.publish()  # else others have got this view a moment ago
         queue.put_nowait(_event("view", self._last))
         self._queues.add(queue)
         self._publish_at(self._quiet_until)

@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 
 from elasticstate.config import read_options
 from elasticstate.core.types import SlotId, WorkerId
-from elasticstate.driver.dashboard.guard import Guard, Visit
+from elasticstate.driver.dashboard.guard import Guard, Visit, is_from_proxy
 from elasticstate.driver.dashboard.history import History, decoded
 from elasticstate.driver.dashboard.merge_patch import difference
 from elasticstate.driver.dashboard.server import Controls, DashboardServer
@@ -31,6 +31,7 @@ from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
 from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.net.names import own_addresses
+from elasticstate.net.strangers import Strangers
 from tests.policy import policy_of
 from tests.unit.core.test_membership import drive
 from tests.unit.driver.clock import Clock
@@ -168,7 +169,7 @@ FAR = Visit("192.0.2.7", "192.0.2.1:80")
     ],
 )
 def test_requests_of_other_sites_and_for_other_names_are_refused(visit: Visit, is_refused: bool) -> None:
-    assert bool(Guard(TOKEN).refuse(visit)) == is_refused
+    assert bool(Guard(TOKEN, requires_token=False).refuse(visit)) == is_refused
 
 
 @pytest.mark.parametrize(
@@ -191,8 +192,22 @@ def test_seeing_needs_loopback_or_the_token_and_acting_the_token(
     peer: str, forwarded: bool, authorization: str, sees: bool, acts: bool
 ) -> None:
     visit = Visit(peer, "127.0.0.1:80", is_forwarded=forwarded, authorization=authorization)
-    guard = Guard(TOKEN)
+    guard = Guard(TOKEN, requires_token=False)
     assert (guard.may_see(visit), guard.has_token(visit)) == (sees, acts)
+    assert Guard(TOKEN, requires_token=True).may_see(visit) == acts
+
+
+@pytest.mark.parametrize(
+    ("headers", "version", "is_found"),
+    [
+        (("Host", "Accept", "User-Agent", "Origin", "Sec-Fetch-Site", "Cookie", "Authorization"), (1, 1), False),
+        (("Host", "Connection"), (1, 0), True),
+        *((("Host", name), (1, 1), True) for name in ("forwarded", "Via", "X-Forwarded-Host", "X-REAL-IP")),
+        *((("Host", name), (1, 1), True) for name in ("CF-Ray", "X-Envoy-External-Address", "X-Request-ID")),
+    ],
+)
+def test_signs_of_a_proxy(headers: tuple[str, ...], version: tuple[int, int], is_found: bool) -> None:
+    assert is_from_proxy(headers, version) == is_found
 
 
 class Served:
@@ -221,15 +236,15 @@ class Served:
         return "" if self.ends == 1 else "The job is ending already."
 
 
-def on_server(scenario: Any, address: str = "127.0.0.1") -> Served:
+def on_server(scenario: Any, address: str = "127.0.0.1", requires_token: bool = False) -> Served:
     """Run ``scenario(session, url)`` at a server, and close it."""
     served = Served()
 
     async def run() -> None:
         listening = listening_socket(address, 0)
         url = f"http://{address}:{port_of(listening)}"
-        server = DashboardServer(served.controls, TOKEN)
-        await server.start(listening)
+        server = DashboardServer(served.controls, TOKEN, requires_token)
+        await server.start(listening, Strangers(10.0, lambda *_: None))
         async with ClientSession(timeout=ClientTimeout(30)) as session:
             await scenario(session, url)
             await server.close()

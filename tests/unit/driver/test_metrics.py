@@ -9,10 +9,9 @@ import socket
 import sys
 import threading
 import time
-import urllib.request
+import urllib.parse
 from dataclasses import replace
 from pathlib import Path
-from urllib.error import URLError
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -29,6 +28,7 @@ from elasticstate.driver.metrics import JobCollector, MetricsServer
 from elasticstate.driver.metrics_port import metrics_served
 from elasticstate.driver.overview import overview_of
 from elasticstate.errors import OptionError
+from elasticstate.net.strangers import Strangers
 from tests.policy import policy_of
 from tests.prometheus import CONFIG, DASHBOARD, PROMTOOL, RULES, WHY, promtool
 from tests.unit.core.test_membership import RUNNING, drive
@@ -120,16 +120,64 @@ def test_before_the_first_tick_there_is_no_ratio() -> None:
     assert "elasticstate_badput_seconds" in names
 
 
+def asked(request: bytes) -> tuple[str, list[str]]:
+    """Return the answer of a server to a request, and the refusals that it has reported."""
+    refusals: list[str] = []
+
+    async def ask() -> str:
+        server = MetricsServer("127.0.0.1:0", "j", job_state(over()), Strangers(5.0, lambda _, r: refusals.append(r)))
+        port = urllib.parse.urlsplit(server.url).port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        answer = await reader.read()
+        writer.close()
+        await server.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        return answer.decode(errors="replace")
+
+    return asyncio.run(ask()), refusals
+
+
+def request(*headers: str, first: str = "GET /metrics HTTP/1.1") -> bytes:
+    return "\r\n".join([first, *headers, "", ""]).encode("latin-1")
+
+
 def test_a_server_answers_until_it_is_closed() -> None:
-    server = MetricsServer("127.0.0.1:0", "j", job_state(over()))
-    threads = threading.active_count()
-    for _ in range(2):
-        with urllib.request.urlopen(server.url) as answer:
-            assert samples(answer.read().decode())["elasticstate_job_info", "j"] == 1
-    server.close()
-    with pytest.raises(URLError, match="Connection refused"):
-        urllib.request.urlopen(server.url)
-    assert threading.active_count() < threads
+    before = threading.active_count()
+    answer, refusals = asked(request("Host: localhost:9100"))
+    head, _, body = answer.partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200 OK\r\n")
+    assert samples(body)["elasticstate_job_info", "j"] == 1
+    assert not refusals
+    assert threading.active_count() <= before + 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (("Host: 127.0.0.1:9100",), "200 OK"),
+        (("Host: evil.example:9100",), "403 Forbidden"),
+        (("Host: localhost", "Host: localhost"), "400 Bad Request"),
+        ((), "400 Bad Request"),
+        (("Host: localhost", "Accept: application/openmetrics-text;version=x"), "400 Bad Request"),
+        (("Host: localhost", "Accept: \xff\x01"), "400 Bad Request"),
+        (("Host: localhost", "no colon"), "400 Bad Request"),
+        (("Host: localhost", "Accept: \xff"), "200 OK"),
+    ],
+)
+def test_a_malformed_request_is_refused_and_counted(headers: tuple[str, ...], status: str) -> None:
+    answer, refusals = asked(request(*headers))
+    assert answer.startswith(f"HTTP/1.1 {status}\r\n")
+    assert refusals == (["metrics: malformed request"] if status.startswith("400") else [])
+
+
+def test_requests_of_other_kinds() -> None:
+    assert asked(request(first="GET /metrics HTTP/1.0"))[0].startswith("HTTP/1.1 200 OK\r\n")
+    assert asked(request("Host: localhost", first="POST / HTTP/1.1"))[0].startswith("HTTP/1.1 405 ")
+    assert asked(request(first="GET / SPDY/1"))[0].startswith("HTTP/1.1 400 ")
+    compressed = "Accept-Encoding: gzip"
+    assert "Content-Encoding: gzip" in asked(request("Host: localhost", compressed))[0].partition("\r\n\r\n")[0]
 
 
 def test_an_address_in_use_is_an_error_of_the_option() -> None:
@@ -138,7 +186,7 @@ def test_an_address_in_use_is_an_error_of_the_option() -> None:
         with pytest.raises(
             OptionError, match=rf"^--metrics: '{address}': cannot listen there \(Address already in use"
         ):
-            MetricsServer(address, "j", job_state(over()))
+            MetricsServer(address, "j", job_state(over()), Strangers(5.0, print))
 
 
 def test_without_the_library_the_option_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +194,7 @@ def test_without_the_library_the_option_names_the_package(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
 
     async def serve() -> None:
-        async with metrics_served("127.0.0.1:0", "j", job_state(over()), print):
+        async with metrics_served("127.0.0.1:0", "j", job_state(over()), Strangers(5.0, print), print):
             raise AssertionError("served without the library")
 
     with pytest.raises(OptionError, match=r"^--metrics: requires .*pip install 'elasticstate\[metrics\]'\.$"):

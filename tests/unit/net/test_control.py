@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from elasticstate.core.types import WorkerId
-from elasticstate.net import codec, control, messages
+from elasticstate.net import codec, messages, strangers
 from elasticstate.net.control import AgentStream, ControlServer, DriverStream, ask_status
 from elasticstate.net.stream import dial
 from elasticstate.net.trust import NAME, Trust, make_token
@@ -299,7 +299,7 @@ def test_a_message_beyond_the_limit_ends_the_stream_before_it_is_read() -> None:
 
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MAX_UNAUTHENTICATED", 20)
+    monkeypatch.setattr(strangers, "MAX_UNAUTHENTICATED", 20)
 
 
 def test_random_bytes_are_turned_away_and_told_of() -> None:
