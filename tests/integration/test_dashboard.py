@@ -284,6 +284,30 @@ def test_texts_of_a_job_never_become_a_part_of_the_page() -> None:
     assert not errors
 
 
+def test_a_host_may_have_the_name_of_a_property_of_objects() -> None:
+    view, errors, names = (
+        view_of("j", state_after(5), History(), 4.5, 1000.0),
+        list[str](),
+        ("__proto__", "constructor"),
+    )
+    with served(view) as url, opened(url, errors) as page:
+        page.evaluate("window.properties = () => JSON.stringify(Object.getOwnPropertyNames(Object.prototype))")
+        before = page.evaluate("properties()")
+        cells = page.get_by_role("gridcell")
+        expect(cells).to_have_count(2, timeout=TIMEOUT_MS)
+        for order, name in enumerate(names, 2):  # as changes of the view that the page has
+            view["hosts"][name] = {"state": "joined", "slots": 1, "order": order}
+            view["workers"][f"{name}:0"] = {"state": "empty", "why": "no worker yet"}
+        expect(cells).to_have_count(4, timeout=TIMEOUT_MS)
+        for name in names:
+            soon(page.get_by_role("row", name=name), "joined")
+            view["hosts"][name]["state"] = "lost"
+        for name in names:
+            soon(page.get_by_role("row", name=name), "lost")
+        assert page.evaluate("properties()") == before
+    assert not errors
+
+
 @pytest.mark.skipif(not own_addresses(), reason="this machine has only the loopback interface")
 def test_a_page_beyond_loopback_asks_for_the_token_first() -> None:
     view, errors = view_of("j", with_straggler(state_after(5)), History(), 4.5, 1000.0), list[str]()

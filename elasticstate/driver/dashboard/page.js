@@ -34,9 +34,11 @@ function bytes(n) {
   return `${n.toFixed(n < 10 && unit ? 1 : 0)} ${units[unit]}`;
 }
 const plain = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+const dictionary = () => Object.create(null); // a host may have the name of a property of objects, like __proto__
+const parse = (text) => JSON.parse(text, (_, value) => plain(value) ? Object.assign(dictionary(), value) : value);
 function merge(target, patch) { // RFC 7396
   if (!plain(patch)) return patch;
-  const result = plain(target) ? target : {};
+  const result = plain(target) ? target : dictionary();
   for (const [key, value] of Object.entries(patch)) {
     if (value === null) delete result[key]; else result[key] = merge(result[key], value);
   }
@@ -404,7 +406,7 @@ async function read(path, received, signal) { // server-sent events; EventSource
       rest = parts.pop();
       for (const part of parts) {
         const [first, data] = part.split("\n");
-        if (data) received(first.slice(7), JSON.parse(data.slice(6)));
+        if (data) received(first.slice(7), parse(data.slice(6)));
       }
     }
   } finally {
@@ -468,7 +470,7 @@ async function act(path, body) {
   return response.ok ? "" : response.text();
 }
 const askDrain = (host) => ask(`Drain host ${host}?`, "Its workers leave at the end of a tick, as after a preemption notice. Nothing is lost.", "Drain", () => act("drain", { host }));
-const askToSee = () => ask("This page needs the token", "It is not opened over the loopback interface.", "Open", async () => "");
+const askToSee = () => ask("This page needs the token", "It shows this job only with its token, which elasticrun status JOB --token prints.", "Open", async () => "");
 $("end").addEventListener("click", () => ask("End the job?", "All workers are stopped, as by SIGTERM to elasticrun.", "End the job", () => act("end", {})));
 $("copies").addEventListener("toggle", commits);
 $("map").addEventListener("keydown", move);
