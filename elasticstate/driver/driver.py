@@ -250,7 +250,8 @@ class Driver:
     async def _report_outcome(self, parts: _DriverParts, outcome: Outcome) -> None:
         now, membership = self._loop.time(), self._state.membership
         self._journal.event("generation_finished", **membership.ledger.account.until(now).fields())
-        self._report.summary(figures_of(membership, now), outcome, parts.keeper.record.epoch)
+        figures, epoch = figures_of(membership, now), parts.keeper.record.epoch
+        self._report.summary(figures, outcome, epoch, self._state.durable.unsaved)
         if outcome.root_cause is not None:
             self._report.root_cause(outcome.root_cause)
         if parts.launch_results is not None:

@@ -3,6 +3,8 @@
 One copy at a time. If several agents save parts of it, one of them completes the copy when all parts are saved; the
 failure of one part is the failure of the copy. The next copy begins ``--durable-interval`` after the begin of the last
 one. After a failure it is tried again, after a growing delay. A failed, slow or full storage never holds up the job.
+
+At the end of the job the memory with its last commit is kept until that is saved, at most for ``--driver-timeout``.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elasticstate.config import Options
@@ -18,7 +21,7 @@ from elasticstate.driver.durable_plan import CopyPlan, Pace, plan_copy, plan_las
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.durable.copies import copy_name
-from elasticstate.durable.failure import HOST, LOST, MISSED, NOT_FAILED, TORN
+from elasticstate.durable.failure import HOST, LOST, MISSED, NOT_FAILED, TORN, UNCHANGED
 from elasticstate.net.messages import CompleteDurable, DropDurable, DurableFailed, DurableSaved, SaveDurable, ToAgent
 
 _LOOK_INTERVAL_S = 0.25
@@ -26,7 +29,7 @@ _FIRST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 _LEAD_S = 0.5  # for orders to arrive before a commit to come
 _LONGEST_LEAD_S = 8.0
-_LAST_ATTEMPTS = 4  # to save the last commit of the job
+_LAST_ATTEMPTS = 4  # in a row that came too late for the last commit of the job
 _LAST_RETRY_S = 0.2
 
 
@@ -39,6 +42,14 @@ class _Attempt:
     total: int  # parts
     is_one_order: bool  # one agent has all parts, or all parts are saved: its answer ends the copy
     commits: set[CommitId] = field(default_factory=set)  # in the parts that are saved
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why an attempt has saved nothing. ``kind``: see durable/failure.py."""
+
+    kind: str
+    reason: str
 
 
 @dataclass(slots=True)
@@ -63,7 +74,7 @@ class DurableCopies:
         self._loop = asyncio.get_running_loop()
         self._schedule = _Schedule(self._loop.time() + options.durable_interval_s)
         self._attempt: _Attempt | None = None
-        self._missed = ""  # reason, if the last attempt came too late for a commit
+        self._failure: _Failure | None = None  # of the last attempt
         self._began_at = 0.0  # of the attempt
         self._last_name = 0  # milliseconds in the name of the last copy
         self._newest_name = ""  # of the newest copy that is complete
@@ -87,24 +98,70 @@ class DurableCopies:
         return plan_copy(self._state.membership, ticks_per_s, self._loop.time(), lead_s, figures.newest)
 
     async def finish(self, hurry: asyncio.Event) -> None:
-        """Save the last commit of the job. ``hurry``: give up when it is set.
+        """Save the last commit of the job. While that fails, try again for ``--driver-timeout``. Say what is not saved.
 
-        An attempt that comes too late for a commit is repeated, as no later one would make up for it.
+        ``hurry``: give up when it is set.
         """
-        if self._options.durable_dir is None:
+        if self._options.durable_dir is None or self._state.membership.ledger.highest is None:
             return
         await self._answered_or(hurry)
-        for missed in range(_LAST_ATTEMPTS):
+        if reason := await self._save_last(hurry):
+            self._state.durable.unsaved = self._last_commit
+            self._warn(f"{self._last_commit_text} is not saved: {reason}. {self._newest_text}")
+
+    async def _save_last(self, hurry: asyncio.Event) -> str:
+        """Save the last commit. Return why it is not saved, or ""."""
+        give_up_at, missed, reason = 0.0, 0, ""
+        while not hurry.is_set():
             plan = self._plan(missed) or plan_last(self._state.membership)  # after a signal, the workers still train
-            if plan is None or hurry.is_set():
-                return
+            if plan is None:
+                return self._unless_saved(reason or "no host holds it any more")
             self._order(plan)
             await self._answered_or(hurry)
-            if not self._missed:
-                return
-            await asyncio.sleep(_LAST_RETRY_S)
-        directory = self._options.durable_dir
-        self._journal.warn(f"--durable-dir {directory}: the last commit of the job could not be saved: {self._missed}")
+            if self._attempt is not None:
+                break
+            if self._failure is None or self._failure.kind == UNCHANGED:
+                return ""
+            kind, reason = self._failure.kind, self._failure.reason
+            missed = missed + 1 if kind in MISSED else 0  # no later commit would make up for it
+            pause_s = _LAST_RETRY_S if missed else max(_LAST_RETRY_S, self._schedule.due_at - self._loop.time())
+            if missed == _LAST_ATTEMPTS or (give_up_at and self._loop.time() + pause_s > give_up_at):
+                return reason
+            if not missed and not give_up_at:
+                timeout_s = self._options.driver_timeout_s
+                give_up_at = self._loop.time() + timeout_s
+                self._warn(
+                    f"{self._last_commit_text} is not saved yet: {reason}. Its memory is kept, and it is tried again, "
+                    f"for --driver-timeout of {timeout_s:g} s. A signal ends that"
+                )
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(hurry.wait(), pause_s)
+        return self._unless_saved(f"{reason or 'it took long'}, and a signal has ended the attempts")
+
+    def _unless_saved(self, reason: str) -> str:
+        return "" if self._state.durable.newest == self._last_commit else reason
+
+    @property
+    def _last_commit(self) -> CommitId | None:
+        return self._state.membership.ledger.highest
+
+    @property
+    def _last_commit_text(self) -> str:
+        return f"the last commit of the job, {self._last_commit},"
+
+    @property
+    def _newest_text(self) -> str:
+        figures = self._state.durable
+        age_s = figures.age_s(self._loop.time())
+        if age_s is None:
+            return "This driver has saved no copy: a job that resumes begins from an older one, if there is one"
+        return (
+            f"The newest copy, {self._newest_name}, is {age_s:.0f} s old and has commit {figures.newest}: a job that "
+            "resumes begins there"
+        )
+
+    def _warn(self, text: str) -> None:
+        self._journal.warn(f"--durable-dir {self._options.durable_dir}: {text}")
 
     async def _answered_or(self, hurry: asyncio.Event) -> None:
         """Wait until the agent has answered, or is lost."""
@@ -118,7 +175,7 @@ class DurableCopies:
         self._began_at = self._loop.time()
         folder = copy_name(self._last_name)
         self._attempt = _Attempt(folder, set(plan.parts), plan.total, is_one_order=len(plan.parts) == 1)
-        self._missed = ""
+        self._failure = None
         self._answered.clear()
         saved = self._state.durable.newest
         for host, parts in plan.parts.items():
@@ -145,7 +202,7 @@ class DurableCopies:
         if len(attempt.commits) > 1:
             commits = ", ".join(map(str, sorted(attempt.commits)))
             reason = f"its parts are of different commits: {commits}"
-            self._end_attempt(attempt, missed=reason)
+            self._end_attempt(attempt, _Failure(TORN, reason))
             self._failed(host, message.folder, TORN, reason)
         elif attempt.is_one_order:
             self._end_attempt(attempt)
@@ -185,7 +242,7 @@ class DurableCopies:
         attempt = self._answered_by(host, message.folder)
         if attempt is None:
             return
-        self._end_attempt(attempt, missed=message.reason if message.kind in MISSED else "")
+        self._end_attempt(attempt, _Failure(message.kind, message.reason))
         if message.kind in NOT_FAILED:
             self._schedule.due_at = self._loop.time() + min(_FIRST_RETRY_S, self._options.durable_interval_s)
         else:
@@ -196,8 +253,9 @@ class DurableCopies:
         attempt = self._attempt
         if attempt is not None and host in attempt.hosts:
             attempt.hosts.remove(host)
-            self._end_attempt(attempt)
-            self._failed(host, attempt.folder, HOST, "the agent was lost while it saved the copy")
+            reason = "the agent was lost while it saved the copy"
+            self._end_attempt(attempt, _Failure(HOST, reason))
+            self._failed(host, attempt.folder, HOST, reason)
 
     def _answered_by(self, host: str, folder: str) -> _Attempt | None:
         """Return the attempt to which the answer of a host belongs; None: to an older one."""
@@ -207,11 +265,11 @@ class DurableCopies:
         attempt.hosts.remove(host)
         return attempt
 
-    def _end_attempt(self, attempt: _Attempt, missed: str = "") -> None:
-        """End an attempt. Agents that still save parts of it are to stop. ``missed``: see the constructor."""
+    def _end_attempt(self, attempt: _Attempt, failure: _Failure | None = None) -> None:
+        """End an attempt. Agents that still save parts of it are to stop."""
         for host in sorted(attempt.hosts):
             self._send(host, DropDurable(attempt.folder))
-        self._attempt, self._missed = None, missed
+        self._attempt, self._failure = None, failure
         self._answered.set()
 
     def _failed(self, host: str, folder: str, kind: str, reason: str) -> None:
@@ -231,4 +289,4 @@ class DurableCopies:
         )
         if kind not in self._schedule.warned:
             self._schedule.warned.add(kind)
-            self._journal.warn(f"--durable-dir {self._options.durable_dir}: host {host}: {text}")
+            self._warn(f"host {host}: {text}")

@@ -18,6 +18,7 @@ class DurableFigures:
     newest: CommitId | None = None  # the commit in the newest copy
     newest_at: float | None = None  # when that copy was begun
     newest_bytes: int = 0
+    unsaved: CommitId | None = None  # the last commit of the job, if it could not be saved
     trouble: str = ""  # why the last attempt failed; "" after a success
 
     def age_s(self, now: float) -> float | None:

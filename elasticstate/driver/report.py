@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from elasticstate.config import Options
 from elasticstate.core.figures import JobFigures, losses_text
 from elasticstate.core.texts import listed, number_of, ranks_text
-from elasticstate.core.types import RootCause, WorkerId
+from elasticstate.core.types import CommitId, RootCause, WorkerId
 from elasticstate.errors import OptionError
 from elasticstate.exit_status import status_of
 from elasticstate.failures import WorkerFailure
@@ -183,8 +183,11 @@ class Report:
 
     # ------------------------------------------------------------------------------------------------------ the end
 
-    def summary(self, figures: JobFigures, outcome: Outcome, driver: int = 1) -> None:
-        """Write the event job_finished, and the summary to the log. ``driver``: number of this driver."""
+    def summary(self, figures: JobFigures, outcome: Outcome, driver: int = 1, unsaved: CommitId | None = None) -> None:
+        """Write the event job_finished, and the summary to the log.
+
+        ``driver``: number of this driver. ``unsaved``: the last commit, if it is in no durable copy but should be.
+        """
         if self._world:
             self.log(self._world)
         status = "failed" if outcome.status else "succeeded"
@@ -195,6 +198,8 @@ class Report:
             text += f": {figures.text()}"
         if driver > 1:
             text += f"; {driver} drivers"
+        if unsaved is not None:
+            text += f"; the last commit, {unsaved}, is not saved"
         self.log(text)
 
     def root_cause(self, cause: RootCause) -> None:
