@@ -4,7 +4,8 @@ ones."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any, TypeVar
 
@@ -13,10 +14,12 @@ import msgspec
 from elasticstate._native import checksum
 from elasticstate.core.types import CommitId
 from elasticstate.durable.storage import CopyStorage
+from elasticstate.private import PlantedFileError
 
 MANIFEST = "manifest.json"
 VERSION = 1
 BLOCK_BYTES = 8 << 20
+_MOST_DESCRIPTION_BYTES = 64 << 20  # of a manifest: enough for 40 TB
 C = TypeVar("C")
 _NAME = re.compile(r"commit-(\d{8})-(\d{6})-(\d{3})")
 
@@ -80,6 +83,10 @@ class _Checked(msgspec.Struct, frozen=True):
 
 class DamagedCopyError(Exception):
     """A copy is not complete, or its bytes are not those that were written. The message says what is wrong."""
+
+
+class UntrustedCopyError(DamagedCopyError):
+    """Another user may have written a copy. The message says why, and what to do."""
 
 
 class IncompleteCopyError(DamagedCopyError):
@@ -149,29 +156,46 @@ def read_parts(storage: CopyStorage, folder: str, total: int) -> tuple[Part, ...
     for name in map(description_of, range(1, total + 1)):
         if name not in sizes:
             raise DamagedCopyError(f"{name} is missing")
-        with storage.open(folder, name) as source:
-            parts.append(_decode(source.read_at(0, sizes[name]), name, Part))
-        _check_sizes(parts[-1].files, sizes)
+        parts.append(_decode(_read_description(storage, folder, name, sizes), name, Part))
+    _check_parts(parts, sizes)
     return tuple(parts)
 
 
-def _check_sizes(files: Iterable[File], sizes: Mapping[str, int]) -> None:
-    for file in files:
-        if file.name not in sizes:
-            raise DamagedCopyError(f"{file.name} is missing")
-        if sizes[file.name] != file.bytes:
-            raise DamagedCopyError(f"{file.name} has {sizes[file.name]} bytes instead of {file.bytes}")
+def _check_parts(parts: Sequence[Part], sizes: Mapping[str, int]) -> None:
+    """Raise DamagedCopyError unless all files have the sizes of their description, and that is consistent."""
+    if not parts:
+        raise DamagedCopyError(f"{MANIFEST} names no parts")
+    for part in parts:
+        for file in part.files:
+            if file.name not in sizes:
+                raise DamagedCopyError(f"{file.name} is missing")
+            if sizes[file.name] != file.bytes:
+                raise DamagedCopyError(f"{file.name} has {sizes[file.name]} bytes instead of {file.bytes}")
+        blocks = -(-part.data_bytes // BLOCK_BYTES)
+        if min(part.data_at, part.data_bytes) < 0 or part.data_at + part.data_bytes > part.tensors.bytes:
+            raise DamagedCopyError(f"{part.tensors.name} has no {part.data_bytes} bytes from {part.data_at} on")
+        if len(part.blocks_crc32c) != blocks:
+            raise DamagedCopyError(f"{part.tensors.name} has {len(part.blocks_crc32c)} checksums instead of {blocks}")
 
 
 def read_manifest(storage: CopyStorage, name: str) -> Manifest:
     """Return the manifest of a copy that has all its files in their full sizes. Raises DamagedCopyError, OSError."""
-    sizes = storage.sizes(name)
-    if MANIFEST not in sizes:
-        raise IncompleteCopyError(f"it has no {MANIFEST}: it was not completed")
-    with storage.open(name, MANIFEST) as source:
-        manifest = decode_manifest(source.read_at(0, sizes[MANIFEST]))
-    _check_sizes(manifest.files, sizes)
+    try:
+        sizes = storage.sizes(name)
+        if MANIFEST not in sizes:
+            raise IncompleteCopyError(f"it has no {MANIFEST}: it was not completed")
+        manifest = decode_manifest(_read_description(storage, name, MANIFEST, sizes))
+    except PlantedFileError as error:
+        raise UntrustedCopyError(str(error)) from None
+    _check_parts(manifest.parts, sizes)
     return manifest
+
+
+def _read_description(storage: CopyStorage, folder: str, name: str, sizes: Mapping[str, int]) -> bytes:
+    if sizes[name] > _MOST_DESCRIPTION_BYTES:
+        raise DamagedCopyError(f"{name} has {sizes[name]} bytes, more than {_MOST_DESCRIPTION_BYTES}")
+    with storage.open(folder, name) as source:
+        return source.read_at(0, sizes[name])
 
 
 def complete_copies(storage: CopyStorage, names: list[str]) -> Iterator[tuple[str, Manifest | DamagedCopyError]]:
@@ -189,10 +213,20 @@ def _manifest_or_error(storage: CopyStorage, name: str) -> Manifest | DamagedCop
         return error
 
 
+def remove_incomplete(storage: CopyStorage, first: str, end: str) -> None:
+    """Remove what failed attempts have left: copies without a manifest, begun after ``first`` and before ``end``."""
+    for name in copy_names(storage):
+        with suppress(FileNotFoundError, PlantedFileError):  # another host removes it at the same time
+            if first < name < end and MANIFEST not in storage.sizes(name):
+                storage.remove(name, MANIFEST)
+
+
 def remove_old(storage: CopyStorage, keep: int, newest: str) -> None:
-    """Remove all copies before the ``keep`` newest complete ones, and incomplete copies before ``newest``."""
+    """Remove all own copies before the ``keep`` newest complete ones, and incomplete copies before ``newest``."""
     kept = 0
     for name, found in complete_copies(storage, [name for name in copy_names(storage) if name <= newest]):
+        if isinstance(found, UntrustedCopyError):
+            continue
         if isinstance(found, Manifest) and kept < keep:
             kept += 1
         elif kept:

@@ -9,18 +9,29 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from heapq import merge
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
 from elasticstate.durable.copies import DamagedCopyError, Manifest, Part
-from elasticstate.durable.parts import METADATA, OWN, SHARDING
+from elasticstate.durable.parts import METADATA, OWN, SHARDING, TiedNotes
 from elasticstate.durable.reader import StoredCopies
+from elasticstate.private import make_file
 
 _ALIGNMENT_BYTES = 64
+_MOST_DIMENSIONS = 64  # of a tensor of torch
+_Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and shape
 _KINDS = ("parameters.", "buffers.")  # of a module's tensors, in their names (state/module_state.py)
+
+
+class _Offsets(msgspec.Struct, frozen=True):
+    """Place of a shard in its tensor."""
+
+    saved_offsets: tuple[int, ...]
 
 
 class _StoredEntry(msgspec.Struct, frozen=True):
@@ -75,41 +86,84 @@ def export(
     """
     tensors = _find(copies, name, manifest)
     chosen = _chosen(tensors, value)
-    fresh = f"{path}.new"
-    try:
-        with open(fresh, "wb") as file:
-            file.write(_lay_out(chosen))
-            for number, part in enumerate(manifest.parts):
-                _copy(file.fileno(), copies.data(name, part), number, chosen.values(), progress)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(fresh)
-        raise
+    with _directory_of(path) as (directory, target):
+        fresh = f"{target}.new"
+        with open(make_file(directory, fresh, 0o644), "wb") as file:  # in place of a link that somebody has planted
+            try:
+                file.write(_lay_out(chosen))
+                file.flush()
+                for number, part in enumerate(manifest.parts):
+                    _copy(file.fileno(), copies.data(name, part), number, chosen.values(), progress)
+                os.fsync(file.fileno())
+                os.replace(fresh, target, src_dir_fd=directory, dst_dir_fd=directory)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(fresh, dir_fd=directory)
+                raise
     return len(chosen)
 
 
+@contextmanager
+def _directory_of(path: str) -> Iterator[tuple[int, str]]:
+    """Open the directory of a file. The value is its descriptor, and the name of the file."""
+    directory, name = os.path.split(path)
+    fd = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield fd, name
+    finally:
+        os.close(fd)
+
+
 def _find(copies: StoredCopies, name: str, manifest: Manifest) -> dict[str, _Tensor]:
-    """Return all tensors of a copy, whole."""
+    """Return all tensors of a copy, whole. Raises DamagedCopyError if its headers contradict themselves."""
     found: dict[str, _Tensor] = {}
     for number, part in enumerate(manifest.parts):
         for key, stored, offsets in _tensors_of(copies, name, part):
-            count = math.prod(stored.shape)
-            begin, end = stored.data_offsets
-            tensor = found.setdefault(key, _Tensor(stored.dtype, (end - begin) // count if count else 0, stored.shape))
+            item_bytes = _item_bytes(key, stored, part)
+            if len(stored.shape) != len(offsets) or min(offsets, default=0) < 0:
+                raise DamagedCopyError(f"{key} has the wrong offsets {offsets}")
+            tensor = found.setdefault(key, _Tensor(stored.dtype, item_bytes, stored.shape))
             if tensor.dtype != stored.dtype or len(tensor.shape) != len(offsets):
                 raise DamagedCopyError(f"{key} differs between the parts of the copy")
             ends = (offset + size for offset, size in zip(offsets, stored.shape, strict=True))
             tensor.shape = tuple(map(max, zip(tensor.shape, ends, strict=True)))
-            tensor.item_bytes = tensor.item_bytes or ((end - begin) // count if count else 0)
-            tensor.shards[number] = _TensorShard(begin, offsets, stored.shape)
+            tensor.item_bytes = tensor.item_bytes or item_bytes
+            tensor.shards[number] = _TensorShard(stored.data_offsets[0], offsets, stored.shape)
     for key, tensor in found.items():
-        blocks = {(shard.offsets, shard.shape) for shard in tensor.shards.values()}
-        if sum(math.prod(shape) for _, shape in blocks) != math.prod(tensor.shape):
-            raise DamagedCopyError(f"shards of {key} are missing")
+        blocks = sorted({(shard.offsets, shard.shape) for shard in tensor.shards.values()})
+        if sum(math.prod(shape) for _, shape in blocks) != math.prod(tensor.shape) or _do_overlap(blocks):
+            raise DamagedCopyError(f"shards of {key} are missing, or overlap")
     return found
+
+
+def _item_bytes(key: str, stored: _StoredEntry, part: Part) -> int:
+    """Return the size of an item; 0 if the tensor has none. Raises DamagedCopyError if its place is impossible."""
+    (begin, end), shape = stored.data_offsets, stored.shape
+    count = math.prod(shape) if len(shape) <= _MOST_DIMENSIONS and min(shape, default=0) >= 0 else -1
+    item_bytes = (end - begin) // count if count > 0 else 0
+    if not 0 <= begin <= end <= part.data_bytes or item_bytes * count != end - begin:
+        raise DamagedCopyError(f"{part.tensors.name}: {key} of shape {shape[:8]} cannot be at bytes {begin} to {end}")
+    return item_bytes
+
+
+def _do_overlap(blocks: Iterable[_Block]) -> bool:
+    """Return True if two blocks of a tensor, in order of their offsets, have a common item."""
+    reached: list[_Block] = []  # blocks that end behind the begin of the present one
+    for block in blocks:
+        if not math.prod(block[1]):
+            continue
+        reached = [other for other in reached if not other[0] or other[0][0] + other[1][0] > block[0][0]]
+        if any(_have_common_item(block, other) for other in reached):
+            return True
+        reached.append(block)
+    return False
+
+
+def _have_common_item(one: _Block, two: _Block) -> bool:
+    return all(
+        max(begin, other) < min(begin + size, other + other_size)
+        for begin, size, other, other_size in zip(*one, *two, strict=True)
+    )
 
 
 def _tensors_of(copies: StoredCopies, name: str, part: Part) -> Iterator[tuple[str, _StoredEntry, tuple[int, ...]]]:
@@ -118,14 +172,17 @@ def _tensors_of(copies: StoredCopies, name: str, part: Part) -> Iterator[tuple[s
     try:
         raw = msgspec.json.decode(head[8:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop(METADATA), type=dict[str, str])
-        tied: dict[str, str] = msgspec.json.decode(metadata[OWN])["tied"]
-        sharding: dict[str, Any] = msgspec.json.decode(metadata.get(SHARDING, "{}"))
+        tied = msgspec.json.decode(metadata[OWN], type=TiedNotes).tied
+        sharding = msgspec.json.decode(metadata.get(SHARDING, "{}"), type=dict[str, _Offsets])
         stored = {key: msgspec.json.decode(item, type=_StoredEntry) for key, item in raw.items()}
-        for key, item in stored.items():
-            offsets = sharding.get(key, {}).get("saved_offsets", [0] * len(item.shape))
-            yield key, stored[tied.get(key, key)], tuple(map(int, offsets))
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        owners = {key: stored[tied.get(key, key)] for key in stored}
+    except (msgspec.DecodeError, KeyError) as error:
         raise DamagedCopyError(f"{part.tensors.name}: the header is damaged: {error!r}") from None
+    own = sorted(item.data_offsets for key, item in stored.items() if key not in tied)
+    if any(second[0] < first[1] for first, second in pairwise(own)):
+        raise DamagedCopyError(f"{part.tensors.name}: the header is damaged: tensors overlap")
+    for key, item in owners.items():
+        yield key, item, sharding[key].saved_offsets if key in sharding else (0,) * len(item.shape)
 
 
 def _chosen(tensors: dict[str, _Tensor], value: str | None) -> dict[str, _Tensor]:
@@ -167,20 +224,32 @@ def _copy(
     fd: int, chunks: Iterable[bytes], part: int, tensors: Iterable[_Tensor], progress: Callable[[int], None]
 ) -> None:
     """Write the data of a part to the places of its tensors."""
-    runs = sorted(run for tensor in tensors if part in tensor.shards for run in _runs(tensor, tensor.shards[part]))
-    at = first = 0
+    # Runs may be as short as an item, so there may be as many as the part has items: they are never all in memory.
+    coming = merge(*(_runs(tensor, tensor.shards[part]) for tensor in tensors if part in tensor.shards))
+    run = next(coming, None)
+    longer: list[tuple[int, int, int]] = []  # runs that go on behind a chunk
+    at = 0
     for chunk in chunks:
         end = at + len(chunk)
-        for begin, target, size in runs[first:]:
-            if begin >= end:
-                break
-            low, high = max(begin, at), min(begin + size, end)
-            if low < high:
-                _write(fd, memoryview(chunk)[low - at : high - at], target + low - begin)
-        while first < len(runs) and runs[first][0] + runs[first][2] <= end:
-            first += 1
-        at = end
+        goes_on = []
+        for begun in longer:
+            _write_run(fd, chunk, at, begun)
+            if begun[0] + begun[2] > end:
+                goes_on.append(begun)
+        while run is not None and run[0] < end:
+            _write_run(fd, chunk, at, run)
+            if run[0] + run[2] > end:
+                goes_on.append(run)
+            run = next(coming, None)
+        longer, at = goes_on, end
         progress(len(chunk))
+
+
+def _write_run(fd: int, chunk: bytes, at: int, run: tuple[int, int, int]) -> None:
+    """Write what a chunk, which begins at ``at``, has of a run."""
+    begin, target, size = run
+    low, high = max(begin, at), min(begin + size, at + len(chunk))
+    _write(fd, memoryview(chunk)[low - at : high - at], target + low - begin)
 
 
 def _runs(tensor: _Tensor, shard: _TensorShard) -> Iterator[tuple[int, int, int]]:

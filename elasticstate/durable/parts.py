@@ -24,7 +24,7 @@ SHARDING = "DCP_SHARDING_INFO"
 """Key of the metadata in which torch (2.13, torch/distributed/checkpoint/hf_storage.py) looks for offsets of shards."""
 
 
-class _TiedNotes(msgspec.Struct, frozen=True):
+class TiedNotes(msgspec.Struct, frozen=True):
     """The notes of a commit that matter here."""
 
     tied: dict[str, str]  # name -> the name under which the bytes are stored
@@ -51,7 +51,7 @@ def cut(commit: memoryview) -> CommitCut:
     try:
         stored: dict[str, Any] = msgspec.json.decode(commit[8:begin])
         metadata: dict[str, str] = stored.pop(METADATA)
-        notes = msgspec.json.decode(metadata[OWN], type=_TiedNotes)
+        notes = msgspec.json.decode(metadata[OWN], type=TiedNotes)
         random_end = stored.pop(_RANDOM)["data_offsets"][1]
         end = stored.pop(_OBJECTS)["data_offsets"][0]
         header, tied = _header(stored, metadata, notes.tied, random_end, end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from queue import Empty, Full, Queue
 from typing import TypeVar
@@ -23,6 +23,7 @@ from elasticstate.durable.storage import open_storage
 T = TypeVar("T")
 _LOOK_INTERVAL_S = 0.1
 _AHEAD = 2  # chunks that are read ahead
+_MOST_HEADER_BYTES = 100_000_000  # safetensors 0.6 (MAX_HEADER_SIZE) reads no longer ones
 
 
 class StorageHangsError(Exception):
@@ -33,14 +34,21 @@ class StoredCopies:
     """The copies in a storage, read by threads that the caller can give up.
 
     Every method raises OSError, errors of the storage's library, or StorageHangsError after ``timeout_s`` without
-    progress. ``check`` is called regularly while a method waits; what it raises ends the method.
+    progress. ``check`` is called regularly while a method waits; what it raises ends the method. ``owners``: other
+    users whose copies are read, too; None: any user's. That is only for tensors: objects are pickles.
     """
 
-    def __init__(self, place: str, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        place: str,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+        owners: Collection[int] | None = (),
+    ) -> None:
         self._timeout_s = timeout_s
         self._check = check
         self._place = place
-        self._storage = self._call(lambda: open_storage(place))
+        self._storage = self._call(lambda: open_storage(place, owners))
 
     def names(self) -> list[str]:
         """Return the names of all copies, complete or not, the newest first."""
@@ -62,6 +70,8 @@ class StoredCopies:
 
     def header(self, name: str, part: Part) -> bytes:
         """Return the header of the file with the tensors. Raises DamagedCopyError if its checksum is wrong."""
+        if part.data_at > _MOST_HEADER_BYTES:
+            raise DamagedCopyError(f"{part.tensors.name} has a header of {part.data_at} bytes, which no library reads")
         header = b"".join(self.read(name, part.tensors.name, 0, part.data_at))
         if crc32c(header) != part.header_crc32c:
             raise DamagedCopyError(f"{part.tensors.name} is damaged: the checksum of its header is wrong")

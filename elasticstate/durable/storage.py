@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import re
+import stat
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+from elasticstate.private import check_own, make_file, open_own
+
 Chunk = memoryview | bytes
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITTEN = re.compile(r"part-\d+\.[a-z]+|manifest\.json(\.new)?")  # all names of files in copies
 
 
 class OpenFile(Protocol):
@@ -36,7 +42,7 @@ class CopyStorage(Protocol):
         """Write a file so that readers find all of it or nothing, after all earlier files of the folder."""
 
     def remove(self, folder: str, first: str) -> None:
-        """Remove a folder: the file ``first`` before all others, because it makes the folder valid."""
+        """Remove a copy: the file ``first`` before all others, because it makes the folder valid."""
 
 
 def is_url(place: str) -> bool:
@@ -68,58 +74,97 @@ def refuse(place: str) -> str:
     return f"fsspec knows no protocol {protocol!r}. Name a path, or a URL like s3://bucket/folder"
 
 
-def open_storage(place: str) -> CopyStorage:
-    """Return the storage at a path or URL."""
-    return UrlStorage(place) if is_url(place) else Directory(absolute(place), Files())
+def open_storage(place: str, owners: Collection[int] | None = ()) -> CopyStorage:
+    """Return the storage at a path or URL. ``owners``: see ``Files``; a URL has none."""
+    return UrlStorage(place) if is_url(place) else Directory(os.path.realpath(absolute(place)), Files(owners))
 
 
 # ----------------------------------------------------------------------------------------------------------- directory
 
 
 class Files:
-    """Operations on files and directories. A test replaces them by a disk that loses power."""
+    """Operations on files and directories, in directories that other users may write to. A test replaces them by a disk
+    that loses power.
+
+    Links are not followed. Only this user, root and ``owners`` (None: any user) may have written what is read or
+    changed, else the methods raise PlantedFileError. Whatever the umask, other users cannot write to what is made.
+    """
+
+    def __init__(self, owners: Collection[int] | None = ()) -> None:
+        self._owners = owners
 
     def make_directory(self, path: str) -> None:
         with suppress(FileExistsError):
-            os.mkdir(path)
+            os.mkdir(path, 0o755)
 
     def names(self, path: str) -> list[str]:
-        return os.listdir(path)
+        with _descriptor(os.open(path, _DIRECTORY)) as fd:
+            return os.listdir(fd)
 
     def is_directory(self, path: str) -> bool:
-        return os.path.isdir(path)
+        """Return True for a directory, or a link, which may be planted: reading it says so."""
+        try:
+            mode = os.lstat(path).st_mode
+        except OSError:
+            return False
+        return stat.S_ISDIR(mode) or stat.S_ISLNK(mode)
 
-    def size(self, path: str) -> int:
-        return os.stat(path).st_size
+    def sizes(self, path: str) -> dict[str, int]:
+        """Return names and sizes of the files in a directory."""
+        sizes = {}
+        with _descriptor(open_own(path, _DIRECTORY, owners=self._owners)) as fd:
+            for name in os.listdir(fd):
+                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                check_own(found, f"{path}/{name}", owners=self._owners)
+                sizes[name] = found.st_size
+        return sizes
 
     def read_at(self, path: str, offset: int, size: int) -> bytes:
-        with open(path, "rb", buffering=0) as file:
-            return b"".join(_reads(file.fileno(), offset, size))
+        with (
+            self._directory_of(path) as (directory, name),
+            _descriptor(open_own(name, os.O_RDONLY, directory, self._owners)) as fd,
+        ):
+            return b"".join(_reads(fd, offset, size))
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> None:
         """Write a file and wait until its bytes are on the disk."""
-        with open(path, "wb") as file:
+        with self._directory_of(path) as (directory, name), open(make_file(directory, name, 0o644), "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
 
     def rename(self, old: str, new: str) -> None:
-        os.replace(old, new)
+        """Rename a file within its directory."""
+        with self._directory_of(old) as (directory, name):
+            os.replace(name, os.path.basename(new), src_dir_fd=directory, dst_dir_fd=directory)
 
     def remove(self, path: str) -> None:
-        os.unlink(path)
+        with self._directory_of(path) as (directory, name):
+            os.unlink(name, dir_fd=directory)
 
     def remove_directory(self, path: str) -> None:
         os.rmdir(path)
 
     def sync(self, path: str) -> None:
         """Wait until the names in a directory are on the disk."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with _descriptor(os.open(path, _DIRECTORY)) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
+
+    @contextmanager
+    def _directory_of(self, path: str) -> Iterator[tuple[int, str]]:
+        """Open the directory of a file. The value is its descriptor, and the name of the file."""
+        directory, name = os.path.split(path)
+        with _descriptor(open_own(directory, _DIRECTORY, owners=self._owners)) as fd:
+            yield fd, name
+
+
+@contextmanager
+def _descriptor(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _reads(fd: int, offset: int, size: int) -> Iterator[bytes]:
@@ -143,8 +188,7 @@ class Directory:
         return sorted(name for name in names if self._files.is_directory(f"{self._path}/{name}"))
 
     def sizes(self, folder: str) -> dict[str, int]:
-        path = f"{self._path}/{folder}"
-        return {name: self._files.size(f"{path}/{name}") for name in self._files.names(path)}
+        return self._files.sizes(f"{self._path}/{folder}")
 
     @contextmanager
     def open(self, folder: str, name: str) -> Iterator[OpenFile]:
@@ -178,7 +222,7 @@ class Directory:
         with suppress(FileNotFoundError):
             self._files.remove(f"{path}/{first}")
             self._files.sync(path)
-        for name in self._files.names(path):
+        for name in filter(_WRITTEN.fullmatch, self._files.names(path)):  # another user may have renamed the directory
             self._files.remove(f"{path}/{name}")
         self._files.remove_directory(path)
 

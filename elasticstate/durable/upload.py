@@ -27,6 +27,7 @@ from elasticstate.durable.copies import (
     encode,
     read_manifest,
     read_parts,
+    remove_incomplete,
     remove_old,
 )
 from elasticstate.durable.failure import ShardedCommitError, failure_of
@@ -77,13 +78,44 @@ class UploadMessage(msgspec.Struct, frozen=True):
 
 
 def upload(order: UploadOrder, staged: memoryview, storage: CopyStorage, send: Callable[[UploadMessage], None]) -> None:
-    """Save the staged parts, and complete the copy if it has no others.
+    """Save the staged parts, and complete the copy if it has no others. A copy that fails is removed.
 
     Raises errors of the storage, ValueError for a commit that is none, ShardedCommitError, or DamagedCopyError if parts
     of other hosts are missing.
     """
     completes = len(order.parts) in (0, order.total)
     lost = _lost(storage, order) if completes else ""
+    # The process of a failed attempt may have been killed. Copies up to the last saved one are left to remove_old: a
+    # shared directory may show a host late that another one has completed a copy.
+    warning = _tried(lambda: remove_incomplete(storage, max(order.earlier, default=""), order.folder))
+    try:
+        end = _save(order, staged, storage, send, completes)
+    except BaseException:
+        with suppress(Exception):
+            storage.remove(order.folder, MANIFEST)
+        raise
+    if completes:
+        warning = _tried(lambda: remove_old(storage, order.keep, order.folder)) or warning
+    send(msgspec.structs.replace(end, lost=lost, warning=warning))
+
+
+def _tried(remove: Callable[[], None]) -> str:
+    """Remove copies. Return what goes wrong: the present copy can be saved nevertheless."""
+    try:
+        remove()
+    except Exception as error:
+        return f"old copies cannot be removed: {failure_of(error)[1]}"
+    return ""
+
+
+def _save(
+    order: UploadOrder,
+    staged: memoryview,
+    storage: CopyStorage,
+    send: Callable[[UploadMessage], None],
+    completes: bool,
+) -> UploadMessage:
+    """Write the parts, and their descriptions or the manifest. Return the last message."""
     sent_at, done = time.monotonic(), 0
 
     def progress(size: int) -> None:
@@ -103,17 +135,11 @@ def upload(order: UploadOrder, staged: memoryview, storage: CopyStorage, send: C
     if not completes:
         for staged_part, part in zip(order.parts, parts, strict=True):
             storage.write(order.folder, description_of(staged_part.number), [encode(part)])
-        send(UploadMessage(done, is_saved=True))
-        return
+        return UploadMessage(done, is_saved=True)
     found = tuple(parts) or read_parts(storage, order.folder, order.total)
     manifest = Manifest(VERSION, order.job, order.job_id, order.commit, order.world_size, time.time(), found)
     storage.publish(order.folder, MANIFEST, encode(manifest))
-    warning = ""
-    try:
-        remove_old(storage, order.keep, order.folder)
-    except Exception as error:  # the copy is saved nevertheless
-        warning = f"old copies cannot be removed: {failure_of(error)[1]}"
-    send(UploadMessage(manifest.size_bytes, is_saved=True, lost=lost, warning=warning))
+    return UploadMessage(manifest.size_bytes, is_saved=True)
 
 
 def _lost(storage: CopyStorage, order: UploadOrder) -> str:

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 import msgspec
 
 from elasticstate.core.types import CommitId, DurableSource
-from elasticstate.durable.copies import DamagedCopyError, IncompleteCopyError, Manifest
+from elasticstate.durable.copies import DamagedCopyError, IncompleteCopyError, Manifest, UntrustedCopyError
 from elasticstate.durable.part_reader import PartReader
 from elasticstate.durable.reader import StorageHangsError, StoredCopies
 from elasticstate.errors import CollectiveError, StateError, StateLostError
 from elasticstate.log import logger
+from elasticstate.private import PlantedFileError
 from elasticstate.state.buffer import LENGTH_BYTES
 from elasticstate.state.channel import Channel
 from elasticstate.state.committer import Committer
@@ -84,7 +85,7 @@ class _Resume:
         with self._errors_of_storage(of_copy=False):
             copies = self._open()
             names = copies.names()
-        damaged = 0
+        damaged, refused = 0, ""
         for name in names:
             try:
                 with self._errors_of_storage():
@@ -97,11 +98,19 @@ class _Resume:
                 else:
                     self._receive(copies, name, manifest)
             except DamagedCopyError as error:
-                damaged += not isinstance(error, IncompleteCopyError)
+                if isinstance(error, UntrustedCopyError):
+                    refused = refused or str(error)
+                else:
+                    damaged += not isinstance(error, IncompleteCopyError)
                 logger.warning("durable copy %s cannot be used: %s", name, error)
                 continue
             logger.warning("resumed from durable copy %s: commit %s of job %s", name, manifest.commit, manifest.job)
             return parts or True
+        if refused:
+            raise StateError(
+                f"--durable-dir {self._source.place}: no copy is left that this user has written: {refused}. "
+                "Or name another directory to begin anew."
+            )
         if damaged:
             raise StateLostError(
                 f"--durable-dir {self._source.place}: all copies are damaged ({damaged}), see the warnings. Repair "
@@ -122,6 +131,8 @@ class _Resume:
         except Exception as error:  # of the storage, or of its library
             if of_copy and isinstance(error, FileNotFoundError):
                 raise DamagedCopyError(str(error)) from error
+            if of_copy and isinstance(error, PlantedFileError):
+                raise UntrustedCopyError(str(error)) from error
             reason = str(error) if isinstance(error, StorageHangsError) else f"{type(error).__name__}: {error}"
             raise StateError(
                 f"--durable-dir {self._source.place} cannot be read: {reason}. Repair the storage, or name another one."

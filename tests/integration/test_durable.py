@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
@@ -76,21 +77,25 @@ def replace_by_a_file(place: Path) -> tuple[Callable[[], None], Callable[[], Non
     return begin, end
 
 
-def make_a_manifest_hang(place: Path) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Replace the manifest of each copy by a FIFO that nobody writes to: whoever opens one hangs."""
+def suspend_the_uploads(job: Job) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Suspend each process that uploads, as a call to a storage does that hangs."""
+    agent = psutil.Process(job.events("agent_joined")[-1]["pid"])
+    is_over = threading.Event()
 
-    def begin() -> None:
-        for copy in place.iterdir():
-            with suppress(FileNotFoundError):  # a copy that is removed, or not complete
-                (copy / MANIFEST).rename(copy / "aside")
-                os.mkfifo(copy / MANIFEST)
+    def run() -> None:
+        while not is_over.wait(0.005):
+            for process in agent.children():
+                with suppress(psutil.Error):
+                    if "elasticstate.durable.upload" in process.cmdline():
+                        process.suspend()
+
+    thread = threading.Thread(target=run)
 
     def end() -> None:
-        for copy in place.iterdir():
-            if (copy / "aside").exists():
-                (copy / "aside").rename(copy / MANIFEST)
+        is_over.set()
+        thread.join()
 
-    return begin, end
+    return thread.start, end
 
 
 def fill_up(place: Path) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -150,7 +155,7 @@ def test_storage_fails_and_all_memory_is_lost(tmp_path: Path) -> None:
         assert len(list(place.iterdir())) <= 3  # the newest ones, and one that is begun
 
         assert "Not a directory" in strike(job, "storage", *replace_by_a_file(place), count=3)["reason"]
-        assert "--durable-timeout of 1 s" in strike(job, "hung", *make_a_manifest_hang(place))["reason"]
+        assert "--durable-timeout of 1 s" in strike(job, "hung", *suspend_the_uploads(job))["reason"]
         assert "part-1.safetensors is missing" in strike(job, "lost", *lose_the_newest_file(place))["reason"]
         if os.geteuid() == 0:
             assert "No space left" in strike(job, "full", *fill_up(place), count=2)["reason"]

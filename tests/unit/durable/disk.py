@@ -74,8 +74,8 @@ class Disk(Files):
     def is_directory(self, path: str) -> bool:
         return self._now.get(path, b"") is None
 
-    def size(self, path: str) -> int:
-        return len(self._content(path).data)
+    def sizes(self, path: str) -> dict[str, int]:
+        return {name: len(self._content(f"{path}/{name}").data) for name in self.names(path)}
 
     def _content(self, path: str) -> _Content:
         content = self._now.get(path)

@@ -28,7 +28,7 @@ def save(disk: Disk, number: int, keep: int, earlier: tuple[str, ...] = ()) -> S
 def read(disk: Disk, name: str) -> bytes:
     """Return the commit in a copy. Raises DamagedCopyError."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "open_storage", lambda place: Directory(place, disk))
+        patch.setattr(reader, "open_storage", lambda place, owners: Directory(place, disk))
         copies = reader.StoredCopies(PLACE, 5.0)
         part = copies.manifest(name).parts[0]
         return copies.file(name, part.head) + b"".join(copies.data(name, part)) + copies.file(name, part.objects)
@@ -134,6 +134,19 @@ def test_copies_before_the_newest_ones_are_removed_and_nothing_else() -> None:
     for number in range(1, 5):
         save(disk, number, keep=2)
     assert Directory(PLACE, disk).folders() == [copy_name(3), copy_name(4), "notes"]
+
+
+def test_what_failed_attempts_have_left_is_removed_before_the_next_one() -> None:
+    disk = Disk()
+    save(disk, 1, keep=3)
+    for number in (2, 3):  # the processes were killed
+        disk.write(f"{PLACE}/{copy_name(number)}/part-1.head", [b"half of it"])
+        disk.make_directory(f"{PLACE}/{copy_name(number)}")
+    disk.damage(f"{PLACE}/{copy_name(1)}/part-1.head", 0)
+    commit = memoryview(COMMITS[0])
+    with pytest.raises(ValueError, match="no header"):
+        upload(order(4, COMMITS[0]), memoryview(bytes(len(commit))), Directory(PLACE, disk), Sent())
+    assert Directory(PLACE, disk).folders() == [copy_name(1)], "complete copies stay, whatever their bytes are"
 
 
 def test_the_parts_of_a_commit_are_found() -> None:

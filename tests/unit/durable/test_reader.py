@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from elasticstate.durable.copies import BLOCK_BYTES, MANIFEST, DamagedCopyError, IncompleteCopyError, copy_name
 from elasticstate.durable.failure import FULL, LIBRARY, STORAGE, failure_of
@@ -51,41 +52,51 @@ def test_a_url_is_read_and_written(memory: str) -> None:
     assert read(copies, copy_name(2)) == COMMIT
 
 
-def test_a_storage_that_hangs_is_given_up(tmp_path: Path) -> None:
-    name = save(str(tmp_path))
-    (tmp_path / name / MANIFEST).unlink()
-    os.mkfifo(tmp_path / name / MANIFEST)
-    copies = StoredCopies(str(tmp_path), 0.3)
+class HangingFileSystem(MemoryFileSystem):
+    """A storage that hangs whenever a manifest is opened, until it is released."""
+
+    protocol = "hangs"
+    released = threading.Event()
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if path.endswith(MANIFEST) and mode == "rb":
+            self.released.wait()
+        return super()._open(path, mode, **options)
+
+
+@pytest.fixture
+def hanging() -> Iterator[str]:
+    """A copy in a storage that hangs."""
+    fsspec.register_implementation("hangs", HangingFileSystem, clobber=True)
+    HangingFileSystem.released.set()
+    save("hangs://bucket/run")
+    HangingFileSystem.released.clear()
+    yield "hangs://bucket/run"
+    HangingFileSystem.released.set()
+    for thread in threading.enumerate():
+        if thread.name == "elasticstate-durable-read":
+            thread.join(10)
+            assert not thread.is_alive()
+    HangingFileSystem.store.clear()
+
+
+def test_a_storage_that_hangs_is_given_up(hanging: str) -> None:
+    copies = StoredCopies(hanging, 0.3)
     with pytest.raises(StorageHangsError, match=r"no progress within --durable-timeout of 0.3 s"):
-        copies.manifest(name)
-    _release(tmp_path / name / MANIFEST)
+        copies.manifest(copy_name(1))
 
 
-def test_the_caller_may_give_up_at_any_time(tmp_path: Path) -> None:
-    name = save(str(tmp_path))
-
+def test_the_caller_may_give_up_at_any_time(hanging: str) -> None:
     def check() -> None:
         if is_over.is_set():
             raise KeyError("the generation has ended")
 
     is_over = threading.Event()
-    copies = StoredCopies(str(tmp_path), 60.0, check)
-    assert copies.names() == [name]
-    (tmp_path / name / MANIFEST).unlink()
-    os.mkfifo(tmp_path / name / MANIFEST)
+    copies = StoredCopies(hanging, 60.0, check)
+    assert copies.names() == [copy_name(1)]
     is_over.set()
     with pytest.raises(KeyError):
-        copies.manifest(name)
-    _release(tmp_path / name / MANIFEST)
-
-
-def _release(fifo: Path) -> None:
-    """Let the thread that hangs at a FIFO end."""
-    os.close(os.open(fifo, os.O_WRONLY))
-    for thread in threading.enumerate():
-        if thread.name == "elasticstate-durable-read":
-            thread.join(10)
-            assert not thread.is_alive()
+        copies.manifest(copy_name(1))
 
 
 def test_ranges_of_a_commit_are_read_and_verified(tmp_path: Path) -> None:
