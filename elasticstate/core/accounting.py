@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from elasticstate.core import types as t
 from elasticstate.core.activity import activity_of, of_planned_end
-from elasticstate.core.figures import JobFigures, Losses, Origin
+from elasticstate.core.figures import NAMES, JobFigures, Losses, Origin
 from elasticstate.core.keepers import keeps
 from elasticstate.core.records import Draft, Forming, Membership, Over, Running, Worker
 from elasticstate.core.uncommitted import lost_with_nothing_committed_s
@@ -95,6 +95,12 @@ def world_changes(d: Draft, chosen: Sequence[Worker], line: t.CommitId | None, f
     origin = Origin(d.generation + 1, _users_commit(d, best), position)
     origins = (*ledger.origins, origin)[-_ORIGINS_KEPT:]
     d.update_ledger(origins=origins, stopped_at=None, dead_ticks=0, dead_unseen=False)
+
+
+def all_lost(d: Draft) -> None:
+    """Count the commits, and the ticks since the start, of a job that ends without any commit."""
+    losses = Losses(0.0, max(1, _lost_commits(d, NOTHING)[0]), _reached(d, ())[0], frozenset(NAMES[1:]))
+    d.update_ledger(losses=d.ledger.losses + losses)
 
 
 def next_generation(d: Draft) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from elasticstate.core import accounting, types as t
 from elasticstate.core.diagnostics import names
 from elasticstate.core.hangs import begin_hang
+from elasticstate.core.line import find_line, is_sharded
 from elasticstate.core.records import Draft, Failure, Forming, Over, Running, Worker
 from elasticstate.core.slots import stop
 from elasticstate.core.texts import exception_line, number_of
@@ -35,10 +36,22 @@ def become_over(d: Draft, succeeded: bool, cause: t.RootCause | None = None) -> 
 
 def fail_job(d: Draft, reason: str, first: t.RootCause | None = None) -> None:
     """End the job as failed. The root cause describes ``first``, the failure that came first, if it is given."""
+    if d.ledger.highest is not None and not _holds_a_commit(d):
+        accounting.all_lost(d)
     if first is None:
         become_over(d, False, t.RootCause(reason, generation=d.generation))
     else:
         become_over(d, False, replace(first, reason=f"{reason}; first failure: {first.reason}"))
+
+
+def _holds_a_commit(d: Draft) -> bool:
+    """Return True if a commit is left: all of one, or a durable copy of which this driver knows."""
+    if d.ledger.durable is not None:
+        return True
+    if is_sharded(d):
+        return find_line(d) is not None
+    joined = {host.name for host in d.hosts.values() if host.agent == "joined"}
+    return any(slot.retained is not None and slot_id.host in joined for slot_id, slot in d.slots.items())
 
 
 def fail_without_progress(d: Draft, reason: str, first: t.RootCause | None) -> None:

@@ -164,11 +164,10 @@ def form(d: Draft) -> bool:
         late = f"no worker of the slot was ready within --regroup-timeout of {d.policy.regroup_timeout_s:g} s"
         d.warn(f"retained commit {commit} of {slot_id} is given up: {late}")
     if lost and durable_source(d) is None:
-        reason = f"StateLostError: no host holds a commit any more; the newest commit was {d.ledger.highest}"
-        fail_job(d, reason, d.ledger.outage)
+        fail_job(d, f"StateLostError: no host holds a commit any more; {_last_seen(d)}", d.ledger.outage)
     else:
         if lost:
-            d.warn("no host holds a commit any more; the job resumes from the newest durable copy")
+            d.warn(f"no host holds a commit any more; {_last_seen(d)}; the job resumes from the newest durable copy")
         become_running(d, chosen)
     return True
 
@@ -197,14 +196,20 @@ def _form_from_line(d: Draft, chosen: list[Worker]) -> bool:
         return True
     reason = "no commit is left of which all shards can be read"
     reason += f"; {_too_late(d)}: {_missing_shards(awaited_)}" if awaited_ else ""
+    reason += f"; {_last_seen(d)}"
     if durable_source(d) is not None:
         d.warn(f"{reason}; the job resumes from the newest durable copy")
         become_running(d, chosen)
         return True
-    reason = f"StateLostError: {reason}"
-    newest_whole = d.shards.line if d.shards.line is not None else d.ledger.highest
-    fail_job(d, f"{reason}; the newest commit was {newest_whole}", d.ledger.outage)
+    fail_job(d, f"StateLostError: {reason}", d.ledger.outage)
     return True
+
+
+def _last_seen(d: Draft) -> str:
+    """Return which commit was the newest, and which hosts held it, or their parts of it."""
+    commit = d.shards.line if d.shards.line is not None else d.ledger.highest
+    hosts = sorted({slot_id.host for slot_id, slot in d.slots.items() if commit is not None and slot.sealed >= commit})
+    return f"the newest commit was {commit}" + (f", on {listed(hosts)}" if hosts else "")
 
 
 def _missing_shards(copies: list[t.CopyOf]) -> str:

@@ -30,7 +30,10 @@ def test_a_job_that_has_lost_all_commits_needs_a_copy() -> None:
     _, effects = drive(LOST, m)
     assert published(effects).durable == t.DurableSource("/copies", m.policy.durable_timeout_s, is_required=True)
     warnings = [effect.get("text") for effect in effects if isinstance(effect, t.Note) and effect.event == "warning"]
-    assert warnings == ["no host holds a commit any more; the job resumes from the newest durable copy"]
+    assert warnings == [
+        "no host holds a commit any more; the newest commit was (1, 3), on a; the job resumes from the newest durable "
+        "copy"
+    ]
 
 
 def test_a_job_without_a_place_for_copies_is_lost() -> None:

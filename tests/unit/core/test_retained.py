@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elasticstate.core import types as t
+from elasticstate.core.accounting import figures_of
 from elasticstate.core.membership import next_deadline, waiting_for
 from tests.unit.core.test_membership import RUNNING, drive, ended, kinds, only, published
 
@@ -96,10 +97,11 @@ def test_the_core_does_not_wait_for_a_slot_that_reports_no_commit() -> None:
     m, effects = drive(HELD + ALL_DIE + "5.0 ready a:0#2 + ready a:2#2\n10.0 time")
     assert m.phase_name == "WAITING"
     assert waiting_for(m, 10.0)[0] == "a:1 retains the newest commit (1, 9)"
-    _, effects = drive("10.1 ready a:1#2", m)
+    m, effects = drive("10.1 ready a:1#2", m)
     cause = ended(effects).root_cause
     assert cause is not None
-    assert "no host holds a commit any more; the newest commit was (1, 9)" in cause.reason
+    assert "no host holds a commit any more; the newest commit was (1, 9), on a" in cause.reason
+    assert "at least 1 commit lost, at least 9 ticks redone" in figures_of(m, 11.0).text(), "all of them"
 
 
 def test_an_older_commit_is_better_than_a_longer_wait() -> None:
