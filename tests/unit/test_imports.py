@@ -103,7 +103,7 @@ ALLOWED = {
     "commits": {"config", "private", "processes"},
     "kinds": {"backends", "core"},
     "config": {"core", "errors", "kinds"},
-    "durable": {"_native", "core", "errors", "machine", "terminal"},
+    "durable": {"_native", "core", "errors", "machine", "private", "terminal"},
     "driver": PARTS - {"agent", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP},
     "check": PARTS - {"agent", "worker", "state", *COMMANDS, "launching", *ON_TOP},
     "agent": PARTS - {"driver", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP} | {"_native"},
