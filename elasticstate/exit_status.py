@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from signal import Signals
 
+OUT_OF_MEMORY = "out of memory"
+"""Begin of the line in the error of a worker that the kernel has killed because its memory was used up."""
+
 
 def signal_name(number: int) -> str:
     """Return the name of a signal: ``SIGKILL`` for 9."""

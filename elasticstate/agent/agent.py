@@ -238,7 +238,16 @@ class Agent:
         reporter = HostReporter(storage, stores, copies)
         worker_messages = WorkerMessages(handles, driver, socket, allocator, tasks, stores, reporter, supervisor.calls)
         workers = Workers(
-            handles, starter, driver, socket, supervisor, reporter, outputs, storage, spec.options.stop_timeout_s
+            handles,
+            starter,
+            driver,
+            socket,
+            supervisor,
+            reporter,
+            outputs,
+            storage,
+            allocator,
+            spec.options.stop_timeout_s,
         )
         environment = environment_of_workers(launch.environment, spec.environment)
         environment.update([agent_variable(place.mark)])

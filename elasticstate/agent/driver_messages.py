@@ -62,10 +62,10 @@ class DriverMessages:
 
     def carry_out(self, message: messages.ToAgent) -> None:
         match message:
-            case messages.StartWorker(worker, reserve_bytes, place):
+            case messages.StartWorker(_, reserve_bytes, place):
                 if place is not None:
                     self._stores.use(place)
-                self._tasks.begin(self._reserve(self._workers.start(worker, reserve_bytes, place), reserve_bytes))
+                self._tasks.begin(self._reserve(self._workers.start(message), reserve_bytes))
             case messages.StopWorker(worker, _, kill):
                 self._workers.stop(worker, kill)
             case messages.ToWorkers(workers, body):

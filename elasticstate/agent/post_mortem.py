@@ -11,6 +11,7 @@ from pathlib import Path
 from elasticstate import error_file
 from elasticstate.agent.worker_process import Ending
 from elasticstate.error_file import WorkerError
+from elasticstate.exit_status import OUT_OF_MEMORY
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -45,7 +46,7 @@ def cause_of_death(
     text = error_file.shortened(ending.last_output) if ending.exit_code != 0 else ""
     if ending.signal == signal.SIGKILL and oom_kills > oom_kills_before:
         count = oom_kills - oom_kills_before
-        killed = f"out of memory: its memory cgroup counted {count} OOM kill(s) while the worker ran"
+        killed = f"{OUT_OF_MEMORY}: its memory cgroup counted {count} OOM kill(s) while the worker ran"
         text = f"{text}\n{killed}" if text else killed
     return _with_hint(text), time.time_ns()
 

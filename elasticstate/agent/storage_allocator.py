@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from elasticstate.allocation import grow
 from elasticstate.commits import buffer_file
+from elasticstate.errors import CommitStorageError
 from elasticstate.machine import format_bytes
 from elasticstate.threads import in_thread
 
@@ -99,6 +100,16 @@ class StorageAllocator:
         """
         await asyncio.gather(*(self.make(slot, index, size_bytes, is_sealed) for index in (0, 1)))
 
+    async def check_fits(self, slot: int, size_bytes: int) -> None:
+        """Raise CommitStorageError if there is too little memory for both buffers of a slot that has no worker yet."""
+        size = rounded_up(size_bytes)
+        if self._lacks(slot, size) and not (await in_thread(self._release_spare) and not self._lacks(slot, size)):
+            raise CommitStorageError(self._too_little(size, self._workers() + 1))
+
+    def _lacks(self, slot: int, size: int) -> bool:
+        lengths = (os.fstat(fd).st_size for fd in self._storage.files(slot).buffers)
+        return sum(max(0, size - length) for length in lengths) > self._free()
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -112,15 +123,15 @@ class StorageAllocator:
                 f"commits need {format_bytes(2 * size * workers)} on this host ({each}); "
                 f"{format_bytes(free + self._allocated())} are free in {self._storage.directory.base}"
             )
-        if self._bytes_to_allocate(size) > free:
+        if self._bytes_to_allocate(size, workers) > free:
             return self._too_little(size)
         self._largest = size
         return ""
 
-    def _too_little(self, size: int) -> str:
-        base, workers = self._storage.directory.base, self._workers()
+    def _too_little(self, size: int, workers: int | None = None) -> str:
+        base, workers = self._storage.directory.base, self._workers() if workers is None else workers
         # 0 left to allocate: with --one-copy-per-host, buffers of an earlier keeper exist beside those of the new one.
-        needed, free = format_bytes(self._bytes_to_allocate(size) or size), format_bytes(self._free())
+        needed, free = format_bytes(self._bytes_to_allocate(size, workers) or size), format_bytes(self._free())
         return (
             f"commits do not fit into --commit-dir {base} of host {self._host}: they need {needed} more (two buffers "
             f"of {format_bytes(size)} for each of {workers}), and {free} are free. Make the state smaller, choose "
@@ -128,10 +139,10 @@ class StorageAllocator:
             f"(mount -o remount,size=... {base}; docker run --shm-size=...)"
         )
 
-    def _bytes_to_allocate(self, size: int) -> int:
+    def _bytes_to_allocate(self, size: int, workers: int) -> int:
         """Return the bytes still to be allocated when each worker's two buffers get this long."""
-        lengths = sorted(self._lengths(), reverse=True)[: 2 * self._workers()]
-        return 2 * self._workers() * size - sum(min(size, length) for length in lengths)
+        lengths = sorted(self._lengths(), reverse=True)[: 2 * workers]
+        return 2 * workers * size - sum(min(size, length) for length in lengths)
 
     def _allocated(self) -> int:
         return sum(self._lengths())

@@ -10,10 +10,11 @@ from elasticstate.agent.host_report import HostReporter
 from elasticstate.agent.host_storage import HostStorage
 from elasticstate.agent.output import Outputs
 from elasticstate.agent.post_mortem import cause_of_death, count_oom_kills
+from elasticstate.agent.storage_allocator import StorageAllocator
 from elasticstate.agent.supervisor import Supervisor
 from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.agent.worker_starter import WorkerStarter
-from elasticstate.core.types import PlainPlace, WorkerId
+from elasticstate.core.types import WorkerId
 from elasticstate.errors import CommitStorageError
 from elasticstate.net import messages, worker_codec
 from elasticstate.net.link import AgentSocket
@@ -32,6 +33,7 @@ class Workers:
         reporter: HostReporter,
         outputs: Outputs,
         storage: HostStorage,
+        allocator: StorageAllocator,
         stop_timeout_s: float,
     ) -> None:
         """``handles``: shared with other parts of the agent; only this class changes it."""
@@ -43,22 +45,25 @@ class Workers:
         self._reporter = reporter
         self._outputs = outputs
         self._storage = storage
+        self._allocator = allocator
         self._stop_timeout_s = stop_timeout_s
         self._starting: dict[WorkerId, asyncio.Task[WorkerHandle | None]] = {}
         self._unwanted: set[WorkerId] = set()  # workers that are to stop as soon as they have started
 
-    def start(
-        self, worker: WorkerId, reserve_bytes: int, place: PlainPlace | None
-    ) -> asyncio.Task[WorkerHandle | None]:
+    def start(self, order: messages.StartWorker) -> asyncio.Task[WorkerHandle | None]:
         """Start a worker. The result is None if that fails; the driver then receives the end of the worker."""
-        self._reporter.started(worker, place)
-        starting = self._starting[worker] = asyncio.ensure_future(self._start(worker, reserve_bytes, place))
+        worker = order.worker
+        self._reporter.started(worker, order.place)
+        starting = self._starting[worker] = asyncio.ensure_future(self._start(order))
         starting.add_done_callback(lambda _: self._starting.pop(worker))
         return starting
 
-    async def _start(self, worker: WorkerId, reserve_bytes: int, place: PlainPlace | None) -> WorkerHandle | None:
+    async def _start(self, order: messages.StartWorker) -> WorkerHandle | None:
+        worker, place = order.worker, order.place
         try:
-            handle = await self._starter.start(worker, reserve_bytes, place)
+            if order.fit_bytes:
+                await self._allocator.check_fits(worker.slot, order.fit_bytes)
+            handle = await self._starter.start(worker, order.reserve_bytes, place)
         except (OSError, ValueError, CommitStorageError) as error:
             self._outputs.complain(f"could not start {worker}: {error}")
             self._report_exit(messages.Exited(worker, 0, 127, None, f"could not be started: {error}"))

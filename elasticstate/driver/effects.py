@@ -7,6 +7,7 @@ import msgspec
 from elasticstate.backends import DriverBackend
 from elasticstate.config import Options
 from elasticstate.core import types as t
+from elasticstate.core.records import Running
 from elasticstate.driver import spec
 from elasticstate.driver.agents import Agents
 from elasticstate.driver.event_queue import EventQueue
@@ -86,8 +87,12 @@ class Effects:
         place = effect.place
         if place is not None:
             place = msgspec.structs.replace(place, store=self._state.stores.get(place.store_host, ""))
-        is_shared = self._state.membership.policy.one_copy_per_host  # most workers need no commit storage
-        return msgspec.structs.replace(effect, reserve_bytes=0 if is_shared else self._state.commit_bytes, place=place)
+        m, size = self._state.membership, self._state.commit_bytes
+        is_shared = m.policy.one_copy_per_host  # most workers need no commit storage
+        members = m.world.members if m.world is not None else ()
+        has_keeper = is_shared and any(member.worker.host == effect.worker.host for member in members)
+        fit_bytes = size if isinstance(m.phase, Running) and not has_keeper else 0
+        return msgspec.structs.replace(effect, reserve_bytes=0 if is_shared else size, place=place, fit_bytes=fit_bytes)
 
     def _replicate(self, commit: t.CommitId, copies: tuple[tuple[t.SlotId, str], ...]) -> None:
         """Send each agent the orders for its slots."""

@@ -14,7 +14,7 @@ from elasticstate.core.figures import JobFigures, losses_text
 from elasticstate.core.texts import listed, number_of, ranks_text
 from elasticstate.core.types import CommitId, RootCause, WorkerId
 from elasticstate.errors import OptionError
-from elasticstate.exit_status import status_of
+from elasticstate.exit_status import OUT_OF_MEMORY, status_of
 from elasticstate.failures import WorkerFailure
 from elasticstate.machine import format_bytes
 from elasticstate.terminal import message
@@ -160,7 +160,8 @@ class Report:
         if expected and not self._verbose:
             return ""
         rank = f" (rank {f['rank']})" if f["rank"] is not None else ""
-        return f"{_slot_name(f['worker'])}{rank} ended: {how}"
+        why = [f": {line}" for line in str(f["error"]).splitlines() if line.startswith(OUT_OF_MEMORY)]
+        return f"{_slot_name(f['worker'])}{rank} ended: {how}{why[-1] if why and f['signal'] is not None else ''}"
 
     def _world_formed(self, f: Fields) -> str:
         last, self._world = self._world, ""

@@ -15,6 +15,7 @@ from elasticstate.agent.storage_allocator import StorageAllocator, grow, rounded
 from elasticstate.commits import CommitDirectory, buffer_file
 from elasticstate.copies.store import CopyStore
 from elasticstate.core.ids import CommitId, SlotId
+from elasticstate.errors import CommitStorageError
 from elasticstate.machine import format_bytes
 from tests.unit.copies.made import JOB, KEY, put
 
@@ -123,6 +124,16 @@ def test_more_than_there_is_is_refused_at_once(small: Path) -> None:
     )
     assert not any(path.stat().st_size for path in host.directory.path.glob("*.safetensors"))
     assert host.make((0, 0, MB)) == [(MB, "")], "a smaller state fits"
+    host.close()
+
+
+def test_a_worker_that_would_stop_the_others_in_vain_is_refused_before_it_starts(small: Path) -> None:
+    host = Host(small)
+    assert host.make((0, 0, 3 * MB // 2), (0, 1, 3 * MB // 2)) == [(3 * MB // 2, "")] * 2
+    asyncio.run(host.room.check_fits(0, 3 * MB // 2))
+    asyncio.run(host.room.check_fits(1, 2 * MB))
+    with pytest.raises(CommitStorageError, match=r"do not fit .*two buffers of 3\.1 MB for each of 3"):
+        asyncio.run(host.room.check_fits(1, 3 * MB))
     host.close()
 
 

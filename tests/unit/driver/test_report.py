@@ -51,6 +51,16 @@ def logged(report: Report, capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line.removeprefix("elasticrun: ") for line in captured.err.splitlines()]
 
 
+def test_the_terminal_says_that_memory_was_used_up(
+    open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = open_report()
+    killed = "out of memory: its memory cgroup counted 1 OOM kill(s) while the worker ran"
+    for worker, code, signal in (("b:1#1", None, 9), ("b:2#1", 1, None)):
+        report.event("worker_exited", {**exited(worker, 3, code, signal), "error": f"its stderr\n{killed}"})
+    assert logged(report, capfd) == [f"b:1 (rank 3) ended: SIGKILL: {killed}", "b:2 (rank 3) ended: exit code 1"]
+
+
 def test_a_recovery_is_one_line(open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]) -> None:
     report = open_report()
     report.event("job_started", STARTED)
