@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Steps between two powers of two: a buffer is up to 1/16 larger than requested, and seldom has to grow again.
 _STEPS = 16
 _SMALLEST_STEP_BYTES = 1 << 16
+_REPORTED_GROWTH = 1.25
 _THREADS = 4
 
 
@@ -38,8 +39,8 @@ class StorageAllocator:
     """Allocates commit storage in the commit directory of one host.
 
     ``workers()`` returns the number of workers of this host that keep commits. ``log`` gets a line at the first
-    request. ``release_spare()`` frees memory in the directory that nobody needs, and returns False if there is none; it
-    blocks.
+    request, and when the need has grown. ``release_spare()`` frees memory in the directory that nobody needs, and
+    returns False if there is none; it blocks. ``replicas``: number of hosts that get copies, as far as it is known now.
     """
 
     def __init__(
@@ -49,16 +50,18 @@ class StorageAllocator:
         workers: Callable[[], int],
         log: Callable[[str], None],
         release_spare: Callable[[], bool] = lambda: False,
+        replicas: int = 0,
     ) -> None:
         self._storage = storage
         self._host = host
         self._workers = workers
         self._log = log
         self._release_spare = release_spare
+        self._copies = 2 * (1 + replicas) if replicas else 0  # for each worker: of the last replication, and the next
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="elasticstate-storage")
         self._locks: dict[tuple[int, int], asyncio.Lock] = {}
         self._largest = 0  # largest buffer size that was found to fit for all workers
-        self._has_reported = False
+        self._reported = 0  # size in the last line on the need
 
     async def make(self, slot: int, index: int, size_bytes: int, is_sealed: Callable[[int], bool]) -> tuple[int, str]:
         """Make buffer ``index`` of a slot at least this long. Return (its length, "") or (0, the error).
@@ -114,13 +117,16 @@ class StorageAllocator:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _check_space(self, size: int) -> str:
-        """Return why storage for all workers of this host is too small, or "". Report the need at the first request."""
+        """Return why storage for all workers of this host is too small, or "". Report the need, also when it has grown:
+        the first commit may have no optimizer state and no attached value yet."""
         workers, free = self._workers(), self._free()
-        if not self._has_reported:
-            self._has_reported = True
-            each = f"{workers} worker{'s' if workers != 1 else ''} x 2 x {format_bytes(size)}"
+        if size > _REPORTED_GROWTH * self._reported:
+            need = "now need" if self._reported else "need"
+            self._reported = size
+            each = f"{workers} worker{'s' if workers != 1 else ''} x {2 + self._copies} x {format_bytes(size)}"
+            each += f", {self._copies} of them for --replicas" if self._copies else ""
             self._log(
-                f"commits need {format_bytes(2 * size * workers)} on this host ({each}); "
+                f"commits {need} {format_bytes((2 + self._copies) * size * workers)} on this host ({each}); "
                 f"{format_bytes(free + self._allocated())} are free in {self._storage.directory.base}"
             )
         if self._bytes_to_allocate(size, workers) > free:

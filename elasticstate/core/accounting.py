@@ -219,7 +219,7 @@ def _lost_commits(d: Draft, best: t.CommitId) -> tuple[int, bool]:
         return 0, True
     sealed = dict(_made(d, start))
     seen = [slot_id for slot_id in sealed if _is_seen(d, slot_id)]
-    made = min(sealed.values())
+    made = min(sealed.values(), default=NOTHING)
     readies = [worker.ready for worker in d.workers.values() if worker.ready is not None]
     reported = {commit for ready in readies for commit in (ready.commit, ready.previous) if commit is not None}
     lost = {commit for commit in reported.union(sealed.values(), [start]) if commit.tick and best < commit <= made}

@@ -83,12 +83,12 @@ def test_sizes_in_words() -> None:
 class Host:
     """The commit storage of a host with two workers, and its log lines."""
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, replicas: int = 0) -> None:
         self.directory = CommitDirectory(str(base), "c0ffee", "h", str(base), "/socket", 5.0, 300.0)
         self.said: list[str] = []
         self.sealed: set[int] = set()
         self.storage = HostStorage(self.directory, "c0ffee", "h", self.said.append)
-        self.room = StorageAllocator(self.storage, "h", lambda: 2, self.said.append)
+        self.room = StorageAllocator(self.storage, "h", lambda: 2, self.said.append, replicas=replicas)
 
     def size(self, slot: int, index: int) -> int:
         return (self.directory.path / buffer_file(slot, index)).stat().st_size
@@ -105,11 +105,22 @@ class Host:
         self.directory.remove()
 
 
-def test_the_first_who_asks_lets_the_host_say_what_commits_take(small: Path) -> None:
+def test_the_host_says_what_commits_take_and_again_when_it_has_grown(small: Path) -> None:
     host = Host(small)
     assert host.make((0, 0, MB), (0, 1, MB), (1, 0, MB), (1, 1, MB)) == [(MB, "")] * 4
     assert host.said == [f"commits need 4.2 MB on this host (2 workers x 2 x 1.0 MB); 8.4 MB are free in {small}"]
     assert host.size(1, 1) == MB
+    assert host.make((0, 0, 9 * MB // 8)) == [(9 * MB // 8, "")], "little more is no news"
+    assert host.make((0, 0, 3 * MB // 2)) == [(3 * MB // 2, "")]
+    assert [line[:50] for line in host.said[1:]] == ["commits now need 6.3 MB on this host (2 workers x "]
+    host.close()
+
+
+def test_the_need_counts_the_copies_for_replicas(small: Path) -> None:
+    host = Host(small, replicas=1)
+    host.make((0, 0, MB // 2))
+    each = "2 workers x 6 x 524.3 kB, 4 of them for --replicas"
+    assert host.said == [f"commits need 6.3 MB on this host ({each}); 8.4 MB are free in {small}"]
     host.close()
 
 
