@@ -13,6 +13,7 @@ from elasticstate.config.option import Names, option
 from elasticstate.core.policy import Policy
 
 _SIZE = "workers and hosts"
+COLLECTIVE_TIMEOUT_S = 1800.0
 _TIMES = "time limits, in seconds"
 _CHANGES = "changes of the world"
 _PREEMPTION = "preemption"
@@ -178,18 +179,19 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         "Seconds a worker may go without a tick or a call of state.progress(). After that it is killed.",
     )
     collective_timeout_s: float = option(
-        1800.0,
+        COLLECTIVE_TIMEOUT_S,
         _TIMES,
         kinds.at_least_s(1.0),
         "--collective-timeout",
         "Seconds a collective may take. After that it raises an error; one of NCCL ends the generation.",
     )
     gate_timeout_s: float | None = option(
-        None,
+        COLLECTIVE_TIMEOUT_S,
         _TIMES,
         kinds.SECONDS_OR_OFF,
         "--gate-timeout",
-        "Seconds from the first worker to the last one in the exit gate. After that the generation fails.",
+        "Seconds that workers in the exit gate wait for others that make no tick and call no state.progress(). After "
+        "that the generation fails (default: --collective-timeout).",
     )
     stop_timeout_s: float = option(
         10.0,

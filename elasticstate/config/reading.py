@@ -9,7 +9,7 @@ from typing import Any
 
 from elasticstate import kinds
 from elasticstate.config.horovod_options import STALL_CHECK_S, horovod_text
-from elasticstate.config.options import Options, option_names
+from elasticstate.config.options import COLLECTIVE_TIMEOUT_S, Options, option_names
 from elasticstate.config.slurm import slurm_allocation, slurm_tasks
 from elasticstate.errors import OptionError
 
@@ -124,6 +124,7 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
     if is_horovod and not is_elastic:
         values.setdefault("reset_limit", 0)
     values.setdefault("min_np", np)
+    values.setdefault("gate_timeout_s", values.get("collective_timeout_s", COLLECTIVE_TIMEOUT_S))
     values.setdefault("max_np", None if is_elastic else np)
     if values["min_np"] > np:
         raise OptionError(

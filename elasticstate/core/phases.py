@@ -107,6 +107,7 @@ class Finishing:
 
     since: float
     failure: Failure | None = None
+    noticed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +148,5 @@ class Round(Struct, frozen=True, gc=False):
     failure: Failure | None = None  # the first failure of a member
     ends_at: float = inf  # after the failure, other workers may fail in the same way until this time
     end: str = ""  # why its workers are stopped
+    exits_since: float = inf  # since a first worker has exited with 0
+    noticed: bool = False  # who has not exited was reported

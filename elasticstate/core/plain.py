@@ -99,7 +99,7 @@ def together(d: Draft, phase: Together) -> None:
     elif has_finished(d):
         become_over(d, True)
     elif not _end_if_due(d, present):
-        d.reason = f"{number_of(len(present.members), 'worker')} without run"
+        d.reason = _exits_awaited(d, present) or f"{number_of(len(present.members), 'worker')} without run"
 
 
 def together_deadlines(d: Draft, phase: Together) -> Iterator[tuple[str, float]]:
@@ -110,6 +110,8 @@ def first_rounds(d: Draft) -> bool:
     """Rule of the phase Waiting while the kind of the command is unknown. Return True while a round ends."""
     present = d.ledger.round
     if present is None or not (_await_exits(d, present) or _end_if_due(d, present)):
+        if present is not None:
+            _exits_awaited(d, present)
         return False
     return d.ledger.round is not None or not isinstance(d.phase, Waiting)
 
@@ -146,6 +148,8 @@ def round_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
     if present is None or present.end:
         return
     yield "end of the round", present.ends_at
+    if not present.noticed:
+        yield "notice of exits", present.exits_since + d.policy.waiting_notice_s
     draining = _draining(d)
     if draining:
         yield "preemption window", drain_time(d, draining)
@@ -203,7 +207,30 @@ def _end_if_due(d: Draft, present: Round) -> bool:
 
 
 def _is_finishing(d: Draft, present: Round) -> bool:
-    return any(d.slots[member.worker.slot_id].finished for member in present.members)
+    return bool(_finished(d, present))
+
+
+def _finished(d: Draft, present: Round) -> list[t.WorkerId]:
+    """Return the workers of the round that have exited with 0."""
+    return [member.worker for member in present.members if d.slots[member.worker.slot_id].finished]
+
+
+def _exits_awaited(d: Draft, present: Round) -> str:
+    """Return which workers are awaited since others have exited with 0, or "". Report it once if it lasts."""
+    finished = _finished(d, present)
+    if not finished or present.end:
+        return ""
+    if present.exits_since > d.now:
+        present = replace(present, exits_since=d.now)
+        d.update_ledger(round=present)
+    who = names(_members(d))
+    if not present.noticed and d.now >= present.exits_since + d.policy.waiting_notice_s:
+        waited_s = d.now - present.exits_since
+        have = "has" if len(finished) == 1 else "have"
+        done = f"{listed(map(str, finished))} {have} exited with 0, the first {waited_s:.0f} s ago"
+        d.note("waiting", **{"for": f"the exit of all workers; {done}", "who": who})
+        d.update_ledger(round=replace(present, noticed=True))
+    return f"waiting for the exit of {who}"
 
 
 def _join_time(d: Draft, present: Round) -> float:

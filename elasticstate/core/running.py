@@ -45,8 +45,8 @@ def running(d: Draft, phase: Running) -> None:
         become_finishing(d)
     elif overdue := overdue_drains(d, members):
         fail_drains(d, overdue)
-    elif d.now >= _gate_end(d, phase):
-        _fail_gate(d, members)
+    elif d.now >= _gate_end(d, phase, members):
+        _fail_gate(d, phase, members)
     elif suspects := suspects_of(d, members):
         judge(d, members, suspects)
     elif stall := overdue_stall(d, phase):
@@ -63,7 +63,7 @@ def running(d: Draft, phase: Running) -> None:
 def running_deadlines(d: Draft, phase: Running) -> Iterator[tuple[str, float]]:
     members = d.members()
     yield from drain_deadlines(d, members)
-    yield "gate", _gate_end(d, phase)
+    yield "gate", _gate_end(d, phase, members)
     if suspects := suspects_of(d, members):
         yield from verdict_deadlines(d, suspects)
         return
@@ -106,15 +106,23 @@ def become_running(
     d.reason = f"world {world.generation}: {number_of(world.size, 'worker')}"
 
 
-def _gate_end(d: Draft, phase: Running) -> float:
-    """Return the time at which the exit gate times out."""
+def _gate_end(d: Draft, phase: Running, members: list[Worker]) -> float:
+    """Return the time at which the exit gate times out: those outside have made no progress for so long."""
     limit_s = d.policy.gate_timeout_s
-    return inf if phase.gate_since is None or limit_s is None else phase.gate_since + limit_s
+    if phase.gate_since is None or limit_s is None:
+        return inf
+    outside = [member for member in members if not member.in_gate]
+    return max([phase.gate_since, *(max(m.moved_at, m.reported_at - m.still_s) for m in outside)]) + limit_s
 
 
-def _fail_gate(d: Draft, members: list[Worker]) -> None:
+def _fail_gate(d: Draft, phase: Running, members: list[Worker]) -> None:
     outside = names([member for member in members if not member.in_gate])
-    reason = f"{outside} did not enter the exit gate within --gate-timeout of {d.policy.gate_timeout_s:g} s"
+    waited_s = d.now - (d.now if phase.gate_since is None else phase.gate_since)
+    limit = f"--gate-timeout of {d.policy.gate_timeout_s:g} s"
+    reason = (
+        f"{outside} did not enter the exit gate, where the others have waited for {waited_s:.0f} s, and made no "
+        f"progress for {limit}. Work after the last tick may call state.progress()"
+    )
     end_now(d, Failure(t.RootCause(reason, generation=d.generation), "reported"))
 
 
@@ -167,16 +175,21 @@ def finishing(d: Draft, phase: Finishing) -> None:
     failure = phase.failure or (d.broken[0] if d.broken else None)
     if failure is not phase.failure:
         accounting.generation_failed(d)
-        d.phase = replace(phase, failure=failure)
+        phase = d.phase = replace(phase, failure=failure)
     awaited = d.members() or (leavers(d) if d.now < _awaited_until(d, phase) else [])
     if not awaited:
         become_over(d, failure is None, failure.cause if failure else None)
         return
     d.reason = f"exit gate open: waiting for the exit of {names(awaited)}"
+    if not phase.noticed and d.now >= phase.since + d.policy.waiting_notice_s:
+        d.note("waiting", **{"for": "the exit of all members; the exit gate is open", "who": names(awaited)})
+        d.phase = replace(phase, noticed=True)
 
 
 def finishing_deadlines(d: Draft, phase: Finishing) -> Iterator[tuple[str, float]]:
-    """Yield the time after which no leaver is awaited."""
+    """Yield the time at which the missing exits are reported, and the time after which no leaver is awaited."""
+    if not phase.noticed:
+        yield "notice", phase.since + d.policy.waiting_notice_s
     if not d.members() and leavers(d):
         yield "leavers", _awaited_until(d, phase)
 

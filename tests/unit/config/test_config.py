@@ -219,6 +219,16 @@ def test_np_and_command_are_needed() -> None:
         read_options({"np": "2"}, [], {})
 
 
+def test_the_exit_gate_waits_as_long_as_a_collective_unless_it_has_a_limit_of_its_own() -> None:
+    for given, expected in (
+        ({}, 1800.0),
+        ({"collective_timeout_s": "60"}, 60.0),
+        ({"collective_timeout_s": "60", "gate_timeout_s": "9"}, 9.0),
+        ({"gate_timeout_s": "off"}, None),
+    ):
+        assert read_options({"np": "1", **given}, ["train.py"], {}).gate_timeout_s == expected
+
+
 def test_a_python_file_runs_with_this_python_unbuffered() -> None:
     assert read_options({"np": "1"}, ["train.py", "--x"], {}).command == (sys.executable, "-u", "train.py", "--x")
 

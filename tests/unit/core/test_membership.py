@@ -133,7 +133,36 @@ def test_the_gate_time_out_ends_the_generation() -> None:
     _, effects = drive(RUNNING + "2.0 gate a:0#1 in=1\n5.0 time", gate_timeout_s=3.0)
     end = only(effects, t.End)
     assert isinstance(end, t.End)
-    assert end.cause == "a:1#1 (rank 1), a:2#1 (rank 2) did not enter the exit gate within --gate-timeout of 3 s"
+    assert end.cause == (
+        "a:1#1 (rank 1), a:2#1 (rank 2) did not enter the exit gate, where the others have waited for 3 s, and made no "
+        "progress for --gate-timeout of 3 s. Work after the last tick may call state.progress()"
+    )
+
+
+def test_the_gate_time_out_counts_from_the_last_progress_of_those_outside() -> None:
+    ticks = "".join(f"\n{at} heartbeat a:1#1 in=1 ticks={at} place=train still=0" for at in range(3, 10))
+    m, effects = drive(RUNNING + "2.0 gate a:0#1 in=1" + ticks, gate_timeout_s=3.0)
+    assert effects == []
+    beat = "heartbeat a:1#1 in=1 ticks=9 place=train"
+    m, effects = drive(f"10.0 {beat} still=0\n12.0 {beat} still=2", m)
+    assert effects == []
+    assert next_deadline(m) == 13.0, "the script called state.progress() at 10.0"
+    _, effects = drive("13.0 time", m)
+    assert isinstance(only(effects, t.End), t.End)
+
+
+def test_the_exits_behind_the_gate_are_awaited_without_a_limit_and_reported_once() -> None:
+    gate = RUNNING + "2.0 gate a:0#1 in=1 + gate a:1#1 in=1 + gate a:2#1 in=1\n2.5 exit a:1#1 code=0"
+    m, effects = drive(gate + "\n31.9 time", gate_timeout_s=3.0)
+    assert effects == []
+    m, effects = drive("32.0 time", m)
+    (note,) = effects
+    assert isinstance(note, t.Note)
+    assert note.get("who") == "a:0#1 (rank 0), a:2#1 (rank 2)"
+    m, effects = drive("9000.0 time", m)
+    assert effects == []
+    _, effects = drive("9001.0 exit a:0#1 code=0 + exit a:2#1 code=0", m)
+    assert ended(effects).succeeded
 
 
 @pytest.mark.parametrize(("how", "code", "signal"), [("code=3", 3, None), ("signal=11", None, 11)])
