@@ -467,3 +467,6 @@ def exit_after_finalization(status: int) -> None:
     Raises:
         RuntimeError: the interpreter accepts no more functions to call at its end.
     """
+
+def exit_at_latest(status: int, seconds: float, line: str) -> None:
+    """After this time write the line to stderr and call ``_exit(status)``, whatever the threads wait for."""

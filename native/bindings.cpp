@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -15,6 +16,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <thread>
 #include <vector>
 
 #include "bind_identities.hpp"
@@ -300,6 +302,15 @@ void exit_now() {
     _exit(exit_status);
 }
 
+/// Ends the process after `seconds`, if it has not ended by then: a thread may wait for another one for ever.
+void exit_at_latest(int status, double seconds, const std::string &line) {
+    std::thread([status, seconds, line] {
+        std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+        [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, line.data(), line.size());
+        _exit(status);
+    }).detach();
+}
+
 /// Python calls exit_now last of all.
 void exit_after_finalization(int status) {
     exit_status = status;
@@ -323,6 +334,7 @@ NB_MODULE(_native, m) {
         .def("load", &HoldWord::load);
     hold_word.attr("HOLD") = HoldWord::HOLD;
     m.def("exit_after_finalization", &exit_after_finalization, "status"_a);
+    m.def("exit_at_latest", &exit_at_latest, "status"_a, "seconds"_a, "line"_a);
     bind_pieces(m);
     bind_file_map(m);
     bind_permutation(m);

@@ -177,10 +177,12 @@ bool runs_collectives(pid_t thread) noexcept {
     return length == sizeof THREAD_NAME && std::memcmp(name.data(), THREAD_NAME, sizeof THREAD_NAME - 1) == 0;
 }
 
-/// A futex wait.
+/// A futex wait. glibc waits for a locked mutex with FUTEX_WAIT and the value 2; on a condition variable before 2.33 with
+/// FUTEX_WAIT and 0, since then with FUTEX_WAIT_BITSET.
 struct FutexWait {
     std::uint64_t address;
     bool has_timeout;
+    bool is_for_mutex;
 };
 
 std::optional<FutexWait> futex_wait_of(pid_t thread) noexcept {
@@ -196,7 +198,7 @@ std::optional<FutexWait> futex_wait_of(pid_t thread) noexcept {
     }
     const std::uint64_t command = operation & static_cast<std::uint64_t>(FUTEX_CMD_MASK);
     const bool waits = number == SYS_futex && (command == FUTEX_WAIT || command == FUTEX_WAIT_BITSET);
-    return waits ? std::optional(FutexWait{address, timeout != 0}) : std::nullopt;
+    return waits ? std::optional(FutexWait{address, timeout != 0, command == FUTEX_WAIT && value == 2}) : std::nullopt;
 }
 
 std::vector<pid_t> threads_of_collectives() {
@@ -231,10 +233,13 @@ void interrupt(pid_t thread, std::uint64_t address) noexcept {
 }  // namespace
 
 bool GlooWaits::busy() {
+    if (access("/proc/self/syscall", R_OK) != 0) {
+        return false;  // this kernel does not show what a thread does
+    }
     const std::vector<pid_t> threads = threads_of_collectives();
     return std::any_of(threads.begin(), threads.end(), [](pid_t thread) {
         const std::optional<FutexWait> asleep = futex_wait_of(thread);
-        return !asleep || asleep->has_timeout;
+        return !asleep || asleep->has_timeout || asleep->is_for_mutex;
     });
 }
 

@@ -1,4 +1,5 @@
-"""The workers' command, as far as the template process needs to understand it."""
+"""The workers' command, as far as worker/script.py needs to understand it, which runs it: in the template process's
+children, and in new processes."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import dropwhile
 from pathlib import Path
 
 UNBUFFERED = "-u"
+_IN_NEW_PROCESS = str(Path(__file__).parents[1] / "worker" / "new_process.py")
 
 # Variables that torch and the libraries below it read when they are imported.
 _READ_AT_IMPORT = re.compile(
@@ -27,22 +30,42 @@ def is_python(command: Sequence[str]) -> bool:
 
 def reason_against_template(command: Sequence[str], directory: str, environment: Mapping[str, str]) -> str:
     """Return why workers with this command cannot fork from the template process, or ""."""
+    if reason := _reason_in_command(command, directory, environment):
+        return reason
+    words = _words(command)
+    return "" if words[0] == "-m" else _reason_in_script(Path(directory, words[0]))
+
+
+def for_new_process(command: Sequence[str], directory: str, environment: Mapping[str, str]) -> Sequence[str]:
+    """Return the command that does the same in a new process, and ends as a forked worker does, if that is possible."""
+    if not is_python(command) or _reason_in_command(command, directory, environment):
+        return command
+    words = _words(command)
+    return [*command[: len(command) - len(words)], _IN_NEW_PROCESS, *words]
+
+
+def _words(command: Sequence[str]) -> list[str]:
+    """Return what follows the interpreter and its option."""
+    return list(dropwhile(UNBUFFERED.__eq__, command[1:]))
+
+
+def _reason_in_command(command: Sequence[str], directory: str, environment: Mapping[str, str]) -> str:
+    """Return why worker/script.py cannot run this command, or ""."""
     # A path counts from the directory of the job, in which the worker starts, not from that of the agent.
     is_path = os.path.dirname(command[0]) != ""
     program = command[0] if is_path else shutil.which(command[0], path=environment.get("PATH"))
     if program is None or not _is_this_python(os.path.join(directory, program)):
         return f"{command[0]} is another Python than {sys.executable}, which runs the agent"
-    words = list(command[1:])
-    while words[:1] == [UNBUFFERED] and environment.get("PYTHONUNBUFFERED"):
-        words.pop(0)
+    words = _words(command) if environment.get("PYTHONUNBUFFERED") else list(command[1:])
     if words[:1] == ["-m"] and len(words) > 1:
         return ""
     if not words or words[0].startswith("-"):
         return f"the interpreter has the argument {words[0]!r}" if words else "the interpreter has no script"
-    path = Path(directory, words[0])
-    if not path.is_file():
+    try:
+        is_source = b"\0" not in Path(directory, words[0]).read_bytes()
+    except OSError:
         return f"{words[0]} is not a file"
-    return _reason_in_script(path)
+    return "" if is_source else f"{words[0]} is no source file"
 
 
 def _is_this_python(program: str) -> bool:
@@ -66,5 +89,5 @@ def _reason_in_script(path: Path) -> str:
 
 def script_directory(command: Sequence[str], directory: str) -> str:
     """Return the directory that the interpreter puts first in ``sys.path`` for the command."""
-    words = [word for word in command[1:] if word != UNBUFFERED]
+    words = _words(command)
     return directory if words[0] == "-m" else os.path.dirname(os.path.realpath(os.path.join(directory, words[0])))

@@ -14,6 +14,7 @@ from elasticstate.agent.job_place import JobPlace
 from elasticstate.agent.liveness import Liveness
 from elasticstate.agent.output import Audience, Outputs
 from elasticstate.agent.post_mortem import count_oom_kills
+from elasticstate.agent.python_command import for_new_process
 from elasticstate.agent.template import Template, TemplateError
 from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.agent.worker_process import Child, WorkerProcess, environment_of_workers, start_command
@@ -95,7 +96,7 @@ class WorkerStarter:
                 return await self._template.fork(request, stdout, stderr)
             except TemplateError as error:
                 self._warn(f"a worker starts as a new process, which imports torch anew: the template process {error}")
-        return start_command(command, environment, directory, stdout, stderr)
+        return start_command(for_new_process(command, directory, environment), environment, directory, stdout, stderr)
 
     def _environment(self, worker: WorkerId, reserve_bytes: int, place: PlainPlace | None) -> dict[str, str]:
         spec = self._spec

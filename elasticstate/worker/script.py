@@ -1,7 +1,7 @@
-"""Run a Python command in a process that was forked, as the interpreter runs it: ``x.py ARGS`` or ``-m x ARGS``.
+"""Run a Python command in this process, as the interpreter runs it: ``x.py ARGS`` or ``-m x ARGS``.
 
 The script must not notice the difference. Its tracebacks have no frame of this package. Import this module before all
-modules that register exit functions.
+modules that register exit functions. It imports few others: in a new process the script may replace their names.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import atexit
 import builtins
 import ctypes
+import faulthandler
+import gc
 import importlib.machinery
+import io
 import itertools
 import os
 import signal
@@ -17,16 +20,18 @@ import sys
 import sysconfig
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-from elasticstate._native import exit_after_finalization
-from elasticstate.compat.standard_library import main_module_runner
-from elasticstate.net.fork_link import PADDING_VARIABLE
+from elasticstate._native import exit_after_finalization, exit_at_latest
+from elasticstate.worker.gloo_rest import rest
 
 UNBUFFERED = "-u"  # the only option of the interpreter that a forked worker may have
 _ARGUMENTS, _ENVIRONMENT = (45, 46), (47, 48)  # of /proc/self/stat, behind the name: start and end (proc_pid_stat(5))
+_LONGEST_END_S = 300.0  # from the last exit function to the end of the process
+_STACKS_S = 1.0  # to write the stacks of all threads
 _is_interrupted = False
 _exit_code: int | None = None  # as soon as the script has ended in this process
 _harmless_libraries: frozenset[str] = frozenset()
@@ -41,6 +46,8 @@ def run(command: Sequence[str]) -> NoReturn:
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     if words[0] == "-m":
+        from elasticstate.compat.standard_library import main_module_runner
+
         sys.argv = ["-m", *words[2:]]
         run_module = main_module_runner()
         _put_first(os.getcwd())
@@ -90,6 +97,17 @@ def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def hidden_module(directory: str) -> str:
+    """Return a module in the script's directory that a new process would import instead of an imported one, or ""."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            is_module = entry.name.endswith(".py") or os.path.isfile(os.path.join(entry.path, "__init__.py"))
+            imported = sys.modules.get(entry.name.removesuffix(".py")) if is_module else None
+            if imported is not None and not (getattr(imported, "__file__", None) or "").startswith(entry.path):
+                return entry.path
+    return ""
+
+
 def skip_exit_functions_of(libraries: Collection[str]) -> None:
     """Let workers end without the exit functions of these shared libraries, after the interpreter's own ones.
 
@@ -113,11 +131,29 @@ def _end() -> None:
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    if _exit_code is not None and mapped_libraries() <= _harmless_libraries:
+    if _exit_code is None:
+        return
+    with suppress(Exception):
+        faulthandler.dump_traceback_later(_LONGEST_END_S, file=2)
+        what = f"the script has ended, but its process has not {_LONGEST_END_S:g} s later: see the stacks above."
+        line = f"elasticstate: {what} It ends now, with the script's exit code {_exit_code}.\n"
+        exit_at_latest(_exit_code, _LONGEST_END_S + _STACKS_S, line)
+        if not rest(_STACKS_S):
+            _flush_files()
+            rest(inf)
+    if mapped_libraries() <= _harmless_libraries:
         with suppress(Exception):  # then the interpreter reports it
             sys.stdout.flush()
             sys.stderr.flush()
             exit_after_finalization(_exit_code)
+
+
+def _flush_files() -> None:
+    """Write what open files of the script still hold: the process may end without a finalization of its interpreter."""
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    for file in [found for found in gc.get_objects() if issubclass(type(found), kinds)]:
+        with suppress(Exception):  # closed, or its device is full
+            file.flush()
 
 
 atexit.register(_end)
@@ -134,6 +170,8 @@ def show_variables(variables: Mapping[str, str]) -> None:
 
     Other programs find workers by these. The rest of that memory stays, as libraries may have pointers to it.
     """
+    from elasticstate.net.fork_link import PADDING_VARIABLE
+
     start, end = _memory(_ENVIRONMENT)
     padding = ctypes.string_at(start, end - start).find(os.fsencode(f"{PADDING_VARIABLE}="))
     if padding < 0:

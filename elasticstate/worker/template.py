@@ -29,6 +29,7 @@ from collections.abc import Iterable
 
 from elasticstate.config import replace_environment
 from elasticstate.net.fork_link import READY, AgentLink, ReceivedRequest
+from elasticstate.worker.gloo_rest import watch_models
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ADOPTION_S = 10.0
@@ -67,6 +68,7 @@ def _import(modules: Iterable[str], directory: str) -> str:
     import torch
 
     torch.compiler.disable(main)  # type: ignore[no-untyped-call]  # imports the compiler, and does no more
+    watch_models()
     script.skip_exit_functions_of(script.mapped_libraries())
     sys.path.insert(0, directory)
     for name in modules:
@@ -79,22 +81,11 @@ def _import(modules: Iterable[str], directory: str) -> str:
     return ""
 
 
-def _hidden_module(directory: str) -> str:
-    """Return a module in the script's directory that a new process would import instead of an imported one, or ""."""
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            is_module = entry.name.endswith(".py") or os.path.isfile(os.path.join(entry.path, "__init__.py"))
-            imported = sys.modules.get(entry.name.removesuffix(".py")) if is_module else None
-            if imported is not None and not (getattr(imported, "__file__", None) or "").startswith(entry.path):
-                return entry.path
-    return ""
-
-
 def _reason_against_forks(directory: str) -> str:
     """Return why a child of this process could fail where a new process would not, or ""."""
     import torch
 
-    if hidden := _hidden_module(directory):
+    if hidden := script.hidden_module(directory):
         return f"{hidden} has the name of a module that is already imported"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "an imported module has initialised CUDA"

@@ -106,6 +106,50 @@ void other_waits_are_left_alone() {
     CHECK(ended == 2);
 }
 
+void check_soon(bool busy) {
+    const auto deadline = std::chrono::steady_clock::now() + 20s;
+    while (GlooWaits::busy() != busy) {
+        CHECK(std::chrono::steady_clock::now() < deadline);
+        std::this_thread::sleep_for(1ms);
+    }
+}
+
+void check_stays_busy() {
+    check_soon(true);
+    for (int i = 0; i < 30; ++i) {
+        CHECK(GlooWaits::busy());
+        std::this_thread::sleep_for(1ms);
+    }
+}
+
+/// Whatever such a thread does, it is busy, unless it waits for its next operation.
+void a_thread_rests_only_between_operations() {
+    Operation begin, network, end;
+    std::mutex tensors;
+    std::unique_lock lock(tensors);
+    std::atomic<bool> computes{true};
+    std::thread thread([&] {
+        pthread_setname_np(pthread_self(), "pt_gloo_runloop");
+        begin.wait();
+        network.wait_for(100s);
+        while (computes) {
+        }
+        const std::lock_guard wait(tensors);
+        end.wait();
+    });
+    check_soon(false);
+    begin.finish();
+    check_stays_busy();
+    network.finish();
+    check_stays_busy();
+    computes = false;
+    check_stays_busy();
+    lock.unlock();
+    check_soon(false);
+    end.finish();
+    thread.join();
+}
+
 void who_cannot_be_woken_ends_itself() {
     const pid_t child = fork();
     CHECK(child >= 0);
@@ -132,4 +176,5 @@ int main() {
     who_cannot_be_woken_ends_itself();  // first: the handler is installed once
     a_forgotten_wait_is_left_by_an_exception();
     other_waits_are_left_alone();
+    a_thread_rests_only_between_operations();
 }

@@ -28,12 +28,12 @@ def replaced(file: Path) -> set[str]:
     return changed | {name for name in found.keys() - plain.keys() if "elasticstate" in found[name]}
 
 
-@pytest.mark.parametrize("option", ["--tick-records", ""])
+@pytest.mark.parametrize("option", ["--tick-records", "--template", "--no-template"])
 def test_only_tick_records_replace_attributes_of_torch(tmp_path: Path, option: str) -> None:
     found = tmp_path / "found.json"
-    with Job(tmp_path, "-np", "2", *filter(None, [option]), command=[sys.executable, SCRIPT, str(found)]) as job:
+    with Job(tmp_path, "-np", "2", option, command=[sys.executable, SCRIPT, str(found)]) as job:
         job.finish(0)
-    if option:
+    if option == "--tick-records":
         assert {"torch.Tensor data", "ProcessGroup allreduce", "Work wait"} <= replaced(found)
     else:
         assert replaced(found) <= OF_EACH_WORLD

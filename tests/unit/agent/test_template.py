@@ -101,27 +101,31 @@ async def begin(scene: Scene, *command: str, **options: Any) -> Run:
     return Run(scene)
 
 
-def both(directory: Path, command: list[str], cases: Iterable[str]) -> None:
-    """Run the cases with and without template. Assert that the results are equal, and that the workers were forked."""
-    found: dict[bool, list[Any]] = {True: [], False: []}
-    for template in (True, False):
+def all_ways(directory: Path, command: list[str], cases: Iterable[str]) -> None:
+    """Run the cases in workers that fork, in new processes, and in Python processes that elasticstate has no part in.
 
-        async def scenario(scene: Scene, template: bool = template) -> None:
-            run = await begin(scene, *command, template=template)
+    Assert that the results are equal.
+    """
+    found: dict[str, list[Any]] = {}
+    for way in ("fork", "new process", "plain"):
+
+        async def scenario(scene: Scene, way: str = way) -> None:
+            run = await begin(scene, *(["env"] if way == "plain" else []), *command, template=way == "fork")
             for case in cases:
                 ended, out, err = await run.case(case)
                 out = out.replace(scene_name(scene), "")
-                found[template].append((case, ended.exit_code, ended.signal, ended.error, out, err))
+                found.setdefault(way, []).append((case, ended.exit_code, ended.signal, ended.error, out, err))
             worker = await run.start("sleep")
-            assert is_forked(await run.started(worker)) is template
+            assert is_forked(await run.started(worker)) is (way == "fork")
             scene.send(messages.StopWorker(worker, "the test is over", kill=True))
             await run.ended(worker)
             assert not [m for m in scene.heard if isinstance(m, messages.AgentWarning)]
 
         play(directory, scenario)
         shutil.rmtree(directory / "job")
-    for forked, new in zip(found[True], found[False], strict=True):
-        assert differences(forked, new) == []
+    for forked, new, plain in zip(*found.values(), strict=True):
+        assert differences(forked, plain) == []
+        assert differences(new, plain) == []
 
 
 def differences(forked: Any, new: Any) -> list[object]:
@@ -156,7 +160,7 @@ def test_a_script_sees_no_difference(tmp_path: Path, form: str) -> None:
         shutil.copy(CASES, tmp_path / name)
     (tmp_path / "link.py").symlink_to("folder/cases.py")
     command = [sys.executable, *(word.format(tmp_path) for word in FORMS[form])]
-    both(tmp_path, command, ["look"])
+    all_ways(tmp_path, command, ["look"])
 
 
 def test_python_found_on_the_path_keeps_the_name_that_the_command_has(
@@ -166,14 +170,14 @@ def test_python_found_on_the_path_keeps_the_name_that_the_command_has(
     shutil.copy(CASES, tmp_path / "cases.py")
     folder, name = os.path.split(sys.executable)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    both(tmp_path, [name, "cases.py"], ["look"])
+    all_ways(tmp_path, [name, "cases.py"], ["look"])
 
 
 def test_all_ends_are_those_of_a_new_process(tmp_path: Path) -> None:
     shutil.copy(CASES, tmp_path / "cases.py")
     (tmp_path / "exit.c").write_text(LIBRARY)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "exit.so", tmp_path / "exit.c"], check=True)
-    both(tmp_path, [sys.executable, "cases.py"], [f"leave {how}" for how in ENDS])
+    all_ways(tmp_path, [sys.executable, "cases.py"], [f"leave {how}" for how in ENDS])
 
 
 def test_a_worker_of_torch_ends_without_the_exit_functions_of_its_libraries(tmp_path: Path) -> None:
@@ -200,7 +204,7 @@ def test_a_syntax_error_is_shown_without_frames(tmp_path: Path) -> None:
 
 def test_process_pools_and_loaders_work(tmp_path: Path) -> None:
     shutil.copy(CASES, tmp_path / "cases.py")
-    both(tmp_path, [sys.executable, "cases.py"], ["processes"])
+    all_ways(tmp_path, [sys.executable, "cases.py"], ["processes"])
 
 
 def test_each_worker_has_seeds_of_its_own(tmp_path: Path) -> None:

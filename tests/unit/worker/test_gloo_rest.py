@@ -1,0 +1,81 @@
+"""Processes whose last collective is still in flight when its group, their model or their interpreter ends.
+
+With torch 2.13 alone, such a process waits for itself for ever, or aborts, in most runs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticstate.worker import new_process
+
+SCRIPT = """
+import gc, os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+child = os.fork()
+if child == 0:
+    store = dist.TCPStore("127.0.0.1", store.port)
+
+
+class Model(DistributedDataParallel):
+    pass
+
+
+def main():
+    global kept
+    dist.init_process_group("gloo", store=store, rank=0 if child else 1, world_size=2)
+    model = Model(torch.nn.Linear(64, 64))
+    for _ in range(3):
+        model(torch.randn(4, 64)).sum().backward()
+    sent = torch.ones(5_000_000)
+    dist.all_reduce(sent, async_op=True)
+    del sent
+    {end}
+
+
+main()
+if child:
+    print(os.waitpid(child, 0)[1])
+    sys.exit(3)
+"""
+ENDS = {
+    "the function returns": "dist.destroy_process_group()",
+    "the model is deleted": "dist.destroy_process_group(); del model",
+    "the model is collected": "model.own = model; dist.destroy_process_group(); del model; gc.collect()",
+    "the group lives longer": "del model; dist.destroy_process_group()",
+    "the interpreter ends": "kept = model; dist.destroy_process_group()",
+    "nothing is destroyed": "",
+}
+
+
+LATE_PEER = """if child:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        del model
+        store.set("deleted", "")
+        work.wait()
+    else:
+        store.wait(["deleted"])
+        dist.all_reduce(torch.ones(3))"""
+
+
+def run(directory: Path, end: str) -> tuple[int, str, str]:
+    script = directory / "script.py"
+    script.write_text(SCRIPT.format(end=end))
+    command = [sys.executable, new_process.__file__, str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_ends_although_a_collective_is_in_flight(tmp_path: Path, end: str) -> None:
+    assert run(tmp_path, ENDS[end]) == (3, "0\n", "")
+
+
+def test_nobody_waits_if_the_group_outlives_the_model(tmp_path: Path) -> None:
+    assert run(tmp_path, LATE_PEER) == (3, "0\n", "")
