@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,8 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
     loss_is_scaled_for_ga: bool | None
     _loader: elastic.ElasticDataLoader
     _batches: TrainingLoader | None = None
+    _divisor: Any = 1
+    _is_weighted = False  # the present batch's loss: its divisor was read
 
     def __init__(self, state: TrainingState, *args: Any, commit_every: int = 1, **kwargs: Any) -> None:
         if not isinstance(state, TrainingState):
@@ -86,7 +88,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
         share = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         self._global_batch: int = share * state.workers
         self._accumulation: int = self.args.gradient_accumulation_steps
-        self.args.gradient_accumulation_steps = 1  # the loop counts optimizer steps: training_step has the parts
+        self.args.gradient_accumulation_steps = 1  # the loop counts optimizer steps: _train_on has the parts
         self.args.average_tokens_across_devices = False  # else compute_loss multiplies by the size of the world
         self._ticked = -1  # the global step at which the last tick ended
         self._is_finished = self._has_begun = False
@@ -175,8 +177,8 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
             if self._loader.step_ends:
                 return
 
-    def training_step(self, model: Any, inputs: list[_MicroBatch], num_items_in_batch: Any = None) -> Any:
-        """Add the gradients of all batches of one optimizer step. Return the sum of their losses.
+    def _train_on(self, model: Any, inputs: list[_MicroBatch], num_items_in_batch: Any = None) -> Any:
+        """Add the gradients of all batches of one optimizer step, by ``training_step``. Return the sum of their losses.
 
         Each batch has the share of its labels as weight. Its loss gets its own number of labels as
         ``num_items_in_batch``: then it is a mean over the batch, whether the model uses this number or computes a mean
@@ -187,13 +189,31 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
             share, items = self._share_and_items(part, num_items_in_batch, bool(given))
             self.current_gradient_accumulation_steps = 1 / share  # the Trainer divides the loss by it
             self.loss_is_scaled_for_ga = bool(given and part.weight)
+            self._is_weighted = self.loss_is_scaled_for_ga
             with nullcontext() if number == len(inputs) - 1 else self.accelerator.no_sync(model):
-                loss = super().training_step(model, part.batch, items)
+                loss = cast(Any, type(self)).training_step(self, model, part.batch, items)
+            if not self._is_weighted:
+                raise UsageError(
+                    f"training_step() of {type(self).__name__} does not divide the loss by "
+                    "self.current_gradient_accumulation_steps, so the gradient would depend on the number of workers. "
+                    "Write loss = loss / self.current_gradient_accumulation_steps before backward(). If the loss is a "
+                    "sum divided by num_items_in_batch, set loss_is_scaled_for_ga = True in the class instead."
+                )
             loss = torch.where(share > 0, loss, 0.0)  # a mean over no labels is not a number
             total = loss if total is None else total + loss
         self.loss_is_scaled_for_ga = given
         assert total is not None, "each step has a batch on each rank"
         return total
+
+    @property
+    def current_gradient_accumulation_steps(self) -> Any:
+        """The divisor of the mean loss of the present batch. ``training_step`` must use it."""
+        self._is_weighted = True
+        return self._divisor
+
+    @current_gradient_accumulation_steps.setter
+    def current_gradient_accumulation_steps(self, divisor: Any) -> None:
+        self._divisor = divisor
 
     def _share_and_items(self, part: _MicroBatch, total: Any, is_scaled: bool) -> tuple[torch.Tensor, Any]:
         """Return the weight of the loss of a batch, and ``num_items_in_batch`` for it.
@@ -222,6 +242,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
         if trial is not None:
             refuse("A hyperparameter search", "Run each trial as a job.")
         self._has_begun = True
+        self.training_step = self._train_on  # for the Trainer's loop, whose item is a step
         forget_preparation(self.model)
         if self.elastic.begun:
             resume_from_checkpoint, self.args.eval_on_start = None, False

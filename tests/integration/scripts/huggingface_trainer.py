@@ -47,11 +47,13 @@ class Logger(TrainerCallback):
 
 
 class LoggedTrainer(Trainer):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        rows = [row for part in inputs if part.weight for row in part.batch["input_ids"].tolist()]
-        ids = [number_of[tuple(row)] for row in rows]
-        note("trained", step=self.state.global_step, epoch=self.elastic.loader.epoch, ids=ids, parts=len(inputs))
-        return super().training_step(model, inputs, num_items_in_batch)
+    def get_batch_samples(self, *arguments: Any) -> tuple[list[Any], Any]:
+        steps, items = super().get_batch_samples(*arguments)
+        for parts in steps:
+            rows = [row for part in parts if part.weight for row in part.batch["input_ids"].tolist()]
+            ids = [number_of[tuple(row)] for row in rows]
+            note("trained", step=self.state.global_step, epoch=self.elastic.loader.epoch, ids=ids, parts=len(parts))
+        return steps, items
 
 
 @run(workers=args.workers, log=Log(TensorBoard(args.log / "tensorboard")))

@@ -12,6 +12,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import TrainingArguments
 
+from elasticstate.errors import UsageError
 from elasticstate.huggingface import ElasticTrainer, Trainer, TrainingState
 
 SAMPLES, GLOBAL, LENGTH, WORDS = 44, 24, 6, 32
@@ -125,6 +126,35 @@ class Sum(Trainer):
         return (loss / num_items_in_batch, outputs) if return_outputs else loss / num_items_in_batch
 
 
+class OwnStep(Trainer):
+    """An override of the whole step of a batch."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs) / self.current_gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class LongerStep(Trainer):
+    """An override that reads the batch, and adds to it."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        inputs = {**inputs, "labels": inputs["labels"].clone()}
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class UnweightedStep(Trainer):
+    """An override from the time before Transformers averaged over the batches of a step."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
 class Seq2Seq(ElasticTrainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """A Trainer of Transformers with arguments of its own."""
 
@@ -200,6 +230,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "own_mean": (Tagger, tokens(), Mean),
     "ignoring_mean": (Ignoring, tokens(), Mean),
     "ignoring_sum": (Ignoring, tokens(), Sum),
+    "own_step": (llama, tokens(), OwnStep),
+    "longer_step": (lambda: bert("SequenceClassification"), classes(), LongerStep),
+    "longer_step_of_sums": (gpt2, tokens(), LongerStep),
 }
 
 
@@ -214,3 +247,8 @@ def test_the_parts_of_a_step_change_neither_loss_nor_gradient(tmp_path: Path, na
 def test_models_that_count_labels_have_the_losses_of_the_plain_trainer(tmp_path: Path, make: Callable[[], Any]) -> None:
     plain, found = (curve(tmp_path, make, tokens(), (12, 2), kind) for kind in (transformers.Trainer, Trainer))
     assert found == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_step_of_the_users_own_must_weigh_its_loss(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="UnweightedStep does not divide the loss by self"):
+        curve(tmp_path, gpt2, tokens(), (12, 2), UnweightedStep)
