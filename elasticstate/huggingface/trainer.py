@@ -116,6 +116,12 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
                 refuse(f"{name}={getattr(args, name)!r}", "Remove it.")
         if args.neftune_noise_alpha is not None:
             refuse("neftune_noise_alpha", "Remove it: its hook would be added again in each world.")
+        config = getattr(self.model, "config", None)
+        if type(self.model).__name__.endswith("ForCTC") and getattr(config, "ctc_loss_reduction", None) == "sum":
+            refuse(
+                'ctc_loss_reduction="sum", the default of this model,',
+                'Use from_pretrained(..., ctc_loss_reduction="mean"): a sum would depend on the number of workers.',
+            )
         if "layerwise" in args.optim or "lomo" in args.optim:
             refuse(
                 f"optim={str(args.optim)!r}",

@@ -210,6 +210,22 @@ def test_arguments_that_cannot_be_elastic_are_refused(tmp_path: Path, changes: d
         Trainer(state, model=Classifier(), args=arguments(tmp_path, **changes), train_dataset=dataset())
 
 
+def test_a_loss_that_is_a_sum_over_the_batch_is_refused(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    convolution: dict[str, Any] = {"conv_dim": (8,), "conv_kernel": (10,), "conv_stride": (5,)}
+    convolution |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+
+    def trainer(kind: str, **changes: Any) -> Trainer:
+        config = transformers.Wav2Vec2Config(vocab_size=8, **sizes, **convolution, **changes)
+        model = getattr(transformers, f"Wav2Vec2For{kind}")(config)
+        return Trainer(first_world(), model=model, args=arguments(tmp_path), train_dataset=dataset())
+
+    with pytest.raises(UsageError, match=r'ctc_loss_reduction="sum", the default of this model, is not supported'):
+        trainer("CTC")
+    trainer("CTC", ctc_loss_reduction="mean")
+    trainer("SequenceClassification")
+
+
 def test_arguments_of_no_world_are_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     state = first_world()
