@@ -1,4 +1,4 @@
-"""Private names of optimizers and gradient scalers. Checked with torch 2.13.
+"""Private names of optimizers, schedulers and gradient scalers. Checked with torch 2.13.
 
 ``GradScaler._per_optimizer_states``: the optimizers that ``unscale_`` was called for since the last ``update``. No
 public method resets it without changing the scale.
@@ -24,3 +24,11 @@ def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
         )
         return
     states.clear()
+
+
+def has_scheduler(optimizer: Any) -> bool:
+    """Return True if a learning rate scheduler of torch was made for this optimizer.
+
+    ``LRScheduler`` replaces ``optimizer.step`` by a function with this private mark. torch has no public name for it.
+    """
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")

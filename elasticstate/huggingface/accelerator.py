@@ -11,9 +11,11 @@ import accelerate  # type: ignore[import-untyped]
 import torch
 from accelerate.scheduler import AcceleratedScheduler  # type: ignore[import-untyped]
 from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from elasticstate.compat.hugging_face import forget_preparation
+from elasticstate.compat.optimizers import has_scheduler
 from elasticstate.errors import UsageError
 from elasticstate.huggingface.checks import check_accelerator, refuse
 from elasticstate.huggingface.gradients import Optimizer, StepGradients
@@ -130,8 +132,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return
         if missing := [name for name in ("model", "optimizer", "loader") if self.elastic.attached(name) is None]:
             raise UsageError(f"The training begins without {missing[0]}. Pass it to accelerator.prepare() first.")
+        self._check_scheduler()
         self._begun = True
         self.elastic.begin(self._batch_size, self.gradient_accumulation_steps)
+
+    def _check_scheduler(self) -> None:
+        """Raise UsageError if a scheduler of the optimizer is in no value of the state."""
+        is_known = self.elastic.attached("scheduler") is not None or any(
+            isinstance(value, LRScheduler) for value in vars(self.elastic).values()
+        )
+        if not is_known and has_scheduler(self.elastic.attached("optimizer")):
+            raise UsageError(
+                "A learning rate scheduler of the optimizer was not passed to accelerator.prepare(). It would begin "
+                "again in each world, and count the batches of a smaller world, which has more of them. Pass it to "
+                "prepare()."
+            )
 
     def _batches(self) -> Iterator[Any]:
         self._begin()

@@ -145,6 +145,23 @@ def test_what_cannot_be_elastic_is_refused() -> None:
         mine.prepare(network())
 
 
+def test_a_scheduler_that_would_begin_again_in_each_world_is_an_error() -> None:
+    def begin(**values: Any) -> None:
+        state = first_world(**values)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if "mine" in values:
+            state.mine = scheduler
+        one = accelerator(state)
+        one.prepare(model, optimizer, data())
+        next(iter(one.epochs(1)))
+
+    with pytest.raises(UsageError, match=r"scheduler of the optimizer was not passed to accelerator.prepare\(\)"):
+        begin()
+    begin(mine=None)
+
+
 def test_a_second_epoch_without_epochs_is_an_error() -> None:
     state = first_world()
     loop = Loop(accelerator(state), network(), data())
