@@ -52,7 +52,7 @@ LONGEST = (
     *("torn_commits", "dial_in", "global_batch", "horovod_stalls", "hangs", "mpi", "uneven", "contexts", "horovod"),
     *("mpi_hosts", "check", "horovod_launch", "stragglers", "ray", "dashboard", "driver_restart", "ends"),
     *("reference_bugs", "overlap", "ssh_errors", "errors", "watched_shards", "joins", "one_copy", "spares"),
-    *("silence", "value_names", "full_disk", "loggers", "sinks"),
+    *("check_gpu", "aborts", "silence", "value_names", "full_disk", "loggers", "sinks"),
 )
 
 _failures_file: Path | None = None

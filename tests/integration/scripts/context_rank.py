@@ -4,10 +4,11 @@ FAKE: settings of fake_nccl.py, as JSON.
 
 Commands, one per line: ``create NAME RANK SIZE [INIT_SECONDS]`` · ``collectives`` · ``hang`` (all-reduces of 1 MB; one
 is cut) · ``hang small`` (of 256 KB) · ``subgroup RANKS`` · ``error KIND`` · ``held`` · ``leave`` · ``leave by plan`` ·
-``sever`` (at once, until ``leave``) · ``warm`` (connect all) · ``pending`` (an all-reduce that is cut, with kernels before and after it in
-the queue) · ``capture`` (a CUDA graph with an all-reduce) · ``replay`` (it, drop it when it is cut) · ``replay kept`` ·
-``drop`` · ``compile`` (code with an all-reduce) · ``compiled`` (call it; it is cut). Each command except ``sever``
-answers with a JSON line; the last ones say ``queued`` before they hang. SIGUSR1 prints the stacks of all threads.
+``sever`` (at once, until ``leave``) · ``warm`` (connect all) · ``pending`` (an all-reduce that is cut, with kernels
+before and after it in the queue) · ``capture`` (a CUDA graph with an all-reduce) · ``replay`` (it, drop it when it is
+cut) · ``replay kept`` · ``drop`` · ``compile`` (code with an all-reduce) · ``compiled`` (call it; it is cut). Each
+command except ``sever`` answers with a JSON line; the last ones say ``queued`` before they hang. SIGUSR1 prints the
+stacks of all threads.
 
 Ranks on CUDA share the first device: NCCL allows that because each has an NCCL_HOSTID of its own.
 """
