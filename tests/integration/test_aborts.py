@@ -46,7 +46,7 @@ def hang(ranks: Ranks, command: str) -> None:
 
 
 def check_it_was_cut(rank: Rank) -> None:
-    answer = rank.hear("done")
+    answer = rank.hear("done", 3 * SOON_S)
     assert answer["error"]
     assert "nobody has cut it" not in answer["error"]
     assert answer["broken"]

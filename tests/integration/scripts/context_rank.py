@@ -173,10 +173,15 @@ class FakeGraph(fake_nccl.Graph):
 
 
 def replay(graph: Any) -> None:
+    """Replay it, and raise what a commit raises.
+
+    The next collective would wait for the abort, which waits for the graph: torch locks the communicator meanwhile.
+    """
     graph.replay()
     say(queued=True)
     synchronize()
-    _meet_the_end()
+    severed.wait(LONG.total_seconds())
+    check()
 
 
 def reduce_product(tensor: torch.Tensor) -> torch.Tensor:
