@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -71,7 +72,8 @@ class Aside:
     def _run(self) -> None:
         try:
             if self._device is not None:
-                torch.cuda.set_device(self._device)
+                with suppress(RuntimeError, AssertionError):  # a device that is lost; the call must come all the same
+                    torch.cuda.set_device(self._device)
             self._call()
         except BaseException as error:
             self.error = error

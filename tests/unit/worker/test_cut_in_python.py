@@ -11,6 +11,7 @@ import pytest
 
 from elasticstate import _native
 from elasticstate.core.types import Placement, WorkerId
+from elasticstate.log import logger
 from elasticstate.net import messages
 from elasticstate.worker import sentinel as sentinel_module
 from elasticstate.worker.sentinel import Sentinel
@@ -98,4 +99,21 @@ def test_a_failure_that_only_the_backend_sees_ends_the_generation(
     assert context.severed.acquire(timeout=LONG_S)
     assert sentinel.has_ended(5)
     assert sentinel.cause == "the link is lost"
+    sentinel.leave()
+
+
+def test_a_script_is_reproached_only_for_what_it_knows(sentinel: Sentinel, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[object] = []
+    monkeypatch.setattr(logger, "warning", lambda *args: warnings.append(args))
+    sentinel.enter(world(5), Context())
+    sentinel.refuse(is_told=False)
+    assert not warnings, "no collective has raised an error: this refusal is the first news"
+    sentinel.refuse(is_told=False)
+    assert len(warnings) == 1, "the script has caught the refusal"
+    sentinel.refuse(is_told=False)
+    assert len(warnings) == 1
+    sentinel.leave()
+    sentinel.enter(world(6), Context())
+    sentinel.refuse()
+    assert len(warnings) == 2, "it has caught the error of a collective"
     sentinel.leave()

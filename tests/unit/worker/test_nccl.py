@@ -201,6 +201,16 @@ def test_a_device_that_cannot_be_asked_does_not_answer() -> None:
     assert not device.answers(torch.zeros(1), DEVICE, timedelta(seconds=5))
 
 
+def test_a_call_comes_even_if_the_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_device(index: int) -> None:
+        raise cuda_error(710)
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    called = threading.Event()
+    assert device.Aside(called.set, 1).join(10)
+    assert called.is_set(), "an abort frees the other ranks"
+
+
 def test_whoever_waits_for_what_hangs_does_not() -> None:
     never = threading.Event()
     aside = device.Aside(never.wait, None)
