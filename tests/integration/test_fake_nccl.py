@@ -65,8 +65,11 @@ class FakeJob(Job):
             assert line["device"] == devices[line["pid"]], line
 
 
-@pytest.mark.parametrize("fake", [{"names": ["nccl"]}, TORCH_2_15, NCCL2], ids=["2.13", "2.15", "nccl2"])
-@pytest.mark.parametrize("raises", [False, True], ids=["garbage", "error"])
+@pytest.mark.parametrize(
+    ("fake", "raises"),
+    [({"names": ["nccl"]}, False), (TORCH_2_15, False), (NCCL2, False), (NCCL2, True)],
+    ids=["2.13", "2.15", "nccl2", "nccl2-error"],
+)
 def test_survivors_of_a_dead_member_keep_their_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: dict[str, Any], raises: bool
 ) -> None:
