@@ -61,6 +61,8 @@ def has_buffer(module: torch.nn.Module, name: str) -> bool:
         module.get_buffer(name)
     except AttributeError:
         return False
+    except RuntimeError:  # a ScriptModule has no such method
+        return any(key == name for key, _ in module.named_buffers(recurse=False))
     return True
 
 

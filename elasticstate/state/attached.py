@@ -23,7 +23,15 @@ from elasticstate.state.async_commit import is_captured
 from elasticstate.state.attached_optimizer import AttachedOptimizer
 from elasticstate.state.channel import Channel, channel_between
 from elasticstate.state.containers import flatten, rebuild_with
-from elasticstate.state.module_state import Walk, home_of, load_modes, modes, owner_of_buffer, set_buffer
+from elasticstate.state.module_state import (
+    Walk,
+    home_of,
+    load_modes,
+    modes,
+    owner_of_buffer,
+    set_buffer,
+    set_requires_grad,
+)
 from elasticstate.state.optimizer_state import is_plain_optimizer
 from elasticstate.state.reshard import CommitCopies
 from elasticstate.state.restore_targets import RestoreTargets
@@ -255,11 +263,12 @@ class AttachedModule:
             set_buffer(self._module, path, None, path in transient)
         for path, device_type in tree["buffers"].items():
             owner, key = owner_of_buffer(self._module, path)
-            live = owner.get_buffer(key) if modules.has_buffer(owner, key) else None
+            live = getattr(owner, key) if modules.has_buffer(owner, key) else None
             device = live.device if live is not None else home_of(self._module, device_type)
             buffer = targets.tensor(live, f"{walk.buffers_at}{path}", device)
             if buffer is not live:
                 set_buffer(self._module, path, buffer, path in transient)
+            set_requires_grad(buffer, path in tree.get("trained", ()))
 
 
 class _HasStateDict(Protocol):

@@ -1,7 +1,7 @@
 """State of a module, in a commit: parameters, all buffers, the extra state of its parts, and their modes.
 
-Modes are ``training`` of each module and ``requires_grad`` of each parameter: a failure interrupts code that changes
-them for a while, such as a validation, at any place.
+Modes are ``training`` of each module and ``requires_grad`` of each parameter and buffer: a failure interrupts code that
+changes them for a while, such as a validation, at any place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elasticstate.compat import modules
 from elasticstate.compat.versions import requires_grad_of
 from elasticstate.errors import StateError
 from elasticstate.state.containers import flatten, rebuild
-from elasticstate.state.values import Captured, is_loaded, load_value
+from elasticstate.state.values import Captured, Values, is_loaded, load_value
 
 OR_HOOK = ", or change it in a function passed to state.register_restore_pre_hook()"
 """End of errors about a structure that the training has changed."""
@@ -167,13 +167,39 @@ def load_module(name: str, module: torch.nn.Module, tree: Any, values: Captured)
         parts[path].set_extra_state(rebuild(extra, values, None, None, f"{name}.extra.{path}", used))
 
 
+def require_same_ties(parameters: Mapping[str, torch.Tensor], values: Captured) -> None:
+    """Raise StateError if two parameters are one tensor, and two in the commit, or the other way round.
+
+    ``parameters``: those of all modules of the state, by their names in a commit.
+    """
+    if not isinstance(values, Values):
+        return
+    saved: dict[int, tuple[str, int]] = {}
+    live: dict[object, tuple[str, int]] = {}
+    for name, tensor in parameters.items():
+        entry, address = values.entries.get(name), tensor.data_ptr()
+        if entry is None or not entry.size_bytes or not address:
+            continue
+        other, its_address = saved.setdefault(entry.offset, (name, address))
+        if its_address != address:
+            raise StateError(f"state.{other} and state.{name} are one tensor in the commit, and two here{_TIE}")
+        same = address, tensor.shape, tensor.stride(), tensor.dtype  # as layout.lay_out tells tensors apart
+        other, its_offset = live.setdefault(same, (name, entry.offset))
+        if its_offset != entry.offset:
+            raise StateError(f"state.{other} and state.{name} are one tensor here, and two in the commit{_TIE}")
+
+
+_TIE = f". Tie the parameters as the worker that committed has{OR_HOOK}."
+
+
 def modes(walk: Walk, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the modes of a module as part of its tree: the paths of all parts in eval mode, and the names of the
-    parameters that do not require gradients."""
+    """Return the modes of a module as part of its tree: the paths of all parts in eval mode, the names of parameters
+    that do not require gradients, and those of buffers that do."""
     at = len(walk.parameters_at)
     flags = requires_grad_of(list(parameters.values()))
     frozen = [] if flags.all() else [name[at:] for name, flag in zip(parameters, flags, strict=True) if not flag]
-    return {"evaluating": walk.evaluating, "frozen": frozen}
+    trained = [name[len(walk.buffers_at) :] for name, buffer in walk.buffers.items() if requires_grad(buffer)]
+    return {"evaluating": walk.evaluating, "frozen": frozen, "trained": trained}
 
 
 def load_modes(module: torch.nn.Module, walk: Walk, parameters: Mapping[str, torch.Tensor], tree: Any) -> None:
@@ -240,7 +266,10 @@ def parts_of(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, tor
 
 
 def _load_buffers(module: torch.nn.Module, walk: Walk, tree: Any, values: Captured) -> None:
-    """Give the module the buffers of the commit, including those that are None, and remove all other buffers."""
+    """Give the module the buffers of the commit, including those that are None, and remove all other buffers.
+
+    ``tree`` has the names of the buffers that require gradients, unless it is that of an older version.
+    """
     saved = {key.removeprefix(walk.buffers_at): key for key in values if key.startswith(walk.buffers_at)}
     found = {key.removeprefix(walk.buffers_at) for key in walk.buffers}.union(walk.none)
     for path in found.difference(saved, tree["none"]):
@@ -251,17 +280,19 @@ def _load_buffers(module: torch.nn.Module, walk: Walk, tree: Any, values: Captur
         set_buffer(module, path, None, path in transient)
     for path, key in saved.items():
         owner, name = owner_of_buffer(module, path)
-        live = owner.get_buffer(name) if modules.has_buffer(owner, name) else None
+        live = getattr(owner, name) if modules.has_buffer(owner, name) else None
         if live is None or not is_loaded(live, values, key):
             device = live.device if live is not None else home_of(module, tree["devices"].get(key, "cpu"))
             set_buffer(module, path, load_value(live, values, key, device), path in transient)
+        if "trained" in tree:
+            set_requires_grad(getattr(owner, name), path in tree["trained"])
 
 
 def owner_of_buffer(module: torch.nn.Module, path: str) -> tuple[torch.nn.Module, str]:
     *parts, name = path.split(".")
     owner = _compiled(module)
     for part in parts:
-        owner = _compiled(owner.get_submodule(part))
+        owner = _compiled(getattr(owner, part))  # a ScriptModule has no get_submodule()
     return owner, name
 
 

@@ -19,7 +19,7 @@ from elasticstate.compat import modules
 from elasticstate.compat.loaders import state_of
 from elasticstate.compat.versions import requires_grad_of
 from elasticstate.state.containers import flatten
-from elasticstate.state.module_state import flag_of, is_usual, parameters_of, parts_of, requires_grad
+from elasticstate.state.module_state import Walk, flag_of, is_usual, parts_of, requires_grad
 from elasticstate.state.optimizer_state import is_plain_optimizer, plain_groups
 from elasticstate.state.values import Captured, Tree, is_array
 
@@ -146,28 +146,31 @@ class QuickCapture:
 
 
 class _Modes:
-    """The modes of all parts and parameters of a module."""
+    """The modes of all parts, parameters and buffers of a module."""
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self.name = name
         parts = [(path, part) for path, part in parts_of(module) if not modules.compiles_another(type(part))]
         self._paths = [path for path, _ in parts]
         self._attributes = [vars(part) for _, part in parts]
-        parameters = parameters_of("", module)
-        self._names = [key.removeprefix(".parameters.") for key in parameters]
-        self._parameters = list(parameters.values())
+        walk = Walk(module, "", "")
+        self._names, self._parameters = list(walk.parameters), list(walk.parameters.values())
+        self._buffer_names, self._buffers = list(walk.buffers), list(walk.buffers.values())
 
-    def read(self) -> tuple[bytes, bytes]:
-        """Return ``training`` of all parts, and ``requires_grad`` of all parameters: much at a time, for each tick."""
+    def read(self) -> tuple[bytes, bytes, bytes]:
+        """Return ``training`` of all parts, and ``requires_grad`` of all parameters and of all buffers: much at a time,
+        for each tick."""
         return (
             bytes(map(_training, self._attributes)),
             requires_grad_of(self._parameters).tobytes(),
+            bytes(map(requires_grad, self._buffers)),
         )
 
-    def expand(self, read: tuple[bytes, bytes]) -> dict[str, list[str]]:
+    def expand(self, read: tuple[bytes, bytes, bytes]) -> dict[str, list[str]]:
         """Return what ``module_state.modes`` would have returned."""
         training, trained = read[0], np.frombuffer(read[1], np.int64)
         return {
             "evaluating": [path for path, flag in zip(self._paths, training, strict=True) if not flag],
             "frozen": [name for name, flag in zip(self._names, trained, strict=True) if not flag],
+            "trained": [name for name, flag in zip(self._buffer_names, read[2], strict=True) if flag],
         }

@@ -22,6 +22,7 @@ from elasticstate.state.module_state import (
     load_bare,
     load_module,
     parameters_of,
+    require_same_ties,
     requires_grad,
 )
 from elasticstate.state.optimizer_state import (
@@ -150,6 +151,7 @@ class TorchState(State):
 
     def apply(self, values: Captured) -> None:
         self._check_names(values, TorchState.capture)
+        require_same_ties(self._named_parameters(), values)
         for name in self._names:
             live, saved = getattr(self, name), values[name]
             if isinstance(saved, Tree):

@@ -124,6 +124,27 @@ def test_a_module_that_was_cast_is_cast_in_a_newcomer_and_back_by_a_restore(dtyp
     assert {p.dtype for p in other.parameters()} == {dtype}
 
 
+@pytest.mark.parametrize("in_commit", [True, False], ids=["in the commit", "here"])
+def test_parameters_that_are_one_tensor_on_one_side_only_are_refused(in_commit: bool) -> None:
+    """Both would be trained apart here, or get the content of one."""
+
+    def square(is_tied: bool) -> torch.nn.Sequential:
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        if is_tied:
+            net[1].weight = net[0].weight
+        return net
+
+    source, target = TorchState(net=square(in_commit)), TorchState(net=square(not in_commit))
+    source.commit()
+    told = r"state\.net\.parameters\.0\.weight and state\.net\.parameters\.1\.weight are one tensor"
+    with pytest.raises(StateMisfitError, match=told):
+        give(source, target)
+    grown = TorchState(net=square(not in_commit))
+    grown.register_restore_pre_hook(lambda _: setattr(grown, "net", square(in_commit)))
+    give(source, grown)
+    assert (grown.net[0].weight is grown.net[1].weight) is in_commit
+
+
 def test_hooks_get_the_plain_values_before_anything_is_loaded() -> None:
     net = net_of()
     state = TorchState(net=net, optimizer=sgd(net.parameters()), depth=3, table=torch.ones(2), notes=["a"])

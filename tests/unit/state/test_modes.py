@@ -43,11 +43,13 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "compiled": lambda: torch.compile(plain()),
     "compiled inside": lambda: torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 2)), torch.nn.Dropout()),
     "average": lambda: AveragedModel(plain()),
+    "script": lambda: torch.jit.script(plain()),
 }
 
 
 def modes(module: torch.nn.Module) -> Any:
-    return [m.training for m in module.modules()], [p.requires_grad for p in module.parameters()]
+    tensors = [*module.parameters(), *module.buffers()]
+    return [m.training for m in module.modules()], [tensor.requires_grad for tensor in tensors]
 
 
 def toggle(module: torch.nn.Module) -> None:
@@ -66,34 +68,49 @@ def test_a_restore_and_a_newcomer_have_the_modes_of_the_commit(name: str) -> Non
     state = TorchState(module=module)
     state.commit()
     calls = Custom.calls
-    module.train()
-    module.requires_grad_(True)
-    state.restore()
-    assert modes(module) == expected
-    module.eval()
-    module.requires_grad_(False)
-    state.restore()
-    assert modes(module) == expected
+    for mode in (True, False):
+        module.train(mode)
+        for parameter in module.parameters():
+            parameter.requires_grad_(mode)
+        state.restore()
+        assert modes(module) == expected
     assert Custom.calls - calls in (0, 2), "a restore does not call train()"
     newcomer = MODULES[name]()
     TorchState(module=newcomer).apply(committer_of(state).snapshot.load_into({}))
     assert modes(newcomer) == expected
 
 
+def test_a_buffer_has_the_flag_of_the_commit() -> None:
+    module = plain()
+    module.register_buffer("scale", torch.ones(2, requires_grad=True))
+    state = TorchState(module=module)
+    state.commit()
+    module.scale.requires_grad_(False)
+    module[1].running_mean.requires_grad_(True)
+    state.restore()
+    assert [name for name, buffer in module.named_buffers() if buffer.requires_grad] == ["scale"]
+    newcomer = plain()
+    TorchState(module=newcomer).apply(committer_of(state).snapshot.load_into({}))
+    assert [name for name, buffer in newcomer.named_buffers() if buffer.requires_grad] == ["scale"]
+
+
 def test_a_quick_capture_has_the_present_modes() -> None:
     module, tensor = plain(), torch.zeros(2)
+    module.register_buffer("scale", torch.ones(2))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     state = TorchState(module=module, optimizer=optimizer, tensor=tensor)
     quick = QuickCapture.make(vars(state), ("module", "optimizer", "tensor"), state.capture())
     assert quick is not None
     toggle(module)
     tensor.requires_grad_(True)
+    module.scale.requires_grad_(True)
     objects = quick.objects()
     assert objects is not None
     found, expected = quick.expand(objects), state.capture()
     assert found == {name: value for name, value in expected.items() if not isinstance(value, torch.Tensor)}
     assert found["module"].tree["evaluating"] == ["2"]
     assert found["module"].tree["frozen"] == ["0.weight"]
+    assert found["module"].tree["trained"] == ["scale"]
     assert found["tensor.requires_grad"]
 
 
