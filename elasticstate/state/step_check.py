@@ -8,6 +8,8 @@ In most scripts identity decides: the optimizer is a value of the state, or none
 optimizer, or receive a copy of it before each commit: an object with ``state_dict()``, another optimizer, a plain dict.
 Then the first commit after the step decides, by its content.
 
+A script that catches the error gets it again at each step and commit, and at its end.
+
 An optimizer that trains nothing of the state is not the state's business, but a warning names it.
 
 Not judged: states with a ``capture`` of their own, and steps in compiled code, where torch calls no hooks.
@@ -19,6 +21,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any
 
@@ -51,6 +54,7 @@ class StepCheck:
         self._hook: Any = None
         self._judged: dict[int, _Judged] = {}
         self._undecided: list[weakref.ref[Optimizer]] = []  # the next commit decides
+        self._refusal = ""  # the error of the first optimizer that was refused: the script may have caught it
 
     def __enter__(self) -> None:
         if self._state._step_sources() is not None:
@@ -63,10 +67,25 @@ class StepCheck:
         if self._hook is not None:
             self._hook.remove()
             committer_of(self._state).before_commit = None
+        if error is None:
+            self._raise_refusal()
+
+    def _raise_refusal(self) -> None:
+        if self._refusal:
+            raise UsageError(self._refusal)
+
+    @contextmanager
+    def _noting_refusal(self) -> Iterator[None]:
+        try:
+            yield
+        except UsageError as error:
+            self._refusal = str(error)
+            raise
 
     def _before_a_step(self, optimizer: Optimizer, *_: object) -> None:
         if torch.compiler.is_compiling():
             return
+        self._raise_refusal()
         judged = self._judged.get(id(optimizer))
         if judged is not None and judged.is_current(optimizer, self._state):
             return
@@ -75,15 +94,18 @@ class StepCheck:
         if found.has_all_of(optimizer):  # nearly always
             return
         content = self._content()
-        if content is not None and not found.judge(optimizer, content, is_commit=False):
-            self._undecided.append(weakref.ref(optimizer))
+        with self._noting_refusal():
+            if content is not None and not found.judge(optimizer, content, is_commit=False):
+                self._undecided.append(weakref.ref(optimizer))
 
     def _before_a_commit(self) -> None:
+        self._raise_refusal()
         optimizers, self._undecided = [reference() for reference in self._undecided], []
         content = self._content() if optimizers else None
         for optimizer in optimizers:
             if optimizer is not None and content is not None:
-                _Sources(self._sources()).judge(optimizer, content, is_commit=True)
+                with self._noting_refusal():
+                    _Sources(self._sources()).judge(optimizer, content, is_commit=True)
 
     def _sources(self) -> Mapping[str, object]:
         return self._state._step_sources() or {}

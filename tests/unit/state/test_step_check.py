@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -55,16 +56,22 @@ def train(state: State, function: Callable[[], object], ticks: int = 2) -> None:
 
 def fails_at_the_first_step(state: State, function: Callable[[], object], text: str) -> None:
     committer_of(state).use_session(Member(World(2)))
-    with StepCheck(state), pytest.raises(UsageError, match="(?s)" + text.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(UsageError, match="(?s)" + text.replace("(", r"\(").replace(")", r"\)")), StepCheck(state):
         function()
 
 
 def fails_at_the_first_commit(state: State, function: Callable[[], object], text: str) -> None:
     committer_of(state).use_session(Member(World(2)))
-    with StepCheck(state):
+    done: list[bool] = []
+
+    def step_and_commit() -> None:
         function()
-        with pytest.raises(UsageError, match=text):
-            state.commit()
+        done.append(True)
+        state.commit()
+
+    with pytest.raises(UsageError, match=text), StepCheck(state):
+        step_and_commit()
+    assert done
 
 
 # ---------------------------------------------------------------------------------------------------- found at once
@@ -94,6 +101,23 @@ def test_an_optimizer_that_is_not_in_the_state(kind: str) -> None:
     state = TorchState(model=model, step=0)
     text = f"{type(optimizer).__name__} steps on state.model.weight, {FORGOTTEN}"
     fails_at_the_first_step(state, lambda: step(model, optimizer), text)
+
+
+@pytest.mark.parametrize("ends", ["step", "commit", "function"])
+def test_an_error_that_the_script_catches_is_raised_again(ends: str) -> None:
+    model = net()
+    optimizer = adam(model)
+    state = TorchState(model=model)
+    committer_of(state).use_session(Member(World(2)))
+    later = {"step": lambda: step(model, optimizer), "commit": state.commit, "function": lambda: None}
+
+    def skips_a_bad_batch() -> None:
+        with contextlib.suppress(UsageError):
+            step(model, optimizer)
+        later[ends]()
+
+    with pytest.raises(UsageError, match=FORGOTTEN), StepCheck(state):
+        skips_a_bad_batch()
 
 
 def test_an_optimizer_with_a_closure() -> None:
@@ -170,26 +194,24 @@ def test_a_parameter_of_no_value_that_gets_a_gradient_later() -> None:
     model, scale = net(), torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
     state = TorchState(model=model, optimizer=optimizer)
-    committer_of(state).use_session(Member(World(2)))
-    with StepCheck(state):
-        step(model, optimizer)
-        state.commit()
-        with pytest.raises(UsageError, match=MISSING):
-            step(lambda x: model(x) * scale.sum(), optimizer)
+    train(state, lambda: step(model, optimizer))
+    fails_at_the_first_step(state, lambda: step(lambda x: model(x) * scale.sum(), optimizer), MISSING)
 
 
 def test_an_optimizer_that_gets_another_group_or_takes_the_place_of_another_one() -> None:
     model, other = net(), nn.Linear(2, 3)
     optimizer = adam(model)
     state = TorchState(model=model, optimizer=optimizer)
-    committer_of(state).use_session(Member(World(2)))
-    with StepCheck(state):
+
+    def train_in_turn() -> None:
         step(model, optimizer)
         state.optimizer = adam(model)
         step(model, state.optimizer)
         optimizer.add_param_group({"params": list(other.parameters())})
-        with pytest.raises(UsageError, match=rf"{FORGOTTEN}.*state.optimizer is another object"):
-            step(lambda x: other(model(x)), optimizer)
+        step(lambda x: other(model(x)), optimizer)
+
+    fails_at_the_first_step(state, train_in_turn, rf"{FORGOTTEN}.*state.optimizer is another object")
+    assert state.optimizer.state
 
 
 # ------------------------------------------------------------------------------------------ found at the first commit
