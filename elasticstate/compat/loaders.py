@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
+
+from elasticstate.errors import UsageError
 
 
 def end_persistent_workers(loader: DataLoader[Any]) -> None:
@@ -37,10 +39,24 @@ def load_state(value: Any, state: Any) -> None:
 
     Without an iterator, ``state_dict()`` of such a Loader makes one for the next ``iter()``, which then ignores the
     loaded state.
+
+    The last iterator of either kind of loader raises UsageError from now on: it would go on somewhere else, and
+    ``state_dict()`` would return the loaded position again and again.
     """
+    last = getattr(value, "_it" if _is_loader_of_nodes(value) else "_iterator", None) if is_loader(value) else None
     value.load_state_dict(state)
     if _is_loader_of_nodes(value):
         value._iter_for_state_dict = False
+        value._it = None
+    if last is not None:
+        setattr(last, "next" if _is_loader_of_nodes(value) else "_next_data", _refuse)
+
+
+def _refuse() -> NoReturn:
+    raise UsageError(
+        "A position was loaded into the loader after this iterator was made. Begin a new loop over the loader, inside "
+        "the function that is decorated with run."
+    )
 
 
 def _is_loader_of_nodes(value: object) -> bool:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from elasticstate.compat.loaders import is_loader, is_stateful_loader
 from elasticstate.errors import UsageError
 from elasticstate.state.order import Position
+
+_DEPTH = 3  # of the search for loaders inside of an object
+_MOST_PARTS = 100  # of a container that the search looks at
+_OF_TORCH = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 
 
 def is_stateful(value: object) -> bool:
@@ -17,10 +26,12 @@ def is_stateful(value: object) -> bool:
 
 
 def has_iterators(value: object) -> bool:
-    """Return True for an object with a state that is iterated over, or that contains an object with iterators."""
+    """Return True for an object with a state that is iterated over, has methods that are generators, or contains an
+    object with iterators."""
     if not is_stateful(value) or isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         return False
-    return _is_iterable(value) or any(map(_is_source, getattr(value, "__dict__", {}).values()))
+    kind: Any = type(value)
+    return _is_iterable(value) or _has_generators(kind) or _has_source(value, _DEPTH)
 
 
 def has_exact_state(value: object) -> bool:
@@ -32,6 +43,28 @@ def _is_iterable(value: object) -> bool:
     return hasattr(type(value), "__iter__") or hasattr(type(value), "__next__")
 
 
+@functools.cache
+def _has_generators(kind: Any) -> bool:
+    """Return True for a class with a method that is a generator, such as ``def batches(self): ... yield batch``."""
+    return any(inspect.isgeneratorfunction(value) for base in kind.__mro__ for value in vars(base).values())
+
+
+def _has_source(value: object, depth: int) -> bool:
+    """Return True if an object, or a container, contains what its own iterators are likely to use."""
+    parts = _parts(value) if isinstance(value, dict | list | tuple) else _parts(getattr(value, "__dict__", {}))
+    return any(_is_source(part) or (depth > 1 and _may_hold(part) and _has_source(part, depth - 1)) for part in parts)
+
+
+def _parts(container: Any) -> Iterator[Any]:
+    """Yield the first values of a container."""
+    return itertools.islice(container.values() if isinstance(container, dict) else container, _MOST_PARTS)
+
+
+def _may_hold(part: object) -> bool:
+    """Return True for a container, and for an object of a class that was not made for the mathematics of torch."""
+    return isinstance(part, dict | list | tuple) or (is_stateful(part) and not isinstance(part, _OF_TORCH))
+
+
 def _is_source(value: object) -> bool:
     """Return True for a part of an object that the object's own iterators are likely to use."""
     if isinstance(value, DataLoader | IterableDataset):
@@ -39,11 +72,12 @@ def _is_source(value: object) -> bool:
     return is_stateful(value) and _is_iterable(value) and not isinstance(value, torch.nn.Module)
 
 
-def require_no_loader_inside(name: str, value: object) -> None:
+def require_no_loader_inside(name: str, value: object, depth: int = _DEPTH) -> None:
     """Raise UsageError for a container with a loader: its position would be lost, as it would be pickled."""
-    parts: Any = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    for part in parts:
-        if isinstance(part, DataLoader):
+    for part in _parts(value) if isinstance(value, dict | list | tuple) else ():
+        if isinstance(part, dict | list | tuple) and depth > 1:
+            require_no_loader_inside(name, part, depth - 1)
+        elif isinstance(part, DataLoader):
             raise UsageError(
                 f"state.{name} contains a {type(part).__name__}, whose position would be lost. Give each loader to the "
                 "state as a value of its own."

@@ -117,6 +117,43 @@ class Wrapper:
         self.loader.load_state_dict(state)
 
 
+class Deep(Wrapper):
+    """The same, with the loader in a container of an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = {"train": [self.loader]}
+        del self.loader
+
+    def batches(self) -> Iterator[Any]:
+        return iter(self.parts["train"][0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.parts["train"][0].state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.parts["train"][0].load_state_dict(state)
+
+
+class Method:
+    """Object with a method that is a generator, which begins at the loaded position once."""
+
+    def __init__(self) -> None:
+        self.start, self.position = 0, 0
+
+    def batches(self) -> Iterator[int]:
+        self.position, self.start = self.start, 0
+        while self.position < 1000:
+            self.position += 1
+            yield self.position - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = self.position = state["position"]
+
+
 def numbers(**options: Any) -> Any:
     return StatefulDataLoader(list(range(1000)), **{"batch_size": None, **options})
 
@@ -137,6 +174,8 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "nodes_ahead": lambda: Loader(Prefetcher(IterableWrapper(range(1000)), prefetch_factor=2)),
     "own": Counter,
     "inside": Wrapper,
+    "deep": Deep,
+    "method": Method,
     "elastic": lambda: ElasticDataLoader(range(1000), 2, rank=lambda: 0, size=lambda: 1),
 }
 
@@ -145,7 +184,7 @@ def begin(state: TorchState) -> Iterator[str]:
     """Begin ``train`` in a new world. Yield the samples as text."""
     committer_of(state).continue_iterators()
     source = state.source
-    return map(str, source.batches() if isinstance(source, Wrapper) else source)
+    return map(str, source.batches() if isinstance(source, Wrapper | Method) else source)
 
 
 def leave(state: TorchState) -> None:
@@ -245,6 +284,26 @@ def test_reset_callbacks_leave_the_position_and_may_change_it(kind: str) -> None
     state.register_reset_callbacks([functools.partial(state.source.load_state_dict, at_start)])
     state.on_reset()
     assert taken(begin(state), 4) == expected[:4]
+
+
+@pytest.mark.parametrize("kind", ["map", "process", "persistent", "nodes"])
+@pytest.mark.usefixtures("_threads_end")
+def test_an_iterator_from_before_a_load_is_refused(kind: str) -> None:
+    """It would go on at a position of its own, and each commit would have that of the load."""
+    state = TorchState(source=SOURCES[kind]())
+    batches = begin(state)
+    taken(batches, 2)
+    state.commit()
+    leave(state)  # a planned change
+    fresh = begin(state)
+    with pytest.raises(UsageError, match="Begin a new loop over the loader"):
+        next(batches)
+    taken(fresh, 1)
+    state.restore()  # by the script
+    with pytest.raises(UsageError, match="Begin a new loop over the loader"):
+        next(fresh)
+    expected = taken(begin(TorchState(source=SOURCES[kind]())), 3)
+    assert taken(map(str, state.source), 1) == expected[2:]
 
 
 def test_the_first_call_leaves_a_position_that_the_script_has_loaded() -> None:
