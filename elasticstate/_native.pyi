@@ -326,6 +326,10 @@ class GlooSockets:
         was caught. Without ``count_failed_collectives``: if this process has cut all sockets. It costs next to nothing.
         """
 
+    def failures(self) -> int:
+        """Return how many operations of Gloo have failed since this object exists; 0 without
+        ``count_failed_collectives``."""
+
     def lost(self) -> bool:
         """Return True if a pair of the first group has lost its connection. Cheaper than ``broken``."""
 

@@ -120,6 +120,7 @@ void bind_gloo_sockets(nb::module_ &m) {
         .def_static("busy", [] { return GlooWaits::busy(); }, NoGil())
         .def("broken", [](SharedSockets &self) { return self.sockets->broken(); }, NoGil())
         .def("failed", [](SharedSockets &self) { return self.sockets->failed(); })
+        .def("failures", [](SharedSockets &self) { return self.sockets->failures(); })
         .def("lost", [](SharedSockets &self) { return self.sockets->lost(); }, NoGil());
 }
 

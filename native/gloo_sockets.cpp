@@ -208,6 +208,10 @@ bool GlooSockets::failed() const noexcept {
     return FailedCollectives::is_installed() ? FailedCollectives::count() != failures_before_ : severed_.load();
 }
 
+std::uint64_t GlooSockets::failures() const noexcept {
+    return FailedCollectives::is_installed() ? FailedCollectives::count() - failures_before_ : 0;
+}
+
 bool GlooSockets::lost() {
     const std::lock_guard lock(mutex_);
     if (devices_.empty()) {

@@ -62,6 +62,8 @@ public:
     /// True if an operation has failed in this process since the object exists; without FailedCollectives: if the
     /// groups were cut. Never becomes false again. It costs next to nothing.
     bool failed() const noexcept;
+    /// The number of operations that have failed in this process since the object exists; 0 without FailedCollectives.
+    std::uint64_t failures() const noexcept;
     /// True if a pair of the first group, which lives as long as the generation, has lost its connection. It costs one
     /// read of a file of /proc. Other groups may have ended on one rank before another one.
     bool lost();

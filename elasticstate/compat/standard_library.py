@@ -6,7 +6,7 @@
   when the module has ended.
 - ``asyncio.sslproto.SSLProtocol.max_size``: asyncio fills a buffer of this size for each TLS connection (from Python
   3.11 on). Without this name, connections only take more memory.
-- ``sys._current_frames`` is documented, in spite of its name.
+- ``sys._current_frames`` and ``_current_exceptions`` are documented, in spite of their names.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ def stack_of(thread: threading.Thread) -> traceback.StackSummary:
     """Return the present Python stack of a thread, the innermost frame last; empty if the thread has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     return traceback.StackSummary() if frame is None else traceback.extract_stack(frame)
+
+
+def handles_exception(thread: threading.Thread) -> bool:
+    """Return True if a thread is in an except or finally clause, or in a function called there, because of an error."""
+    found: object = sys._current_exceptions().get(thread.ident or 0)
+    return found not in (None, (None, None, None))  # Python 3.11 has tuples
 
 
 def start_thread(function: Callable[..., object], *arguments: object) -> None:

@@ -262,23 +262,35 @@ class Sentinel:
         self._refused_at, self._has_warned, self._most_refusals_s = None, False, world.regroup_timeout_s
         self._entered_ns, self._own_end, self._has_reported_hang = time.time_ns(), "", False
         self._native.enter(world.generation, context.sockets)
+        self._has_left.clear()
         if context.severs_in_python:
-            self._has_left.clear()
             self._cutter = threading.Thread(target=self._cut, args=(world.generation, context), daemon=True)
             self._cutter.start()
             self._watcher = threading.Thread(target=self._watch, args=(world.generation, context), daemon=True)
             self._watcher.start()
         if self._reports:
-            self._reporter = threading.Thread(target=self._report, args=(world.generation,), daemon=True)
+            arguments = (world.generation, context.sockets)
+            self._reporter = threading.Thread(target=self._report, args=arguments, daemon=True)
             self._reporter.start()
 
-    def _report(self, generation: int) -> None:
+    def _report(self, generation: int, sockets: _native.GlooSockets) -> None:
         """Report where the main thread is, which may be stuck: when the driver asks, and when the generation has ended
-        because it hangs."""
+        because it hangs. Then watch whether the script leaves the generation."""
         while (reason := self._native.wait_report(generation)) is _native.ReportReason.ASKED:
             self._send_where(generation)
         if reason is _native.ReportReason.ENDED:
             self._report_hang(generation)
+            self._replace_if_it_goes_on(sockets)
+
+    def _replace_if_it_goes_on(self, sockets: _native.GlooSockets) -> None:
+        """Replace this process if its script has caught the error of a collective, and has gone on for long after the
+        end of the generation, without the end of a tick, where ``refuse`` does that.
+        """
+        if self._has_left.wait(self._most_refusals_s):
+            return
+        while not self._has_left.wait(_WATCH_INTERVAL_S):
+            if sockets.failures() and not standard_library.handles_exception(threading.main_thread()):
+                exit_for_replacement("the script has caught the error of a collective, and has gone on without a tick")
 
     def _report_hang(self, generation: int) -> None:
         """Report where this worker was when the generation ended, if that was because it hangs.
@@ -414,13 +426,13 @@ class Sentinel:
 
     def leave(self) -> None:
         """Stop the cutting: nothing of the generation remains in this process."""
+        self._has_left.set()
         if self._reporter is not None and self.has_ended(self.generation):
             self._reporter.join()  # it may not have begun
         self._native.left()
         if self._reporter is not None:
             self._reporter.join()
             self._reporter = None
-        self._has_left.set()
         if self._cutter is not None:
             self._cutter.join()
             self._cutter = None

@@ -44,6 +44,12 @@ def test_a_collective_that_was_late_has_failed(tmp_path: Path) -> None:
     assert len(job.events("world_formed")) > 1
 
 
+def test_a_script_that_tries_again_for_ever_is_replaced(tmp_path: Path) -> None:
+    """It never comes to the end of a tick, where it would get another error."""
+    job = run(tmp_path, "ever", "--regroup-timeout", "3")
+    assert "the script has caught the error of a collective, and has gone on without a tick" in job.output
+
+
 @pytest.mark.parametrize("mode", ["own", "ended"])
 def test_other_errors_and_the_end_of_a_group_are_no_failures(mode: str, tmp_path: Path) -> None:
     job = run(tmp_path, mode)

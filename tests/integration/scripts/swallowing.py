@@ -124,6 +124,14 @@ def repeated(train_step: Callable[[], None]) -> None:
     return None
 
 
+def tried(train_step: Callable[[], None]) -> None:
+    """Try again until it works."""
+    while True:
+        with contextlib.suppress(RuntimeError):
+            return once(train_step)
+        time.sleep(0.1)
+
+
 def end_tick() -> None:
     if kind != "commits":
         state.commit(every=EVERY)
@@ -140,9 +148,16 @@ def train(state: Any) -> None:
     world = World()
     note("enter", trained=state.trained)
     is_first = elastic.generation() == 1
-    names = {"commits": "backward", "suppress": "backward", "repeat": "backward", "gate": "reduce", "own": "reduce"}
+    names = {
+        "commits": "backward",
+        "suppress": "backward",
+        "repeat": "backward",
+        "ever": "backward",
+        "gate": "reduce",
+        "own": "reduce",
+    }
     train_step = getattr(world, names.get(kind, "reduce" if kind in ("timeout", "ended") else kind))
-    step = {"suppress": suppressed, "repeat": repeated}.get(kind, caught)
+    step = {"suppress": suppressed, "repeat": repeated, "ever": tried}.get(kind, caught)
     if kind == "ended" and is_first:
         end_a_group_early(world)
     while state.step < STEPS:
