@@ -11,7 +11,7 @@ from elasticstate.commit_header import NO_SHARDING, Sharding
 from elasticstate.core.types import CommitId
 from elasticstate.errors import HostsUpdatedInterrupt, StateError, UsageError
 from elasticstate.log import logger
-from elasticstate.state import divergence, rng
+from elasticstate.state import divergence, order, rng
 from elasticstate.state.attached import AttachedValues
 from elasticstate.state.channel import Channel
 from elasticstate.state.durable_parts import StoredParts
@@ -134,6 +134,7 @@ class CommitWriter:
         commit = self.session.commit_id()
         if self.before_commit is not None:
             self.before_commit()
+        order.note_commit()
         if self.session.follows is not None:
             return
         self._begin(commit)

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elasticstate.compat.loaders import end_persistent_workers
 from elasticstate.errors import UsageError
-from elasticstate.state.order import Order, Position, share, world_generation, world_rank, world_size
+from elasticstate.log import logger
+from elasticstate.state.order import Order, Position, commits_begun, share, world_generation, world_rank, world_size
 
 _OURS = ("sampler", "batch_sampler", "generator")
 _THEIRS = (
@@ -78,6 +79,8 @@ class ElasticDataLoader(Position):
     count batches that workers fetched ahead. After a failure, or in another world, ``train`` runs again, and each
     ``for`` over the loader continues at the position of the commit. So end the tick (``commit``,
     ``check_host_updates``) after the current batch is trained, not before.
+
+    A loader that is in no state, as for a validation, begins its epoch again in another world.
 
     The loader's state is (epoch, consumed, seed, length, shuffle): a few bytes for any number of samples. No collective
     runs. The length of the data set belongs to the position: on a rank or after a restart with another length, loading
@@ -172,6 +175,7 @@ class ElasticDataLoader(Position):
         self._ended_in_generation: int | None = None  # the generation in which a ``for`` reached the end of this epoch
         self._changes = 0  # counts loops over this loader, and changes of the position other than by them
         self._forked_for = (0, 0)  # the generation, and the length of the data set, of the last loop
+        self._has_warned = False
         self._batches = _PlannedBatches(self._parts)
         self._random = torch.Generator()
         options |= {"batch_sampler": self._batches, "generator": self._random}
@@ -201,6 +205,8 @@ class ElasticDataLoader(Position):
                 f"Epoch {self.epoch} is over. Begin the next one by 'for epoch in loader.epochs(n)' or "
                 f"loader.set_epoch({self.epoch + 1})."
             )
+        if not self._is_kept and 0 < self._forked_for[0] != world_generation():
+            self._go_to(self.epoch, 0)  # a loader of a validation, which the end of the last world has interrupted
         self._changes += 1
         changes, length = self._changes, self._begin()
         self._random.manual_seed(self._seed_of_fetching())
@@ -217,9 +223,21 @@ class ElasticDataLoader(Position):
             self.step_ends = trained is not None
             if trained is not None:
                 self.consumed = trained
+            commits = commits_begun()
             yield batch
+            if not self._is_kept and commits_begun() != commits:
+                self._warn()
         if self._changes == changes:
             self._ended_in_generation = world_generation()
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "commits are made inside a loop over an ElasticDataLoader that is in no value of the state, so its "
+                "position is lost: in another world, or after a restart, it begins the epoch again. Give it to the "
+                "state: TorchState(..., loader=loader)."
+            )
 
     def accumulate(self, model: nn.Module | _Synchronized) -> AbstractContextManager[Any]:
         """Return a context for the backward pass of a batch. Only the last batch of a step exchanges gradients.

@@ -15,6 +15,20 @@ from elasticstate.errors import NotInWorldError, UsageError
 MOST_SEEDS = 1 << 64
 
 
+_commits = 0  # begun by this process
+
+
+def commits_begun() -> int:
+    """Return how many commits of any state this process has begun."""
+    return _commits
+
+
+def note_commit() -> None:
+    """Count a commit that begins."""
+    global _commits
+    _commits += 1
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """An order of range(n) for each epoch: random, drawn from seed and epoch, or from first to last.
@@ -57,6 +71,7 @@ class Position:
         self._dataset = dataset
         self._length: int | None = None  # of the data set when the present epoch began; None before
         self._has_begun = False  # this process has begun an epoch
+        self._is_kept = False  # a state has captured or loaded this position: it is in the commits
 
     @property
     def dataset(self) -> Sized:
@@ -64,6 +79,7 @@ class Position:
         return self._dataset
 
     def state_dict(self) -> dict[str, Any]:
+        self._is_kept = True
         length = len(self._dataset) if self._length is None else self._length
         return {
             "epoch": self.epoch,
@@ -79,6 +95,7 @@ class Position:
         Raises UsageError if the samples of that position were in another order: the data set had another length, or
         ``shuffle`` was another one in the middle of the epoch.
         """
+        self._is_kept = True
         epoch, consumed = state_dict["epoch"], state_dict["consumed"]
         length: int | None = state_dict.get("length")  # None in commits of older versions
         if length is not None and not self._has_begun:

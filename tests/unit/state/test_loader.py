@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from elasticstate.compat.loaders import end_persistent_workers
 from elasticstate.errors import UsageError
-from elasticstate.state import ElasticDataLoader, TorchState
+from elasticstate.state import ElasticDataLoader, TorchState, loader as loader_module
 from elasticstate.state.order import Order
 
 Trained = list[tuple[list[int], float, bool]]
@@ -339,6 +339,42 @@ def test_a_loop_inside_a_loop_over_the_same_loader_ends_the_outer_one() -> None:
     assert next(iter(loader)).tolist() == list(range(10, 20))
     with pytest.raises(UsageError, match="iterated over a second time"):
         next(batches)
+
+
+def test_a_loader_of_no_state_begins_its_epoch_again_in_another_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a world interrupts a validation on the survivors; newcomers begin at the first sample."""
+    generation = 1
+    monkeypatch.setattr(loader_module, "world_generation", lambda: generation)
+    for is_kept in (False, True):
+        generation = 1
+        loader = loader_at(8, 0, 1, batch_size=2, shuffle=False)
+        if is_kept:
+            TorchState(loader=loader).commit()
+        loader.set_epoch(3)
+        batches = iter(loader)
+        next(batches)
+        next(batches)
+        generation = 2
+        loader.set_epoch(3)
+        assert next(iter(loader)).tolist() == ([4, 5] if is_kept else [0, 1])
+
+
+def test_a_commit_inside_a_loop_over_a_loader_of_no_state_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    state, loader = TorchState(step=0), loader_at(8, 0, 1, batch_size=2)
+    for _ in loader:
+        state.commit()
+    assert [record.message for record in caplog.records if "in no value of the state" in record.message] == [
+        "commits are made inside a loop over an ElasticDataLoader that is in no value of the state, so its position is "
+        "lost: in another world, or after a restart, it begins the epoch again. Give it to the state: "
+        "TorchState(..., loader=loader)."
+    ]
+    caplog.clear()
+    kept = TorchState(loader=loader_at(8, 0, 1, batch_size=2))
+    for _ in kept.loader:
+        kept.commit()
+    for _ in loader_at(8, 0, 1, batch_size=2):
+        pass
+    assert not caplog.records
 
 
 def test_the_data_set_cannot_be_replaced() -> None:
