@@ -442,6 +442,76 @@ def cast_in_mid_training(z: Keeper) -> None:
     z.finish(state)
 
 
+class LowRank(nn.Module):
+    """A frozen layer with a trained addition of rank 2 (LoRA)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(inputs(7, 2, base.in_features))
+        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+@program()
+def wrapped_layer_of_low_rank(z: Keeper) -> None:
+    """A layer is wrapped in mid-training, and the groups are made anew. A hook does the same in a new process."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, is_wrapped=False)
+
+    def wrap(values: dict[str, Any]) -> None:
+        if values["is_wrapped"] and not isinstance(model[0], LowRank):
+            model[0] = LowRank(model[0])
+
+    state.register_restore_pre_hook(wrap)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = ddp_of(model)
+        while z.goes_on(state):
+            if state.step == 9 and not state.is_wrapped:
+                state.is_wrapped = True
+                wrap({"is_wrapped": True})
+                optimizer.state.clear()
+                optimizer.param_groups.clear()
+                optimizer.add_param_group({"params": [p for p in model.parameters() if p.requires_grad]})
+                ddp = ddp_of(model)
+            descend(z, ddp, optimizer, state.step)
+            state.step += 1
+            z.commit(state)
+
+    train(state)
+    z.finish(state)
+
+
+@program("validation")
+def writable_buffer_with_gradients(z: Keeper) -> None:
+    """A buffer is trained, except during a validation."""
+    model = net()
+    model.register_buffer("scale", torch.ones(1, requires_grad=True))
+    optimizer = torch.optim.SGD([*model.parameters(), model.scale], lr=0.05, momentum=0.9)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    def step(ddp: nn.Module) -> None:
+        optimizer.zero_grad()
+        z.at("forward")
+        z.backward((ddp(inputs(state.step)) * model.scale).square().mean()).backward()
+        if model.scale.grad is not None:
+            dist.all_reduce(model.scale.grad)
+            model.scale.grad /= dist.get_world_size()
+        optimizer.step()
+        if state.step % 3 == 0:
+            model.scale.requires_grad_(False)
+            z.at("validation")
+            dist.all_reduce(model(inputs(0)).mean().detach())
+            model.scale.requires_grad_(True)
+
+    loop(z, state, step)
+
+
 # ------------------------------------------------------------------------------------------- parts of a training step
 
 
@@ -978,6 +1048,73 @@ def stateful_loader(z: Keeper) -> None:
     train(state)
     assert state.seen == list(range(16 * STEPS)), "each sample must be seen once, in order"
     z.finish(state, omit=("loader",))
+
+
+@program("validation", usual=OF_LOADERS)
+def yet_another_loader_for_a_validation(z: Keeper) -> None:
+    """It is in no state, and each validation reads all of it."""
+    loader = elastic.ElasticDataLoader(Numbers(), global_batch_size=16, seed=5)
+    held_out = elastic.ElasticDataLoader(range(48), global_batch_size=16, shuffle=False)
+    state = elastic.TorchState(loader=loader, step=0, seen=[], validated=[])
+
+    @elastic.run
+    def train(state: Any) -> None:
+        z.goes_on(state)
+        for batch in state.loader:
+            z.at("forward")
+            state.seen += all_samples(batch)
+            if state.step % 3 == 2:
+                held_out.set_epoch(state.step)
+                found: list[int] = []
+                for others in held_out:
+                    z.at("validation")
+                    found += all_samples(others)
+                state.validated.append(found)
+            state.step += 1
+            z.commit(state)
+            z.goes_on(state)
+
+    train(state)
+    z.finish(state, omit=("loader",))
+
+
+class Stream:
+    """Batches come from a method, which begins once where the state was loaded."""
+
+    def __init__(self) -> None:
+        self.start, self.position = 0, 0
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        self.position, self.start = self.start, 0
+        while self.position < 16 * STEPS:
+            self.position += 16
+            yield torch.arange(self.position - 16, self.position)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = self.position = state["position"]
+
+
+@program(usual=OF_LOADERS)
+def yielding_method(z: Keeper) -> None:
+    state = elastic.TorchState(stream=Stream(), step=0, seen=[])
+
+    @elastic.run
+    def train(state: Any) -> None:
+        z.goes_on(state)
+        for batch in state.stream.batches():
+            z.at("forward")
+            dist.all_reduce(batch)
+            state.seen += [int(sample) // dist.get_world_size() for sample in batch]
+            state.step += 1
+            z.commit(state)
+            z.goes_on(state)
+
+    train(state)
+    assert state.seen == list(range(16 * STEPS)), "each sample must be seen once, in order"
+    z.finish(state, omit=("stream",))
 
 
 def main() -> None:
