@@ -405,9 +405,12 @@ class WorkerLoop:
             return
         try:
             self._state.restore()
+        except StateMisfitError as error:  # the training has changed the structure since: a new process may have it
+            logger.warning("%s", error)
+            exit_for_replacement("it cannot go back to its commit, because its objects have changed since")
         except StateError as error:
             if self._committer.commits[0] is not None:
-                raise  # the commit does not fit the live objects
+                raise
             logger.warning("this worker receives the state of another worker at the next sync: %s", error)
 
 

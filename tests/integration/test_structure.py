@@ -50,6 +50,15 @@ def test_a_newcomer_joins_a_job_of_a_structure_that_it_has_not_built(tmp_path: P
     assert [e["exit_code"] for e in job.events("worker_exited") if e["exit_code"]] == []
 
 
+def test_a_survivor_whose_structure_is_ahead_of_the_commit_is_replaced(tmp_path: Path) -> None:
+    """Its objects have grown since, and a hook that only lets them grow cannot help it. A new process can load it."""
+    with job_of(tmp_path / "job", "hook", "root") as job:
+        job.finish()
+    assert "this worker is restarted: it cannot go back to its commit" in job.output
+    assert starts(job) == [(2, 0), (2, 0), (2, 8), (2, 8)]
+    assert trained(job) == undisturbed(tmp_path, "hook")
+
+
 def test_a_newcomer_that_cannot_take_the_state_stops_nobody(tmp_path: Path) -> None:
     with job_of(tmp_path / "job", "grow", "one", 150) as job:
         job.finish()
