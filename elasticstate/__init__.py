@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         StateError,
         StateLostError,
         StateMisfitError,
+        UnknownValueError,
         UnreachableError,
         UsageError,
         WorkerFailedError,
@@ -75,6 +76,7 @@ _HOMES = {
         "StateError",
         "StateLostError",
         "StateMisfitError",
+        "UnknownValueError",
         "UnreachableError",
         "UsageError",
         "WorkerFailedError",
@@ -121,6 +123,7 @@ __all__ = [
     "StateLostError",
     "StateMisfitError",
     "TorchState",
+    "UnknownValueError",
     "UnreachableError",
     "UsageError",
     "WorkerFailedError",
@@ -140,12 +143,10 @@ __all__ = [
 ]
 
 
-tracebacks.install()  # at the import: a script may fail before it uses a name
-
-
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    tracebacks.install()
     try:
         value = getattr(importlib.import_module(_HOME[name]), name)
     except ModuleNotFoundError as error:

@@ -16,6 +16,7 @@
           │    └── CopyError            a copy of a commit cannot be read; the next copy is tried (internal)
           ├── UnreachableError      a member of the world cannot be reached; names host, address and what to do
           ├── UsageError            the API was used in a way that cannot work; the message says what to do
+          │    └── UnknownValueError    a state has no value of that name; also an AttributeError
           ├── OptionError           an option has an invalid value; names the option, the value and the valid values
           ├── DiscoveryError        the first call of host discovery failed
           └── WorkerFailedError     the job of ``launch()`` has failed; has the root cause and all failures
@@ -93,7 +94,7 @@ class UsageError(ElasticError):
 
 
 class UnknownValueError(UsageError, AttributeError):
-    """A state has no value of that name. It is an AttributeError, so ``hasattr(state, name)`` works. Internal."""
+    """A state has no value of that name. It is an AttributeError, so ``hasattr(state, name)`` works."""
 
 
 class OptionError(ElasticError):

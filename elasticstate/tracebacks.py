@@ -56,13 +56,6 @@ def _is_machinery(path: str) -> bool:
     return path.startswith((_PACKAGE, _STANDARD_LIBRARY, "<frozen "))
 
 
-_NO_GROUP = "Default process group has not been initialized"  # torch's ValueError; its advice fits other launchers
-_NO_GROUP_ADVICE = (
-    "elasticstate: The process group exists only inside the function that is decorated with elasticstate.run. Create "
-    "DistributedDataParallel there, and call torch.distributed there.\n"
-)
-
-
 @functools.cache
 def install() -> None:
     """Print uncaught errors by :func:`text_of` if the script has caused them. Leave others to the previous hook."""
@@ -71,9 +64,7 @@ def install() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, _CAUSED_BY_THE_SCRIPT):
             sys.stderr.write(text_of(error))
-            return
-        previous(kind, error, trace)
-        if _NO_GROUP in str(error):
-            sys.stderr.write(_NO_GROUP_ADVICE)
+        else:
+            previous(kind, error, trace)
 
     sys.excepthook = hook

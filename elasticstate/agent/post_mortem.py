@@ -20,7 +20,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 # for torchrun need not import elasticstate before it reads these variables.
 _NO_WORLD = re.compile(
     r"(environment variable |KeyError: ')(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)"
-    r"( expected, but not set|'$)",
+    r"( expected, but not set|'$)"
+    r"|Default process group has not been initialized",  # DistributedDataParallel and most of torch.distributed
     re.MULTILINE,
 )
 _NO_WORLD_HINT = (

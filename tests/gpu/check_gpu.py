@@ -60,7 +60,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 @dataclass
 class Found:
-    """What a section has found, written into a file at each change."""
+    """The findings of a section, written into a file at each change."""
 
     path: Path
     figures: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Found:
 
 @dataclass
 class Machine:
-    """What differs between a GPU and ``--fake``."""
+    """The differences between a GPU and ``--fake``."""
 
     fake: bool
 
@@ -356,7 +356,7 @@ SECTIONS = (
 
 @dataclass
 class Result:
-    """What the report says of a section."""
+    """A section in the report."""
 
     name: str
     about: str

@@ -1,4 +1,4 @@
-"""What the main thread may be in the middle of when its generation is cut: queued kernels, graphs, compiled code."""
+"""A generation is cut while the main thread is in the middle of queued kernels, graphs, or compiled code."""
 
 from __future__ import annotations
 
