@@ -52,6 +52,8 @@ def one_is_stopped(series: Series, rank: int) -> None:
 
 def one_does_not_return(series: Series, kind: str) -> None:
     job, now, printed = series.job, series.wait_until_whole(), len(series.job.output)
+    # In the second step of a world, DDP broadcasts its buckets. From the third on, a step only reduces.
+    job.wait_for("three steps", lambda: sum(line["generation"] == now for line in job.log("commit")) >= 2 * 3)
     known = len(job.events("hang"))
     found, recovery = one_hangs(series, 3.0 + 2.0 + 1.5, f"{kind}@step:rank=1:generation={{now}}")
     assert "no tick for --hang-timeout of 3 s" in found["reason"]

@@ -38,7 +38,8 @@ def test_a_failure_after_the_training_is_an_error_on_the_others(tmp_path: Path) 
     command = script(tmp_path / "logs", "--dies-after")
     with Job(tmp_path, *OPTIONS, command=command) as job:
         job.finish(1)
-    assert job.events("worker_exited")[0]["signal"] == 9
+    # The agent may learn of the others' ends first: they fail within milliseconds. The root cause is the first death.
+    assert [event["signal"] for event in job.events("worker_exited")].count(9) == 1
     failed = job.log("failed")
     assert {line["rank"] for line in failed} == {0, 2}
     for line in failed:

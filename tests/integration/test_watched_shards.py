@@ -47,6 +47,7 @@ def test_line_replicas_memory_and_bandwidth_of_a_sharded_job_are_shown(tmp_path:
     shown = ("--dashboard", "0", "--metrics", "0", "--job-name", name)
     place = tmp_path / "durable"
     copies = ("--replica-rate", "2M", "--durable-dir", str(place), "--durable-interval", "2")
+    copies += ("--driver-timeout", "3")  # for as long, the last commit is tried to be saved again
     begin, errors = time.monotonic(), list[str]()
     with Job(tmp_path, *hosts, *shown, *copies, command=command) as job:
         first = attached(job, 1, 2)
