@@ -191,7 +191,7 @@ class Report:
         """
         if self._world:
             self.log(self._world)
-        status = "failed" if outcome.status else "succeeded"
+        status = {0: "succeeded", 1: "failed"}.get(outcome.status, "stopped")
         fields = {"generation": figures.generations, "status": status, "driver": driver, **figures.fields()}
         self.event("job_finished", fields)
         text = f"job {self._job} {outcome.word} after {figures.wall_s:.1f} s"

@@ -16,7 +16,8 @@ import importlib.util
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,8 @@ from elasticstate._native import GlooSockets
 _DDP = "torch.nn.parallel.distributed"
 _LONGEST_REST_S = 300.0  # until a collective ends that nobody has waited for
 _PAUSES_S = (0.001, 0.05)
+
+_are_watched = True
 
 
 def rest(limit_s: float) -> bool:
@@ -61,11 +64,22 @@ def _watch(module: ModuleType) -> None:
     register_module_module_registration_hook(registered)
 
 
+@contextmanager
+def models_unwatched() -> Iterator[None]:
+    """Free models at once within this context. The context of each world waits for the groups that it ends."""
+    global _are_watched
+    _are_watched = False
+    try:
+        yield
+    finally:
+        _are_watched = True
+
+
 def _before_drop(group: Any) -> None:
     """Wait, if the model that is about to be freed has the last reference to its group."""
     from elasticstate.compat.process_groups import all_groups
 
-    if group not in all_groups():
+    if _are_watched and group not in all_groups():
         rest(_LONGEST_REST_S)
 
 

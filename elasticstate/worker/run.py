@@ -16,6 +16,7 @@ from elasticstate.net.link import report_use_of_run
 from elasticstate.state.base import State
 from elasticstate.worker.alone import SoloLoop
 from elasticstate.worker.fixed import FixedLoop
+from elasticstate.worker.gloo_rest import models_unwatched
 from elasticstate.worker.loop import WorkerLoop
 from elasticstate.worker.record import ErrorHandler
 
@@ -99,7 +100,8 @@ def _decorate(function: Callable[P, R], warmup: Callable[[], object] | None, han
             return cast(R, _loop.run_in_last_world(args[0], call, handler))
         _use_once(function.__name__)
         loop = _make_loop()
-        result = loop.run(args[0], call, warmup, handler)
+        with models_unwatched():
+            result = loop.run(args[0], call, warmup, handler)
         _pass_gate(loop)
         return cast(R, result)
 

@@ -252,7 +252,7 @@ def test_who_ignores_sigterm_is_killed_after_the_stop_timeout(tmp_path: Path) ->
         assert all(map(is_gone, workers))
     assert status == 143
     assert "was stopped by SIGTERM after" in stderr.splitlines()[-1]
-    assert job.events("job_finished")[0]["status"] == "failed"
+    assert job.events("job_finished")[0]["status"] == "stopped"
 
 
 def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
