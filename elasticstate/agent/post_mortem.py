@@ -20,8 +20,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 # for torchrun need not import elasticstate before it reads these variables.
 _NO_WORLD = re.compile(
     r"(environment variable |KeyError: ')(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)"
-    r"( expected, but not set|'$)"
-    r"|Default process group has not been initialized",  # DistributedDataParallel and most of torch.distributed
+    r"( expected, but not set|'$)",
     re.MULTILINE,
 )
 _NO_WORLD_HINT = (
@@ -31,6 +30,13 @@ _NO_WORLD_HINT = (
     "remove init_process_group(): the default process group exists there.\n"
     "Before the first world, elasticstate.local_rank() and elasticstate.device() can be called. See MIGRATION.md, "
     "'From torchrun'."
+)
+
+# DistributedDataParallel and most functions of torch.distributed. torch's own advice fits scripts without run only.
+_NO_GROUP = "Default process group has not been initialized"
+_NO_GROUP_HINT = (
+    "With elasticstate.run, the default process group exists only inside the decorated function. Create "
+    "DistributedDataParallel there, and call torch.distributed there. A script without run calls init_process_group()."
 )
 
 
@@ -54,7 +60,8 @@ def cause_of_death(
 
 def _with_hint(text: str) -> str:
     """Append advice to the error text if the worker expected a world where none exists."""
-    return f"{text.rstrip()}\n{_NO_WORLD_HINT}" if _NO_WORLD.search(text) else text
+    hint = _NO_WORLD_HINT if _NO_WORLD.search(text) else _NO_GROUP_HINT if _NO_GROUP in text else ""
+    return f"{text.rstrip()}\n{hint}" if hint else text
 
 
 def count_oom_kills(groups: Path = Path("/proc/self/cgroup"), mounted: Path = _CGROUPS) -> int:

@@ -82,6 +82,19 @@ def test_who_misses_the_variables_of_a_world_is_told_what_to_change(tmp_path: Pa
         assert "remove init_process_group()" in hint
 
 
+@pytest.mark.parametrize(
+    "call", ["torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))", "torch.distributed.barrier()"]
+)
+def test_a_process_group_that_is_missing_is_told_with_the_place_for_it(call: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import torch\n{call}"], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    cause, _ = cause_of_death(Ending(1, None, done.stderr), None, 0, 0)
+    assert cause.startswith(done.stderr.rstrip())
+    assert "Create DistributedDataParallel there" in cause.removeprefix(done.stderr.rstrip())
+    assert "A script without run calls init_process_group()." in cause, "the advice for a plain script"
+
+
 def test_the_same_in_the_error_file(tmp_path: Path) -> None:
     path = str(tmp_path / "error")
     error_file.write(path, error_file.describe(KeyError("RANK"), 7))
