@@ -186,6 +186,8 @@ class Buffer:
         frame = self.frame
         return msgspec.msgpack.encode((frame.layout, self.length - frame.objects, frame.sharding))
 
-    def contains(self, address: int | None) -> bool:
-        start = self.memory.data_ptr()
-        return address is not None and start <= address < start + self.memory.numel()
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Addresses of the first byte and after the last one; (0, 0) without memory."""
+        begin = self.memory.data_ptr()
+        return begin, begin + self.memory.numel()

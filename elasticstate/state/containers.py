@@ -13,6 +13,7 @@ import torch
 from elasticstate.state.values import Captured, Leaf, Row, is_array, load_value
 
 _leaf = functools.cache(Leaf)  # one for each device type, so that a pickle contains it once
+_CPU = torch.device("cpu")
 _row = functools.lru_cache(1024)(Row)
 
 
@@ -24,7 +25,8 @@ def flatten(value: Any, path: str, values: dict[str, Any]) -> Any:
             if type(key) is not str or not isinstance(item, torch.Tensor) or not item.is_cpu:
                 return kind((key, flatten(item, f"{path}.{key}", values)) for key, item in value.items())
         for key, tensor in value.items():
-            values[_free(f"{path}.{key}", values)] = tensor
+            name = f"{path}.{key}"
+            values[name if name not in values else _free(name, values)] = tensor
         return _row(kind, tuple(value))
     if kind is list or kind is tuple:
         return kind(flatten(item, f"{path}.{i}", values) for i, item in enumerate(value))
@@ -38,6 +40,14 @@ def _free(path: str, taken: Container[str]) -> str:
     """Return a free name for the value at ``path``. A path may be taken already: ``{"a.b": x, "a": {"b": y}}``."""
     while path in taken:
         path += "'"
+    return path
+
+
+def _use(path: str, used: set[str]) -> str:
+    """Return the free name for the value at ``path``, which is in use from now on."""
+    if path in used:
+        path = _free(path, used)
+    used.add(path)
     return path
 
 
@@ -66,12 +76,12 @@ Load = Callable[[object, str, torch.device], Any]
 def rebuild_with(load: Load, tree: Any, live: Any, device: torch.device | None, path: str, used: set[str]) -> Any:
     """Do what ``rebuild`` does, with tensors that ``load`` returns."""
     if isinstance(tree, Leaf):
-        path = _free(path, used)
-        used.add(path)
         here = device if device is not None and device.type == tree.device_type else torch.device(tree.device_type)
-        return load(live, path, here)
+        return load(live, _use(path, used), here)
     if isinstance(tree, Row):
-        tree = tree.kind((key, _leaf("cpu")) for key in tree.keys)
+        inside = live if isinstance(live, dict) else {}
+        here = device if device is not None and device.type == "cpu" else _CPU
+        return tree.kind((key, load(inside.get(key), _use(f"{path}.{key}", used), here)) for key in tree.keys)
     if type(tree) in (dict, OrderedDict):
         inside = live if isinstance(live, dict) else {}
         return type(tree)(

@@ -174,14 +174,7 @@ def require_same_ties(parameters: Mapping[str, torch.Tensor], values: Captured) 
     """
     if not isinstance(values, Values):
         return
-    offsets: list[int] = []  # most often, no two are the same: then nothing more is made for each parameter
-    addresses: list[int] = []
-    for name, tensor in parameters.items():
-        entry, address = values.entries.get(name), tensor.data_ptr()
-        if entry is not None and entry.size_bytes and address:
-            offsets.append(entry.offset)
-            addresses.append(address)
-    if len(offsets) == len(set(offsets)) == len(set(addresses)):
+    if parameters.keys() <= values.loaded.keys():  # nearly always: each has been written at its own place
         return
     saved: dict[int, tuple[str, int]] = {}
     live: dict[object, tuple[str, int]] = {}
@@ -222,6 +215,8 @@ def load_modes(module: torch.nn.Module, walk: Walk, parameters: Mapping[str, tor
     for path, part in parts_of(module):
         if part.training == (path in evaluating):
             part.training = path not in evaluating
+    if not frozen and requires_grad_of(list(parameters.values())).all():  # nearly always
+        return
     for name, parameter in parameters.items():
         set_requires_grad(parameter, name[at:] not in frozen)
 

@@ -307,8 +307,14 @@ class Snapshot:
 
     def aliases(self, captured: Captured, others: Sequence[Buffer] = ()) -> list[str]:
         """Return the names of the captured tensors and arrays that lie in one of the buffers, or in ``others``."""
-        found = {name: address(value) for name, value in captured.items() if is_array(value)}
-        return [name for name, at in found.items() if any(b.contains(at) for b in (self._newer, self._older, *others))]
+        ranges = [buffer.addresses for buffer in (self._newer, self._older, *others)]
+        lowest, highest = min(begin for begin, _ in ranges), max(end for _, end in ranges)
+        found = []
+        for name, value in captured.items():
+            at = address(value) if is_array(value) else None
+            if at is not None and lowest <= at < highest:
+                found += [name for begin, end in ranges if begin <= at < end][:1]
+        return found
 
     def difference(self, captured: Captured) -> str:
         """Return a name of ``captured`` whose value is not that of the newest commit, bit by bit; "" if all are.

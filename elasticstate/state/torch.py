@@ -151,7 +151,8 @@ class TorchState(State):
 
     def apply(self, values: Captured) -> None:
         self._check_names(values, TorchState.capture)
-        require_same_ties(self._named_parameters(), values)
+        parameters = self._named_parameters()
+        require_same_ties(parameters, values)
         for name in self._names:
             live, saved = getattr(self, name), values[name]
             if isinstance(saved, Tree):
@@ -160,23 +161,25 @@ class TorchState(State):
                         f"state.{name} is a {type(live).__name__}, which has no load_state_dict(). Construct the state "
                         f"with the same objects as the worker that committed."
                     )
-                self._load(name, live, saved.tree, values)
+                self._load(name, live, saved.tree, values, parameters)
             elif is_array(saved):
-                setattr(self, name, load_bare(name, live, values))
+                setattr(self, name, value := load_bare(name, live, values))
+                if name in parameters:
+                    parameters[name] = value
             else:
                 setattr(self, name, saved)
 
-    def _load(self, name: str, live: Any, tree: Any, values: Captured) -> None:
+    def _load(self, name: str, live: Any, tree: Any, values: Captured, parameters: Mapping[str, torch.Tensor]) -> None:
         if isinstance(live, torch.nn.Module):
             module = _unwrap(live)
             load_module(name, module, tree, values)
             live.training = module.training
         elif is_plain_optimizer(live):
-            load_optimizer(name, live, tree, values, self._named_parameters())
+            load_optimizer(name, live, tree, values, parameters)
         else:
             if isinstance(live, torch.optim.Optimizer) and f"{name}.groups" in values:
                 names, settings = values[f"{name}.groups"]
-                arrange_groups(f"state.{name}", live, decode_names(names), self._named_parameters(), settings)
+                arrange_groups(f"state.{name}", live, decode_names(names), parameters, settings)
             check_scheduler(name, live, tree)
             # rebuild writes into the tensors of state_dict(). If these are the live tensors, that restores them. If
             # these are copies, no other object uses them. load_state_dict() may keep tensors, so it gets no views of

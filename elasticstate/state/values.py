@@ -47,7 +47,8 @@ class Row:
 class Values(Mapping[str, Any]):
     """Content of a commit by name, without attached values. Tensors and arrays are views, created on access.
 
-    ``loaded``: the live tensors and arrays that already contain the commit's bytes (``Snapshot.load_into``).
+    ``loaded``: the live tensors and arrays that already contain the commit's bytes (``Snapshot.load_into``). Two of
+    them are one tensor exactly if they are one in the commit.
     """
 
     def __init__(self, memory: torch.Tensor, frame: Frame, objects: Mapping[str, Any], loaded: dict[str, Array]):
@@ -56,7 +57,7 @@ class Values(Mapping[str, Any]):
         self._memory = memory
         self._tensors = frame.tensors
         self._objects = {name: value for name, value in objects.items() if name not in attached.names}
-        self._loaded = loaded
+        self.loaded = loaded
 
     def __getitem__(self, name: str) -> Any:
         entry = self.entries.get(name)
@@ -74,7 +75,7 @@ class Values(Mapping[str, Any]):
 
     def is_loaded(self, name: str, target: object) -> bool:
         """Return True if ``target`` already contains the bytes of ``name``."""
-        loaded = self._loaded.get(name)
+        loaded = self.loaded.get(name)
         if loaded is None or loaded is target:
             return loaded is not None
         return (

@@ -98,6 +98,8 @@ class WorkerLoop:
         self._regrouper = Regrouper(environment, self._sentinel, self._backend)
         self._joined_with: tuple[CommitId | None, CommitId | None] | None = None  # commits that ``join`` reported
         self._is_behind = False  # this worker ended the ticks of the last generation without training
+        self._must_compare = False  # the script may have changed values while the interrupt left it
+        self._has_misreported = False  # READY has named a commit that turned out to be damaged
         self._torch_modes: TorchModes | None = None  # as of the first call of the user's function
         self._result: Any = None
         self._is_past_gate = False
@@ -296,9 +298,13 @@ class WorkerLoop:
         self._committer.read_ahead(view.near, view.rank, view.root_slot, view.generation)
 
     def _enter(self) -> None:
-        view = self._regrouper.enter(self._is_behind, *self._commit_facts(), self._read_ahead)
+        undo, self._must_compare = self._undo_unwinding if self._must_compare else None, False
+        view = self._regrouper.enter(self._is_behind, *self._commit_facts(), self._read_ahead, undo)
         self._session.enter(view, self._regrouper.context)
         self._is_behind = False
+        if self._has_misreported:
+            self._has_misreported = False
+            raise CollectiveError("this worker cannot restore the commits that it has reported for this world")
 
     # ------------------------------------------------------------------------------------------------------- exceptions
 
@@ -347,7 +353,7 @@ class WorkerLoop:
             self._committer.drop_gradients()
             self._committer.detach()
             self._regrouper.leave(by_plan=True)
-            self._undo_unwinding()
+            self._must_compare = True
         else:
             self._committer.detach()
             self._regrouper.leave()  # nothing of the generation writes any more
@@ -385,7 +391,8 @@ class WorkerLoop:
     def _undo_unwinding(self) -> None:
         """Restore the commit of the last tick if the script has changed values while the interrupt left it.
 
-        The commit is sealed on all ranks, and newcomers begin with it. Call it when nothing of the script is left.
+        The commit is sealed on all ranks, and newcomers begin with it. Call it when nothing of the script is left. That
+        takes as long as to read the state, and is done after READY, while other members still leave the last world.
         """
         if self._committer.begun != self._last_tick or self._session.follows is not None:
             return  # saved afterwards
@@ -396,7 +403,9 @@ class WorkerLoop:
                 changed,
                 self._last_tick,
             )
+            reported = self._committer.commits
             self._restore()
+            self._has_misreported = self._committer.commits != reported
 
     def _restore(self) -> None:
         """Restore the newest commit. If no commit is intact, discard the live state and use another worker's."""

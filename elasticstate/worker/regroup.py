@@ -47,19 +47,20 @@ class Regrouper:
         names: int = 0,
         has_shards: bool = False,
         prepare: Callable[[present_world.WorldView], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> present_world.WorldView:
         """Enter the next world: READY → WORLD → process group.
 
         Raises torch's errors, or CollectiveError, when the generation fails.
 
         ``behind``: this worker ended ticks without training in the last generation. ``names`` and ``has_shards``: see
-        messages.Ready. ``prepare`` is called with the world before its process group is created.
+        messages.Ready. ``prepare`` is called with the world before its process group is created, ``meanwhile`` after
+        READY, while the other members may still leave the last world.
         """
         if self._server is None:
             self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        message = self._sentinel.ready(
-            f"{self._environment.local_address}:{self._server.port}", behind, names, has_shards
-        )
+        address = f"{self._environment.local_address}:{self._server.port}"
+        message = self._sentinel.ready(address, behind, names, has_shards, meanwhile)
         self._context = self._backend.context()
         self._sentinel.enter(message, self._context)
         self._sentinel.check()

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from elasticstate import _native, tracebacks
@@ -81,7 +81,8 @@ class Sentinel:
         self._has_left = threading.Event()  # the present generation, so that nobody watches it any more
         self._ticked_at = 0.0  # when the last tick ended
         self._formed_at = 0.0  # when the process groups of the present generation existed
-        self._reporter: threading.Thread | None = None
+        self._has_reported = threading.Event()  # the reporter of the present generation has nothing to report any more
+        self._has_reported.set()
         self._entered_ns = 0  # when the present generation was entered
         self._own_end = ""  # the error with which this worker has ended the present generation; "": it has not
         self._has_reported_hang = False  # of the present generation
@@ -233,12 +234,17 @@ class Sentinel:
     # ------------------------------------------------------------------------------------------------------ generations
 
     def ready(
-        self, store: str, behind: bool = False, names: int = 0, has_shards: bool = False
+        self,
+        store: str,
+        behind: bool = False,
+        names: int = 0,
+        has_shards: bool = False,
+        meanwhile: Callable[[], None] | None = None,
     ) -> messages.WorldMessage:
         """Send READY and wait for the next world. Raises SystemExit(0) on the LEAVE message.
 
         ``behind``: this worker ended ticks without training in the last generation. ``names`` and ``has_shards``: see
-        messages.Ready.
+        messages.Ready. ``meanwhile`` is called between the two.
         """
         self._native.set_place(Place.REGROUP)
         joined, ids, commit_s = self.generation, (self._commit, self._previous), self._page.commit_s
@@ -249,6 +255,8 @@ class Sentinel:
         self.send(messages.Ready(*begin, commit_s, has_shards, trained_s))
         if self._reports and self._own_end and self._native.wait_order(joined):
             self._report_hang(joined)
+        if meanwhile is not None:
+            meanwhile()
         message = self._native.wait_world(joined)
         if message is None:
             raise SystemExit(0)
@@ -262,33 +270,43 @@ class Sentinel:
         self._refused_at, self._has_warned, self._most_refusals_s = None, False, world.regroup_timeout_s
         self._entered_ns, self._own_end, self._has_reported_hang = time.time_ns(), "", False
         self._native.enter(world.generation, context.sockets)
-        self._has_left.clear()
+        self._has_left = threading.Event()
         if context.severs_in_python:
             self._cutter = threading.Thread(target=self._cut, args=(world.generation, context), daemon=True)
             self._cutter.start()
             self._watcher = threading.Thread(target=self._watch, args=(world.generation, context), daemon=True)
             self._watcher.start()
         if self._reports:
-            arguments = (world.generation, context.sockets)
-            self._reporter = threading.Thread(target=self._report, args=arguments, daemon=True)
-            self._reporter.start()
+            self._has_reported = threading.Event()
+            arguments = (world.generation, context.sockets, self._has_reported, self._has_left)
+            standard_library.start_thread(self._report, *arguments)
 
-    def _report(self, generation: int, sockets: _native.GlooSockets) -> None:
+    def _report(
+        self,
+        generation: int,
+        sockets: _native.GlooSockets,
+        has_reported: threading.Event,
+        has_left: threading.Event,
+    ) -> None:
         """Report where the main thread is, which may be stuck: when the driver asks, and when the generation has ended
         because it hangs. Then watch whether the script leaves the generation."""
-        while (reason := self._native.wait_report(generation)) is _native.ReportReason.ASKED:
-            self._send_where(generation)
+        try:
+            while (reason := self._native.wait_report(generation)) is _native.ReportReason.ASKED:
+                self._send_where(generation)
+            if reason is _native.ReportReason.ENDED:
+                self._report_hang(generation)
+        finally:
+            has_reported.set()
         if reason is _native.ReportReason.ENDED:
-            self._report_hang(generation)
-            self._replace_if_it_goes_on(sockets)
+            self._replace_if_it_goes_on(sockets, has_left)
 
-    def _replace_if_it_goes_on(self, sockets: _native.GlooSockets) -> None:
+    def _replace_if_it_goes_on(self, sockets: _native.GlooSockets, has_left: threading.Event) -> None:
         """Replace this process if its script has caught the error of a collective, and has gone on for long after the
         end of the generation, without the end of a tick, where ``refuse`` does that.
         """
-        if self._has_left.wait(self._most_refusals_s):
+        if has_left.wait(self._most_refusals_s):
             return
-        while not self._has_left.wait(_WATCH_INTERVAL_S):
+        while not has_left.wait(_WATCH_INTERVAL_S):
             if sockets.failures() and not standard_library.handles_exception(threading.main_thread()):
                 exit_for_replacement("the script has caught the error of a collective, and has gone on without a tick")
 
@@ -427,12 +445,9 @@ class Sentinel:
     def leave(self) -> None:
         """Stop the cutting: nothing of the generation remains in this process."""
         self._has_left.set()
-        if self._reporter is not None and self.has_ended(self.generation):
-            self._reporter.join()  # it may not have begun
+        if self.has_ended(self.generation):
+            self._has_reported.wait()  # its thread may not have begun
         self._native.left()
-        if self._reporter is not None:
-            self._reporter.join()
-            self._reporter = None
         if self._cutter is not None:
             self._cutter.join()
             self._cutter = None
