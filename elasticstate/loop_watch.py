@@ -4,10 +4,11 @@ asyncio's own ``slow_callback_duration`` measures wall-clock time, which include
 callback is slow if its thread computed, or slept in a blocking call, for longer than the limit. The kernel reports how
 long the thread was ready to run and had no core (/proc/PID/schedstat; Documentation/scheduler/sched-stats.rst), and how
 long other virtual machines had the cores of this one ("steal" in proc_stat(5)). Another thread may hold the
-interpreter's lock while it has no core, so the waits of all Python threads for a core do not count. The start of a
-process or a thread does not count, neither its wait for a core of the new one (vfork(2); threading.Thread.start) nor
-its work in the kernel. Nor does the work of waitpid(2): the kernel removes the files of the ended process in /proc, for
-whose locks all readers of /proc compete. Its wait for a process that lives does count.
+interpreter's lock while it has no core, so the waits of all Python threads for a core do not count, except those of a
+thread that has ended by the end of the callback: they are not known any more. The start of a process or a thread does
+not count, neither its wait for a core of the new one (vfork(2); threading.Thread.start) nor its work in the kernel. Nor
+does the work of waitpid(2): the kernel removes the files of the ended process in /proc, for whose locks all readers of
+/proc compete. Its wait for a process that lives does count.
 """
 
 from __future__ import annotations

@@ -171,9 +171,10 @@ def test_what_an_error_says(ranks: Ranks, request: pytest.FixtureRequest) -> Non
 def test_fifty_worlds_leave_nothing_behind(ranks: Ranks, request: pytest.FixtureRequest) -> None:
     """Every second world is severed in the middle of a collective.
 
-    Open MPI 5.0.11 never frees the buffer of a non-blocking all-reduce that is cut. So its buffers are small here.
+    Open MPI 5.0.11 never frees the buffer of a non-blocking all-reduce that is cut. The threads of the fake NCCL leave
+    freed buffers in memory pools of their own. So the buffers of both are small here.
     """
-    hang = "hang small" if request.node.callspec.params["ranks"] == "mpi" else "hang"
+    hang = "hang" if request.node.callspec.params["ranks"] in ("gloo", "nccl") else "hang small"
     members = ranks.boot(2)
     kept = []
     for number in range(50):

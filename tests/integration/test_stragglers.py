@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from job import SCRIPTS, Job, Line
 
-EVEN, IN_TURN = 2000, 45
+EVEN, IN_TURN = 600, 45
 OPTIONS = ("-np", "3", "--min-np", "2", "--straggler-action", "drain", "--preemption-window", "0")
 
 

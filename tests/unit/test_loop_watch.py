@@ -95,6 +95,7 @@ def waits_for_a_thread_without_core():
         begun.set()
         while not is_over.is_set():
             pass
+        is_reported.wait()
     with_a_thread(compute)
 
 def waits_for_a_thread_that_sleeps():
@@ -111,8 +112,10 @@ async def main():
     while sys.argv[2] == "has_no_core_between_callbacks" and time.monotonic() < until:
         await asyncio.sleep(0)
 
+is_reported = threading.Event()
 with watch_loops(sys.argv[1]):
     asyncio.run(main())
+is_reported.set()
 """
 
 

@@ -20,7 +20,7 @@ parser.add_argument("--folder", type=Path, required=True)
 parser.add_argument("--even", type=int, required=True, help="short ticks, of which none is slow")
 parser.add_argument("--in-turn", type=int, required=True, help="ticks in each of which another rank is slow")
 args = parser.parse_args()
-SHORT_S, LONG_S, SLOWER = 0.004, 0.1, 1.3
+SHORT_S, LONG_S, SLOWER = 0.02, 0.1, 1.3  # a delay of a millisecond, by other programs, makes no tick a slow one
 
 with suppress(PermissionError):  # other tests on its core would make a rank slow
     os.setpriority(os.PRIO_PROCESS, 0, -10)
