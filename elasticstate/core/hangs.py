@@ -111,6 +111,7 @@ def report_hang(d: Draft) -> None:
         entered=list(found.entered),
         missing=list(found.missing),
         silent=list(found.silent),
+        lines={str(rank): hang.reports[rank].line for rank in found.missing},
         stacks={str(rank): hang.reports[rank].stack for rank in found.missing},
         text=found.text(),
     )

@@ -271,7 +271,9 @@ def _stall(f: Fields) -> str:
 
 
 def _hang(f: Fields) -> str:
-    stacks = [f"rank {rank} is in {_innermost(stack)}" for rank, stack in f["stacks"].items() if stack]
+    stacks = [
+        f"rank {rank} is in {f['lines'][rank] or _innermost(stack)}" for rank, stack in f["stacks"].items() if stack
+    ]
     return "; ".join([f"generation {f['ended']} hung: {f['text']}", *stacks[:_SHOWN]])
 
 

@@ -193,7 +193,7 @@ class State(Joinable):
         """Restore this worker's own last commit, with its random state. All gradients become None.
 
         If the commit is damaged, a warning is logged and the previous commit is used. In a world with other ranks, all
-        must call it after the same tick, and restore the same commit.
+        must call it after the same tick, and restore the same commit: it waits for all of them.
 
         Raises StateError if there is no intact commit; StateMisfitError if the commit does not fit the live objects;
         CollectiveError if the other ranks restore another commit than this one can. ``run`` handles the last one: the

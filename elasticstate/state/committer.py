@@ -83,7 +83,20 @@ class Committer(CommitWriter):
             if commit != newest:
                 self._require_same_commit(f"commit {newest} of this rank is damaged")
             assert commit is not None, "the values belong to this commit"
+            self._compare_restored(commit)
             self._apply(values, self.snapshot.read_private(commit))
+
+    def _compare_restored(self, commit: CommitId) -> None:
+        """Wait until all ranks of the training function restore. Raises CollectiveError unless it is the same commit.
+
+        A rank that restores alone would train on from older values than the others, without any notice. So it waits,
+        and the warning about a job without ticks names its line.
+        """
+        group = self.session.restore_group()
+        if group is not None:
+            everyone = Channel(group, 0).numbers_of_all([commit.generation, commit.tick])
+            if others := {CommitId(*numbers) for numbers in everyone} - {commit}:
+                raise CollectiveError(f"restore(): this rank restores commit {commit}, another one {min(others)}")
 
     def _require_same_commit(self, problem: str) -> None:
         """Raise CollectiveError in a world with other ranks, which restore another commit than this rank.

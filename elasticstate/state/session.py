@@ -104,6 +104,10 @@ class Session(Protocol):
     def has_peers(self) -> bool:
         """True inside a world with other ranks: all of them must restore the same commit."""
 
+    def restore_group(self) -> dist.ProcessGroup | None:
+        """Return a group of all ranks for the restores of the training function; None outside of it, where each rank
+        restores by itself."""
+
     def progress(self) -> None:
         """Report progress to the agent without ending a tick."""
 
@@ -194,6 +198,9 @@ class SoloSession:
 
     def record_sync(self, size_bytes: int, seconds: float) -> None:
         raise AssertionError("nothing is sent outside a world")
+
+    def restore_group(self) -> dist.ProcessGroup | None:
+        return None
 
     def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         raise AssertionError("nothing is sent outside a world")

@@ -158,12 +158,18 @@ class FixedSession(SoloSession):
         self.has_peers = size > 1
         self._group_of = group_of
         self._check_collectives = check_collectives
+        self._restore_group: dist.ProcessGroup | None = None
 
     def check_collectives(self) -> None:
         self._check_collectives()
 
     def commit_id(self) -> CommitId:
         return CommitId(self.generation, self.ticks + 1)
+
+    def restore_group(self) -> dist.ProcessGroup | None:
+        if self.has_peers and self._restore_group is None:
+            self._restore_group = self._group_of(tuple(range(self.size)))
+        return self._restore_group
 
     def tick(self) -> None:
         self.ticks += 1

@@ -349,6 +349,7 @@ class WorkerLoop:
             self._torch_modes.set()  # before user code, such as reset callbacks
         self._is_behind = self._committer.is_behind
         self._committer.note_loaded()
+        self._session.leave()
         if outcome is _Outcome.INTERRUPTED and not self._is_behind and self._save():
             self._committer.drop_gradients()
             self._committer.detach()

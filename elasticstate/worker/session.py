@@ -43,12 +43,17 @@ class WorkerSession:
         self._key = key
         self._share = share
         self._reported_bytes = 0
+        self._restore_group: dist.ProcessGroup | None = None  # of the present world
         self.worker_key = worker_key
         self.view: present_world.WorldView = present_world.alone()
 
     def enter(self, view: present_world.WorldView, context: Context) -> None:
         """Use this world from now on."""
         self.view, self._context = view, context
+
+    def leave(self) -> None:
+        """Keep nothing of the present world that its context is about to destroy."""
+        self._restore_group = None
 
     @property
     def generation(self) -> int:
@@ -126,6 +131,13 @@ class WorkerSession:
     def has_peers(self) -> bool:
         return self.view.size > 1 and self._sentinel.is_in_generation
 
+    def restore_group(self) -> dist.ProcessGroup | None:
+        if not (self.has_peers and self._sentinel.trains):
+            return None
+        if self._restore_group is None:
+            self._restore_group = self.subgroup(tuple(range(self.size)))
+        return self._restore_group
+
     @property
     def verify_sync(self) -> bool:
         return self.view.verify_sync
@@ -169,9 +181,11 @@ class WorkerSession:
 
     def process_group_for(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Return a group of exactly these ranks, which include this one; None is the default group, for all ranks."""
-        if len(ranks) == self.view.size:
-            return None
-        group: dist.ProcessGroup = self._context.subgroup(tuple(sorted(ranks)))
+        return None if len(ranks) == self.view.size else self.subgroup(tuple(sorted(ranks)))
+
+    def subgroup(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return a new group of these ranks, ascending, that nobody else uses."""
+        group: dist.ProcessGroup = self._context.subgroup(ranks)
         return group
 
 
@@ -201,6 +215,7 @@ class LastWorldSession:
         self.lacking = tuple(range(1, of.size))
         self.worker_key = of.worker_key
         self.ticks = 0
+        self._restore_group: dist.ProcessGroup | None = None
 
     def check(self) -> None:
         self._of.check()
@@ -221,6 +236,11 @@ class LastWorldSession:
     @property
     def has_peers(self) -> bool:
         return self.size > 1
+
+    def restore_group(self) -> dist.ProcessGroup | None:
+        if self.has_peers and self._restore_group is None:
+            self._restore_group = self._of.subgroup(tuple(range(self.size)))
+        return self._restore_group
 
     def progress(self) -> None:
         """Do nothing: the agent does not monitor a worker that has passed the exit gate."""

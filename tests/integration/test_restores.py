@@ -9,9 +9,9 @@ import pytest
 from job import SCRIPTS, Job
 
 
-def run(directory: Path, damaged: str) -> Job:
+def run(directory: Path, damaged: str, *options: str) -> Job:
     command = [sys.executable, str(SCRIPTS / "restoring.py"), str(directory / "logs"), damaged]
-    with Job(directory, "-np", "2", command=command) as job:
+    with Job(directory, "-np", "2", *options, command=command) as job:
         job.finish(timeout=90)
     for what in ("enter", "end"):
         for generation in {line["generation"] for line in job.log(what)}:
@@ -33,3 +33,11 @@ def test_else_all_restore_the_newest_commit_and_go_on(damaged: str, step: int, t
     job = run(tmp_path, damaged)
     assert len(job.events("world_formed")) == 1
     assert [line["step"] for line in job.log("restored")] == [step, step]
+
+
+def test_a_rank_that_restores_alone_waits_and_its_line_is_named(tmp_path: Path) -> None:
+    job = run(tmp_path, "alone", "--hang-timeout", "3")
+    assert len(job.events("hang")) == 1
+    assert job.log("restored") == []
+    assert "state.restore()" in job.output
+    assert [line["generation"] for line in job.log("enter")] == [1, 1, 2, 2]

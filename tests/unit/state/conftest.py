@@ -141,6 +141,9 @@ class Member:
         assert seconds >= 0
         self.sent.append(size_bytes)
 
+    def restore_group(self) -> Any:
+        return None
+
     def process_group_for(self, ranks: tuple[int, ...]) -> Any:
         name = f"generation {self.generation}, group {ranks}, number {self.groups.count(ranks)}"
         self.groups.append(ranks)
