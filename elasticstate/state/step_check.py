@@ -37,6 +37,7 @@ from elasticstate.compat import dtensors
 from elasticstate.errors import UsageError
 from elasticstate.log import logger
 from elasticstate.state.base import State, committer_of
+from elasticstate.state.forgotten import warn_of_forgotten
 from elasticstate.state.values import Captured, Tree, is_array
 
 _MAX_OBJECTS = 200_000  # that a search looks at
@@ -91,6 +92,8 @@ class StepCheck:
             return
         found = _Sources(self._sources())
         self._judged[id(optimizer)] = _Judged(optimizer, self._state, found)
+        if (name := found.name_of(optimizer)) is not None:
+            warn_of_forgotten(optimizer, name, found.values, found.objects())
         if found.has_all_of(optimizer):  # nearly always
             return
         content = self._content()
@@ -174,6 +177,11 @@ class _Sources:
             if found is optimizer or getattr(found, "state", None) is optimizer.state:
                 return name
         return None
+
+    def objects(self) -> Iterator[object]:
+        """Yield all objects that the values refer to, without the parts of modules and optimizers."""
+        for value in self.values.values():
+            yield from _search(value, stops=(torch.nn.Module, Optimizer))[0]
 
     def has_all_of(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer and the parameters that it writes are in the values."""

@@ -1,0 +1,110 @@
+"""A warning about objects of the script that change while it trains, and that no commit contains.
+
+A worker that is restarted begins with new ones: with a forgotten scheduler it would train at another learning rate than
+the other ranks, with a forgotten GradScaler it would add gradients of another scale to theirs, and a forgotten average
+of the weights begins anew.
+
+Found are the variables of the script that exist before the training function is called: global ones, those of the
+callers, arguments, and attributes of ``self``. One that the function makes itself begins anew on all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from elasticstate.log import logger
+
+_KEYS = {LRScheduler: "last_epoch", torch.amp.GradScaler: "_growth_tracker", AveragedModel: "n_averaged"}
+"""Classes of such objects, and a key by which the result of their ``state_dict()`` can be told."""
+
+_EFFECTS = {
+    LRScheduler: "changes the learning rates of state.{optimizer}",
+    torch.amp.GradScaler: "scales gradients",
+    AveragedModel: "averages weights",
+}
+
+_warned: set[str] = set()
+
+
+def warn_of_forgotten(optimizer: Optimizer, name: str, values: Mapping[str, object], all_of: Iterable[object]) -> None:
+    """Warn of each object in a variable of the calling script that belongs to no value of the state. Once for each.
+
+    Args:
+        optimizer: value of the state that is about to step; ``name``: its name.
+        values: all values of the state.
+        all_of: the objects that these refer to.
+    """
+    kept: set[int] | None = None
+    for variable, value in _variables(sys._getframe(1)):
+        kind = next((kind for kind in _KEYS if isinstance(value, kind)), None)
+        if kind is None or variable in _warned or not _is_used(value, optimizer):
+            continue
+        if kept is None:
+            kept = {id(part) for part in _with_parts(all_of)}
+        saved = any(isinstance(part, dict) and (not part or _KEYS[kind] in part) for part in values.values())
+        if id(value) not in kept and not saved:
+            _warned.add(variable)
+            logger.warning(
+                "%s (%s) %s, but is in no value of the state: a worker that is restarted begins with a new one, and "
+                "differs from the others. Give it to the state: TorchState(..., %s=%s).",
+                variable,
+                type(value).__name__,
+                _EFFECTS[kind].format(optimizer=name),
+                variable.rpartition(".")[2],
+                variable,
+            )
+
+
+def _is_used(value: object, optimizer: Optimizer) -> bool:
+    if isinstance(value, LRScheduler):
+        return value.optimizer is optimizer
+    return not isinstance(value, torch.amp.GradScaler) or value.is_enabled()
+
+
+def _with_parts(objects: Iterable[object]) -> Iterator[object]:
+    """Yield the objects, and the schedulers of which one among them consists."""
+    pending = list(objects)
+    while pending:
+        value = pending.pop()
+        yield value
+        if isinstance(value, LRScheduler):
+            for part in vars(value).values():
+                pending += [
+                    s for s in (part if isinstance(part, list | tuple) else [part]) if isinstance(s, LRScheduler)
+                ]
+
+
+def _variables(frame: FrameType | None) -> Iterator[tuple[str, object]]:
+    """Yield the variables of the script that exist before the training function is called, with their names."""
+    is_outside = False
+    script: FrameType | None = None  # the innermost of the frames of the script that are not seen yet
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package == "elasticstate":
+            if script is not None and not is_outside:  # the training function
+                is_outside = True
+                code = script.f_code
+                given = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *code.co_freevars}
+                yield from _of(script, given)
+            script = None
+        elif package != "torch":
+            script = frame
+            yield from _of(frame, frame.f_locals if is_outside else ())
+        frame = frame.f_back
+
+
+def _of(frame: FrameType, names: Iterable[str]) -> Iterator[tuple[str, object]]:
+    """Yield these local variables and the global ones of a frame, and the attributes of its ``self``."""
+    given = {name: frame.f_locals[name] for name in names if name in frame.f_locals}
+    yield from given.items()
+    if hasattr(owner := given.get("self"), "__dict__"):
+        yield from ((f"self.{name}", value) for name, value in list(vars(owner).items()))
+    if frame.f_locals is not frame.f_globals:
+        yield from list(frame.f_globals.items())
