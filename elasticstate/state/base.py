@@ -24,7 +24,7 @@ from elasticstate.state.join import StateJoinHook
 from elasticstate.state.live_state import LiveState
 from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.value_names import Kinds
-from elasticstate.state.values import Captured, Tree
+from elasticstate.state.values import Captured, Parts, Tree
 
 _CALL_S = 1e-6  # time of a call of commit() that does not save
 
@@ -64,6 +64,7 @@ class State(Joinable):
         for name, value in values.items():
             setattr(self, name, value)
             require_no_loader_inside(name, value)
+        for name, value in self._parts().items():
             if callable(attach := getattr(type(value), "attach_to_state", None)):
                 attach(value, self, name)
 
@@ -127,6 +128,10 @@ class State(Joinable):
     def _drop_gradients(self) -> None:
         """Set gradients to None. See Committer.drop_gradients."""
 
+    def _parts(self) -> dict[str, Any]:
+        """Return the values by name. A subclass may take a value apart."""
+        return {name: getattr(self, name) for name in self._names}
+
     def _value_kinds(self) -> Kinds:
         """Return the names given to the constructor, with the kind of each value. A sync compares them."""
         return dict.fromkeys(self._names, False)
@@ -143,8 +148,7 @@ class State(Joinable):
                 ``state_dict()``, which may return the position of an older iterator.
             has_trained: False at the first call of ``train`` in this process.
         """
-        for name in self._names:
-            value = getattr(self, name)
+        for name, value in self._parts().items():
             if name in loaded and callable(getattr(value, "load_state_dict", None)):  # else replaced since
                 load_state(value, loaded[name])
             elif has_iterators(value) and (has_trained or is_loader(value)):
@@ -274,7 +278,9 @@ class State(Joinable):
         """Call the hooks. ``objects``: returns the objects of the commit; None if it cannot be loaded."""
         found = objects() if self._restore_pre_hooks else None
         if found is not None:
-            plain = {name: value for name, value in found.items() if not isinstance(value, Tree) and "." not in name}
+            plain = {
+                name: value for name, value in found.items() if not isinstance(value, Tree | Parts) and "." not in name
+            }
             for hook in self._restore_pre_hooks:
                 hook(plain)
 

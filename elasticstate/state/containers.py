@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from elasticstate.state.iterable_data import is_stateful
 from elasticstate.state.values import Captured, Leaf, Row, is_array, load_value
 
 _leaf = functools.cache(Leaf)  # one for each device type, so that a pickle contains it once
@@ -34,6 +35,26 @@ def flatten(value: Any, path: str, values: dict[str, Any]) -> Any:
         values[_free(path, values)] = value
         return _leaf(value.device.type if isinstance(value, torch.Tensor) else "cpu")
     return value
+
+
+def stateful_parts(path: str, value: object) -> dict[str, Any]:
+    """Return the objects with ``state_dict()`` of which nested lists, tuples and dicts consist, by their paths.
+
+    The result is empty if there are other objects, too. Keys that are no text count as positions.
+    """
+    items: Any = ()
+    if type(value) in (list, tuple):
+        items = enumerate(value)  # type: ignore[arg-type]
+    elif type(value) in (dict, OrderedDict):
+        items = ((key if isinstance(key, str) else i, item) for i, (key, item) in enumerate(value.items()))  # type: ignore[attr-defined]
+    found: dict[str, Any] = {}
+    for key, item in items:
+        at = f"{path}.{key}"
+        inside = {at: item} if is_stateful(item) else stateful_parts(at, item)
+        if not inside or inside.keys() & found.keys():
+            return {}
+        found.update(inside)
+    return found
 
 
 def _free(path: str, taken: Container[str]) -> str:

@@ -14,9 +14,10 @@ from elasticstate.compat.loaders import load_state, state_of
 from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured, watch_steps
 from elasticstate.state.base import State
-from elasticstate.state.containers import copy_with_same_tensors, flatten, rebuild
+from elasticstate.state.containers import copy_with_same_tensors, flatten, rebuild, stateful_parts
 from elasticstate.state.iterable_data import fault_of, has_iterators, is_stateful, require_own_position
 from elasticstate.state.module_state import (
+    OR_HOOK,
     capture_module,
     flag_of,
     load_bare,
@@ -38,7 +39,7 @@ from elasticstate.state.optimizer_state import (
 from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.running_statistics import running_statistics
 from elasticstate.state.value_names import Kinds
-from elasticstate.state.values import Captured, Tree, is_array
+from elasticstate.state.values import Captured, Parts, Tree, is_array
 
 
 class TorchState(State):
@@ -69,7 +70,7 @@ class TorchState(State):
                 "all that the training changes: TorchState(model=model, optimizer=optimizer).",
                 stacklevel=callers_line,
             )
-        for name, value in values.items():
+        for name, value in self._parts().items():
             if fault := fault_of(value):
                 warnings.warn(f"state.{name}: {fault}", stacklevel=callers_line)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -122,14 +123,23 @@ class TorchState(State):
             require_own_position(name, value)
 
     def capture(self) -> dict[str, Any]:
-        return self._captured(self._names)
+        return self._captured(self._parts())
 
-    def _captured(self, names: Iterable[str]) -> dict[str, Any]:
+    def _parts(self) -> dict[str, Any]:
+        """Return the values by name; instead of a list, tuple or dict of objects with ``state_dict()``, these objects
+        by their paths. They keep their identity at a restore, as the script may have other references to them."""
+        found: dict[str, Any] = {}
+        for name in self._names:
+            value = getattr(self, name)
+            found.update(stateful_parts(name, value) or {name: value})
+        return found
+
+    def _captured(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         loaded = self._committer.loaded or {}
         optimizers: dict[str, torch.optim.Optimizer] = {}
-        for name in names:
-            value = getattr(self, name)
+        values.update((name, Parts(paths)) for name, paths in _paths(parts).items())
+        for name, value in parts.items():
             if name in loaded:  # state_dict() may return the position of an older iterator
                 values[name] = Tree(flatten(loaded[name], name, values))
             elif is_array(value):
@@ -153,8 +163,18 @@ class TorchState(State):
         self._check_names(values, TorchState.capture)
         parameters = self._named_parameters()
         require_same_ties(parameters, values)
-        for name in self._names:
-            live, saved = getattr(self, name), values[name]
+        parts = self._parts()
+        here = _paths(parts)
+        there = {name: saved.paths for name in self._names if isinstance(saved := values[name], Parts)}
+        for name in sorted(here.keys() | there.keys()):
+            if here.get(name) != there.get(name):
+                objects = [", ".join(of.get(name, ())) or "no objects with state_dict()" for of in (here, there)]
+                raise StateError(
+                    f"state.{name} consists of {objects[0]}, in the commit of {objects[1]}. Construct the state with "
+                    f"the same objects as the worker that committed{OR_HOOK}."
+                )
+        for name, live in parts.items():
+            saved = values[name]
             if isinstance(saved, Tree):
                 if not is_stateful(live):
                     raise StateError(
@@ -192,10 +212,9 @@ class TorchState(State):
 
     def _owners(self) -> dict[str, torch.nn.Module | torch.Tensor]:
         """Return the values that optimizers may train: modules and tensors."""
-        found = {name: getattr(self, name) for name in self._names}
         return {
             name: _unwrap(value) if isinstance(value, torch.nn.Module) else value
-            for name, value in found.items()
+            for name, value in self._parts().items()
             if isinstance(value, torch.nn.Module | torch.Tensor)
         }
 
@@ -210,16 +229,15 @@ class TorchState(State):
         """Leave out objects with iterators: ``state_dict()`` may begin to read, here perhaps before the first world."""
         if type(self).capture is not TorchState.capture:
             return self.capture()
-        return self._captured(name for name in self._names if not has_iterators(getattr(self, name)))
+        return self._captured({name: value for name, value in self._parts().items() if not has_iterators(value)})
 
     def _value_kinds(self) -> Kinds:
-        return {name: is_stateful(getattr(self, name)) for name in self._names}
+        return {name: is_stateful(value) for name, value in self._parts().items()}
 
     def _optimizer_owned(self) -> set[int]:
         """Return the ids of the parameters that the optimizers train, and of the tensors in the optimizers' state."""
         found: set[int] = set()
-        for name in self._names:
-            value = getattr(self, name)
+        for value in self._parts().values():
             if is_plain_optimizer(value) and not is_captured(value):
                 found.update(id(p) for p in _parameters(value) if p.requires_grad)
                 for entry in value.state.values():
@@ -227,15 +245,14 @@ class TorchState(State):
         return found
 
     def _quick_capture(self, captured: Captured) -> QuickCapture | None:
-        if type(self).capture is not TorchState.capture:
+        if type(self).capture is not TorchState.capture or any(isinstance(v, Parts) for v in captured.values()):
             return None
         return QuickCapture.make(self.__dict__, self._names, captured)
 
     def _owned(self) -> set[int]:
         """Return the ids of all parameters, and of all tensors in the state of optimizers."""
         found: set[int] = set()
-        for name in self._names:
-            value = getattr(self, name)
+        for value in self._parts().values():
             found.update(map(id, _parameters(value)))
             if is_plain_optimizer(value):
                 tensors: dict[str, Any] = {}
@@ -247,18 +264,16 @@ class TorchState(State):
         if type(self).capture is not TorchState.capture:
             return None
         attached = self._committer.attached
-        return {**{name: getattr(self, name) for name in self._names}, **(attached.values if attached else {})}
+        return {**self._parts(), **(attached.values if attached else {})}
 
     def check(self) -> None:
-        for name in self._names:
-            value = getattr(self, name)
+        for name, value in self._parts().items():
             if isinstance(value, torch.nn.Module):
                 self.exclude_from_check(*running_statistics(name, _unwrap(value)))
         super().check()
 
     def _drop_gradients(self) -> None:
-        for name in self._names:
-            value = getattr(self, name)
+        for value in self._parts().values():
             if isinstance(value, torch.amp.GradScaler):
                 optimizers.forget_unscaled(value)
             for parameter in _parameters(value):
@@ -266,6 +281,16 @@ class TorchState(State):
 
 
 # ------------------------------------------------------------------------------------------------- kinds of objects
+
+
+def _paths(parts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the paths in each value that consists of several objects."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path in parts:
+        name, dot, _ = path.partition(".")
+        if dot:
+            found[name] = (*found.get(name, ()), path)
+    return found
 
 
 def _parameters(value: object) -> Iterator[torch.Tensor]:

@@ -27,6 +27,13 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """A list, tuple or dict of objects with ``state_dict()``: each has a value of its own, at these paths."""
+
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Leaf:
     """Placeholder for a tensor or array in a tree. The name of the tensor follows from the place."""
 

@@ -368,6 +368,37 @@ def two_networks_in_turn(z: Keeper) -> None:
     z.finish(state)
 
 
+@program("between")
+def networks_in_containers(z: Keeper) -> None:
+    """The script uses its own references to the objects in the containers."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 1)]
+    optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in parts]
+    schedulers = tuple(lr_scheduler.StepLR(optimizer, 5, 0.7) for optimizer in optimizers)
+    models = {"encoder": parts[0], "head": parts[1]}
+    state = elastic.TorchState(models=models, optimizers=optimizers, schedulers=schedulers, step=0)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        while z.goes_on(state):
+            z.at("forward")
+            z.backward(parts[1](parts[0](inputs(state.step))).square().mean()).backward()
+            for part, optimizer, scheduler in zip(parts, optimizers, schedulers, strict=True):
+                for p in part.parameters():
+                    dist.all_reduce(p.grad)
+                    p.grad /= dist.get_world_size()
+                optimizer.step()
+                optimizer.zero_grad()
+                z.at("between")
+                scheduler.step()
+            state.step += 1
+            z.commit(state)
+
+    train(state)
+    contents = [each.state_dict() for each in (*parts, *optimizers, *schedulers)]
+    z.finish(state, omit=("models", "optimizers", "schedulers"), contents=contents)
+
+
 @program()
 def unfrozen_layer(z: Keeper) -> None:
     model = net()
