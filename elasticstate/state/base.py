@@ -23,6 +23,7 @@ from elasticstate.state.iterable_data import has_exact_state, has_iterators, req
 from elasticstate.state.join import StateJoinHook
 from elasticstate.state.live_state import LiveState
 from elasticstate.state.quick_capture import QuickCapture
+from elasticstate.state.search import contained_in, search
 from elasticstate.state.value_names import Kinds
 from elasticstate.state.values import Captured, Parts, Tree
 
@@ -47,6 +48,8 @@ class State(Joinable):
     Without ``run``, commits stay in this process as (0, 1), (0, 2), ...; under ``elasticrun`` that raises UsageError.
     """
 
+    _is_not_searched = True  # see search.py
+
     def __init__(self, **values: Any) -> None:
         for name in values:
             if name.startswith("_") or not name.isidentifier() or self._is_taken(name):
@@ -64,6 +67,7 @@ class State(Joinable):
         for name, value in values.items():
             setattr(self, name, value)
             require_no_loader_inside(name, value)
+        self._contained = contained_in(self._pickled())
         for name, value in self._parts().items():
             if callable(attach := getattr(type(value), "attach_to_state", None)):
                 attach(value, self, name)
@@ -131,6 +135,23 @@ class State(Joinable):
     def _parts(self) -> dict[str, Any]:
         """Return the values by name. A subclass may take a value apart."""
         return {name: getattr(self, name) for name in self._names}
+
+    def _pickled(self) -> dict[str, Any]:
+        """Return the values that are pickled, so that a restore replaces them by copies."""
+        return {}
+
+    def _replaced(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return the name of the value that has contained the optimizer, or a module whose parameters it writes, and
+        that a restore or sync has replaced since; "" if there is none. For StepCheck."""
+        written = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, reference in self._contained:
+            part = reference()
+            is_used = part is optimizer or (
+                isinstance(part, torch.nn.Module) and not written.isdisjoint(map(id, part.parameters()))
+            )
+            if is_used and all(found is not part for found in search(getattr(self, name), (type(part),))[0]):
+                return name
+        return ""
 
     def _value_kinds(self) -> Kinds:
         """Return the names given to the constructor, with the kind of each value. A sync compares them."""

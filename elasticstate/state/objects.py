@@ -29,6 +29,11 @@ class ObjectState(State):
         flags = {flag_of(name): requires_grad(v) for name, v in values.items() if isinstance(v, torch.Tensor)}
         return {**values, **flags}
 
+    def _pickled(self) -> dict[str, Any]:
+        if type(self).capture is not ObjectState.capture:
+            return {}
+        return {name: value for name, value in self._parts().items() if not is_array(value)}
+
     def _load_targets(self) -> Captured:
         return self.capture()
 

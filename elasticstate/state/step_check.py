@@ -17,12 +17,10 @@ Not judged: states with a ``capture`` of their own, and steps in compiled code, 
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from elasticstate._native import checksum
 from elasticstate.compat import dtensors
@@ -38,11 +35,8 @@ from elasticstate.errors import UsageError
 from elasticstate.log import logger
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.forgotten import warn_of_forgotten
+from elasticstate.state.search import search
 from elasticstate.state.values import Captured, Tree, is_array
-
-_MAX_OBJECTS = 200_000  # that a search looks at
-_ATOMS = (str, int, float, complex, type, ModuleType, BuiltinFunctionType)
-_LEAVES = (torch.Tensor, np.ndarray, bytes, bytearray, DataLoader, Dataset, Sampler, LRScheduler, State)
 
 _has_warned = False
 
@@ -96,10 +90,22 @@ class StepCheck:
             warn_of_forgotten(optimizer, name, found.values, found.objects())
         if found.has_all_of(optimizer):  # nearly always
             return
+        with self._noting_refusal():
+            self._require_not_replaced(optimizer)
         content = self._content()
         with self._noting_refusal():
             if content is not None and not found.judge(optimizer, content, is_commit=False):
                 self._undecided.append(weakref.ref(optimizer))
+
+    def _require_not_replaced(self, optimizer: Optimizer) -> None:
+        if owner := self._state._replaced(optimizer):
+            kind = type(getattr(self._state, owner)).__name__
+            raise UsageError(
+                f"{_kind(optimizer)} steps on what state.{owner} was before this worker received or restored it. This "
+                f"value, a {kind}, is pickled in each commit and replaced by a copy, so the script trains an object "
+                "that the state does not have any more. Give each module and optimizer in it to the state as a value "
+                f"of its own, in a TorchState, or use state.{owner} inside the training function."
+            )
 
     def _before_a_commit(self) -> None:
         self._raise_refusal()
@@ -160,7 +166,7 @@ class _Sources:
 
     def _add(self, name: str, value: object) -> None:
         """Add a module, an optimizer, or those in a value that is pickled."""
-        found, _ = _search(value, stops=(torch.nn.Module, Optimizer))
+        found, _ = search(value, stops=(torch.nn.Module, Optimizer))
         for part in found:
             if isinstance(part, torch.nn.Module):
                 for key, tensor in [*part.named_parameters(), *part.named_buffers()]:
@@ -181,7 +187,7 @@ class _Sources:
     def objects(self) -> Iterator[object]:
         """Yield all objects that the values refer to, without the parts of modules and optimizers."""
         for value in self.values.values():
-            yield from _search(value, stops=(torch.nn.Module, Optimizer))[0]
+            yield from search(value, stops=(torch.nn.Module, Optimizer))[0]
 
     def has_all_of(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer and the parameters that it writes are in the values."""
@@ -222,7 +228,7 @@ class _Sources:
             return True
         holders = [value for value in self.values.values() if _is_kept(value) and not isinstance(value, LRScheduler)]
         for holder in holders:
-            found, is_whole = _search(holder)
+            found, is_whole = search(holder)
             if not is_whole or any(part is optimizer for part in found):
                 return True
         return False
@@ -266,7 +272,7 @@ class _Content:
         if is_array(value):
             self._add_tensor(value)
             return
-        found, is_whole = _search(value)
+        found, is_whole = search(value)
         self._is_opaque |= not is_whole
         self.is_open |= not is_whole
         for part in found:
@@ -314,7 +320,7 @@ class _Content:
 
     def has_state_of(self, optimizer: Optimizer) -> bool:
         """Return True if the commit has all tensors of the optimizer's state; if there are none, its groups."""
-        found, is_whole = _search(list(optimizer.state.values()))
+        found, is_whole = search(list(optimizer.state.values()))
         tensors = [part for part in found if isinstance(part, torch.Tensor) and part.numel() > 0]
         if self._is_opaque or not is_whole:
             return True
@@ -372,57 +378,3 @@ def _local(value: Any) -> torch.Tensor:
 def _checksum(tensor: torch.Tensor) -> int:
     dense = tensor.cpu().contiguous().resolve_conj().resolve_neg()
     return checksum(dense.reshape(-1).view(torch.uint8), 0, dense.nbytes)
-
-
-def _search(root: object, stops: tuple[type, ...] = ()) -> tuple[list[object], bool]:
-    """Return all objects that ``root`` refers to, itself included, and False if there are too many.
-
-    ``stops``: classes of objects whose references are not followed.
-    """
-    found: list[object] = []
-    seen = {id(root)}
-    pending = deque([root])
-    while pending and len(found) < _MAX_OBJECTS:
-        value = pending.popleft()
-        found.append(value)
-        for child in _children(value) if not isinstance(value, stops) else ():
-            if not isinstance(child, _ATOMS) and id(child) not in seen:
-                seen.add(id(child))
-                pending.append(child)
-    return found, not pending
-
-
-def _children(value: Any) -> list[Any]:
-    if value is None or isinstance(value, _LEAVES):
-        return []
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return list(value)
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, MethodType):
-        return [value.__self__]
-    if isinstance(value, weakref.ref):
-        return [value()]
-    if isinstance(value, FunctionType):
-        return [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
-    slots = [getattr(value, name, 0) for name in getattr(type(value), "__slots__", ()) if name != "__dict__"]
-    return [*vars(value).values(), *slots, *_globals_of(value)] if hasattr(value, "__dict__") else slots
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
-
-
-def _globals_of(value: object) -> list[Any]:
-    """Return the global variables, and those of enclosing functions, that the object's ``state_dict`` reads."""
-    function = getattr(type(value), "state_dict", None)
-    if not isinstance(function, FunctionType) or isinstance(value, torch.nn.Module | Optimizer):
-        return []
-    names = function.__code__.co_names
-    return [function, *(function.__globals__[name] for name in names if name in function.__globals__)]

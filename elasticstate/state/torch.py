@@ -134,6 +134,11 @@ class TorchState(State):
             found.update(stateful_parts(name, value) or {name: value})
         return found
 
+    def _pickled(self) -> dict[str, Any]:
+        if type(self).capture is not TorchState.capture:
+            return {}
+        return {name: value for name, value in self._parts().items() if not (is_array(value) or is_stateful(value))}
+
     def _captured(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         loaded = self._committer.loaded or {}

@@ -28,6 +28,12 @@ def _warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_check, "_has_warned", False)
 
 
+class Agent:
+    def __init__(self) -> None:
+        self.net = net()
+        self.optimizer = adam(self.net)
+
+
 def net() -> nn.Module:
     torch.manual_seed(1)
     return nn.Linear(4, 2)
@@ -456,3 +462,34 @@ def test_only_the_first_step_searches_the_state(
             hook()
     assert after_the_first > 0
     assert len(searches) == after_the_first
+
+
+# ------------------------------------------------------------------------- values that a restore replaces by copies
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (TorchState, lambda agent: {"agent": agent}),
+        (TorchState, lambda agent: {"agent": [agent.net, agent.optimizer, 0.5]}),
+        (TorchState, lambda agent: {"optimizer": agent.optimizer, "agent": agent}),
+        (ObjectState, lambda agent: {"agent": agent.net, "optimizer": agent.optimizer}),
+    ],
+    ids=["object", "list", "optimizer_apart", "object_state"],
+)
+def test_a_script_that_trains_what_a_restore_has_replaced(kind: type[State], values: Callable[..., Any]) -> None:
+    agent = Agent()
+    state = kind(**values(agent))
+    train(state, lambda: step(agent.net, agent.optimizer))
+    state.restore()
+    fails_at_the_first_step(
+        state, lambda: step(agent.net, agent.optimizer), "steps on what state.agent was before this worker received"
+    )
+
+
+def test_a_script_that_trains_what_the_state_has_now() -> None:
+    state = TorchState(agent=Agent(), step=0)
+    train(state, lambda: step(state.agent.net, state.agent.optimizer))
+    state.restore()
+    with StepCheck(state):
+        step(state.agent.net, state.agent.optimizer)
