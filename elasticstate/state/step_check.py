@@ -33,6 +33,7 @@ from elasticstate._native import checksum
 from elasticstate.compat import dtensors
 from elasticstate.errors import UsageError
 from elasticstate.log import logger
+from elasticstate.state.accumulation import Accumulation
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.forgotten import warn_of_forgotten
 from elasticstate.state.search import search
@@ -83,6 +84,7 @@ class StepCheck:
         self._raise_refusal()
         judged = self._judged.get(id(optimizer))
         if judged is not None and judged.is_current(optimizer, self._state):
+            judged.accumulation.begin_step()
             return
         found = _Sources(self._sources())
         self._judged[id(optimizer)] = _Judged(optimizer, self._state, found)
@@ -109,6 +111,8 @@ class StepCheck:
 
     def _before_a_commit(self) -> None:
         self._raise_refusal()
+        for judged in self._judged.values():
+            judged.accumulation.begin_commit()
         optimizers, self._undecided = [reference() for reference in self._undecided], []
         content = self._content() if optimizers else None
         for optimizer in optimizers:
@@ -134,6 +138,7 @@ class _Judged:
 
     def __init__(self, optimizer: Optimizer, state: State, sources: _Sources) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self.accumulation = Accumulation(optimizer)
         self._attached = committer_of(state).attached
         self._values = [(name, value) for name, value in sources.values.items() if _is_kept(value)]
         self._sizes = _sizes(optimizer)
