@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Set
 from operator import attrgetter
 from typing import Any
@@ -53,6 +54,13 @@ def compiles_another(kind: type[torch.nn.Module]) -> bool:
     """
     wrapper = "torch._dynamo.eval_frame", "OptimizedModule"
     return any((base.__module__, base.__name__) == wrapper for base in kind.__mro__)
+
+
+def has_flat_shards(module: torch.nn.Module) -> bool:
+    """Return True if a part of the module is torch's FullyShardedDataParallel."""
+    wrapper = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+    kinds = {type(part) for part in module.modules()} if wrapper[0] in sys.modules else set()
+    return any((base.__module__, base.__name__) == wrapper for kind in kinds for base in kind.__mro__)
 
 
 def has_buffer(module: torch.nn.Module, name: str) -> bool:

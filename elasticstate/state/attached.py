@@ -54,6 +54,8 @@ class AttachedValues:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.names = tuple(values)
         self.values = values
+        for name, value in values.items():
+            require_describable(name, value)
         self._modules = {name: AttachedModule(name, v) for name, v in values.items() if isinstance(v, torch.nn.Module)}
         self._optimizers = {name: AttachedOptimizer(name, v) for name, v in values.items() if is_plain_optimizer(v)}
         others = {name: v for name, v in values.items() if name not in {*self._modules, *self._optimizers}}
@@ -169,6 +171,15 @@ def _is_piece_of(known: tuple[torch.Tensor, Piece], tensor: Any) -> bool:
         return False
     local = dtensors.local_of(tensor) if dtensors.is_dtensor(tensor) else tensor
     return local is piece.local and (local is not tensor or local.shape == piece.shard.shape)
+
+
+def require_describable(name: str, value: object) -> None:
+    """Raise UsageError for a module whose shards cannot be told from whole tensors."""
+    if isinstance(value, torch.nn.Module) and modules.has_flat_shards(value):
+        raise UsageError(
+            f"{name} contains a FullyShardedDataParallel (FSDP1), whose shards are plain tensors: another world would "
+            "load them in wrong places. Use torch.distributed.fsdp.fully_shard (FSDP2), and state.attach()."
+        )
 
 
 def _required_tensor(name: str, value: Any) -> torch.Tensor:

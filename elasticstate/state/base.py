@@ -136,6 +136,9 @@ class State(Joinable):
         """Return the values by name. A subclass may take a value apart."""
         return {name: getattr(self, name) for name in self._names}
 
+    def _leave_world(self) -> None:
+        """Drop what belongs to the world that this worker is about to leave."""
+
     def _pickled(self) -> dict[str, Any]:
         """Return the values that are pickled, so that a restore replaces them by copies."""
         return {}

@@ -13,6 +13,7 @@ from elasticstate.compat import optimizers
 from elasticstate.compat.loaders import load_state, state_of
 from elasticstate.errors import StateError, UsageError
 from elasticstate.state.async_commit import is_captured, watch_steps
+from elasticstate.state.attached import require_describable
 from elasticstate.state.base import State
 from elasticstate.state.containers import copy_with_same_tensors, flatten, rebuild, stateful_parts
 from elasticstate.state.iterable_data import fault_of, has_iterators, is_stateful, require_own_position
@@ -121,6 +122,13 @@ class TorchState(State):
     def _check_value(self, name: str, value: object) -> None:
         if type(self).capture is TorchState.capture:
             require_own_position(name, value)
+            require_describable(f"state.{name}", value)
+
+    def _leave_world(self) -> None:
+        """Replace each DistributedDataParallel by its module: the wrapper belongs to the world that ends."""
+        for name in self._names:
+            if isinstance(value := getattr(self, name), DistributedDataParallel):
+                setattr(self, name, value.module)
 
     def capture(self) -> dict[str, Any]:
         return self._captured(self._parts())

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from elasticstate._native import GlooSockets
+from elasticstate.errors import UsageError
 
 _DDP = "torch.nn.parallel.distributed"
 _LONGEST_REST_S = 300.0  # until a collective ends that nobody has waited for
@@ -59,6 +60,12 @@ def _watch(module: ModuleType) -> None:
 
     def registered(parent: Any, name: str, child: object) -> None:
         if name == "module" and isinstance(parent, ddp):
+            if isinstance(child, ddp) and _has_lost_its_group(child):
+                raise UsageError(
+                    "DistributedDataParallel wraps one of a world that has ended, whose collectives fail. Keep the "
+                    "module itself, and wrap it in each call of the function that is decorated with run: "
+                    "ddp = DistributedDataParallel(model)."
+                )
             weakref.finalize(parent, _before_drop, getattr(parent, "process_group", None)).atexit = False
 
     register_module_module_registration_hook(registered)
@@ -77,10 +84,19 @@ def models_unwatched() -> Iterator[None]:
 
 def _before_drop(group: Any) -> None:
     """Wait, if the model that is about to be freed has the last reference to its group."""
+    if _are_watched and _is_lost(group):
+        rest(_LONGEST_REST_S)
+
+
+def _has_lost_its_group(ddp: Any) -> bool:
+    return _is_lost(getattr(ddp, "process_group", None))
+
+
+def _is_lost(group: Any) -> bool:
+    """Return True if torch does not know the group, or does not know it any more."""
     from elasticstate.compat.process_groups import all_groups
 
-    if _are_watched and group not in all_groups():
-        rest(_LONGEST_REST_S)
+    return group not in all_groups()
 
 
 class _AfterImport:

@@ -350,6 +350,7 @@ class WorkerLoop:
         self._is_behind = self._committer.is_behind
         self._committer.note_loaded()
         self._session.leave()
+        self._state._leave_world()
         if outcome is _Outcome.INTERRUPTED and not self._is_behind and self._save():
             self._committer.drop_gradients()
             self._committer.detach()

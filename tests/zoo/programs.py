@@ -368,6 +368,26 @@ def two_networks_in_turn(z: Keeper) -> None:
     z.finish(state)
 
 
+@program()
+def wrapper_as_a_value(z: Keeper) -> None:
+    """The script puts the wrapper of each world into the state, around what is there."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+
+    @elastic.run
+    def train(state: Any) -> None:
+        state.model = ddp_of(state.model)
+        while z.goes_on(state):
+            descend(z, state.model, optimizer, state.step)
+            state.step += 1
+            z.commit(state)
+
+    train(state)
+    state.model = model
+    z.finish(state)
+
+
 @program("between")
 def networks_in_containers(z: Keeper) -> None:
     """The script uses its own references to the objects in the containers."""

@@ -121,6 +121,17 @@ def test_a_partial_dtensor_is_refused_by_name(mesh: DeviceMesh) -> None:
         state_in(Member(World(1))).attach(model=model, init=print)
 
 
+def test_shards_in_plain_tensors_are_refused(mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with pytest.warns(UserWarning, match="NO_SHARD"):  # in a world of one
+        model = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(3, 2), device_id=torch.device("cpu")))
+    with pytest.raises(UsageError, match=r"model contains a FullyShardedDataParallel .* Use .*fully_shard"):
+        state_in(Member(World(1))).attach(model=model, init=print)
+    with pytest.raises(UsageError, match=r"state\.model contains a FullyShardedDataParallel"):
+        TorchState(model=model)
+
+
 def test_arrays_in_attached_values_are_refused() -> None:
     class WithArray:
         def state_dict(self) -> dict[str, Any]:

@@ -79,3 +79,15 @@ def test_a_process_ends_although_a_collective_is_in_flight(tmp_path: Path, end: 
 
 def test_nobody_waits_if_the_group_outlives_the_model(tmp_path: Path) -> None:
     assert run(tmp_path, LATE_PEER) == (3, "0\n", "")
+
+
+REWRAPPED = """dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        DistributedDataParallel(model)
+    except Exception as error:
+        print(type(error).__name__, file=sys.stderr)"""
+
+
+def test_a_wrapper_of_a_world_that_has_ended_is_not_wrapped_again(tmp_path: Path) -> None:
+    assert run(tmp_path, REWRAPPED) == (3, "0\n", "UsageError\nUsageError\n")
