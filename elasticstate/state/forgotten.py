@@ -2,7 +2,7 @@
 
 A worker that is restarted begins with new ones: with a forgotten scheduler it would train at another learning rate than
 the other ranks, with a forgotten GradScaler it would add gradients of another scale to theirs, and a forgotten average
-of the weights begins anew.
+of the weights, or target network, begins anew.
 
 Found are the variables of the script that exist before the training function is called: global ones, those of the
 callers, arguments, and attributes of ``self``. One that the function makes itself begins anew on all ranks.
@@ -11,7 +11,8 @@ callers, arguments, and attributes of ``self``. One that the function makes itse
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Container, Iterable, Iterator, Mapping
 from types import FrameType
 
 import torch
@@ -30,36 +31,99 @@ _EFFECTS = {
     AveragedModel: "averages weights",
 }
 
+_SAMPLED, _LONGEST_SAMPLE = 3, 16  # parameters of a module, and elements of each
+
 _warned: set[str] = set()
 
 
-def warn_of_forgotten(optimizer: Optimizer, name: str, values: Mapping[str, object], all_of: Iterable[object]) -> None:
-    """Warn of each object in a variable of the calling script that belongs to no value of the state. Once for each.
+class Forgotten:
+    """What the state lacks of the variables of the script. Create it when an optimizer of the state is about to step.
+
+    Schedulers and the like are named at once. Modules are named when their parameters have changed: an average of the
+    weights that the script makes by itself, a target network. A pretrained network that stays as it is may stay
+    outside of the state.
 
     Args:
         optimizer: value of the state that is about to step; ``name``: its name.
         values: all values of the state.
         all_of: the objects that these refer to.
+        tensors: ids of the state's parameters.
     """
-    kept: set[int] | None = None
-    for variable, value in _variables(sys._getframe(1)):
-        kind = next((kind for kind in _KEYS if isinstance(value, kind)), None)
-        if kind is None or variable in _warned or not _is_used(value, optimizer):
-            continue
-        if kept is None:
-            kept = {id(part) for part in _with_parts(all_of)}
-        saved = any(isinstance(part, dict) and (not part or _KEYS[kind] in part) for part in values.values())
-        if id(value) not in kept and not saved:
-            _warned.add(variable)
-            logger.warning(
-                "%s (%s) %s, but is in no value of the state: a worker that is restarted begins with a new one, and "
-                "differs from the others. Give it to the state: TorchState(..., %s=%s).",
-                variable,
-                type(value).__name__,
-                _EFFECTS[kind].format(optimizer=name),
-                variable.rpartition(".")[2],
-                variable,
-            )
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        values: Mapping[str, object],
+        all_of: Iterable[object],
+        tensors: Container[int],
+    ) -> None:
+        self._modules: list[_Sample] = []
+        self._commits, self._next_look = 0, 1
+        found = [(variable, value) for variable, value in _variables(sys._getframe(1)) if _is_of_interest(value)]
+        kept = {id(part) for part in _with_parts(all_of)} if found else set()
+        for variable, value in found:
+            if id(value) in kept or variable in _warned:
+                continue
+            kind = next((kind for kind in _KEYS if isinstance(value, kind)), None)
+            if kind is None:
+                assert isinstance(value, torch.nn.Module)
+                if not any(id(p) in tensors for p in value.parameters()):
+                    self._modules.append(_Sample(variable, value))
+            elif _is_used(value, optimizer):
+                saved = any(isinstance(part, dict) and (not part or _KEYS[kind] in part) for part in values.values())
+                if not saved:
+                    _warn(variable, value, _EFFECTS[kind].format(optimizer=name))
+
+    def begin_commit(self) -> None:
+        """Look for modules that have changed, at fewer and fewer commits: a look waits for the device."""
+        self._commits += 1
+        if self._modules and self._commits == self._next_look:
+            self._next_look *= 2
+            changed = [sample for sample in self._modules if sample.has_changed()]
+            self._modules = [sample for sample in self._modules if sample not in changed]
+            for sample in changed:
+                if (module := sample.module()) is not None and sample.variable not in _warned:
+                    _warn(sample.variable, module, "changes while the script trains")
+
+
+class _Sample:
+    """Some elements of a module's parameters."""
+
+    def __init__(self, variable: str, module: torch.nn.Module) -> None:
+        self.variable, self.module = variable, weakref.ref(module)
+        self._elements = _elements(module)
+
+    def has_changed(self) -> bool:
+        module = self.module()
+        now = _elements(module) if module is not None else []
+        pairs = zip(self._elements, now, strict=False)
+        return any(a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+def _elements(module: torch.nn.Module) -> list[torch.Tensor]:
+    whole = [
+        p for p in module.parameters() if type(p) is torch.nn.Parameter and not p.is_meta and p.is_floating_point()
+    ]
+    chosen = whole[:: max(1, len(whole) // _SAMPLED)][:_SAMPLED]
+    return [p.detach().flatten()[:_LONGEST_SAMPLE].clone() for p in chosen]
+
+
+def _warn(variable: str, value: object, effect: str) -> None:
+    _warned.add(variable)
+    logger.warning(
+        "%s (%s) %s, but is in no value of the state: a worker that is restarted begins with a new one, and differs "
+        "from the others. Give it to the state: TorchState(..., %s=%s).",
+        variable,
+        type(value).__name__,
+        effect,
+        variable.rpartition(".")[2],
+        variable,
+    )
+
+
+def _is_of_interest(value: object) -> bool:
+    return isinstance(value, (torch.nn.Module, *_KEYS))
 
 
 def _is_used(value: object, optimizer: Optimizer) -> bool:

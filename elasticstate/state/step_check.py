@@ -35,7 +35,7 @@ from elasticstate.errors import UsageError
 from elasticstate.log import logger
 from elasticstate.state.accumulation import Accumulation
 from elasticstate.state.base import State, committer_of
-from elasticstate.state.forgotten import warn_of_forgotten
+from elasticstate.state.forgotten import Forgotten
 from elasticstate.state.search import search
 from elasticstate.state.values import Captured, Tree, is_array
 
@@ -49,6 +49,7 @@ class StepCheck:
         self._state = state
         self._hook: Any = None
         self._judged: dict[int, _Judged] = {}
+        self._forgotten: Forgotten | None = None
         self._undecided: list[weakref.ref[Optimizer]] = []  # the next commit decides
         self._refusal = ""  # the error of the first optimizer that was refused: the script may have caught it
 
@@ -89,7 +90,7 @@ class StepCheck:
         found = _Sources(self._sources())
         self._judged[id(optimizer)] = _Judged(optimizer, self._state, found)
         if (name := found.name_of(optimizer)) is not None:
-            warn_of_forgotten(optimizer, name, found.values, found.objects())
+            self._forgotten = Forgotten(optimizer, name, found.values, found.objects(), found.tensors)
         if found.has_all_of(optimizer):  # nearly always
             return
         with self._noting_refusal():
@@ -113,6 +114,8 @@ class StepCheck:
         self._raise_refusal()
         for judged in self._judged.values():
             judged.accumulation.begin_commit()
+        if self._forgotten is not None:
+            self._forgotten.begin_commit()
         optimizers, self._undecided = [reference() for reference in self._undecided], []
         content = self._content() if optimizers else None
         for optimizer in optimizers:

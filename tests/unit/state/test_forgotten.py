@@ -47,6 +47,19 @@ def warnings_of(program: str, caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "is in no value of the state" in record.getMessage()]
 
 
+COPY = "import copy\ntarget = copy.deepcopy(model)\n"
+UPDATE = """
+@elastic.run
+def train(state):
+    for _ in range(9):
+        step()
+        with torch.no_grad():
+            for new, old in zip(target.parameters(), model.parameters()):
+                new.{update}
+        state.commit()
+
+train(state)
+"""
 STATE = "state = elastic.TorchState(model=model, optimizer=optimizer)\n"
 
 
@@ -81,6 +94,8 @@ STATE = "state = elastic.TorchState(model=model, optimizer=optimizer)\n"
             "        train(state)\nTraining().fit()",
             "self.schedule (StepLR) changes",
         ),
+        (f"{COPY}{STATE}{UPDATE.format(update='lerp_(old, 0.1)')}", "target (Linear) changes while the script trains"),
+        (f"{COPY}{STATE}{UPDATE.format(update='data.copy_(old)')}", "target (Linear) changes while the script trains"),
     ],
 )
 def test_one_that_the_state_lacks_is_named_once(program: str, begin: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -102,6 +117,8 @@ def test_one_that_the_state_lacks_is_named_once(program: str, begin: str, caplog
         f"{FUNCTION}train(state)",
         f"{STATE}@elastic.run\ndef train(state):\n    scheduler = StepLR(optimizer, 1)\n    step()\n\ntrain(state)",
         f"other = StepLR(SGD(nn.Linear(2, 2).parameters(), lr=0.1), 1)\n{STATE}{FUNCTION}train(state)",
+        f"{COPY}{STATE}{UPDATE.format(update='sum()')}",
+        f"import copy\nouter = nn.Sequential(model)\n{STATE}{FUNCTION}train(state)",
         f"scaler = torch.amp.GradScaler('cpu', enabled=False)\n{STATE}{FUNCTION}train(state)",
         "class Wrapper:\n    def __init__(self, of):\n        self.of = of\n"
         "    def state_dict(self):\n        return self.of.state_dict()\n"
