@@ -155,7 +155,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """End the tick of the last step. Return the batches of the next one as one item, and their number of labels."""
-        if not len(self._loader):
+        if not self._loader.steps_left:
             return [], None
         if self._ticked < self.state.global_step:
             self._end_tick()

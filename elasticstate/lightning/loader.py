@@ -60,7 +60,7 @@ class TrainingBatches:
         return self._loader.weight
 
     def __len__(self) -> int:
-        return self._fetched + len(self._loader)
+        return self._fetched + self._loader.steps_left
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)

@@ -33,6 +33,17 @@ _THEIRS = (
 """Options of DataLoader that do not change which batches it returns, nor their order; ``in_order=False`` does."""
 
 
+_NOW = (
+    "the loop over epoch %d has no batches left, because the last commit was made in it after the last batch. The code "
+    "after the loop runs now. To prevent that, commit after the loop instead of after the last batch: write "
+    "'if loader.steps_left: state.commit()' inside the loop, and state.commit() as the last statement of the epoch."
+)
+_AGAIN = (
+    "the loop over epoch %d has no batches left, because the last commit was made after it. The code after the loop "
+    "runs again. To prevent that, use loader.epochs(n), or increase your counter of epochs before that commit."
+)
+
+
 class _Part(NamedTuple):
     """One batch of this rank."""
 
@@ -80,11 +91,24 @@ class ElasticDataLoader(Position):
     ``for`` over the loader continues at the position of the commit. So end the tick (``commit``,
     ``check_host_updates``) after the current batch is trained, not before.
 
+    An epoch is over when its ``for`` has ended. The position in a commit shows which one it was:
+
+    - A commit inside the loop, also after the last batch, does not contain what the code after the loop does. If the
+      job goes back to it, ``epochs`` yields this epoch once more: the ``for`` has the batches that are left, perhaps
+      none, and the code after it runs. If that code cannot do without batches, leave out the commit after the last
+      batch (``if loader.steps_left: state.commit()``).
+    - A commit after the loop contains the whole epoch: ``epochs`` goes on with the next one. So let this commit be the
+      last statement of the epoch.
+
+    ``len(loader)`` is the number of steps of a whole epoch in the present world, also in the middle of an epoch, as for
+    a DataLoader of torch. ``steps_left`` is the number of those that are left.
+
     A loader that is in no state, as for a validation, begins its epoch again in another world.
 
-    The loader's state is (epoch, consumed, seed, length, shuffle): a few bytes for any number of samples. No collective
-    runs. The length of the data set belongs to the position: on a rank or after a restart with another length, loading
-    the state raises UsageError. Between two epochs, the data set may change, equally on all ranks.
+    The loader's state is (epoch, consumed, seed, length, shuffle), and ``over`` after the end of the loop: a few bytes
+    for any number of samples. No collective runs. The length of the data set belongs to the position: on a rank or
+    after a restart with another length, loading the state raises UsageError. Between two epochs, the data set may
+    change, equally on all ranks.
 
     ``batch_size`` counts the samples of one rank, so the world's batch grows with the world. ``global_batch_size``
     counts the samples of all ranks: step i then trains the same samples for any size of the world, and the loss follows
@@ -172,7 +196,8 @@ class ElasticDataLoader(Position):
         self.drop_last = drop_last
         self.weight, self.step_ends = 1.0, True
         self._rank, self._size = rank, size
-        self._ended_in_generation: int | None = None  # the generation in which a ``for`` reached the end of this epoch
+        self._is_over = False  # a ``for`` has reached the end of this epoch, perhaps in another process
+        self._ended_in_generation: int | None = None  # the generation in which one in this process did
         self._changes = 0  # counts loops over this loader, and changes of the position other than by them
         self._forked_for = (0, 0)  # the generation, and the length of the data set, of the last loop
         self._has_warned = False
@@ -189,15 +214,40 @@ class ElasticDataLoader(Position):
             self._go_to(epoch, 0)
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Yield the epochs from the present one to ``number - 1``, and begin each epoch before yielding it."""
+        """Yield the epochs from the present one to ``number - 1``, and begin each epoch before yielding it.
+
+        The present epoch is left out if its ``for`` has ended, here or in the worker that made the commit.
+        """
+        if self._is_over:
+            self.set_epoch(self.epoch + 1)
         while self.epoch < number:
             yield self.epoch
             self.set_epoch(self.epoch + 1)
 
     def __len__(self) -> int:
-        """Return the number of steps left in the epoch, for the present world."""
-        left, whole = self.length - self.consumed, self._step_size(self._size())
-        return left // whole if self.drop_last else -(-left // whole)
+        """Return the number of steps of a whole epoch in the present world, at any position in the epoch.
+
+        A step has one batch for each rank, or several with ``micro_batch_size``. In another world, ``batch_size``
+        gives another length, and ``global_batch_size`` the same one.
+        """
+        return self._steps(self.length)
+
+    @property
+    def steps_left(self) -> int:
+        """The number of steps that are left in the epoch, in the present world."""
+        return self._steps(self.length - self.consumed)
+
+    def _steps(self, samples: int) -> int:
+        whole = self._step_size(self._size())
+        return samples // whole if self.drop_last else -(-samples // whole)
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        return {**found, "over": True} if self._is_over else found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._is_over = state_dict.get("over", False)
 
     def __iter__(self) -> Iterator[Any]:
         if self._ended_in_generation == world_generation():
@@ -209,6 +259,8 @@ class ElasticDataLoader(Position):
             self._go_to(self.epoch, 0)  # a loader of a validation, which the end of the last world has interrupted
         self._changes += 1
         changes, length = self._changes, self._begin()
+        if self.consumed and not self.steps_left:
+            self._report_no_batches()
         self._random.manual_seed(self._seed_of_fetching())
         if self._forked_for != (world_generation(), length):
             end_persistent_workers(self._loader)  # they have the rank of the last world, and the data set as it was
@@ -228,7 +280,12 @@ class ElasticDataLoader(Position):
             if not self._is_kept and commits_begun() != commits:
                 self._warn()
         if self._changes == changes:
-            self._ended_in_generation = world_generation()
+            self._is_over, self._ended_in_generation = True, world_generation()
+
+    def _report_no_batches(self) -> None:
+        """Log why a loop has no batches: a script that divides by their number fails now."""
+        if self._rank() == 0:
+            logger.warning(_AGAIN if self._is_over else _NOW, self.epoch)
 
     def _warn(self) -> None:
         if not self._has_warned:
@@ -249,7 +306,7 @@ class ElasticDataLoader(Position):
 
     def _go_to(self, epoch: int, consumed: int, length: int | None = None) -> None:
         super()._go_to(epoch, consumed, length)
-        self._ended_in_generation = None
+        self._is_over, self._ended_in_generation = False, None
         self._changes += 1
 
     # ---------------------------------------------------------------------------------------------- shares of the ranks

@@ -81,7 +81,11 @@ class ElasticSampler(Position, Sampler[int]):
             yield from order.indices(epoch, position, count, size).tolist()
 
     def __len__(self) -> int:
-        """Return the number of indices that ``iter()`` would yield now."""
+        """Return the number of indices that ``iter()`` would yield now.
+
+        It becomes smaller with each ``record_batch``, and so does the length of a DataLoader with this sampler: it is 0
+        at the end of an epoch. ElasticDataLoader has the length of a whole epoch.
+        """
         remaining, size = self.length - self.consumed, self._size()
         return remaining // size if self.drop_last else share(remaining, self._rank(), size)
 

@@ -66,7 +66,7 @@ class World:
 
     def _steps(self, epoch: int) -> Iterator[None]:
         iterators = [iter(state.loader) for state in self.states]
-        left = [len(state.loader) for state in self.states]
+        left = [state.loader.steps_left for state in self.states]
         assert len(set(left)) == 1, "all ranks have as many steps to go"
         for _ in range(left[0]):
             weights = sum(map(self._one_step, self.states, iterators, repeat(epoch)))

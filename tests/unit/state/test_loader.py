@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -130,6 +130,139 @@ def test_the_epochs_go_on_from_the_present_one() -> None:
     assert seen == [0, 1, 2]
     state.restore()  # the last commit: all batches of the epoch are trained, but the epoch has not ended
     assert [epoch for epoch in state.loader.epochs(4) for _ in state.loader] == [3]
+
+
+def steps_of(state: TorchState, epochs: int) -> list[list[int]]:
+    """Train without commits. Return the epochs, and the number of batches in each."""
+    return [[epoch, len(trained(state.loader))] for epoch in state.loader.epochs(epochs)]
+
+
+@pytest.mark.parametrize("loop", [iter, enumerate, lambda loader: zip(loader, [None] * 9, strict=False)])
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"global_batch_size": 4, "micro_batch_size": 2}])
+def test_an_epoch_that_was_committed_after_its_loop_does_not_come_back(
+    loop: Callable[[ElasticDataLoader], Iterator[object]], options: dict[str, object]
+) -> None:
+    state = TorchState(loader=loader_at(9, 0, 1, **({"batch_size": 4} | options if len(options) < 2 else options)))
+    state.commit()
+    for epoch in state.loader.epochs(2):
+        for _ in loop(state.loader):
+            if epoch == 0:
+                state.commit()
+        if epoch == 0:
+            state.commit()
+    state.restore()  # the commit after the loop over epoch 0
+    newcomer = TorchState(loader=loader_at(9, 0, 1, **({"batch_size": 4} | options if len(options) < 2 else options)))
+    newcomer.loader.load_state_dict(state.loader.state_dict())
+    for each in (state, newcomer):
+        assert [epoch for epoch, _ in steps_of(each, 3)] == [1, 2]
+        assert steps_of(each, 3) == []
+
+
+def test_an_epoch_whose_last_epoch_is_over_yields_nothing() -> None:
+    state = TorchState(loader=loader_at(8, 0, 1, batch_size=4))
+    assert steps_of(state, 1) == [[0, 2]]
+    state.loader.set_epoch(0)
+    assert len(trained(state.loader)) == 2
+    state.commit()
+    state.restore()
+    assert steps_of(state, 1) == []
+
+
+def test_the_code_after_a_loop_runs_once_if_the_last_commit_was_made_in_the_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader = loader_at(8, 0, 1, batch_size=4)
+    state = TorchState(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, batches=0, means=[])
+    fails = True
+    while fails or not state.means:
+        for _ in state.loader.epochs(2):
+            for _ in state.loader:
+                optimizer.step()
+                state.batches += 1
+                state.commit()
+            scheduler.step()
+            if fails:
+                fails = False
+                state.restore()
+                assert not caplog.records
+                break
+            state.means = [*state.means, 8 / state.batches]
+            state.batches = 0
+            state.commit()
+    assert (state.means, optimizer.param_groups[0]["lr"]) == ([4.0, 4.0], 0.25)
+    (record,) = caplog.records
+    assert record.message.startswith("the loop over epoch 0 has no batches left, because the last commit was made in")
+
+
+def test_no_loop_comes_back_without_batches_if_no_commit_follows_the_last_batch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = TorchState(loader=loader_at(8, 0, 1, batch_size=4), ends=0)
+    fails, batches = True, []
+    while state.ends < 2:
+        for _ in state.loader.epochs(2):
+            batches.append(0)
+            for _ in state.loader:
+                batches[-1] += 1
+                if state.loader.steps_left:
+                    state.commit()
+            state.ends += 1
+            if fails:
+                fails = False
+                state.restore()
+                break
+            state.commit()
+    assert (batches, caplog.records) == ([2, 1, 2], [])
+
+
+def test_a_counter_of_epochs_that_is_committed_too_late_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    state = TorchState(loader=loader_at(8, 0, 1, batch_size=4), epoch=0)
+    for epoch in range(state.epoch, 1):
+        state.loader.set_epoch(epoch)
+        trained(state.loader)
+        state.commit()
+        state.epoch += 1
+    state.restore()
+    for epoch in range(state.epoch, 1):
+        state.loader.set_epoch(epoch)
+        assert trained(state.loader) == []
+    (record,) = caplog.records
+    assert "runs again. To prevent that, use loader.epochs(n), or increase your counter" in record.message
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_length_is_that_of_a_whole_epoch_in_the_present_world(size: int) -> None:
+    ranks, whole = [size], -(-100 // (10 * size))
+    loader = ElasticDataLoader(range(100), batch_size=10, rank=lambda: 0, size=lambda: ranks[0])
+    assert (len(loader), loader.steps_left) == (whole, whole)
+    for number, _ in enumerate(loader, 1):
+        assert (len(loader), loader.steps_left) == (whole, whole - number)
+    assert (len(loader), loader.steps_left) == (whole, 0)  # so that total / len(loader) is the mean
+    loader.set_epoch(1)
+    next(iter(loader))
+    ranks[0] = 3
+    assert (len(loader), loader.steps_left) == (4, -(-(100 - 10 * size) // 30))
+
+
+def test_a_schedule_of_epochs_times_the_length_ends_with_the_last_step() -> None:
+    loader = loader_at(50, 0, 1, batch_size=8)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    loader_part = iter(loader)
+    next(loader_part)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, epochs=2, steps_per_epoch=len(loader))
+    for _ in loader_part:
+        pass
+    loader.set_epoch(1)
+    for _ in range(2):
+        for _ in range(len(trained(loader))):
+            optimizer.step()
+            scheduler.step()
+        loader.set_epoch(2)
+    with pytest.raises(ValueError, match="Tried to step"):
+        scheduler.step()
 
 
 def test_an_epoch_that_is_over_must_not_be_taken_for_the_next_one() -> None:
