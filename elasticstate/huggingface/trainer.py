@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from transformers.trainer_callback import ExportableState
 
 import elasticstate as elastic
@@ -62,6 +64,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
 
     args: Any
     optimizer: Any
+    training_step: Any
     loss_is_scaled_for_ga: bool | None
     _loader: elastic.ElasticDataLoader
     _batches: TrainingLoader | None = None
@@ -179,6 +182,8 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
 
     def _next_step(self, batches: Iterator[Any]) -> Iterator[_MicroBatch]:
         for batch in batches:
+            if self.accelerator.device_placement:  # as a prepared DataLoader: an override may not call _prepare_inputs
+                batch = send_to_device(batch, self.accelerator.device, non_blocking=self.accelerator.non_blocking)
             yield _MicroBatch(batch, self._loader.weight)
             if self._loader.step_ends:
                 return
@@ -197,7 +202,7 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
             self.loss_is_scaled_for_ga = bool(given and part.weight)
             self._is_weighted = self.loss_is_scaled_for_ga
             with nullcontext() if number == len(inputs) - 1 else self.accelerator.no_sync(model):
-                loss = cast(Any, type(self)).training_step(self, model, part.batch, items)
+                loss = self._step_of_batch(model, part.batch, *([items] if self._passes_items else []))
             if not self._is_weighted:
                 raise UsageError(
                     f"training_step() of {type(self).__name__} does not divide the loss by "
@@ -248,6 +253,8 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
         if trial is not None:
             refuse("A hyperparameter search", "Run each trial as a job.")
         self._has_begun = True
+        self._step_of_batch = self.training_step  # perhaps the user's own, of the class or of this object
+        self._passes_items = _takes(self._step_of_batch, 3)
         self.training_step = self._train_on  # for the Trainer's loop, whose item is a step
         forget_preparation(self.model)
         if self.elastic.begun:
@@ -320,6 +327,15 @@ class ElasticTrainer(_Trainer):  # type: ignore[misc]
 
     def _stateful_callbacks(self) -> list[Any]:
         return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+
+def _takes(function: Callable[..., Any], number: int) -> bool:
+    """Return True if a call with so many positional arguments fits. Older overrides of training_step have two."""
+    try:
+        inspect.signature(function).bind(*range(number))
+    except TypeError:
+        return False
+    return True
 
 
 class _Callback(transformers.TrainerCallback):

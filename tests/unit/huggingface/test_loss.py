@@ -146,6 +146,40 @@ class LongerStep(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
+class ShortStep(Trainer):
+    """An override from the time before Transformers passed the number of labels."""
+
+    def training_step(self, model: Any, inputs: Any) -> Any:
+        return super().training_step(model, inputs)
+
+
+class AnyStep(Trainer):
+    """An override that passes on what it gets, as in TRL."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert (len(args), kwargs) == (3, {})
+        return super().training_step(*args, **kwargs)
+
+
+class ReplacedStep(Trainer):
+    """A Trainer whose step a library has replaced in the object."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls, step = 0, self.training_step
+
+        def counted(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            self.calls += 1
+            return step(model, inputs, num_items_in_batch)
+
+        self.training_step = counted
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().train(*args, **kwargs)
+        assert self.calls >= self.state.global_step > 0
+        return result
+
+
 class UnweightedStep(Trainer):
     """An override from the time before Transformers averaged over the batches of a step."""
 
@@ -233,6 +267,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "own_step": (llama, tokens(), OwnStep),
     "longer_step": (lambda: bert("SequenceClassification"), classes(), LongerStep),
     "longer_step_of_sums": (gpt2, tokens(), LongerStep),
+    "short_step": (llama, tokens(), ShortStep),
+    "short_step_of_classes": (lambda: bert("SequenceClassification"), classes(), ShortStep),
+    "any_step": (llama, tokens(), AnyStep),
+    "replaced_step": (llama, tokens(), ReplacedStep),
 }
 
 
@@ -247,6 +285,27 @@ def test_the_parts_of_a_step_change_neither_loss_nor_gradient(tmp_path: Path, na
 def test_models_that_count_labels_have_the_losses_of_the_plain_trainer(tmp_path: Path, make: Callable[[], Any]) -> None:
     plain, found = (curve(tmp_path, make, tokens(), (12, 2), kind) for kind in (transformers.Trainer, Trainer))
     assert found == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [gpt2, Ignoring])
+def test_a_step_of_the_users_own_gets_what_transformers_passes(tmp_path: Path, make: Callable[[], Any]) -> None:
+    def kind(base: Any) -> Any:
+        class Noted(base):  # type: ignore[misc]
+            def training_step(self, model: Any, *given: Any, **named: Any) -> Any:
+                inputs, items = given
+                what = {name: (value.tolist(), value.dtype) for name, value in inputs.items()}
+                count = None if items is None else (type(items), items.dtype, items.shape, items.item())
+                found.append((type(model), type(inputs), what, count, named))
+                return super().training_step(model, *given, **named)
+
+        return Noted
+
+    both = []
+    for base in (transformers.Trainer, Trainer):
+        found: list[Any] = []
+        curve(tmp_path, make, tokens(), (GLOBAL, 1), kind(base))
+        both.append(found)
+    assert both[0] == both[1]
 
 
 def test_a_step_of_the_users_own_must_weigh_its_loss(tmp_path: Path) -> None:
