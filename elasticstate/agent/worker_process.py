@@ -32,9 +32,8 @@ class Ending(NamedTuple):
 
 def environment_of_workers(passed_on: Iterable[tuple[str, str]], given: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Merge this process's environment, variables from the driver's host and the job's variables."""
-    # The stack of a segmentation fault shows its cause. torch's own log on a peer's death is a page of C++ frames for
-    # each peer; the worker's exception shows the same.
-    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    # The stack of a segmentation fault shows its cause.
+    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     return {**defaults, **inherited_environment(), **dict(passed_on), **dict(given)}
 
 

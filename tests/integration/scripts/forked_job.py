@@ -32,7 +32,7 @@ from elasticstate.worker import script, template
 
 PACKAGE = Path(elasticstate.__file__).parents[1]
 _PR_SET_PDEATHSIG = 1
-OF_WORKERS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+OF_WORKERS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 """Variables that the agent sets for its template process, and that are read when that starts."""
 _READ_BY_OTHERS = ("MPI4PY_RC_INITIALIZE", "MPI4PY_RC_FINALIZE", "HF_HUB_OFFLINE", r"AWS_\w+", r"FSSPEC_\w+")
 """Variables of modules that no template has imported."""
