@@ -23,7 +23,7 @@ from elasticstate.core.phases import Failure, Round, Together, Waiting
 from elasticstate.core.planned import drain_time
 from elasticstate.core.records import Draft, Worker
 from elasticstate.core.slots import newcomers, stop
-from elasticstate.core.texts import listed, number_of
+from elasticstate.core.texts import exception_line, listed, number_of
 from elasticstate.core.together import publish
 
 _REMEDY = (
@@ -109,11 +109,15 @@ def together_deadlines(d: Draft, phase: Together) -> Iterator[tuple[str, float]]
 def first_rounds(d: Draft) -> bool:
     """Rule of the phase Waiting while the kind of the command is unknown. Return True while a round ends."""
     present = d.ledger.round
-    if present is None or not (_await_exits(d, present) or _end_if_due(d, present)):
-        if present is not None:
-            _exits_awaited(d, present)
+    if present is None:
         return False
-    return d.ledger.round is not None or not isinstance(d.phase, Waiting)
+    if present.end:
+        ends = _await_exits(d, present)
+    else:
+        ends = _end_if_due(d, present)
+        if not ends:
+            _exits_awaited(d, present)
+    return ends and (d.ledger.round is not None or not isinstance(d.phase, Waiting))
 
 
 def waiting_plain(d: Draft, phase: Waiting) -> None:
@@ -148,6 +152,8 @@ def round_deadlines(d: Draft) -> Iterator[tuple[str, float]]:
     if present is None or present.end:
         return
     yield "end of the round", present.ends_at
+    if present.failure is not None:
+        return
     if not present.noticed:
         yield "notice of exits", present.exits_since + d.policy.waiting_notice_s
     draining = _draining(d)
@@ -194,7 +200,9 @@ def _end_if_due(d: Draft, present: Round) -> bool:
         present = replace(present, failure=failure, ends_at=min(present.ends_at, ends_at))
         d.update_ledger(round=present)
     draining = _draining(d)
-    if present.failure is not None and d.now >= present.ends_at:
+    if present.failure is not None:  # not ended by plan meanwhile: the slot of the failed worker is free, too
+        if d.now < present.ends_at:
+            return False
         _fail(d, present, present.failure)
     elif draining and d.now >= drain_time(d, draining):
         _change(d, present, listed(f"{worker.id} drains: {worker.draining}" for worker in draining))
@@ -263,14 +271,17 @@ def reattach_round(d: Draft, members: tuple[t.Placement, ...], absent: list[str]
 # ----------------------------------------------------------------------------------------------------- ends of rounds
 
 
-def _end(d: Draft, present: Round, cause: str) -> None:
-    """Stop all workers of the round. The next round starts when they have exited."""
+def _end(d: Draft, present: Round, cause: str, **attempt: object) -> None:
+    """Stop all workers of the round. The next round starts when they have exited.
+
+    ``attempt``: more fields of the event.
+    """
     for worker in _members(d):
         stop(d, worker, cause)
     for slot_id, slot in list(d.slots.items()):
         if slot.finished:
             d.put_slot(slot_id, finished=False)
-    d.note("end", cause=cause, at="now")
+    d.note("end", cause=cause, at="now", **attempt)
     d.update_ledger(round=replace(present, end=cause) if d.workers else None, is_broken=True)
     d.phase = Waiting(since=d.now) if isinstance(d.phase, Together) else d.phase
     d.reason = cause
@@ -291,7 +302,6 @@ def _fail(d: Draft, present: Round, failure: Failure) -> None:
     if failure.kind == "drain":
         _change(d, present, failure.cause.reason)
         return
-    _end(d, present, failure.cause.reason)
     lived_long = d.now - present.since >= long_s(d)
     row = 0 if lived_long else ledger.no_progress
     first = None if lived_long else ledger.no_progress_cause
@@ -304,8 +314,25 @@ def _fail(d: Draft, present: Round, failure: Failure) -> None:
         no_progress_cause=first,
         outage=failure.cause if _is_plain(d) else ledger.outage or failure.cause,
     )
-    if row >= policy.max_no_progress:
+    _end(d, present, failure.cause.reason, **_attempt(d, failure))
+    if row >= policy.max_no_progress and not restarts_are_limited(d):
         soon = f"less than {long_s(d):g} s after its start"
         fail_without_progress(d, f"no progress: {row} times in a row a worker failed {soon}", first)
     elif exceeded:
         fail_job(d, exceeded, failure.cause)
+
+
+def restarts_are_limited(d: Draft) -> bool:
+    """Return True if the user has chosen how often a script without ``run`` is started: no other limit counts then."""
+    return bool(d.policy.reset_limit) and d.policy.reset_window_s is None and d.ledger.kind != "elastic"
+
+
+def _attempt(d: Draft, failure: Failure) -> dict[str, object]:
+    """Return which attempt of how many has failed, and why. ``attempts`` is None where there is no limit."""
+    policy, ledger = d.policy, d.ledger
+    number, limit = ledger.restarts, None
+    if policy.reset_limit is not None:
+        number, limit = len(ledger.failed_at), policy.reset_limit + 1
+    elif failure.own_error:
+        number, limit = ledger.no_progress if _is_plain(d) else ledger.restarts, policy.max_no_progress
+    return {"attempt": number, "attempts": limit, "error": exception_line(failure.cause.error)}

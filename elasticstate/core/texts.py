@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 SHOWN = 16
+_RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # torch prints it before each line, if there is a process group
 _EXCEPTION = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*: ")
 
 
@@ -29,7 +30,7 @@ def ranks_text(ranks: Sequence[int | None]) -> str:
 
 def exception_line(error: str) -> str:
     """Return the line of a traceback, with or without stack, that has the exception; "" if it is another text."""
-    lines = error.rstrip().splitlines()
+    lines = _RANK.sub("", error.rstrip()).splitlines()
     if len(lines) == 1:
         return lines[0] if _EXCEPTION.match(lines[0]) else ""
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]

@@ -20,6 +20,7 @@ from elasticstate.core.plain import (
     has_finished,
     is_running,
     mixture,
+    restarts_are_limited,
     round_deadlines,
     waiting_plain,
     waiting_plain_deadlines,
@@ -56,9 +57,9 @@ def waiting(d: Draft, phase: Waiting) -> None:
         become_over(d, True)
     elif (misfit := misfits.of_newest_commit(d)) is not None:
         fail_job(d, "the newest commit does not fit the objects of a new process", misfit)
-    elif d.generation == 0 and every_worker_failed(d):
+    elif d.generation == 0 and not restarts_are_limited(d) and every_worker_failed(d):
         fail_job(d, "every worker failed before the first world", d.ledger.outage)
-    elif d.generation == 0 and (bad := failed_slots(d)):
+    elif d.generation == 0 and not restarts_are_limited(d) and (bad := failed_slots(d)):
         times = f"{d.policy.max_no_progress} times in a row"
         reason = f"{number_of(bad, 'slot')} failed {times} before the first world"
         fail_job(d, reason, d.ledger.outage)

@@ -80,6 +80,7 @@ class Report:
             "host_cooldown": lambda f: f"host {f['host']} is in cooldown for {f['seconds']:.1f} s: {f['reason']}",
             "agent_lost": lambda f: f"host {f['host']} lost: its agent {f['reason']}",
             "worker_exited": self._worker_exited,
+            "end": _failed_attempt,
             "worker_unresponsive": lambda f: f"{_slot_name(f['worker'])} is unresponsive: {f['reason']}",
             "waiting": _waiting,
             "stall": _stall,
@@ -263,6 +264,14 @@ def _failure(f: Fields, how: str) -> WorkerFailure:
 def _waiting(f: Fields) -> str:
     remedy = f". {f['remedy']}" if "remedy" in f else ""
     return f"waiting for {f['for']}; missing: {f['who']}{remedy}"
+
+
+def _failed_attempt(f: Fields) -> str:
+    """Return the line of a failed attempt to run a script without ``run``."""
+    if "attempt" not in f:
+        return ""
+    limit = "" if f["attempts"] is None else f" of {f['attempts']}"
+    return f"attempt {f['attempt']}{limit} failed: {f['cause']}{': ' + f['error'] if f['error'] else ''}"
 
 
 def _stall(f: Fields) -> str:

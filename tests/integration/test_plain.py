@@ -142,6 +142,9 @@ def test_an_error_of_the_script_restarts_all_up_to_the_limit_and_is_the_root_cau
     assert (cause["worker"], cause["rank"], cause["exit_code"]) == ("localhost:1#2", 1, 1)
     assert "ValueError: the script's own error" in job.output
     assert [e["generation"] for e in job.events("world_formed")] == [1, 2]
+    failed = [line for line in job.output.splitlines() if line.startswith("elasticrun: attempt")]
+    what = "failed: localhost:1#{} exited with 1: ValueError: the script's own error"
+    assert failed == [f"elasticrun: attempt {n} of 2 {what.format(n)}" for n in (1, 2)]
 
 
 def test_a_member_that_finishes_early_is_awaited(tmp_path: Path) -> None:

@@ -122,3 +122,43 @@ def test_a_worker_that_could_not_be_started_has_no_exit_code() -> None:
 def test_a_worker_that_is_ready_uses_run() -> None:
     m, _ = drive(TWO_START + "1.0 ready a:0#1", **SIZE)
     assert m.workers[t.WorkerId("a", 0, 1)].uses_run
+
+
+# ----------------------------------------------------------------- as often as torchrun, if the user has said how often
+
+
+def attempts(*fails: str, **policy: object) -> list[tuple[object, object, object]]:
+    """Let each attempt fail in the same way, until the job ends. Return what the events of the attempts say.
+
+    ``fails``: an event for each second, with N for the number of a worker in its slot.
+    """
+    m, effects = drive(TWO_START, **{**SIZE, "start_timeout_s": 10_000.0, **policy})
+    found: list[tuple[object, object, object]] = []
+    for number in range(1, 9):
+        begin = 100.0 * number
+        events = [fail.replace("N", str(number)) for fail in fails]
+        for at, event in [*enumerate(events), *((wait, "time") for wait in (5, 30, 60, 90))]:
+            m, effects = drive(f"{begin + at} {event}", m)
+            notes = [effect for effect in effects if isinstance(effect, t.Note) and effect.event == "end"]
+            found += [(note.get("attempt"), note.get("attempts"), m.ledger.restarts) for note in notes]
+            if any(isinstance(effect, t.EndJob) for effect in effects):
+                return found
+    raise AssertionError(found)
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        ["exit a:1#N code=1 + exit a:0#N code=1"],
+        ["exit a:1#N code=1", "time", "exit a:0#N signal=15"],
+        ["exit a:1#N signal=9", "time", "exit a:0#N signal=15"],
+        ["store-joined N", "exit a:1#N code=1", "exit a:0#N signal=15"],
+    ],
+)
+def test_a_script_without_run_is_started_as_often_as_the_user_has_said(fails: list[str]) -> None:
+    assert attempts(*fails, reset_limit=3) == [(n, 4, n) for n in range(1, 5)]
+
+
+def test_without_a_limit_of_the_users_own_an_attempt_counts_once() -> None:
+    found = attempts("exit a:1#N code=1", "time", "exit a:0#N signal=15")
+    assert found == [(1, 3, 1), (2, 3, 2)]  # the third one ends the job

@@ -34,6 +34,12 @@ def test_a_text_without_stack(error: str, line: str) -> None:
     assert exception_line(error) == line
 
 
+def test_the_ranks_before_the_lines_of_torchs_tracebacks_are_left_out() -> None:
+    lines = "".join(f"[rank12]: {line}\n" for line in trace(cause=False).splitlines())
+    assert exception_line(lines) == "RuntimeError: cannot connect"
+    assert exception_line("[rank1]: RuntimeError: bad\n") == "RuntimeError: bad"
+
+
 @pytest.mark.parametrize("cause", [False, True])
 def test_a_traceback_gives_the_first_line_of_its_last_exception(cause: bool) -> None:
     assert exception_line(trace(cause=cause)) == "RuntimeError: cannot connect"
