@@ -53,6 +53,7 @@ __all__ = [
     "environment_variable",
     "failure_text",
     "host",
+    "is_job",
     "job_id",
     "join",
     "join_fixed_world",
@@ -82,6 +83,11 @@ def host() -> str:
     if environment is not None:
         return environment.worker.host
     return place.host if place is not None else "localhost"
+
+
+def is_job() -> bool:
+    """Return True if ``elasticrun`` has started this worker, so that another process may continue its training."""
+    return worker_environment() is not None
 
 
 def job_id() -> str:

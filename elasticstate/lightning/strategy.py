@@ -12,6 +12,7 @@ from lightning.pytorch import strategies
 import elasticstate as elastic
 from elasticstate import extension
 from elasticstate.errors import UsageError
+from elasticstate.lightning.files import CheckpointFiles
 from elasticstate.lightning.loader import TrainingBatches
 from elasticstate.lightning.state import LightningState
 
@@ -95,6 +96,7 @@ class DDPStrategy(strategies.DDPStrategy):
         options.setdefault("init_sync", not state.resumes)
         super().__init__(cluster_environment=ElasticEnvironment(), **options)
         self.elastic_state = state
+        self.files = CheckpointFiles(extension.job_id() if extension.is_job() else None)
         self._loaded_in: int | None = None  # epoch in which Lightning has requested the training loader
         self._taken: dict[str, Any] | None = None  # a checkpoint that take_checkpoint is about to return
         self._module_tensors: dict[str, Any] = {}
@@ -178,12 +180,17 @@ class DDPStrategy(strategies.DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Rank 0 writes files. All ranks keep the checkpoint in memory."""
         if filepath != IN_MEMORY:
+            self.files.write(filepath, self.is_global_zero)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         # LightningState has the module. Tensors that a callback has put in their place, such as averages, stay here.
         own = self._module_tensors
         module = {name: tensor for name, tensor in checkpoint["state_dict"].items() if tensor is not own.get(name)}
         self._taken = {**checkpoint, "state_dict": module}
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if not self.files.remove(filepath, self.is_global_zero):
+            super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._is_resuming = checkpoint_path == IN_MEMORY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -60,6 +61,7 @@ class Trainer(pl.Trainer):
         _check_options(options)
         self._elastic_state, self._commit_every = state, commit_every
         self._last_step: int | None = None
+        self._files_at: dict[object, int] = {}  # for the last commits: how many changes to files they know
         self._ddp = _elastic_ddp(strategy, state)
         self._ddp.set_world_ranks()  # Lightning prints on rank 0, from now on
         options["callbacks"] = [*_checked_callbacks(options.get("callbacks")), _Resume(self._ddp)]
@@ -98,6 +100,7 @@ class Trainer(pl.Trainer):
         if self._elastic_state.resumes:
             ckpt_path, weights_only = IN_MEMORY, False
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+        self._ddp.files.settle(self._ddp.files.count)
 
     def end_tick(self) -> None:
         """End the tick of the previous batch. Do nothing if no optimizer has stepped since the last tick."""
@@ -112,9 +115,15 @@ class Trainer(pl.Trainer):
                 "batches": self._ddp.batches.state_dict(),
                 "dirpaths": [callback.dirpath for callback in _model_checkpoints(self)],
                 "logger_step": lightning_loops.logger_step(self),
+                "files": self._ddp.files.state_dict(),
             }
             state.keep(checkpoint)
+            count, before = self._ddp.files.count, state.commits[0]
             state.commit(every=self._commit_every)
+            newest, previous = state.commits
+            if newest != before:
+                self._files_at = {newest: count, previous: self._files_at.get(previous, 0)}
+                self._ddp.files.settle(self._files_at[previous])  # the others may lack the newest one
         self._last_step = step
 
 
@@ -131,6 +140,15 @@ class _Resume(pl.Callback):
             directories = state.checkpoint["elasticstate"]["dirpaths"]
             for callback, directory in zip(_model_checkpoints(trainer), directories, strict=False):
                 callback.dirpath = callback.dirpath or directory
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Undo what an attempt that was given up has done to checkpoint files."""
+        state, files, known = self._ddp.elastic_state, self._ddp.files, set[str]()
+        if state.resumes and "files" in state.checkpoint["elasticstate"]:  # not in commits of older versions
+            files.load_state_dict(state.checkpoint["elasticstate"]["files"])
+            known = _paths(state.checkpoint["callbacks"])
+        if trainer.is_global_zero:
+            files.undo([str(one.dirpath) for one in _model_checkpoints(trainer) if one.dirpath], known)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Continue the random numbers where the commit stands: Lightning has set the seed of seed_everything again.
@@ -150,6 +168,16 @@ class _Resume(pl.Callback):
 
     def on_predict_batch_start(self, *_: Any, **__: Any) -> None:
         self._ddp.elastic_state.progress()
+
+
+def _paths(callbacks: dict[str, Any]) -> set[str]:
+    """Return the paths of files in the states of callbacks, among other texts."""
+    found: set[str] = set()
+    for state in callbacks.values():
+        for value in state.values() if isinstance(state, dict) else ():
+            texts = value if isinstance(value, dict) else [value]
+            found.update(os.path.abspath(text) for text in texts if text and isinstance(text, str))
+    return found
 
 
 def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:

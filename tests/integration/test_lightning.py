@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from forks import PACKAGE, SCRIPTS
 from job import Hosts, Job, Line
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -215,3 +216,18 @@ def test_the_guide_shows_all_changed_lines() -> None:
     text = "\n".join(plain)
     compile(text, "plain", "exec")
     assert not re.search("elastic", text.split('"""')[2])
+
+
+@pytest.mark.parametrize("rank", [(), ("--rank", "0")], ids=["all", "one"])
+@pytest.mark.parametrize("place", ["validation", "saved"])
+def test_checkpoint_files_of_an_attempt_that_was_given_up_are_removed(
+    tmp_path: Path, place: str, rank: tuple[str, ...]
+) -> None:
+    files = tmp_path / "files"
+    script = [sys.executable, str(SCRIPTS / "lightning_checkpoints.py"), "--files", str(files), "--place", place, *rank]
+    with Job(tmp_path, "-np", "2", *OPTIONS, command=script) as job:
+        job.finish(0)
+    killed = [e["rank"] for e in job.events("worker_exited") if e["signal"] and e["generation"] == 1]
+    assert sorted(killed) == ([0] if rank else [0, 1])
+    expected = {"step=12.ckpt", "last.ckpt"} if place == "saved" else {f"step={n}.ckpt" for n in range(2, 13, 2)}
+    assert {path.name for path in files.iterdir()} == expected
