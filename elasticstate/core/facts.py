@@ -6,6 +6,7 @@ another generation, or in an impossible order.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from math import inf
 
@@ -20,6 +21,9 @@ from elasticstate.core.stall_check import call_reported
 from elasticstate.core.standstill import where_reported
 from elasticstate.core.stragglers import pace_reported
 from elasticstate.exit_status import how_it_ended
+
+_CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT))
+"""Signals by which a process ends itself: an error of the script. Others come from outside."""
 
 EXIT_0 = "exited with 0 without returning from train"
 
@@ -194,7 +198,7 @@ def _member_of_round_exited(d: Draft, worker: Worker, event: t.WorkerExited, cau
     if d.breaks(worker):
         d.update_ledger(is_broken=True)
     if has_failed:
-        own_error = bool(cause.exit_code) and cause.signal is None
+        own_error = cause.signal in _CRASHES if cause.signal is not None else bool(cause.exit_code)
         d.broken.append(Failure(cause, "drain" if worker.draining else "own", own_error and not worker.draining))
     elif not is_stopped:
         d.put_slot(worker.id.slot_id, finished=True)

@@ -35,7 +35,7 @@ class Failure:
 
     cause: RootCause
     kind: FailureKind
-    own_error: bool = False  # an exit with a code other than 0, without a signal
+    own_error: bool = False  # an exit with a code other than 0, without a signal; of plain workers also a crash
     hang: bool = False  # no tick for --hang-timeout
 
 

@@ -159,6 +159,17 @@ def test_a_script_without_run_is_started_as_often_as_the_user_has_said(fails: li
     assert attempts(*fails, reset_limit=3) == [(n, 4, n) for n in range(1, 5)]
 
 
+@pytest.mark.parametrize(("how", "number"), [("code=1", 3), ("signal=11", 3), ("signal=6", 3)])
+def test_without_a_limit_of_the_users_own_three_errors_in_a_row_end_the_job(how: str, number: int) -> None:
+    found = attempts("store-joined N", f"exit a:1#N {how}", "exit a:0#N signal=15")
+    assert found == [(n, number, n) for n in range(1, number + 1)]
+
+
+def test_a_kill_from_outside_is_no_error_of_the_script() -> None:
+    with pytest.raises(AssertionError, match="8, None, 8"):  # the job goes on
+        attempts("store-joined N", "exit a:1#N signal=9", "exit a:0#N signal=15")
+
+
 def test_without_a_limit_of_the_users_own_an_attempt_counts_once() -> None:
     found = attempts("exit a:1#N code=1", "time", "exit a:0#N signal=15")
     assert found == [(1, 3, 1), (2, 3, 2)]  # the third one ends the job
