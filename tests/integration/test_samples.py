@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections import Counter
@@ -72,3 +73,25 @@ def test_every_sample_counts_once_in_each_epoch_of_a_job_with_many_changes(tmp_p
         assert sum(event["signal"] == signal.SIGKILL for event in job.events("worker_exited")) >= CHANGES // 4
         assert len(job.events("world_formed")) > CHANGES
         assert trained_once(job) >= 2
+
+
+@pytest.mark.parametrize("counter", [[], ["--counter"]], ids=["epochs", "counter"])
+@pytest.mark.parametrize(
+    ("place", "commits", "lines"),
+    [
+        ("loop", "every_batch", ["0: 5", "1: 0", "2: 5"]),  # the code after the loop is not in the commit
+        ("loop", "not_the_last", ["0: 5", "1: 1", "2: 5"]),
+        ("commit", "every_batch", ["0: 5", "1: 5", "2: 5"]),
+        ("commit", "none", ["0: 5", "1: 5", "2: 5"]),
+    ],
+)
+def test_the_code_after_each_epoch_counts_once(
+    tmp_path: Path, place: str, commits: str, lines: list[str], counter: list[str]
+) -> None:
+    script = [sys.executable, str(SCRIPTS / "epoch_end.py"), "--place", place, "--commits", commits, *counter]
+    with Job(tmp_path, "-np", "2", "--min-np", "1", command=script) as job:
+        job.finish(0)
+    found = re.findall(r"epoch (\d: \d) batches of (\d)", job.output)
+    assert found == [(line, "5") for line in lines]
+    assert "ends [(0, 5), (1, 5), (2, 5)], 3 steps of the scheduler" in job.output
+    assert ("the loop over epoch 1 has no batches left" in job.output) == (lines[1] == "1: 0")
