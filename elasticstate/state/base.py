@@ -25,7 +25,7 @@ from elasticstate.state.live_state import LiveState
 from elasticstate.state.quick_capture import QuickCapture
 from elasticstate.state.search import contained_in, search
 from elasticstate.state.value_names import Kinds
-from elasticstate.state.values import Captured, Parts, Tree
+from elasticstate.state.values import CANNOT_BE_PICKLED, Captured, Parts, Tree, dumps
 
 _CALL_S = 1e-6  # time of a call of commit() that does not save
 
@@ -128,6 +128,18 @@ class State(Joinable):
     def _step_sources(self) -> Mapping[str, object] | None:
         """Return the values in which StepCheck looks for optimizers; None: they may be elsewhere."""
         return None
+
+    def _require_picklable(self) -> None:
+        """Raise StateError if a plain value can never be committed, before this worker enters a world.
+
+        In the first world only the root commits, so its error would be a failed world for the others, which would try
+        again.
+        """
+        try:
+            dumps(self._pickled())
+        except StateError as error:
+            if isinstance(error.__context__, CANNOT_BE_PICKLED):  # others may depend on the world
+                raise
 
     def _drop_gradients(self) -> None:
         """Set gradients to None. See Committer.drop_gradients."""

@@ -167,6 +167,9 @@ def alike(target: Array, value: Array) -> bool:
 
 # ----------------------------------------------------------------------------------------------------------- objects
 
+CANNOT_BE_PICKLED = (TypeError, pickle.PicklingError)
+"""Errors of pickle itself, which have no line of the script."""
+
 
 def dumps(objects: dict[str, Any]) -> bytes:
     """Pickle objects by reference where possible. All workers run the same script, so classes keep their identity.
@@ -191,7 +194,7 @@ def _made_picklable(name: str, value: object) -> object:
             f"state.{name} cannot be committed, because it contains a value that cannot be pickled "
             f"({type(value).__name__}: {error}). Keep the value outside the state, or give its class __reduce__, or "
             "state_dict() and load_state_dict()."
-        ) from error
+        ) from (None if isinstance(error, CANNOT_BE_PICKLED) else error)
 
 
 class _Boxed:

@@ -213,6 +213,8 @@ class WorkerLoop:
             _freeze_memory()
         may_adopt = not has_joined and not self._environment.one_copy
         self._resume(may_adopt)
+        if self._committer.commits[0] is None:
+            self._state._require_picklable()
         self._sentinel.record_commits(*self._committer.commits)
 
     def _resume(self, may_adopt: bool) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 import threading
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
+from elasticstate import present_world
 from elasticstate.config import WorkerEnvironment
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.errors import HostsUpdatedInterrupt, StateError, UsageError
@@ -238,3 +240,19 @@ def test_a_state_that_comes_first_in_a_join_context_is_refused() -> None:
             state.commit()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("value", [open(os.devnull, "a"), threading.Lock(), (step for step in range(3))])  # noqa: SIM115
+def test_a_value_that_can_never_be_committed_is_refused_before_the_first_world(value: object) -> None:
+    """In the world only the root would commit, and the other ranks would try again."""
+    with pytest.raises(StateError, match=r"state\.mine cannot be committed, .* cannot be pickled"):
+        ObjectState(mine=value, step=0)._require_picklable()
+
+
+def test_values_whose_pickling_needs_a_world_are_not_refused() -> None:
+    class OfTheWorld:
+        def __reduce__(self) -> tuple[object, ...]:
+            return int, (present_world.rank(),)
+
+    ObjectState(mine=OfTheWorld(), call=lambda: 1, step=0)._require_picklable()
+    TorchState(model=torch.nn.Linear(1, 1), step=0)._require_picklable()
