@@ -7,6 +7,20 @@ from signal import Signals
 OUT_OF_MEMORY = "out of memory"
 """Begin of the line in the error of a worker that the kernel has killed because its memory was used up."""
 
+NO_WORLD_HINT = (
+    "elasticrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and similar variables for each world. They exist only "
+    "inside a function decorated with @elasticstate.run.\n"
+    "Move the training into such a function, with init_device_mesh(), fully_shard() and DistributedDataParallel, and "
+    "remove init_process_group(): the default process group exists there.\n"
+    "Before the first world, elasticstate.local_rank() and elasticstate.device() can be called. See MIGRATION.md, "
+    "'From torchrun'."
+)
+NO_GROUP_HINT = (
+    "With elasticstate.run, the default process group exists only inside the decorated function. Create "
+    "DistributedDataParallel there, and call torch.distributed there. A script without run calls init_process_group()."
+)
+"""End of the error of a worker that expected a world, or a process group, where none exists."""
+
 
 def signal_name(number: int) -> str:
     """Return the name of a signal: ``SIGKILL`` for 9."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from elasticstate import error_file
 from elasticstate.agent.worker_process import Ending
 from elasticstate.error_file import WorkerError
-from elasticstate.exit_status import OUT_OF_MEMORY
+from elasticstate.exit_status import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -23,21 +23,9 @@ _NO_WORLD = re.compile(
     r"( expected, but not set|'$)",
     re.MULTILINE,
 )
-_NO_WORLD_HINT = (
-    "elasticrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and similar variables for each world. They exist only "
-    "inside a function decorated with @elasticstate.run.\n"
-    "Move the training into such a function, with init_device_mesh(), fully_shard() and DistributedDataParallel, and "
-    "remove init_process_group(): the default process group exists there.\n"
-    "Before the first world, elasticstate.local_rank() and elasticstate.device() can be called. See MIGRATION.md, "
-    "'From torchrun'."
-)
 
 # DistributedDataParallel and most functions of torch.distributed. torch's own advice fits scripts without run only.
 _NO_GROUP = "Default process group has not been initialized"
-_NO_GROUP_HINT = (
-    "With elasticstate.run, the default process group exists only inside the decorated function. Create "
-    "DistributedDataParallel there, and call torch.distributed there. A script without run calls init_process_group()."
-)
 
 
 def cause_of_death(
@@ -60,7 +48,7 @@ def cause_of_death(
 
 def _with_hint(text: str) -> str:
     """Append advice to the error text if the worker expected a world where none exists."""
-    hint = _NO_WORLD_HINT if _NO_WORLD.search(text) else _NO_GROUP_HINT if _NO_GROUP in text else ""
+    hint = NO_WORLD_HINT if _NO_WORLD.search(text) else NO_GROUP_HINT if _NO_GROUP in text else ""
     return f"{text.rstrip()}\n{hint}" if hint else text
 
 

@@ -14,7 +14,7 @@ from elasticstate.core.figures import JobFigures, losses_text
 from elasticstate.core.texts import listed, number_of, ranks_text
 from elasticstate.core.types import CommitId, RootCause, WorkerId
 from elasticstate.errors import OptionError
-from elasticstate.exit_status import OUT_OF_MEMORY, status_of
+from elasticstate.exit_status import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY, status_of
 from elasticstate.failures import WorkerFailure
 from elasticstate.machine import format_bytes
 from elasticstate.terminal import message
@@ -64,6 +64,7 @@ class Report:
         self._warned: set[str] = set()  # warnings of agents that were logged
         self.failures: list[WorkerFailure] = []  # the first failures of workers
         self._world = ""  # log line of a world in which training has not resumed yet
+        self._has_world = False  # a world has been formed
         self._reason = ""
         self.terminal = Writer(2)
         self._watcher: Watcher | None = None
@@ -162,9 +163,21 @@ class Report:
             return ""
         rank = f" (rank {f['rank']})" if f["rank"] is not None else ""
         why = [f": {line}" for line in str(f["error"]).splitlines() if line.startswith(OUT_OF_MEMORY)]
-        return f"{_slot_name(f['worker'])}{rank} ended: {how}{why[-1] if why and f['signal'] is not None else ''}"
+        why = why if f["signal"] is not None else self._advice(f)
+        return f"{_slot_name(f['worker'])}{rank} ended: {how}{why[-1] if why else ''}"
+
+    def _advice(self, f: Fields) -> list[str]:
+        """Return what a new worker of a running job lacks, once: the job goes on, so no root cause says it."""
+        found = [
+            hint for hint in (NO_WORLD_HINT, NO_GROUP_HINT) if hint in str(f["error"]) and hint not in self._warned
+        ]
+        if not self._has_world:
+            return []
+        self._warned.update(found)
+        return [f":\n{hint}" for hint in found]
 
     def _world_formed(self, f: Fields) -> str:
+        self._has_world = True
         last, self._world = self._world, ""
         first = f["generation"] <= 1
         text = f"generation {f['generation']}: {number_of(f['size'], 'worker')} on {number_of(f['hosts'], 'host')}"

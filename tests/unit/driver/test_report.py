@@ -15,6 +15,7 @@ from elasticstate.core.time_account import Times
 from elasticstate.core.types import RootCause, WorkerId
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.errors import OptionError
+from elasticstate.exit_status import NO_WORLD_HINT
 from elasticstate.failures import WorkerFailure
 
 STARTED = {"generation": 0, "np": 4, "min_np": 2, "max_np": None}
@@ -59,6 +60,20 @@ def test_the_terminal_says_that_memory_was_used_up(
     for worker, code, signal in (("b:1#1", None, 9), ("b:2#1", 1, None)):
         report.event("worker_exited", {**exited(worker, 3, code, signal), "error": f"its stderr\n{killed}"})
     assert logged(report, capfd) == [f"b:1 (rank 3) ended: SIGKILL: {killed}", "b:2 (rank 3) ended: exit code 1"]
+
+
+def test_a_new_worker_of_a_running_job_that_expects_a_world_is_told_what_to_change_once(
+    open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = open_report()
+    failed = {**exited("b:1#1", None, 1, None), "error": f"KeyError: 'RANK'\n{NO_WORLD_HINT}"}
+    report.event("worker_exited", failed)  # before the first world: the root cause says it
+    report.event("world_formed", formed(1, 4, 2, ["a:0#1"], []))
+    report.event("worker_exited", failed)
+    report.event("worker_exited", failed)
+    ends = [line for line in logged(report, capfd) if "generation" not in line]
+    advice = [f"  {line}" for line in NO_WORLD_HINT.splitlines()]
+    assert ends == ["b:1 ended: exit code 1", "b:1 ended: exit code 1:", *advice, "b:1 ended: exit code 1"]
 
 
 def test_a_recovery_is_one_line(open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]) -> None:
