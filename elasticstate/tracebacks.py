@@ -1,6 +1,7 @@
-"""Tracebacks of errors that a script has caused: they end at the line of the script.
+"""Tracebacks of errors that a script has caused: they have the lines of the script.
 
-The message of such an error names the problem and the remedy. The frames of this package only hide the message.
+The message of a wrong use names the problem and the remedy. The frames of this package only hide the message. In an
+error of the script's own function they only show that ``run`` has called it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from traceback import StackSummary, TracebackException
 from types import TracebackType
 
@@ -22,12 +24,20 @@ def text_of(error: BaseException) -> str:
     """Return the traceback as text, without frames of this package if the script has caused the error."""
     found = TracebackException.from_exception(error)
     if not isinstance(error, _CAUSED_BY_THE_SCRIPT):
+        calls = _calls_of_the_script([frame.filename for frame in found.stack])
+        found.stack[:] = [frame for index, frame in enumerate(found.stack) if index not in calls]
         return "".join(found.format())
     frames = [frame for frame in found.stack if not frame.filename.startswith(_PACKAGE)]
     while frames and _OPTIMIZERS in frames[-1].filename:  # which call the hook that raises the error
         del frames[-1]
     found.stack[:] = frames
     return "".join(found.format() if found.stack else found.format_exception_only())
+
+
+def _calls_of_the_script(files: Sequence[str]) -> set[int]:
+    """Return the indices of the frames of this package that have only called the script's function."""
+    of_others = [index for index, file in enumerate(files) if not file.startswith(_PACKAGE)]
+    return set(range(of_others[-1])) - set(of_others) if of_others else set()
 
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -58,13 +68,27 @@ def _is_machinery(path: str) -> bool:
 
 @functools.cache
 def install() -> None:
-    """Print uncaught errors by :func:`text_of` if the script has caused them. Leave others to the previous hook."""
+    """Print uncaught wrong uses by :func:`text_of`. Leave other errors to the previous hook."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, _CAUSED_BY_THE_SCRIPT):
             sys.stderr.write(text_of(error))
         else:
-            previous(kind, error, trace)
+            error.__traceback__ = _without_calls_of_the_script(trace)
+            previous(kind, error, error.__traceback__)
 
     sys.excepthook = hook
+
+
+def _without_calls_of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    calls = _calls_of_the_script([entry.tb_frame.f_code.co_filename for entry in entries])
+    rest = None
+    for index, entry in reversed(list(enumerate(entries))):
+        if index not in calls:
+            rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return rest

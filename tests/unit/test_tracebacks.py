@@ -1,4 +1,4 @@
-"""Tracebacks of errors that a script has caused have no frames of the package; other tracebacks are complete."""
+"""Tracebacks of errors that a script has caused have no frames of the package; those inside it are complete."""
 
 from __future__ import annotations
 
@@ -39,6 +39,24 @@ def test_the_traceback_of_an_optimizers_hook_ends_in_the_script() -> None:
 
 def test_the_traceback_of_another_error_is_complete() -> None:
     assert "kinds.py" in tracebacks.text_of(raised(lambda: kinds.SECONDS.parse("x")))
+
+
+SCRIPT = """
+import elasticstate as elastic
+
+@elastic.run
+def train(state):
+    raise ValueError("bad sample")
+
+train(elastic.ObjectState(step=0))
+"""
+
+
+def test_an_error_of_the_scripts_function_is_printed_without_the_loop_that_calls_it() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == "ValueError: bad sample"
+    assert "in train" in done.stderr
+    assert "elasticstate" not in done.stderr
 
 
 def test_without_a_frame_of_the_script_only_the_message_remains() -> None:
