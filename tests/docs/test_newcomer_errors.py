@@ -33,6 +33,8 @@ def test_each_mistake_prints_what_the_page_shows() -> None:
 def test_a_block_begins_with_the_root_cause() -> None:
     assert shown(f"elasticrun: job a\n{ROOT_CAUSE} b\n  c\n") == f"{LEFT_OUT}\n{ROOT_CAUSE} b\n  c"
     assert shown("elasticrun: COMMAND is missing\n") == "elasticrun: COMMAND is missing"
+    usual = "elasticrun: host localhost added: 2 slots\nelasticrun: generation 1: 2 workers on 1 host\n"
+    assert shown(f"{usual}elasticrun: generation 2: 1 worker\n") == f"{LEFT_OUT}\nelasticrun: generation 2: 1 worker"
 
 
 def test_lines_are_compared_without_order_times_and_slots() -> None:
