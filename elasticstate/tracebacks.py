@@ -59,6 +59,11 @@ def line_of(stack: StackSummary) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}{line}"[:_LONGEST_LINE]
 
 
+def is_of_the_script(path: str) -> bool:
+    """Return True for a file that is neither of this package, nor of torch or the standard library, nor installed."""
+    return not _is_machinery(path) and _INSTALLED not in path
+
+
 def _is_machinery(path: str) -> bool:
     """Return True for a file of this package, of torch, or of the standard library."""
     if _INSTALLED in path:

@@ -58,6 +58,7 @@ class CommitWriter:
         self.loaded: dict[str, Any] | None = None
         """Between two calls of ``train``: copies of the states that objects with iterators have loaded, by name."""
         self._has_trained = False  # ``train`` was called in this process
+        self.after_tick: Callable[[], None] | None = None  # at the begin of a later call: judges its loops
         self.before_commit: Callable[[], None] | None = None  # while a training function runs: judges its optimizers
 
     # ----------------------------------------------------------------------------------------------- storage and world
@@ -183,6 +184,8 @@ class CommitWriter:
         except HostsUpdatedInterrupt:
             self.settle()  # the script's finally clauses, which run now, may write what is being copied
             raise
+        if self.after_tick is not None:
+            self.after_tick()
 
     def commit_last_tick(self) -> None:
         """After a failure: make the last tick a commit, if the live state is proven to be the state of that tick.

@@ -42,6 +42,7 @@ from elasticstate.present_world import WorldView
 from elasticstate.state import durable_state
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.committer import Committer
+from elasticstate.state.repeat_check import RepeatCheck
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.step_check import StepCheck
 from elasticstate.tracebacks import text_of
@@ -72,6 +73,7 @@ class WorkerLoop:
 
     _state: State
     _committer: Committer
+    _repeats: RepeatCheck
     _train: Callable[[], Any]
     _handler: ErrorHandler
 
@@ -132,10 +134,12 @@ class WorkerLoop:
         """
         self._state = state
         self._committer = committer_of(state)
+        self._repeats = RepeatCheck(state)
         self._train = train
         self._handler = handler
         with self._recording():
             self._prepare(warmup)
+            self._repeats.restored(self._committer.commits[0])
             while (outcome := self._run_generation()) is not _Outcome.FINISHED:
                 self._recover(outcome)
             self._pass_gate()
@@ -252,7 +256,7 @@ class WorkerLoop:
             self._committer.continue_iterators()
             self._torch_modes = self._torch_modes or TorchModes()
             self._sentinel.begin_training()
-            with OwnProcessGroups(), StepCheck(self._state):
+            with OwnProcessGroups(), StepCheck(self._state), self._repeats:
                 self._result = self._train()
             self._session.check_collectives()  # the function may have caught the end of this generation
             self._committer.settle()
@@ -364,6 +368,7 @@ class WorkerLoop:
             if not self._is_behind and not self._sentinel.has_interrupted:
                 self._committer.commit_last_tick()
             self._restore()
+        self._repeats.restored(self._committer.commits[0])
 
     def _save(self) -> bool:
         """Make sure that this worker holds the commit of the tick where all members leave. Return False if it does not.
