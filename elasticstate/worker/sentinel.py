@@ -53,6 +53,7 @@ class Severable(Protocol):
 
 _SWEEP_INTERVAL_S = 0.003
 _WATCH_INTERVAL_S = 1.0
+_WARN_OF_GOING_ON_S = 5.0  # after the end of the generation
 _LONGEST_STACK = 4000  # characters
 
 
@@ -304,11 +305,22 @@ class Sentinel:
         """Replace this process if its script has caught the error of a collective, and has gone on for long after the
         end of the generation, without the end of a tick, where ``refuse`` does that.
         """
-        if has_left.wait(self._most_refusals_s):
-            return
+        began_at, has_warned = time.monotonic(), False
         while not has_left.wait(_WATCH_INTERVAL_S):
-            if sockets.failures() and not standard_library.handles_exception(threading.main_thread()):
+            passed_s = time.monotonic() - began_at
+            if not sockets.failures() or standard_library.handles_exception(threading.main_thread()):
+                continue
+            if passed_s > self._most_refusals_s:
                 exit_for_replacement("the script has caught the error of a collective, and has gone on without a tick")
+            if passed_s > _WARN_OF_GOING_ON_S and not has_warned:
+                has_warned = True
+                logger.warning(
+                    "a collective of this world failed %.0f s ago, and the script goes on without a tick. If it has "
+                    "caught the error, with a bare except or except RuntimeError, it must raise it again. The others "
+                    "wait, and after %g s this worker is replaced.",
+                    passed_s,
+                    self._most_refusals_s,
+                )
 
     def _report_hang(self, generation: int) -> None:
         """Report where this worker was when the generation ended, if that was because it hangs.

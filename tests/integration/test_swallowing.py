@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -46,8 +47,9 @@ def test_a_collective_that_was_late_has_failed(tmp_path: Path) -> None:
 
 def test_a_script_that_tries_again_for_ever_is_replaced(tmp_path: Path) -> None:
     """It never comes to the end of a tick, where it would get another error."""
-    job = run(tmp_path, "ever", "--regroup-timeout", "3")
+    job = run(tmp_path, "ever", "--regroup-timeout", "8")
     assert "the script has caught the error of a collective, and has gone on without a tick" in job.output
+    assert re.search(r"failed \d+ s ago, and the script goes on without a tick\..* after 8 s this worker", job.output)
 
 
 @pytest.mark.parametrize("mode", ["own", "ended"])
