@@ -174,11 +174,10 @@ class RepeatCheck:
         if isinstance(loop.node, ast.For):
             if self._depends_on_the_state(expression, loop):
                 return ""
-            names = [ast.unparse(loop.node.target)]
-            if last is None and self._resumed is not None and now.get(names[0]) == 0 and self._before == {}:
-                return self._repeats(loop, names[0], 0, f"commit {self._resumed}")  # of a process that is gone
-        else:
-            names = [ast.unparse(node) for node in ast.walk(expression) if isinstance(node, ast.Name | ast.Attribute)]
+            name = ast.unparse(loop.node.target)
+            if last is None and self._resumed is not None and now.get(name) == 0 and self._before == {}:
+                return self._repeats(loop, name, 0, f"commit {self._resumed}")  # of a process that is gone
+        names = _counters_of(loop.node)
         changed = [name for name in names if name in old and name in now and old[name] != now[name]]
         if not changed or any(now[name] > old[name] for name in changed):
             return ""
@@ -271,12 +270,9 @@ class RepeatCheck:
         """
         outer: list[object] = []
         for loop in nest:
-            if not isinstance(loop.node, ast.For):
-                return ""
-            iterated = ast.unparse(_unwrapped(loop.node.iter))
             last = self._last.frames.get(loop.frame.f_code) if self._last is not None else None
             loader = _loader_of(loop)
-            if loader is not None and last is not None and self._begins_again(loop, iterated, last):
+            if loader is not None and last is not None and self._begins_again(loop, last):
                 is_same, self._epoch = self._epoch == [id(loader), *outer], [id(loader), *outer]
                 return is_same * (
                     f"{_where(loop)} has begun an epoch of a DataLoader again in generation "
@@ -284,17 +280,19 @@ class RepeatCheck:
                     "twice. Iterate over an elasticstate.ElasticDataLoader in the state, which continues in the middle "
                     "of an epoch, or commit once per epoch."
                 )
-            number = _numbers(loop.frame).get(ast.unparse(loop.node.target))
-            if number is None:
+            numbers = _numbers(loop.frame)
+            counters = {name: numbers[name] for name in _counters_of(loop.node) if name in numbers}
+            if not counters:
                 return ""
-            outer.append(number)
+            outer.append(counters)
         return ""
 
-    def _begins_again(self, loop: _Loop, iterated: str, last: _Place) -> bool:
+    def _begins_again(self, loop: _Loop, last: _Place) -> bool:
         """Return True if the loop over a loader was left in its middle, and now has the data set that it had before."""
         if any(isinstance(node, ast.Continue) for node in ast.walk(loop.node)):  # may skip what is trained
             return False
-        length = f"len({iterated}.dataset)"
+        assert isinstance(loop.node, ast.For), "it iterates over a loader"
+        length = f"len({ast.unparse(_unwrapped(loop.node.iter))}.dataset)"
         was_inside = loop.node.lineno <= last.line <= (loop.node.end_lineno or 0)
         return was_inside and last.numbers.get(length) == _numbers(loop.frame).get(length)
 
@@ -425,6 +423,13 @@ def _bounds_of(loop: ast.For | ast.While) -> ast.expr | None:
         return loop.test
     call = _unwrapped(loop.iter)
     return loop.iter if isinstance(call, ast.Call) and _name(call.func) in ("range", "trange") else None
+
+
+def _counters_of(loop: ast.For | ast.While) -> list[str]:
+    """Return the expressions that may count the iterations."""
+    if isinstance(loop, ast.For):
+        return [ast.unparse(loop.target)]
+    return [ast.unparse(node) for node in ast.walk(loop.test) if isinstance(node, ast.Name | ast.Attribute)]
 
 
 def _unwrapped(expression: ast.expr) -> ast.expr:

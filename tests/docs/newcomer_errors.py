@@ -211,6 +211,8 @@ CASES = {
     "rank-outside": Case(1),
     "group-left-in": Case(1),
     "rank-variable": Case(0),
+    "range-epochs": Case(0),
+    "sampler-inside": Case(0),
     "no-commit": Case(0),
     "bare-except": Case(0),
     "one-raises": Case(0),

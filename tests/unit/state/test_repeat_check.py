@@ -309,6 +309,16 @@ def of_a_plain_loader_once_per_epoch(state: State, step: Step) -> None:
                 state.commit()
 
 
+def of_a_plain_loader_at_its_end(state: State, step: Step) -> None:
+    loader = DataLoader(DATA, 16)
+    while state.epoch < 5:
+        for batch, _ in enumerate(loader):
+            step()
+            if batch == len(loader) - 1:
+                state.epoch += 1
+                state.commit()
+
+
 def of_a_plain_loader_that_skips(state: State, step: Step) -> None:
     loader = DataLoader(DATA, 16)
     for state.epoch in range(state.epoch, 5):  # noqa: B020
@@ -419,6 +429,7 @@ def nested() -> State:
                 steps_within_an_epoch,
                 phases,
                 of_a_plain_loader_once_per_epoch,
+                of_a_plain_loader_at_its_end,
                 of_a_plain_loader_that_skips,
                 of_the_rest,
                 with_a_sampler_of_its_own,
@@ -456,8 +467,20 @@ def of_a_plain_loader(state: State, step: Step) -> None:
             state.commit()
 
 
-def test_commits_within_an_epoch_of_a_plain_loader_are_warned_of(logged: list[str]) -> None:
-    run(counted, of_a_plain_loader)
+def of_a_plain_loader_in_a_while(state: State, step: Step) -> None:
+    loader = DataLoader(DATA, 4, shuffle=True)
+    while state.epoch < 3:
+        for (_x,) in loader:
+            step()
+            state.commit()
+        state.epoch += 1
+
+
+@pytest.mark.parametrize("train", [of_a_plain_loader, of_a_plain_loader_in_a_while])
+def test_commits_within_an_epoch_of_a_plain_loader_are_warned_of(
+    logged: list[str], train: Callable[[State, Step], None]
+) -> None:
+    run(counted, train)
     (text,) = logged
     assert "for (_x,) in loader: has begun an epoch of a DataLoader again in generation 2" in text
 
