@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -188,6 +189,8 @@ def _made_picklable(name: str, value: object) -> object:
         pickle.dumps(value, protocol=5)
         return value
     try:
+        if isinstance(value, io.TextIOWrapper):  # cloudpickle would pickle the whole text of a file that is read
+            raise TypeError("an open file")
         return _Boxed(cloudpickle.dumps(value, protocol=5))
     except Exception as error:
         raise StateError(

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -242,10 +245,20 @@ def test_a_state_that_comes_first_in_a_join_context_is_refused() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("value", [open(os.devnull, "a"), threading.Lock(), (step for step in range(3))])  # noqa: SIM115
-def test_a_value_that_can_never_be_committed_is_refused_before_the_first_world(value: object) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: open(os.devnull, "a"),
+        lambda: open(__file__),
+        lambda: contextlib.nullcontext(threading.Lock()),
+        lambda: contextlib.nullcontext(step for step in range(3)),
+    ],
+)
+def test_a_value_that_can_never_be_committed_is_refused_before_the_first_world(
+    make: Callable[[], AbstractContextManager[object]],
+) -> None:
     """In the world only the root would commit, and the other ranks would try again."""
-    with pytest.raises(StateError, match=r"state\.mine cannot be committed, .* cannot be pickled"):
+    with make() as value, pytest.raises(StateError, match=r"state\.mine cannot be committed, .* cannot be pickled"):
         ObjectState(mine=value, step=0)._require_picklable()
 
 
