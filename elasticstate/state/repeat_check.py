@@ -9,7 +9,8 @@ call, as soon as that has made as many ticks as were lost. A counter that is low
 decides if it counts the outermost loop around the tick, and if the bounds of that loop do not depend on the state. What
 cannot be decided is no reason for a warning.
 
-It also warns of global variables that have the rank, or the size, of the world before.
+It also warns of global variables that have the rank, or the size, of the world before; in a new process of a running
+job, those that a script takes when ``RANK`` and ``WORLD_SIZE`` are not set.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class RepeatCheck:
             if not is_known:
                 self._last = None
             self._wait = 1 + (last.ticks - commit.tick if is_known and commit is not None else 0)
-        elif commit is not None and commit.tick > 0:
-            self._wait, self._resumed = 1, commit
+        elif session.generation > 1:
+            self._wait, self._resumed = 1, commit if commit is not None and commit.tick > 0 else None
         else:
             return
         if not self._has_warned:
@@ -186,10 +187,10 @@ class RepeatCheck:
         return self._repeats(loop, changed[0], now[changed[0]], f"{changed[0]} = {old[changed[0]]}")
 
     def _repeats(self, loop: _Loop, name: str, new: int, trained: str) -> str:
-        leaf = name.rpartition(".")[2]
+        counter = name.rpartition(".")[2].strip("_") or "step"
         return (
             f"{_where(loop)} has begun again at {name} = {new} in generation {self._committer.session.generation}, "
-            f"but the model is that of {trained}: {_TWICE.format(leaf if leaf.strip('_') else 'step')}"
+            f"but the model is that of {trained}: {_TWICE.format(counter)}"
         )
 
     def _is_fixed(self, expression: ast.AST, loop: _Loop, old: Mapping[str, int], now: Mapping[str, int]) -> bool:
@@ -254,7 +255,7 @@ class RepeatCheck:
             return ""
         if any(number > self._before.get(name, number - 1) for name, number in now.items()):
             return ""
-        fallen = [name for name, number in now.items() if number < self._before[name]]
+        fallen = [name for name, number in now.items() if number < self._before[name] and not name.startswith("len(")]
         if not fallen:
             return ""
         name = fallen[0]
@@ -300,11 +301,12 @@ class RepeatCheck:
         """Return a warning if a global variable has this worker's rank, or the size, of the world before."""
         last, session = self._last, self._committer.session
         frames = self._frames()
-        if last is None or not frames:
+        if not frames:
             return ""
+        old_rank, old_size = (last.rank, last.size) if last is not None else (0, 1)  # os.environ.get("RANK", 0)
         for names, old, new, call in (
-            (_RANKS, last.rank, session.rank, "rank"),
-            (_SIZES, last.size, session.size, "size"),
+            (_RANKS, old_rank, session.rank, "rank"),
+            (_SIZES, old_size, session.size, "size"),
         ):
             for name, value in frames[0].f_globals.items():
                 if old != new and name.lower() in names and type(value) is int and value == old:

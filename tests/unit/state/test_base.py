@@ -248,8 +248,8 @@ def test_a_state_that_comes_first_in_a_join_context_is_refused() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: open(os.devnull, "a"),
-        lambda: open(__file__),
+        lambda: open(os.devnull, "a"),  # noqa: SIM115
+        lambda: open(__file__),  # noqa: SIM115
         lambda: contextlib.nullcontext(threading.Lock()),
         lambda: contextlib.nullcontext(step for step in range(3)),
     ],

@@ -485,23 +485,43 @@ def test_commits_within_an_epoch_of_a_plain_loader_are_warned_of(
     assert "for (_x,) in loader: has begun an epoch of a DataLoader again in generation 2" in text
 
 
-rank = 0
+rank, WORLD_SIZE = 0, 3
 
 
-def test_a_global_rank_of_the_world_before_is_warned_of(logged: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        (
+            ((0, 3), (1, 3)),
+            ["the global variable rank is 0, but elasticstate.rank() of this worker is 1 in generation 2"],
+        ),
+        (((0, 3), (0, 2)), ["the global variable WORLD_SIZE is 3, but elasticstate.size() of this worker is 2 in"]),
+        (
+            (None, (1, 3)),
+            ["the global variable rank is 0, but elasticstate.rank() of this worker is 1 in generation 2"],
+        ),
+        ((None, (0, 2)), []),
+        (((2, 4), (1, 4)), []),
+        (((0, 3), (0, 3)), []),
+    ],
+)
+def test_global_variables_of_the_world_before_are_warned_of(
+    logged: list[str], places: tuple[tuple[int, int] | None, ...], says: list[str]
+) -> None:
+    """``None``: this process begins in the second world."""
     state = counted()
     check = RepeatCheck(state)
-    for generation, place in enumerate((0, 1), 1):
-        committer_of(state).use_session(Member(World(2, generation), place))
+    for generation, place in enumerate(places, 1):
+        if place is None:
+            continue
+        committer_of(state).use_session(Member(World(place[1], generation, root=place[0]), place[0]))
         state.sync()
         with contextlib.suppress(Lost), check:
             continues(state, lambda: None) if generation == 2 else state.commit()
             raise Lost
         check.restored(committer_of(state).commits[0])
-    (text,) = logged
-    assert text.startswith(
-        "the global variable rank is 0, but elasticstate.rank() of this worker is 1 in generation 2."
-    )
+    assert len(logged) == len(says)
+    assert all(text.startswith(begin) for text, begin in zip(logged, says, strict=True))
 
 
 class Wrapper:
