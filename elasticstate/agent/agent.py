@@ -176,6 +176,7 @@ class Agent:
             options.preload,
             options.heartbeat_timeout_s,
             self.outputs.complain,
+            lambda text: driver.send(AgentWarning(text)),
             lambda pid: any(handle.process.pid == pid for handle in self._handles.values()),
         )
         template.start()

@@ -1,7 +1,7 @@
 """Template: the agent's template process, from which workers fork.
 
 A worker that forks does not import torch, which takes seconds. If the template process cannot serve, or ends, workers
-start as new processes: that costs time, nothing else.
+start as new processes: that costs time, nothing else. A module of --preload with which it cannot serve is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import IO, TypeVar
 
 from elasticstate.agent import exec_shim
 from elasticstate.agent.orphans import adopt_orphans, reap_orphans
-from elasticstate.net.fork_link import PADDING_VARIABLE, READY, ForkRequest, TemplateLink
+from elasticstate.exit_status import how_it_ended
+from elasticstate.net.fork_link import IMPORTING, PADDING_VARIABLE, READY, ForkRequest, TemplateLink
 from elasticstate.processes import cpu_ticks, descriptors_given, ended_child, is_at_work, kill_session
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class Template:
         modules: Sequence[str],
         timeout_s: float,
         log: Callable[[str], None],
+        warn: Callable[[str], None],
         is_worker: Callable[[int], bool],
     ) -> None:
         """``script_directory``: the first entry of the workers' ``sys.path``. ``modules``: of --preload.
@@ -68,9 +70,11 @@ class Template:
         """
         self._environment = environment
         self._directory = directory
-        self._arguments = (script_directory, ",".join(modules))
+        self._script_directory = script_directory
+        self._modules = list(dict.fromkeys(modules))
         self._timeout_s = timeout_s
         self._log = log
+        self._warn = warn
         self._is_worker = is_worker
         self._process: _Process | None = None
         self._deaths = 0  # since a worker forked
@@ -87,8 +91,9 @@ class Template:
         return self._is_worker(pid) or (self._process is not None and self._process.pid == pid)
 
     def _start_process(self) -> None:
+        arguments = (self._script_directory, ",".join(self._modules))
         try:
-            self._process = _Process(self._environment, self._directory, self._arguments, self._log)
+            self._process = _Process(self._environment, self._directory, arguments, self._log)
         except OSError as error:
             self._reason = f"could not be started: {error}"
 
@@ -96,33 +101,53 @@ class Template:
         """Start the process again when it has ended, unless that is of no use."""
         while (process := self._process) is not None:
             try:
-                self._reason = await process.ended()
+                reason = await process.ended()
             finally:
                 await process.close()
                 self._process = None
-            self._deaths += 1
+            if process.module:
+                ended = f"the template process {process.end()} while it imported this"
+                self._leave_out(process.module, reason or ended)
+            else:
+                self._reason = reason and f"cannot be used: {reason}"
+                self._deaths += 1
             if self._deaths == _MOST_DEATHS:
                 self._reason = f"ended {self._deaths} times in a row"
             if not self._reason:
                 self._start_process()
+            process.replaced.set_result(None)
+
+    def _leave_out(self, module: str, reason: str) -> None:
+        """Let the next process not import this module."""
+        self._modules.remove(module)
+        self._warn(f"--preload {module}: {reason}. Workers fork from a template process that does not import {module}")
 
     async def fork(self, request: ForkRequest, stdout: int, stderr: int) -> ForkedChild:
         """Start a worker with these descriptors. Raises TemplateError.
 
-        The first workers wait for the imports. After a death of the process, workers do not wait for the next one.
+        The first workers wait for the imports, also for those without a module. After a death of the process, workers
+        do not wait for the next one.
         """
-        process = self._process
-        if process is None or (self._deaths and not process.ready.done()):
-            raise TemplateError(self._reason or "is starting again")
         try:
-            answer = await self._while_alive(process, asyncio.shield(process.ready))
-            if answer != READY:
-                raise TemplateError(answer or "ended before its imports were complete")
+            process = await self._ready_process()
             child = await self._while_alive(process, process.fork(request, stdout, stderr))
         except OSError as error:
             raise TemplateError(str(error)) from error
         self._deaths = 0
         return child
+
+    async def _ready_process(self) -> _Process:
+        """Wait until the process can serve. Raises TemplateError or OSError."""
+        while True:
+            process = self._process
+            if process is None or (self._deaths and not process.ready.done()):
+                raise TemplateError(self._reason or "is starting again")
+            answer = await self._while_alive(process, asyncio.shield(process.ready))
+            if answer == READY:
+                return process
+            if not process.module:
+                raise TemplateError(f"cannot be used: {answer}" if answer else "ended before its imports were complete")
+            await self._while_alive(process, asyncio.shield(process.replaced))
 
     async def _while_alive(self, process: _Process, answer: Awaitable[T]) -> T:
         """Wait for an answer. Raises TimeoutError, and kills the process, if it neither answers nor computes.
@@ -179,6 +204,8 @@ class _Process:
         assert self._process.stdout is not None
         self.pid = self._process.pid
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # READY, a reason, or "": it ended
+        self.module = ""  # of --preload, while the process imports it, and if it is the reason of its end
+        self.replaced: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by the next process, if any
         self._log = log
         self._reading = asyncio.ensure_future(self._read(self._process.stdout))
         self._answering = asyncio.ensure_future(self._first_answer())
@@ -196,7 +223,15 @@ class _Process:
             transport.close()
 
     async def _first_answer(self) -> None:
-        self.ready.set_result(await self._link.receive())
+        while (answer := await self._link.receive()).startswith(IMPORTING):
+            self.module = answer.removeprefix(IMPORTING)
+        if answer == READY:
+            self.module = ""
+        self.ready.set_result(answer)
+
+    def end(self) -> str:
+        """Return how the process has ended."""
+        return how_it_ended(self._process.wait())
 
     async def ended(self) -> str:
         """Wait for the end of the process. Return why a worker can never fork from such a process, or ""."""

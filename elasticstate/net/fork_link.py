@@ -1,7 +1,8 @@
 """The socket between an agent and its template process (worker/template.py).
 
-SOCK_SEQPACKET, one datagram is one message. First the template sends READY, or the reason why it cannot serve. Then
-the agent sends one datagram for each worker, with four descriptors: the request (a memfd, as it may be long), stdout,
+SOCK_SEQPACKET, one datagram is one message. The template sends IMPORTING with the name of each module of --preload
+before it imports this; then READY, or the reason why it cannot serve: the fault of the named module, if any. Then the
+agent sends one datagram for each worker, with four descriptors: the request (a memfd, as it may be long), stdout,
 stderr, and a socket for the answer to this one request.
 
 On the answer's socket, the new worker sends its process id, and waits for GO. The end of the socket means: the other
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 import msgspec
 
 READY = "ready"
+IMPORTING = "importing "
 PADDING_VARIABLE = "ELASTICSTATE_PADDING"  # space at the end of the template's environment, for a worker's variables
 _GO = b"go"
 _FORK = b"fork"
@@ -65,7 +67,7 @@ class TemplateLink:
         os.set_inheritable(self.child_end, True)
 
     async def receive(self) -> str:
-        """Return READY, the reason why the template cannot serve, or "" if it has ended."""
+        """Return IMPORTING and a module, READY, the reason why the template cannot serve, or "" if it has ended."""
         return (await _receive(self._socket)).decode(errors="replace")
 
     def request(self, request: ForkRequest, stdout: int, stderr: int) -> PendingFork:

@@ -25,14 +25,23 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
 from elasticstate.config import replace_environment
-from elasticstate.net.fork_link import READY, AgentLink, ReceivedRequest
+from elasticstate.net.fork_link import IMPORTING, READY, AgentLink, ReceivedRequest
 from elasticstate.worker.gloo_rest import watch_models
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ADOPTION_S = 10.0
+_THREAD_END_S = 1.0  # for a thread that only helps with an import
+_HARMLESS_THREADS = frozenset(
+    # jemalloc's, which pyarrow starts. It only gives memory back to the kernel. jemalloc takes its locks around a fork,
+    # and the threads that allocate do that work in a child (pthread_atfork; background_thread_postfork_child in
+    # src/background_thread.c of jemalloc 5).
+    {"jemalloc_bg_thd"}
+)
+"""Threads, as the kernel names them, with which a process can be forked: their library prepares for forks itself."""
 MODULES = (
     "torch.distributed.nn.functional",
     "torch.nn.parallel",
@@ -49,10 +58,19 @@ MODULES = (
 
 def main() -> None:
     link, agent, directory = AgentLink(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
-    reason = _import(filter(None, sys.argv[4].split(",")), directory) or _reason_against_forks(directory)
+    _import()
+    reason = _reason_against_forks(directory)
+    for name in filter(None, sys.argv[4].split(",")):
+        if reason:
+            break
+        link.send(IMPORTING + name)
+        reason = _import_for_user(name, directory) or _reason_against_forks(directory)
     link.send(reason or READY)
     if reason:
-        return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # an ordinary end would wait for threads
+    gc.freeze()  # a collection in a child would write to each object, and so copy its page
     while (asked := link.next()) is not None:
         if _forks_to_worker(asked, agent):
             link.close()
@@ -60,8 +78,8 @@ def main() -> None:
         asked.close()
 
 
-def _import(modules: Iterable[str], directory: str) -> str:
-    """Import everything that most workers need, and the user's modules. Return the reason why that failed, or ""."""
+def _import() -> None:
+    """Import everything that most workers need."""
     gc.disable()  # imports make almost no garbage, and collections would take a fifth of their time
     for name in MODULES:
         importlib.import_module(name)
@@ -70,14 +88,16 @@ def _import(modules: Iterable[str], directory: str) -> str:
     torch.compiler.disable(main)  # type: ignore[no-untyped-call]  # imports the compiler, and does no more
     watch_models()
     script.skip_exit_functions_of(script.mapped_libraries())
+
+
+def _import_for_user(name: str, directory: str) -> str:
+    """Import a module of --preload. Return the reason why that failed, or ""."""
     sys.path.insert(0, directory)
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # noqa: PERF203
-            return f"--preload {name}: {type(error).__name__}: {error}"
+    try:
+        importlib.import_module(name)
+    except BaseException as error:  # also SystemExit
+        return f"{type(error).__name__}: {error}"
     sys.path.remove(directory)
-    gc.freeze()  # a collection in a child would write to each object, and so copy its page
     return ""
 
 
@@ -88,16 +108,29 @@ def _reason_against_forks(directory: str) -> str:
     if hidden := script.hidden_module(directory):
         return f"{hidden} has the name of a module that is already imported"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return "an imported module has initialised CUDA"
-    if threading.active_count() > 1:
-        names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-        return f"an imported module has started threads: {names}"
-    # OpenBLAS ends its threads before a fork and starts them again when they are needed. Others do not.
-    if _fork() == 0:
-        os._exit(0)
-    os.wait()
-    count = len(os.listdir("/proc/self/task"))
-    return f"an imported library has started {count - 1} threads" if count > 1 else ""
+        return "the import initialises CUDA"
+    if threading.active_count() == 1:
+        # OpenBLAS ends its threads before a fork and starts them again when they are needed. Others do not.
+        if (child := _fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    deadline = time.monotonic() + _THREAD_END_S
+    while (threads := _threads()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    which = f"thread {threads[0]}" if len(threads) == 1 else f"threads {', '.join(threads)}"
+    return f"the import starts the {which}, and a fork of a process with threads is not safe" if threads else ""
+
+
+def _threads() -> list[str]:
+    """Return the names of all threads that a fork may harm, other than the main thread."""
+    python = {thread.native_id: thread.name for thread in threading.enumerate()}
+    names = []
+    for task in map(int, os.listdir("/proc/self/task")):
+        with suppress(OSError):  # it has ended
+            name = Path(f"/proc/self/task/{task}/comm").read_text(errors="replace").strip()
+            if task != os.getpid() and name not in _HARMLESS_THREADS:
+                names.append(repr(python.get(task, name)))
+    return sorted(names)
 
 
 def _fork() -> int:

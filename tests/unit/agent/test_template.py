@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +21,7 @@ import pytest
 
 from elasticstate.core.types import WorkerId
 from elasticstate.net import messages
+from tests.sources import ROOT
 from tests.unit.agent.scene import Scene, play
 
 CASES = Path(__file__).with_name("template_cases.py")
@@ -220,14 +223,11 @@ def test_each_worker_has_seeds_of_its_own(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
-THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(100,), name='busy', daemon=True).start()"
 REASONS = {
     "flag": (["-B", "cases.py"], "the interpreter has the argument '-B'"),
     "inline": (["-c", "import template_cases"], "the interpreter has the argument '-c'"),
     "variable": (["early.py"], "early.py mentions OMP_NUM_THREADS"),
     "hidden": (["beside/cases.py"], "queue.py has the name of a module that is already imported"),
-    "thread": (["cases.py"], "an imported module has started threads: busy"),
-    "preload": (["cases.py"], "--preload missing_module: ModuleNotFoundError"),
 }
 
 
@@ -235,18 +235,16 @@ REASONS = {
 def test_in_doubt_a_worker_is_a_new_process_and_the_reason_is_named(tmp_path: Path, why: str) -> None:
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside/queue.py").write_text("")
-    (tmp_path / "noisy.py").write_text(THREAD)
     (tmp_path / "early.py").write_text("import os, time\nos.environ['OMP_NUM_THREADS'] = '1'\ntime.sleep(100)\n")
     for folder in ("", "beside"):
         shutil.copy(CASES, tmp_path / folder / "cases.py")
-    preload = {"thread": ("noisy",), "preload": ("missing_module",)}.get(why, ())
     words, reason = REASONS[why]
     environment = (("PYTHONPATH", os.pathsep.join([str(tmp_path), str(CASES.parent)])),)
 
     async def scenario(scene: Scene) -> None:
         await scene.start(environment=environment)
         await scene.until(lambda: scene.has_joined, "an agent")
-        spec = scene.spec(sys.executable, *words, preload=preload, log_dir=str(tmp_path / "logs"), tee=0)
+        spec = scene.spec(sys.executable, *words, log_dir=str(tmp_path / "logs"), tee=0)
         scene.send(spec)
         run = Run(scene)
         worker = await run.start("sleep")
@@ -257,6 +255,93 @@ def test_in_doubt_a_worker_is_a_new_process_and_the_reason_is_named(tmp_path: Pa
         texts = {m.text for m in scene.heard if isinstance(m, messages.AgentWarning)}
         assert len(texts) == 1
         assert reason in texts.pop()
+
+    play(tmp_path, scenario)
+
+
+SLEEPER = "import threading, time; threading.Thread(target=time.sleep, args=(100,), name='busy', daemon={}).start()"
+NATIVE = """
+import _thread, ctypes, time  # a thread of a library, which Python's threading does not know
+
+def rest():
+    ctypes.CDLL(None).prctl(15, {!r}, 0, 0, 0)
+    named.release()
+    time.sleep(100)
+
+named = _thread.allocate_lock()
+named.acquire()
+_thread.start_new_thread(rest, ())
+named.acquire()
+"""
+PRELOADS = {
+    "daemon": (SLEEPER.format(True), "starts the thread 'busy', and a fork"),
+    "thread": (SLEEPER.format(False), "starts the thread 'busy', and a fork"),
+    "two": (SLEEPER.format(True) + NATIVE.format(b"pool"), "starts the threads 'busy', 'pool', and a fork"),
+    "native": (NATIVE.format(b"pool"), "starts the thread 'pool', and a fork"),
+    "absent": ("import missing_module", "ModuleNotFoundError: No module named 'missing_module'"),
+    "broken": ("if", "SyntaxError: "),
+    "leaves": ("raise SystemExit(3)", "SystemExit: 3"),
+    "ends": ("import os; os._exit(3)", "the template process exited with 3 while it imported this"),
+    "killed": ("import os; os.kill(os.getpid(), 9)", "the template process was killed by SIGKILL while it"),
+    "hiding": ("import second", "beside/second.py has the name of a module that is already imported"),
+    "jemalloc": (NATIVE.format(b"jemalloc_bg_thd"), ""),
+    "helper": (SLEEPER.format(True).replace("100", "0.2"), ""),
+    "none": ("", ""),
+}
+
+
+@pytest.mark.parametrize("why", PRELOADS)
+def test_a_module_with_which_no_worker_can_fork_is_left_out_and_named(tmp_path: Path, why: str) -> None:
+    """Workers fork from a template process with the other modules, and see what they see without --preload."""
+    text, reason = PRELOADS[why]
+    (tmp_path / "beside").mkdir()
+    for folder, name, content in (("", "first", ""), ("", "noisy", text), ("", "second", ""), ("", "last", "")):
+        (tmp_path / folder / f"{name}.py").write_text(content)
+    if why == "hiding":
+        (tmp_path / "beside/second.py").write_text("")
+        (tmp_path / "noisy.py").write_text("import sys; sys.path.reverse(); " + text + "; sys.path.reverse()")
+    environment = (("PYTHONPATH", str(tmp_path)),)
+    script = "import json, sys; print(json.dumps([n in sys.modules for n in ('first', 'noisy', 'last')]))\n"
+    (tmp_path / "beside/shown.py").write_text(script)
+
+    async def scenario(scene: Scene) -> None:
+        await scene.start(environment=environment)
+        await scene.until(lambda: scene.has_joined, "an agent")
+        scene.beating = asyncio.ensure_future(scene.heartbeat())
+        preload, logs = ("first", "noisy", "last"), str(tmp_path / "logs")
+        scene.send(scene.spec(sys.executable, "beside/shown.py", preload=preload, log_dir=logs, tee=0))
+        ended, out, err = await Run(scene).case("")
+        assert (ended.exit_code, json.loads(out)) == (0, [True, not reason, True]), err
+        texts = [m.text for m in scene.heard if isinstance(m, messages.AgentWarning)]
+        assert len(texts) == bool(reason), texts
+        for text in texts:
+            assert text.startswith("--preload noisy: ")
+            assert reason in text
+            assert text.endswith(". Workers fork from a template process that does not import noisy")
+
+    play(tmp_path, scenario)
+
+
+def in_the_guides() -> list[str]:
+    """Return the values of --preload in the commands of the documents."""
+    files = (*ROOT.glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md"))
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    return sorted({value for text in texts for value in re.findall(r"elasticrun .*--preload ([\w.,]+)", text)})
+
+
+@pytest.mark.parametrize("value", in_the_guides())
+def test_workers_fork_with_what_the_guides_preload(tmp_path: Path, value: str) -> None:
+    preload = tuple(value.split(","))
+    installed = [name for name in preload if importlib.util.find_spec(name.partition(".")[0])]
+    script = f"import json, sys; print(json.dumps([n for n in {preload} if n in sys.modules]))"
+    (tmp_path / "shown.py").write_text(script)
+
+    async def scenario(scene: Scene) -> None:
+        run = await begin(scene, sys.executable, "shown.py", preload=preload)
+        ended, out, err = await run.case("")
+        assert (ended.exit_code, json.loads(out)) == (0, installed), err
+        left_out = [m.text.partition(":")[0] for m in scene.heard if isinstance(m, messages.AgentWarning)]
+        assert left_out == [f"--preload {name}" for name in preload if name not in installed]
 
     play(tmp_path, scenario)
 
