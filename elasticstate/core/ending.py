@@ -111,6 +111,11 @@ def end_now(d: Draft, failure: Failure) -> None:
     )
 
 
+def warn_of_end(d: Draft, reason: str) -> None:
+    """Report why the generation ends, if no death, hang or change of the hosts reports it."""
+    d.warn(f"generation {d.generation} ends: {reason}")
+
+
 def refine(d: Draft, phase: Forming, found: list[Failure]) -> None:
     """Replace a reported failure by the death that explains it."""
     if phase.failure is not None and phase.failure.kind == "reported":
@@ -142,6 +147,9 @@ def settle(d: Draft, phase: Forming) -> None:
         fail_job(d, f"{exceeded}; last: {phase.cause}")
     elif exceeded:
         fail_job(d, exceeded, d.ledger.outage)
+    elif failure is not None and failure.kind == "reported" and failure.cause.worker is not None and not failure.hang:
+        error = exception_line(failure.cause.error)
+        d.warn(f"generation {phase.ended} ended: {failure.cause.reason}{error and f': {error}'}")
 
 
 def count_reset(d: Draft, at: float, what: str) -> str:
@@ -188,6 +196,7 @@ def fail_drains(d: Draft, overdue: list[Worker]) -> None:
         stop(d, worker, f"{worker.draining}; not drained within --drain-timeout of {limit_s:g} s")
     if is_live(d):
         reason = f"{names(overdue)} did not drain within --drain-timeout of {limit_s:g} s"
+        warn_of_end(d, reason)
         end_now(d, Failure(t.RootCause(reason, generation=d.generation), "drain"))
 
 
@@ -244,5 +253,8 @@ def _stop_stuck(d: Draft, confirmed: list[Worker]) -> None:
         stop(d, worker, f"no exit within --regroup-timeout of {limit_s:g} s after its own error", kill=True)
     if stuck:
         cause = d.root_cause(stuck[0], f"{stuck[0].id} failed with its own error", stuck[0].suspect_error)
+        error = exception_line(cause.error)
+        unended = f"{names(stuck)} failed with an error, and did not exit within --regroup-timeout of {limit_s:g} s"
+        warn_of_end(d, f"{unended}{error and f': {error}'}")
         d.update_ledger(own_errors=d.ledger.own_errors + len(stuck), own_error=d.ledger.own_error or cause)
         end_now(d, Failure(cause, "own", own_error=True))

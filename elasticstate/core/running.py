@@ -18,6 +18,7 @@ from elasticstate.core.ending import (
     overdue_drains,
     suspects_of,
     verdict_deadlines,
+    warn_of_end,
 )
 from elasticstate.core.hangs import report_hang
 from elasticstate.core.planned import planned_change, planned_deadlines
@@ -123,6 +124,7 @@ def _fail_gate(d: Draft, phase: Running, members: list[Worker]) -> None:
         f"{outside} did not enter the exit gate, where the others have waited for {waited_s:.0f} s, and made no "
         f"progress for {limit}. Work after the last tick may call state.progress()"
     )
+    warn_of_end(d, reason)
     end_now(d, Failure(t.RootCause(reason, generation=d.generation), "reported"))
 
 

@@ -213,6 +213,7 @@ def stop_overdue_boots(d: Draft) -> None:
         return
     for worker in list(d.workers.values()):
         if worker.booting and d.now >= worker.started_at + limit_s:
+            d.warn(f"{worker.id} is killed: not ready within --start-timeout of {limit_s:g} s")
             d.effects.append(t.StopWorker(worker.id, f"not ready within --start-timeout of {limit_s:g} s", kill=True))
             d.put(worker, gone="failed")
 

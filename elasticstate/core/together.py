@@ -92,6 +92,7 @@ def publish(d: Draft) -> None:
         left=left,
         root=0,
         synced=0,
+        plain=True,
     )
     d.phase = Together(since=present.since)
     d.reason = f"world {d.world.generation}: {number_of(d.world.size, 'worker')} without run"

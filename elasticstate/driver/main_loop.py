@@ -63,7 +63,9 @@ class MainLoop:
         following.add_done_callback(lambda _: self._queue.wake())
         try:
             while self._state.outcome is None:
-                await self._queue.wait(next_deadline(self._state.membership))
+                deadline, due_at = next_deadline(self._state.membership), self._report.due_at
+                await self._queue.wait(due_at if deadline is None else min(deadline, due_at))
+                self._report.look(self._loop.time())
                 if following.done():
                     following.result()  # raise its exception, if any
                 self._agents.check()

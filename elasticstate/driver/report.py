@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Protocol
 
 from elasticstate.config import Options
@@ -25,6 +26,7 @@ Fields = dict[str, Any]
 _MOST_FAILURES = 1000  # limit of the failures that are kept
 _MOST_EVENTS_BYTES = 16 << 20  # limit of the events that are kept while the event file cannot be written
 _SHOWN = 8  # workers or hosts in one line
+_WORLD_HELD_S = 5.0  # longest time that the line of a world is held, so that it can have the costs of the change
 
 
 def _slot_name(worker: str) -> str:
@@ -65,6 +67,7 @@ class Report:
         self.failures: list[WorkerFailure] = []  # the first failures of workers
         self._world = ""  # log line of a world in which training has not resumed yet
         self._has_world = False  # a world has been formed
+        self.due_at = inf  # when this line is written without the costs, on the monotonic clock
         self._reason = ""
         self.terminal = Writer(2)
         self._watcher: Watcher | None = None
@@ -135,6 +138,16 @@ class Report:
         elif self._verbose and name != "root_cause":
             self.log(" ".join([name, *(f"{key}={value}" for key, value in fields.items())]))
 
+    def look(self, now: float) -> None:
+        """Write the line of a world that has been held for too long: its first tick takes long, or it has no ticks."""
+        if self._world and now >= self.due_at:
+            self.log(self._forget_world())
+
+    def _forget_world(self) -> str:
+        """Return the line of a world that is held, or ""; it is held no longer."""
+        line, self._world, self.due_at = self._world, "", inf
+        return line
+
     def reason(self, reason: str) -> None:
         """Log why the core acts or waits: only with ``--verbose``, and only when the reason changes."""
         if self._verbose and reason and reason != self._reason:
@@ -178,7 +191,7 @@ class Report:
 
     def _world_formed(self, f: Fields) -> str:
         self._has_world = True
-        last, self._world = self._world, ""
+        last = self._forget_world()
         first = f["generation"] <= 1
         text = f"generation {f['generation']}: {number_of(f['size'], 'worker')} on {number_of(f['hosts'], 'host')}"
         if not first:
@@ -187,13 +200,13 @@ class Report:
             changes = (("lost", lost), ("left", left), ("joined", [_slot_name(w) for w in f["joined"]]))
             text += "".join(f"; {what}: {listed(who, shown=_SHOWN)}" for what, who in changes if who)
         self._ends.clear()
-        if first:
+        if first or f.get("plain"):  # they have no ticks
             return text
-        self._world = text
+        self._world, self.due_at = text, time.monotonic() + _WORLD_HELD_S
         return last
 
     def _training_resumed(self, f: Fields) -> str:
-        text, self._world = self._world or f"generation {f['generation']}", ""
+        text = self._forget_world() or f"generation {f['generation']}"
         return f"{text}; training resumed after {losses_text(f)}"
 
     # ------------------------------------------------------------------------------------------------------ the end
@@ -203,8 +216,8 @@ class Report:
 
         ``driver``: number of this driver. ``unsaved``: the last commit, if it is in no durable copy but should be.
         """
-        if self._world:
-            self.log(self._world)
+        if line := self._forget_world():
+            self.log(line)
         status = {0: "succeeded", 1: "failed"}.get(outcome.status, "stopped")
         fields = {"generation": figures.generations, "status": status, "driver": driver, **figures.fields()}
         self.event("job_finished", fields)

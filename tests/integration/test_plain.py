@@ -84,6 +84,9 @@ def test_after_a_kill_all_workers_restart_and_continue_from_the_snapshot(tmp_pat
         first = {line["pid"] for line in job.log("enter")}
         os.kill(pid_of(job, 1), signal.SIGKILL)
         assert trains(job, 1)[0]["step"] > 10
+        line = "generation 2: 2 workers on 1 host; lost: "
+        job.wait_for("the line of the new world", lambda: line in job.output)
+        assert len(of(job, "step", 1)) < 100, "the line comes as the world begins, not as the job ends"
         job.finish()
     check_variables(job)
     assert "import torch anew" not in job.output

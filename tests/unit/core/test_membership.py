@@ -41,6 +41,10 @@ def kinds(effects: list[t.Effect]) -> list[str]:
     return [effect.event if isinstance(effect, t.Note) else type(effect).__name__ for effect in effects]
 
 
+def warnings_of(effects: list[t.Effect]) -> list[str]:
+    return [str(e.get("text")) for e in effects if isinstance(e, t.Note) and e.event == "warning"]
+
+
 def only(effects: list[t.Effect], kind: type[t.Effect]) -> t.Effect:
     (found,) = [effect for effect in effects if isinstance(effect, kind)]
     return found
@@ -83,9 +87,7 @@ def test_three_holds_in_a_row_that_fail_name_the_likely_mistake() -> None:
     _, effects = drive(
         RUNNING + "2.0 draining a:2#1\n4.0 time\n9.0 time\n11.0 time\n16.0 time\n18.0 time", drain_timeout_s=60.0
     )
-    warnings = [
-        str(effect.get("text")) for effect in effects if isinstance(effect, t.Note) and effect.event == "warning"
-    ]
+    warnings = warnings_of(effects)
     assert len(warnings) == 2
     assert "3 holds in a row" in warnings[1]
     assert "Call commit() equally often on all ranks" in warnings[1]
@@ -137,6 +139,7 @@ def test_the_gate_time_out_ends_the_generation() -> None:
         "a:1#1 (rank 1), a:2#1 (rank 2) did not enter the exit gate, where the others have waited for 3 s, and made no "
         "progress for --gate-timeout of 3 s. Work after the last tick may call state.progress()"
     )
+    assert warnings_of(effects) == [f"generation 1 ends: {end.cause}"], "no worker has died, which would be a reason"
 
 
 def test_the_gate_time_out_counts_from_the_last_progress_of_those_outside() -> None:
@@ -210,7 +213,23 @@ def test_a_world_waits_for_the_late_one_that_alone_may_hold_a_commit() -> None:
 
 def test_an_overdue_drain_becomes_a_failure_without_the_drained_worker() -> None:
     _, effects = drive(RUNNING + "2.0 draining a:2#1\n4.0 time\n32.0 time")
-    assert kinds(effects) == ["StopWorker", "End", "end"]
+    assert kinds(effects) == ["StopWorker", "warning", "End", "end"]
+    (warning,) = warnings_of(effects)
+    assert warning == "generation 1 ends: a:2#1 (rank 2) did not drain within --drain-timeout of 30 s"
+
+
+@pytest.mark.parametrize("found", ["failure a:0#1 in=1", "ready a:0#1 in=1"])
+def test_a_generation_that_ends_without_a_death_has_its_reason_on_the_terminal(found: str) -> None:
+    left = " + ".join(f"ready a:{slot}#1 in=1" for slot in range(3))
+    m, effects = drive(RUNNING + f"2.0 {found}")
+    assert warnings_of(effects) == [], "a death may follow that explains it"
+    _, effects = drive(f"2.5 {left}", m)
+    (warning,) = warnings_of(effects)
+    reason = "reported a broken generation" if "failure" in found else "left generation 1"
+    assert warning == f"generation 1 ended: a:0#1 {reason}"
+    m, _ = drive("2.1 exit a:2#1 signal=9", m)
+    _, effects = drive("2.5 ready a:0#1 in=1 + ready a:1#1 in=1", m)
+    assert warnings_of(effects) == [], "the death has a line of its own"
 
 
 def test_boots_that_fail_again_and_again_end_the_job_with_the_first_error() -> None:
@@ -297,7 +316,8 @@ def test_a_newcomer_that_does_not_become_ready_is_killed_and_its_slot_has_failed
     )
     assert t.StartWorker(t.WorkerId("a", 2, 2)) in effects
     m, effects = drive("602.2 time", m)
-    assert kinds(effects) == ["StopWorker"]
+    assert kinds(effects) == ["warning", "StopWorker"]
+    assert warnings_of(effects) == ["a:2#2 is killed: not ready within --start-timeout of 600 s"]
     m, effects = drive("602.3 exit a:2#2 signal=9\n603.4 time", m)
     assert t.StartWorker(t.WorkerId("a", 2, 3)) in effects
 

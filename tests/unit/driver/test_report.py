@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,29 @@ def test_a_world_that_never_trained_is_logged(
     assert logged(report, capfd) == [
         "generation 3: 1 worker on 1 host",
         "job j failed after 12.3 s: 3 generations, 2 failures, downtime 2.00 s, 1 commit lost, 0 ticks redone",
+    ]
+
+
+def test_a_world_that_is_not_expected_to_tick_soon_is_logged_before_it_ends(
+    open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Plain workers have no ticks, and so no costs that their line could wait for. A first tick may take long."""
+    report = open_report()
+    report.event("world_formed", {**formed(2, 2, 1, [], []), "plain": True})
+    assert logged(report, capfd) == ["generation 2: 2 workers on 1 host"]
+    report.event("world_formed", formed(3, 1, 1, [], []))
+    report.look(report.due_at - 0.001)
+    assert logged(report, capfd) == []
+    report.look(report.due_at)
+    assert logged(report, capfd) == ["generation 3: 1 worker on 1 host"]
+    report.look(report.due_at)
+    report.event("training_resumed", {"generation": 3, **Losses(7.0).fields()})
+    report.event("world_formed", formed(4, 2, 1, [], []))
+    report.event("training_resumed", {"generation": 4, **Losses(1.0).fields()})
+    assert report.due_at == inf
+    assert logged(report, capfd) == [
+        "generation 3; training resumed after 7.00 s, 0 commits lost, 0 ticks redone",
+        "generation 4: 2 workers on 1 host; training resumed after 1.00 s, 0 commits lost, 0 ticks redone",
     ]
 
 
