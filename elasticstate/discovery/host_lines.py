@@ -7,6 +7,7 @@ from elasticstate.core.types import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts
 from elasticstate.kinds import parse_host
 from elasticstate.machine import slots_of_this_machine
+from elasticstate.net.names import without_case
 
 
 def default_slots(options: Options) -> int:
@@ -15,7 +16,10 @@ def default_slots(options: Options) -> int:
 
 
 def parse_hosts(text: str, default_slots: int) -> Hosts:
-    """Read one host per line; ``#`` begins a comment. The slots of repeated names are added. Raises DiscoveryFault."""
+    """Read one host per line; ``#`` begins a comment. Raises DiscoveryFault.
+
+    The slots of repeated names are added. Names have no case; the first spelling counts.
+    """
     found: dict[str, HostSlots] = {}
     for line in text.splitlines():
         line = line.partition("#")[0].strip()
@@ -24,8 +28,8 @@ def parse_hosts(text: str, default_slots: int) -> Hosts:
                 name, slots, rack = parse_host(line, default_slots)
             except ValueError as error:
                 raise DiscoveryFault("malformed", f"{error}. Name one host on each line") from None
-            _, earlier, known = found.get(name, HostSlots(name, 0))
+            name, earlier, known = found.get(without_case(name), HostSlots(name, 0))
             if rack and known and rack != known:
                 raise DiscoveryFault("malformed", f"host {name} is in rack {known} and in rack {rack}. Name one rack")
-            found[name] = HostSlots(name, earlier + slots, known or rack)
+            found[without_case(name)] = HostSlots(name, earlier + slots, known or rack)
     return tuple(found.values())

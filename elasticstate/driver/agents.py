@@ -21,7 +21,7 @@ from elasticstate.kinds import is_host_name
 from elasticstate.launchers.dial_in import DialledIn
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream
-from elasticstate.net.names import address_towards, is_this_machine, outward_address
+from elasticstate.net.names import address_towards, is_this_machine, outward_address, without_case
 from elasticstate.net.strangers import Strangers
 from elasticstate.threads import in_thread
 
@@ -247,8 +247,9 @@ class Agents:
             return []
         self._has_news = False
         agents = self._agents.values()
-        racks = {agent.host: agent.rack or self._racks.get(agent.host, "") for agent in agents}
-        found = (t.HostSlots(a.host, 0 if a.host in self._leaving else a.slots, racks[a.host]) for a in agents)
+        racks = {agent.host: agent.rack or self._racks.get(without_case(agent.host), "") for agent in agents}
+        slots = {agent.host: 0 if without_case(agent.host) in self._leaving else agent.slots for agent in agents}
+        found = (t.HostSlots(agent.host, slots[agent.host], racks[agent.host]) for agent in agents)
         return [t.HostsDiscovered(tuple(found))]
 
     def discovered(self, hosts: Sequence[t.HostSlots]) -> None:
@@ -256,10 +257,10 @@ class Agents:
 
         Discovery may be late: an agent on a host that it has never named may work.
         """
-        usable = frozenset(host.name for host in hosts if host.slots)
-        self._named |= {host.name for host in hosts}
+        usable = frozenset(without_case(host.name) for host in hosts if host.slots)
+        self._named |= {without_case(host.name) for host in hosts}
         self._leaving = self._named - usable
-        self._racks = {host.name: host.rack for host in hosts}
+        self._racks = {without_case(host.name): host.rack for host in hosts}
         self._report_dialled_in()
 
     # -------------------------------------------------------------------------------------- callbacks of the server

@@ -14,7 +14,7 @@ from elasticstate.core.types import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.errors import DiscoveryError
 from elasticstate.kinds import RACK_RULE, is_host_name
-from elasticstate.net.names import learn_full_name
+from elasticstate.net.names import learn_full_name, without_case
 from elasticstate.threads import in_thread
 
 
@@ -30,12 +30,13 @@ class Discovery:
         self._refuse = refuse
         self._warn = warn
         self._last: Hosts = ()
+        self._spellings: dict[str, str] = {}  # of the names of hosts, the first ones
         self._empty_in_a_row = 0
         self._warned: set[str] = set()
 
     def start_from(self, hosts: Hosts) -> None:
         """Start with the last answer that the previous driver received; used instead of ``first``."""
-        self._last = hosts
+        self._last = self._as_spelled_first(hosts)
 
     async def first(self) -> Hosts:
         """Return the first answer. Raises DiscoveryError when it is bad."""
@@ -77,7 +78,12 @@ class Discovery:
         reason = await in_thread(self._check, hosts)
         if reason:
             raise DiscoveryFault("refused", reason)
-        return hosts
+        return self._as_spelled_first(hosts)
+
+    def _as_spelled_first(self, hosts: Hosts) -> Hosts:
+        """Return the hosts by the names that they have had so far: a name in other case is no other host."""
+        names = (self._spellings.setdefault(without_case(host.name), host.name) for host in hosts)
+        return tuple(host._replace(name=name) for host, name in zip(hosts, names, strict=True))
 
     def _check(self, hosts: Hosts) -> str:
         """Return why one of the hosts cannot be used, or "". Blocks as long as resolver and file system do."""
@@ -100,6 +106,6 @@ def _checked(hosts: Hosts) -> Hosts:
         if host.slots < 0:
             raise DiscoveryFault("malformed", f"host {host.name} has {host.slots} slots")
     names = [host.name for host in hosts]
-    if len(set(names)) < len(names):
+    if len(set(map(without_case, names))) < len(names):
         raise DiscoveryFault("malformed", f"a host is named twice: {', '.join(names)}")
     return tuple(hosts)

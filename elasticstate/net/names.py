@@ -26,17 +26,27 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+_LOCAL_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"})  # hosts(5)
 _full_names: list[str] = []  # the resolver's answer, once it has arrived
 
 
 def is_this_machine(host: str) -> bool:
     """Return True if ``host`` is localhost, an address of this machine, or its own name.
 
-    The name may be the short one, or the full one if it is known.
+    The name may be the short one, or the full one if it is known, in capitals or not (RFC 4343), and with the dot that
+    ends a full name.
     """
-    if host == "localhost" or is_loopback(host) or host == socket.gethostname() or host in _full_names:
+    name, own = without_case(host).removesuffix("."), without_case(socket.gethostname())
+    if name in _LOCAL_NAMES or is_loopback(name):
         return True
-    return _is_address(host) and host in interface_addresses()
+    if name and name in (own, own.partition(".")[0], *map(without_case, _full_names)):
+        return True
+    return _is_address(name) and str(ipaddress.ip_address(name)) in interface_addresses()
+
+
+def without_case(host: str) -> str:
+    """Return a host name in the form in which names are compared: they have no case."""
+    return host.lower()
 
 
 def is_own_host(header: str) -> bool:
@@ -48,8 +58,8 @@ def is_own_host(header: str) -> bool:
     match = re.fullmatch(r"(?:\[(?P<six>[0-9a-fA-F:.]+)]|(?P<name>[^:\[\]]+))(?::\d{1,5})?", header)
     if match is None:
         return False
-    name, own = (match["six"] or match["name"]).lower(), socket.gethostname().lower()
-    return _is_address(name) or is_this_machine(name) or name in (own, own.partition(".")[0])
+    name = match["six"] or match["name"]
+    return _is_address(name) or is_this_machine(name)
 
 
 def _is_address(host: str) -> bool:

@@ -74,6 +74,7 @@ def test_hosts_are_read_line_by_line() -> None:
     text = "# our hosts\na:2\n\n  b   # the slow one\nc slots=4\r\na:1\n"
     assert parse_hosts(text, 8) == hosts(("a", 3), ("b", 8), ("c", 4))
     assert parse_hosts("", 1) == ()
+    assert parse_hosts("A:2\nb\na:1\nB", 8) == hosts(("A", 3), ("b", 16)), "names have no case"
     assert parse_hosts("a:2 rack=x\nb\na:1\n", 1) == (HostSlots("a", 3, "x"), HostSlots("b", 1))
     with pytest.raises(DiscoveryFault, match=r"^host a is in rack x and in rack y\. Name one rack$"):
         parse_hosts("a rack=x\na rack=y\n", 1)
@@ -118,6 +119,20 @@ def test_a_hostfile_is_read_again(tmp_path: Path) -> None:
         f"host discovery failed: hostfile {file} could not be read: No such file or directory; "
         "using the last valid answer"
     ]
+
+
+def test_a_name_in_other_case_is_no_other_host(tmp_path: Path) -> None:
+    path = script(tmp_path / "discover.sh", "echo LocalHost:2; echo gpu-7:1")
+
+    async def change(watch: Watch) -> None:
+        script(tmp_path / "discover.sh", "echo localhost:2; echo GPU-7:1; echo b")
+        await watch.until(lambda: len(watch.answers) == 2)
+
+    watch = Watch(options(host_discovery_script=path))
+    asyncio.run(watch.run(change))
+    first = [("LocalHost", 2), ("gpu-7", 1)]
+    assert watch.answers == [hosts(*first), hosts(*first, ("b", 1))]
+    assert watch.warnings == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 import psutil
@@ -31,7 +32,26 @@ def test_an_own_address_is_this_machine(address: str) -> None:
     assert names.interface_of(address) == FOUND[address]
 
 
-@pytest.mark.parametrize("host", ["203.0.113.9", "2001:db8::9", "1.2.3", "fd00", ""])
+@pytest.mark.parametrize("own", ["Node7", "node7", "NODE7.cluster.example"])
+@pytest.mark.parametrize("host", ["LOCALHOST", "localhost.", "Localhost.LocalDomain", "node7", "NODE7", "Node7."])
+def test_an_own_name_in_capitals_or_with_its_last_dot_is_this_machine(
+    monkeypatch: pytest.MonkeyPatch, own: str, host: str
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: own)
+    monkeypatch.setattr(names, "_full_names", ["Node7.Cluster.example"])
+    assert names.is_this_machine(host)
+    assert names.is_this_machine("node7.CLUSTER.example.")
+    assert not names.is_this_machine("node7.other.example")
+    assert not names.is_this_machine("node70")
+
+
+@pytest.mark.parametrize("address", [a for a in FOUND if ":" in a])
+def test_an_own_address_in_capitals_or_in_full_is_this_machine(address: str) -> None:
+    assert names.is_this_machine(address.upper())
+    assert names.is_this_machine(ipaddress.ip_address(address).exploded)
+
+
+@pytest.mark.parametrize("host", ["203.0.113.9", "2001:db8::9", "1.2.3", "fd00", "", "."])
 def test_another_address_is_another_machine(host: str) -> None:
     assert not names.is_this_machine(host)
     assert names.interface_of(host) is None
