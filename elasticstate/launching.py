@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.config import option_names, read_options
+from elasticstate.config import option_names, read_options, temporary_directory
 from elasticstate.driver.launch_results import OUTCOME_FILE, LaunchOutcome, result_name
 from elasticstate.driver.spec import CALL_FILE
 from elasticstate.errors import ElasticError, OptionError, UsageError, WorkerFailedError
@@ -73,7 +73,7 @@ def launch(
     packed, command = _payload(fn, *_arguments(args, kwargs))
     given = {"np": np, "min_np": min_np, "max_np": max_np, "hosts": hosts, **options}
     chosen = read_options(dict(_texts(given)), command)
-    directory = tempfile.mkdtemp(prefix="elasticstate-launch-")
+    directory = tempfile.mkdtemp(prefix="elasticstate-launch-", dir=temporary_directory())
     os.chmod(directory, 0o700)  # the caller's umask may take the owner's access away
     opened = open_directory(directory)  # all data to unpickle is read through this descriptor
     try:

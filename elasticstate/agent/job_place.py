@@ -8,12 +8,12 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from elasticstate.commits import ID_FILE, make_agent_directory, remove_job_directory
-from elasticstate.config import usable_runtime_directory
+from elasticstate.config import temporary_directory, usable_runtime_directory
+from elasticstate.errors import OptionError
 from elasticstate.net.launch import Launch
 from elasticstate.private import is_still, open_directory, write_file
 
@@ -55,7 +55,10 @@ class JobPlace:
                 os.mkdir(path, 0o700)
             fd = _locked(path)
         except OSError:  # another user has taken the name, or nothing can be created there
-            path = make_agent_directory(tempfile.gettempdir())
+            try:
+                path = make_agent_directory(temporary_directory())
+            except OptionError as error:
+                raise OSError(str(error)) from None
             self._is_own, fd = True, _locked(path)
         os.close(self._fd)
         self.path, self._fd = path, fd

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from elasticstate.commits import CommitDirectory, remove_agent_directories, remove_dead
 from elasticstate.config import runtime_directory
+from elasticstate.errors import OptionError
 from elasticstate.threads import in_thread
 
 _LEAST_INTERVAL_S = 1.0
@@ -30,4 +32,5 @@ async def clean_regularly(commits: CommitDirectory, driver_timeout_s: float) -> 
 
 def _remove(commit_directory: str) -> None:
     remove_dead(commit_directory)
-    remove_agent_directories(str(runtime_directory()))
+    with suppress(OptionError):  # there is no such directory on this host
+        remove_agent_directories(str(runtime_directory()))

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from elasticstate.agent import exec_shim
 from elasticstate.agent.output import Pump
-from elasticstate.config import inherited_environment
+from elasticstate.config import inherited_environment, missing_temporary_directory
 from elasticstate.core.types import WorkerId
 from elasticstate.net.messages import STACKS_SIGNAL
 from elasticstate.processes import catches, descriptors_given, ended_child, kill_session
@@ -34,7 +34,8 @@ def environment_of_workers(passed_on: Iterable[tuple[str, str]], given: Iterable
     """Merge this process's environment, variables from the driver's host and the job's variables."""
     # The stack of a segmentation fault shows its cause.
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    return {**defaults, **inherited_environment(), **dict(passed_on), **dict(given)}
+    needed = missing_temporary_directory()
+    return {**defaults, **inherited_environment(), **dict(passed_on), **dict(given), **needed}
 
 
 class Child(Protocol):

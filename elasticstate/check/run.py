@@ -16,7 +16,7 @@ from elasticstate.check.hosts import host_lines
 from elasticstate.check.local import commit_line, files_line, port_lines, ssh_line
 from elasticstate.check.report import Line, render
 from elasticstate.check.torch_build import Torch, machine_type, needed_torch, nvidia_driver, probe, torch_lines
-from elasticstate.config import Options
+from elasticstate.config import Options, temporary_directory
 from elasticstate.machine import slots_of_this_machine, version
 from elasticstate.terminal import message, printable
 
@@ -62,7 +62,7 @@ class _Check:
     async def run(self) -> int:
         """Run slow searches at the same time; print the results in a fixed order, each as soon as possible."""
         options = self._options
-        with tempfile.TemporaryDirectory(prefix="elasticstate-check-") as directory:
+        with tempfile.TemporaryDirectory(prefix="elasticstate-check-", dir=temporary_directory()) as directory:
             torch = asyncio.ensure_future(probe(options.start_timeout_s))
             found = {
                 name: asyncio.ensure_future(search(options.start_timeout_s)) for name, search in searches().items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -207,6 +208,9 @@ def tunes_malloc() -> bool:
     return any(name in os.environ for name in names) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
 
 
+_SHARED_MEMORY = "/dev/shm"
+
+
 def environment_variable(name: str) -> str:
     """Return the value of an environment variable of this process; "" if it is not set."""
     return os.environ.get(name, "")
@@ -222,9 +226,52 @@ def ssh_client() -> str:
     return os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
 
 
+def temporary_directory() -> str:
+    """Return the directory for temporary files: that of Python, but /dev/shm rather than none or the present directory.
+
+    If these cannot be written to, return XDG_RUNTIME_DIR. A container with a read-only root often has neither TMPDIR
+    nor a /tmp that can be written to. Raises OptionError.
+    """
+    try:
+        found = tempfile.gettempdir()
+    except FileNotFoundError:
+        found = ""
+    named = [os.path.abspath(value) for name in ("TMPDIR", "TEMP", "TMP") if (value := os.environ.get(name))]
+    is_last_choice = found not in (*named, "/tmp", "/var/tmp", "/usr/tmp") and _is_present_directory(found)
+    if found and not is_last_choice:
+        return found
+    for other in (_SHARED_MEMORY, found, os.environ.get("XDG_RUNTIME_DIR")):
+        if other and os.access(other, os.W_OK | os.X_OK):
+            return other
+    raise OptionError(
+        f"this user can write to no directory for temporary files: neither to /tmp, /var/tmp and {_SHARED_MEMORY}, nor "
+        "to the present one. Set TMPDIR to a directory of this user."
+    )
+
+
+def missing_temporary_directory() -> dict[str, str]:
+    """Return the variable TMPDIR for processes that would find no directory for temporary files: torch needs one."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        with suppress(OptionError):
+            return {"TMPDIR": temporary_directory()}
+    return {}
+
+
+def _is_present_directory(path: str) -> bool:
+    try:
+        return os.path.samefile(path, os.curdir)
+    except OSError:  # it is deleted
+        return path == os.curdir
+
+
 def runtime_directory() -> Path:
-    """Return the directory for the records of running jobs: XDG_RUNTIME_DIR, or that for temporary files."""
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    """Return the directory for the records of running jobs: XDG_RUNTIME_DIR, or that for temporary files.
+
+    Raises OptionError.
+    """
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or temporary_directory())
 
 
 def usable_runtime_directory() -> Path:
@@ -237,7 +284,7 @@ def usable_runtime_directory() -> Path:
         raise OptionError(f"the directory for temporary files, {str(path)!r}: {problem}. Set TMPDIR to another one.")
     raise OptionError(
         f"XDG_RUNTIME_DIR: {str(path)!r}: {problem}. Set the variable to a directory of this user, or unset "
-        f"it to use {tempfile.gettempdir()}."
+        f"it to use {temporary_directory()}."
     )
 
 

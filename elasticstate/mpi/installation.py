@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate import processes
-from elasticstate.config import inherited_environment
+from elasticstate.config import inherited_environment, temporary_directory
 from elasticstate.errors import OptionError
 from elasticstate.exit_status import how_it_ended
 
@@ -73,7 +73,8 @@ async def search(timeout_s: float, *, python: str = sys.executable) -> MpiInstal
 
     Each child may take ``timeout_s`` (the value of ``--start-timeout``). No child outlives the call.
     """
-    with tempfile.TemporaryDirectory(prefix="elasticstate-mpi-", ignore_cleanup_errors=True) as directory:
+    base = temporary_directory()
+    with tempfile.TemporaryDirectory(prefix="elasticstate-mpi-", dir=base, ignore_cleanup_errors=True) as directory:
         probes = _Probes(timeout_s, python, directory)
         found = replace(await probes.library(), mpirun=find_mpirun(python))
         if found.mpirun:
