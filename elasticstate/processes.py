@@ -7,8 +7,10 @@ import errno
 import os
 import re
 import resource
+import select
 import shlex
 import signal
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -17,6 +19,7 @@ from typing import NamedTuple
 
 _SHELL_SYNTAX = re.compile(r"[|&;<>()$`*?\[#~={}!\n]")
 _MOST_OUTPUT_BYTES = 4 * 1024 * 1024
+CLEANUP_S = 2.0  # for processes that remove what killed ones have left behind
 
 
 class Answer(NamedTuple):
@@ -234,15 +237,19 @@ def is_at_work(pid: int) -> bool:
     return False
 
 
-def kill_session(session: int) -> None:
-    """Kill every process of a session, including its other process groups and new children."""
-    _kill_all(lambda: session_members(session))
+def kill_session(session: int, cleanup_s: float = 0.0) -> None:
+    """Kill every process of a session, including its other process groups and new children.
+
+    ``cleanup_s``: the time for which this waits until the processes that remove the shared memory and the semaphores
+    of the killed ones have ended, before it kills them, too.
+    """
+    _kill_all(lambda: session_members(session), cleanup_s)
 
 
 def kill_marked(name: str, value: str) -> None:
     """Kill every process of this user that was started with this environment variable, in any session."""
     mark = f"\0{name}={value}\0".encode()
-    _kill_all(lambda: _processes(lambda process: mark in b"\0" + (process / "environ").read_bytes()))
+    _kill_all(lambda: _processes(lambda process: mark in b"\0" + (process / "environ").read_bytes()), CLEANUP_S)
 
 
 def _processes(belongs: Callable[[Path], bool]) -> set[int]:
@@ -255,14 +262,39 @@ def _processes(belongs: Callable[[Path], bool]) -> set[int]:
     return found
 
 
-def _kill_all(find: Callable[[], set[int]]) -> None:
+def _kill_all(find: Callable[[], set[int]], cleanup_s: float) -> None:
     """Kill the processes that ``find`` returns until it finds no new ones: a killed process starts no more children."""
     killed: set[int] = set()
+    cleaners: list[int] = []  # pidfds
     while more := find() - killed:
         for pid in more:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                if cleanup_s and _cleans_up(pid):
+                    cleaners.append(os.pidfd_open(pid))
+                else:
+                    os.kill(pid, signal.SIGKILL)
         killed |= more
+    deadline = time.monotonic() + cleanup_s
+    for pidfd in cleaners:
+        select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
+
+
+def _cleans_up(pid: int) -> bool:
+    """Return True if a process ends by itself after those that it serves, and removes their names from /dev/shm.
+
+    Such are the resource tracker of ``multiprocessing`` (semaphores, shared memory; also loky's) and torch_shm_manager
+    (tensors, with the sharing strategy file_system). A killed process cannot remove its names, and only these processes
+    know which names are theirs.
+    """
+    with suppress(OSError):
+        words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
+        return any(b"resource_tracker import main" in word for word in words) or words[0].endswith(
+            b"/torch_shm_manager"
+        )
+    return False
 
 
 def catches(pid: int, number: int) -> bool:

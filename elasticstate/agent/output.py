@@ -23,6 +23,7 @@ _LONGEST_LINE_BYTES = 64 * 1024
 _CHUNK_BYTES = 64 * 1024
 _TAIL_LINES = 20
 _FATAL = "Fatal Python error: "  # the report of faulthandler begins with it, and has the innermost call first
+_TRACKER = "resource_tracker: There appear to be"  # it removes what a killed process has left, and warns of it
 _MOMENT_S = 0.2  # a worker that waits longer for its output is reported; the end of a worker waits no longer for output
 _SHOWN_LINES = 100  # of each stream, in the dashboard
 _SHOWN_CHARACTERS = 16 * 1024  # likewise
@@ -87,7 +88,8 @@ class Pump:
     @property
     def last_lines(self) -> str:
         """The last lines that the stream has carried; the whole report of a fatal error if that is longer."""
-        last = self.lines(_TAIL_LINES)
+        lines = (line for line in self._tail.decode(errors="replace").splitlines() if _TRACKER not in line)
+        last = "\n".join(deque(lines, maxlen=_TAIL_LINES))
         _, fatal, report = self._tail.decode(errors="replace").rpartition(_FATAL)
         return fatal + "\n".join(report.splitlines()) if fatal and fatal not in last else last
 

@@ -18,7 +18,8 @@ from elasticstate.agent import exec_shim
 from elasticstate.agent.orphans import adopt_orphans, reap_orphans
 from elasticstate.exit_status import how_it_ended
 from elasticstate.net.fork_link import IMPORTING, PADDING_VARIABLE, READY, ForkRequest, TemplateLink
-from elasticstate.processes import cpu_ticks, descriptors_given, ended_child, is_at_work, kill_session
+from elasticstate.processes import CLEANUP_S, cpu_ticks, descriptors_given, ended_child, is_at_work, kill_session
+from elasticstate.threads import in_thread
 
 T = TypeVar("T")
 
@@ -256,7 +257,7 @@ class _Process:
     async def close(self) -> None:
         """End the process and its session."""
         if self._process.returncode is None:
-            kill_session(self.pid)
+            await in_thread(kill_session, self.pid, CLEANUP_S)
             await ended_child(self.pid)
             self._process.wait()
         self._answering.cancel()

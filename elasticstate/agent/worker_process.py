@@ -16,7 +16,7 @@ from elasticstate.agent.output import Pump
 from elasticstate.config import inherited_environment, missing_temporary_directory
 from elasticstate.core.types import WorkerId
 from elasticstate.net.messages import STACKS_SIGNAL
-from elasticstate.processes import catches, descriptors_given, ended_child, kill_session
+from elasticstate.processes import CLEANUP_S, catches, descriptors_given, ended_child, kill_session
 from elasticstate.threads import in_thread
 
 _DRAIN_TIMEOUT_S = 2.0  # time for remaining output to arrive after the process has ended
@@ -92,13 +92,14 @@ class WorkerProcess:
                 os.killpg(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to its process group. No effect after its end.
+        """Send SIGKILL to it. No effect after its end.
 
-        The rest of its session is killed when the process has ended.
+        The rest of its session is killed when the process has ended: not its process group at once, because a resource
+        tracker of ``multiprocessing`` must outlive the processes whose semaphores it removes.
         """
         if not self._has_ended:
             with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
 
     async def ended(self) -> Ending:
         """Wait for the end of the process, kill the rest of its session, and pass on its remaining output."""
@@ -117,5 +118,5 @@ class WorkerProcess:
 
         Call it in a thread: the kernel may wait for locks of /proc in both.
         """
-        kill_session(self.pid)  # before wait(): the zombie reserves the session id
+        kill_session(self.pid, CLEANUP_S)  # before wait(): the zombie reserves the session id
         return self._process.wait()

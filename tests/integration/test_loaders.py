@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections import defaultdict
@@ -112,3 +113,48 @@ def test_a_restarted_job_with_a_longer_data_set_keeps_its_commit(tmp_path: Path)
         job.finish(0)
         samples = sorted(i for ranks in trained(job) for ids in ranks.values() for i in ids)
     assert samples == list(range(len(samples)))
+
+
+NAMES = """
+import os, time, torch, elasticstate
+from torch.utils.data import DataLoader
+
+@elasticstate.run
+def train(state):
+    loader = DataLoader(list(range(10_000)), num_workers=1, multiprocessing_context="spawn")
+    for batch in (batches := iter(loader)):
+        state.step += 1
+        state.commit()
+        if state.step == 5:
+            names = [queue._sem._semlock.name.replace("/", "sem.") for queue in batches._index_queues]
+            print("rank", elasticstate.rank(), "is", os.getpid(), "and has", *names, flush=True)
+        if elasticstate.generation() == 1:
+            torch.distributed.barrier()
+            time.sleep(0.01)
+        elif state.step % 20 == 0:
+            return
+
+if __name__ == "__main__":
+    train(elasticstate.TorchState(model=torch.nn.Linear(1, 1), step=0))
+"""
+
+
+def test_the_semaphores_of_the_loaders_of_a_killed_worker_are_removed(tmp_path: Path) -> None:
+    script = tmp_path / "names.py"
+    script.write_text(NAMES)
+    with Job(tmp_path, "-np", "2", command=[sys.executable, str(script)]) as job:
+
+        def names(rank: int) -> list[Path]:
+            found = re.findall(rf"rank {rank} is \d+ and has (.+)", job.output)
+            return [Path("/dev/shm", name) for name in found[0].split()] if found else []
+
+        files = job.wait_for("names", lambda: names(1) if names(0) else None)
+        assert all(file.exists() for file in files)
+        (pid,) = re.findall(r"rank 1 is (\d+) and", job.output)
+        os.kill(int(pid), signal.SIGKILL)
+        job.wait_for_event("worker_exited", worker="localhost:1#1")
+        assert not [file for file in files if file.exists()]
+        job.finish()
+    (killed,) = (event for event in job.events("worker_exited") if event["signal"])
+    assert "resource_tracker" not in killed["error"]
+    assert not [file for file in names(0) if file.exists()]

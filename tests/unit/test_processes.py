@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticstate.processes import CommandTimedOut, ask, is_at_work
+from elasticstate.processes import CLEANUP_S, CommandTimedOut, ask, is_at_work, kill_session, session_members
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -53,6 +53,64 @@ def test_all_of_a_session_ends_with_a_command_that_takes_too_long(tmp_path: Path
                 await asyncio.sleep(0.005)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+NAMES = """
+import multiprocessing, sys, time
+from multiprocessing import shared_memory
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    lock, memory = context.Lock(), shared_memory.SharedMemory(create=True, size=4096)
+    child = context.Process(target=time.sleep, args=(100,))
+    child.start()
+    print(f"sem{lock._semlock.name}".replace("/", "."), memory.name, flush=True)  # with fork, the semaphore has no name
+    child.join()
+"""
+
+
+class Program:
+    """A program with a child, a semaphore and shared memory, in a session of its own."""
+
+    def __init__(self, directory: Path, method: str) -> None:
+        script = directory / "script.py"
+        script.write_text(NAMES)
+        command = [sys.executable, str(script), method]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, text=True)
+        assert self.process.stdout is not None
+        names = self.process.stdout.readline().split()
+        self.files = [Path("/dev/shm", name) for name in names if name != "semNone"]
+        assert [file for file in self.files if file.exists()] == self.files
+        assert len(self.files) == (1 if method == "fork" else 2)
+
+    def end(self) -> None:
+        kill_session(self.process.pid, CLEANUP_S)
+        self.process.communicate()
+
+
+@pytest.mark.parametrize("is_killed_before", [True, False])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_shared_memory_and_semaphores_of_a_killed_session_are_removed_and_no_others(
+    tmp_path: Path, method: str, is_killed_before: bool
+) -> None:
+    program, other = Program(tmp_path, method), Program(tmp_path, method)
+    try:
+        if is_killed_before:
+            program.process.kill()
+        program.end()
+        assert not session_members(program.process.pid)
+        assert not [file for file in program.files if file.exists()]
+        assert [file for file in other.files if file.exists()] == other.files
+    finally:
+        other.end()
+
+
+def test_a_resource_tracker_that_does_not_end_is_killed() -> None:
+    """A process outside of the session may hold its pipe for ever."""
+    words = [sys.executable, "-c", "import time; time.sleep(100)  # from multiprocessing.resource_tracker import main"]
+    with subprocess.Popen(words, start_new_session=True) as program:
+        kill_session(program.pid, 0.5)
+        assert program.wait() == -signal.SIGKILL
 
 
 def test_a_process_that_computes_is_at_work_and_a_stopped_or_dead_one_is_not() -> None:
