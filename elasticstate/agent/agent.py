@@ -222,8 +222,7 @@ class Agent:
             launch.host,
             lambda: min(1, len(handles)) if spec.options.one_copy_per_host else len(handles),
             outputs.complain,
-            copies.store.release_spare,
-            spec.options.replicas or 0,
+            copies.store,
         )
         worker_messages: WorkerMessages
         socket = AgentSocket(

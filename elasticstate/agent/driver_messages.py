@@ -76,6 +76,7 @@ class DriverMessages:
             case messages.BackendOrder(data):
                 self._tasks.begin(self._backend.order(data))
             case messages.ReplicateOrder(commit, targets):
+                self._allocator.keep_copies(len(targets))
                 self._copies.replicate(commit, _by_slot(targets))
             case messages.StopReplicationOrder():
                 self._copies.stop_replication()

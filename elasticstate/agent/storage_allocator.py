@@ -21,6 +21,7 @@ from elasticstate.threads import in_thread
 
 if TYPE_CHECKING:
     from elasticstate.agent.host_storage import HostStorage
+    from elasticstate.copies.store import CopyStore
 
 # Steps between two powers of two: a buffer is up to 1/16 larger than requested, and seldom has to grow again.
 _STEPS = 16
@@ -38,9 +39,9 @@ def rounded_up(size_bytes: int) -> int:
 class StorageAllocator:
     """Allocates commit storage in the commit directory of one host.
 
-    ``workers()`` returns the number of workers of this host that keep commits. ``log`` gets a line at the first
-    request, and when the need has grown. ``release_spare()`` frees memory in the directory that nobody needs, and
-    returns False if there is none; it blocks. ``replicas``: number of hosts that get copies, as far as it is known now.
+    ``workers()`` returns the number of workers of this host that keep commits. ``log`` gets a line on the need, at the
+    first tick of a worker and when the need has grown. ``copies``: the store of kept copies in the directory; it may
+    free memory that nobody needs.
     """
 
     def __init__(
@@ -49,19 +50,21 @@ class StorageAllocator:
         host: str,
         workers: Callable[[], int],
         log: Callable[[str], None],
-        release_spare: Callable[[], bool] = lambda: False,
-        replicas: int = 0,
+        copies: CopyStore | None = None,
     ) -> None:
         self._storage = storage
         self._host = host
         self._workers = workers
         self._log = log
-        self._release_spare = release_spare
-        self._copies = 2 * (1 + replicas) if replicas else 0  # for each worker: of the last replication, and the next
+        self._store = copies
+        self._copies = 0  # kept for each worker: of the last replication, and the next
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="elasticstate-storage")
         self._locks: dict[tuple[int, int], asyncio.Lock] = {}
         self._largest = 0  # largest buffer size that was found to fit for all workers
-        self._reported = 0  # size in the last line on the need
+        self._expected: dict[int, int] = {}  # by slot, buffer size with all that is foreseen
+        self._is_known = True  # False: a commit may grow by an amount that cannot be foreseen
+        self._has_ticked = False
+        self._reported = 0  # bytes in the last line on the need
 
     async def make(self, slot: int, index: int, size_bytes: int, is_sealed: Callable[[int], bool]) -> tuple[int, str]:
         """Make buffer ``index`` of a slot at least this long. Return (its length, "") or (0, the error).
@@ -73,10 +76,8 @@ class StorageAllocator:
                 return 0, f"buffer {index} of slot {slot} carries a sealed commit"
             size = rounded_up(size_bytes)
             found, error = await self._allocate(slot, index, size)
-            if error:
-                has_released: bool = await in_thread(self._release_spare)
-                if has_released:
-                    return await self._allocate(slot, index, size)
+            if error and await self._release_spare():
+                return await self._allocate(slot, index, size)
             return found, error
 
     async def _allocate(self, slot: int, index: int, size: int) -> tuple[int, str]:
@@ -106,8 +107,51 @@ class StorageAllocator:
     async def check_fits(self, slot: int, size_bytes: int) -> None:
         """Raise CommitStorageError if there is too little memory for both buffers of a slot that has no worker yet."""
         size = rounded_up(size_bytes)
-        if self._lacks(slot, size) and not (await in_thread(self._release_spare) and not self._lacks(slot, size)):
+        if self._lacks(slot, size) and not (await self._release_spare() and not self._lacks(slot, size)):
             raise CommitStorageError(self._too_little(size, self._workers() + 1))
+
+    async def _release_spare(self) -> bool:
+        if self._store is None:
+            return False
+        has_released: bool = await in_thread(self._store.release_spare)
+        return has_released
+
+    # ----------------------------------------------------------------------------------------------- line on the need
+
+    def expect(self, slot: int, size_bytes: int, to_come: int | None) -> None:
+        """Record the size of a worker's commit, and what will be added (see ``CommitSize``)."""
+        self._expected[slot] = rounded_up(size_bytes + (to_come or 0))
+        self._is_known = to_come is not None
+        self._report()
+
+    def begin_ticks(self) -> None:
+        """Record that a worker has completed a tick: attached values are known from now on."""
+        self._has_ticked = True
+        self._report()
+
+    def keep_copies(self, number: int) -> None:
+        """Record that copies of commits are kept: this number for each replicated commit."""
+        workers = max(1, self._workers())
+        self._copies = max(self._copies, 2 * -(-number // workers))
+        self._report()
+
+    def _report(self) -> None:
+        """Report the need, once it is known, and when it has grown. The first commit of a job has no attached values
+        and no state of optimizers yet, so nothing is said before a tick is complete."""
+        workers, size = self._workers(), max(self._expected.values(), default=0)
+        need = (2 + self._copies) * size * workers
+        if not self._has_ticked or need <= _REPORTED_GROWTH * self._reported:
+            return
+        verb = "now need" if self._reported else "need"
+        self._reported = need
+        so_far = "" if self._is_known else " so far"
+        each = f"{workers} worker{'s' if workers != 1 else ''} x {2 + self._copies} x {format_bytes(size)}"
+        each += f", {self._copies} of them for --replicas" if self._copies else ""
+        available = self._free() + self._allocated() + (self._store.size_bytes() if self._store is not None else 0)
+        text = f"commits {verb} {format_bytes(need)}{so_far} on this host ({each}); {format_bytes(available)} are free"
+        self._log(f"{text} in {self._storage.directory.base}{', which is too little' if need > available else ''}")
+
+    # ------------------------------------------------------------------------------------------------------- helpers
 
     def _lacks(self, slot: int, size: int) -> bool:
         lengths = (os.fstat(fd).st_size for fd in self._storage.files(slot).buffers)
@@ -117,18 +161,8 @@ class StorageAllocator:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _check_space(self, size: int) -> str:
-        """Return why storage for all workers of this host is too small, or "". Report the need, also when it has grown:
-        the first commit may have no optimizer state and no attached value yet."""
+        """Return why storage for all workers of this host is too small, or ""."""
         workers, free = self._workers(), self._free()
-        if size > _REPORTED_GROWTH * self._reported:
-            need = "now need" if self._reported else "need"
-            self._reported = size
-            each = f"{workers} worker{'s' if workers != 1 else ''} x {2 + self._copies} x {format_bytes(size)}"
-            each += f", {self._copies} of them for --replicas" if self._copies else ""
-            self._log(
-                f"commits {need} {format_bytes((2 + self._copies) * size * workers)} on this host ({each}); "
-                f"{format_bytes(free + self._allocated())} are free in {self._storage.directory.base}"
-            )
         if self._bytes_to_allocate(size, workers) > free:
             return self._too_little(size)
         self._largest = size

@@ -58,6 +58,10 @@ class WorkerMessages:
             case messages.CallReport():
                 self._calls.received(handle, message, asyncio.get_running_loop().time())
             case _:
+                if isinstance(message, messages.First):
+                    self._allocator.begin_ticks()
+                if isinstance(message, messages.CommitSize):
+                    self._allocator.expect(worker.slot, message.bytes, message.to_come)
                 if isinstance(message, messages.WorkerPreemptionNotice):
                     handle.notice = message
                 elif isinstance(message, messages.LASTING):

@@ -141,7 +141,7 @@ class AgentMessages:
             self._queue.post(event)
             return
         match body:
-            case messages.CommitSize(size):
+            case messages.CommitSize(size, _):
                 self._state.commit_bytes = max(self._state.commit_bytes, size)
             case messages.Synced(generation, size, seconds):
                 self._journal.event("sync", worker=str(worker), generation=generation, bytes=size, seconds=seconds)

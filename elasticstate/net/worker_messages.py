@@ -127,9 +127,13 @@ class Synced(Message, frozen=True):
 
 
 class CommitSize(Message, frozen=True):
-    """Size of a commit of this worker; sent when it grows."""
+    """Size of a commit of this worker; sent when it grows.
+
+    ``to_come``: bytes that the first steps of its optimizers will add; None: not known.
+    """
 
     bytes: int
+    to_come: int | None = 0
 
 
 class GrowBuffer(Message, frozen=True):

@@ -23,6 +23,7 @@ from elasticstate.state.async_commit import is_captured
 from elasticstate.state.attached_optimizer import AttachedOptimizer
 from elasticstate.state.channel import Channel, channel_between
 from elasticstate.state.containers import flatten, rebuild_with
+from elasticstate.state.first_steps import bytes_to_come
 from elasticstate.state.module_state import (
     Walk,
     home_of,
@@ -109,6 +110,10 @@ class AttachedValues:
             if not is_captured(optimizer.optimizer):
                 found.update(locals_of[i] for i in optimizer.owned() if i in locals_of)
         return found
+
+    def bytes_to_come(self) -> int | None:
+        """Return the bytes that the first steps of optimizers will add to a commit; None: not known."""
+        return bytes_to_come(self.values.values())
 
     def counted(self) -> dict[int, torch.Tensor]:
         """Return the DTensors by the ids of their captured local tensors."""

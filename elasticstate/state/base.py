@@ -117,6 +117,10 @@ class State(Joinable):
         """Return the ids of the captured tensors that only an optimizer's ``step`` writes. See async_commit.py."""
         return ()
 
+    def _bytes_to_come(self) -> int | None:
+        """Return the bytes that the first steps of optimizers will add to a commit; None: not known."""
+        return None
+
     def _quick_capture(self, captured: Captured) -> QuickCapture | None:
         """Return a quicker way to repeat the capture ``captured``; None if there is none. See quick_capture.py."""
         return None
@@ -385,6 +389,7 @@ class State(Joinable):
             owned=_weak(self._owned),
             drop_gradients=_weak(self._drop_gradients),
             value_kinds=_weak(self._value_kinds),
+            bytes_to_come=_weak(self._bytes_to_come),
             continue_iterators=_weak(self._continue_iterators),
         )
 

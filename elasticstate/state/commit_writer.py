@@ -9,8 +9,9 @@ from typing import Any
 
 from elasticstate.commit_header import NO_SHARDING, Sharding
 from elasticstate.core.types import CommitId
-from elasticstate.errors import HostsUpdatedInterrupt, StateError, UsageError
+from elasticstate.errors import CommitStorageError, HostsUpdatedInterrupt, StateError, UsageError
 from elasticstate.log import logger
+from elasticstate.machine import format_bytes
 from elasticstate.state import divergence, order, rng
 from elasticstate.state.attached import AttachedValues
 from elasticstate.state.channel import Channel
@@ -304,6 +305,13 @@ class CommitWriter:
         counted = self.attached.counted() if self.attached is not None else None
         try:
             self.snapshot.begin(captured, rng.capture(), commit, self._optimizer_owned, is_cut, sharding, counted)
+        except CommitStorageError as error:
+            to_come = self._bytes_to_come()
+            if not to_come:
+                raise
+            raise CommitStorageError(
+                f"{error}. The first steps of the optimizers will add about {format_bytes(to_come)} to each buffer"
+            ) from None
         finally:  # a failed write has destroyed the previous commit
             self._record_commits()
 
@@ -329,7 +337,18 @@ class CommitWriter:
             )
 
     def _record_commits(self) -> None:
-        self.session.record_commits(*self.commits, self.commit_bytes)
+        self.session.record_commits(*self.commits, self.commit_bytes, self._bytes_to_come)
+
+    def _bytes_to_come(self) -> int | None:
+        """Return the bytes that the first steps of optimizers will add to the newest commit; None: not known.
+
+        A commit of a tick is taken to have all that could not be foreseen.
+        """
+        newest, plain = self.snapshot.newest, self._live.bytes_to_come()
+        if plain is not None and self.attached is not None:
+            attached = self.attached.bytes_to_come()
+            plain = None if attached is None else plain + attached
+        return 0 if plain is None and newest is not None and newest.tick else plain
 
 
 class _Union:

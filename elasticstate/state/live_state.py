@@ -35,5 +35,7 @@ class LiveState:
     """Return the ids of the captured tensors that a tick record need not copy. See tick_record.py."""
     drop_gradients: Callable[[], None]
     value_kinds: Callable[[], value_names.Kinds]
+    bytes_to_come: Callable[[], int | None]
+    """Return the bytes that the first steps of optimizers will add to a commit; None: not known."""
     continue_iterators: Callable[[Mapping[str, Any], bool], None]
     """Make the next iterators begin at the position of the state. See ``State._continue_iterators``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch.distributed as dist
@@ -111,8 +112,18 @@ class Session(Protocol):
     def progress(self) -> None:
         """Report progress to the agent without ending a tick."""
 
-    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int, /) -> None:
-        """Record the ids of the newest commit and of the previous commit, and the size of the newest."""
+    def record_commits(
+        self,
+        newest: CommitId | None,
+        previous: CommitId | None,
+        size_bytes: int,
+        to_come: Callable[[], int | None] = lambda: 0,
+        /,
+    ) -> None:
+        """Record the ids of the newest commit and of the previous commit, and the size of the newest.
+
+        ``to_come()``: see ``CommitSize``; called only if it is needed.
+        """
 
     def record_commit_time(self, seconds: float, /) -> None:
         """Record time that a tick has spent in a commit."""
@@ -183,7 +194,13 @@ class SoloSession:
     def progress(self) -> None:
         """Do nothing: no agent monitors this process."""
 
-    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
+    def record_commits(
+        self,
+        newest: CommitId | None,
+        previous: CommitId | None,
+        size_bytes: int,
+        to_come: Callable[[], int | None] = lambda: 0,
+    ) -> None:
         if newest is not None:
             self._saves = newest.tick
 

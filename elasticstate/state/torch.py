@@ -16,6 +16,7 @@ from elasticstate.state.async_commit import is_captured, watch_steps
 from elasticstate.state.attached import require_describable
 from elasticstate.state.base import State
 from elasticstate.state.containers import copy_with_same_tensors, flatten, rebuild, stateful_parts
+from elasticstate.state.first_steps import bytes_to_come
 from elasticstate.state.iterable_data import fault_of, has_iterators, is_stateful, require_own_position
 from elasticstate.state.module_state import (
     OR_HOOK,
@@ -256,6 +257,9 @@ class TorchState(State):
                 for entry in value.state.values():
                     found.update(map(id, entry.values() if isinstance(entry, dict) else ()))
         return found
+
+    def _bytes_to_come(self) -> int | None:
+        return bytes_to_come(self._parts().values())
 
     def _quick_capture(self, captured: Captured) -> QuickCapture | None:
         if type(self).capture is not TorchState.capture or any(isinstance(v, Parts) for v in captured.values()):

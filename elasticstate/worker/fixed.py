@@ -174,7 +174,13 @@ class FixedSession(SoloSession):
     def tick(self) -> None:
         self.ticks += 1
 
-    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
+    def record_commits(
+        self,
+        newest: CommitId | None,
+        previous: CommitId | None,
+        size_bytes: int,
+        to_come: Callable[[], int | None] = lambda: 0,
+    ) -> None:
         """Do nothing: nobody else uses the commits."""
 
     def record_sync(self, size_bytes: int, seconds: float) -> None:

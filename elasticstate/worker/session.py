@@ -149,11 +149,17 @@ class WorkerSession:
     def progress(self) -> None:
         self._page.progress()
 
-    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
+    def record_commits(
+        self,
+        newest: CommitId | None,
+        previous: CommitId | None,
+        size_bytes: int,
+        to_come: Callable[[], int | None] = lambda: 0,
+    ) -> None:
         self._sentinel.record_commits(newest, previous)
         if size_bytes > self._reported_bytes:
             self._reported_bytes = size_bytes
-            self._sentinel.send(messages.CommitSize(size_bytes))
+            self._sentinel.send(messages.CommitSize(size_bytes, to_come()))
 
     def record_commit_time(self, seconds: float) -> None:
         self._sentinel.add_commit_time(seconds)
@@ -245,7 +251,13 @@ class LastWorldSession:
     def progress(self) -> None:
         """Do nothing: the agent does not monitor a worker that has passed the exit gate."""
 
-    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
+    def record_commits(
+        self,
+        newest: CommitId | None,
+        previous: CommitId | None,
+        size_bytes: int,
+        to_come: Callable[[], int | None] = lambda: 0,
+    ) -> None:
         """Do nothing: these are no commits of the job."""
 
     def record_attached(self, digests: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -65,7 +66,13 @@ class Session:
     def has_ended(self, generation: int) -> bool:
         return False
 
-    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None: ...
+    def record_commits(
+        self,
+        newest: CommitId | None,
+        previous: CommitId | None,
+        size_bytes: int,
+        to_come: Callable[[], int | None] = lambda: 0,
+    ) -> None: ...
 
     def record_commit_time(self, seconds: float) -> None:
         pass

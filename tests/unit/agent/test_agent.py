@@ -207,8 +207,7 @@ def test_a_worker_is_given_room_for_its_commits_or_told_why_not(tmp_path: Path) 
         assert "commits do not fit into --commit-dir" in await scene.line()
         assert await scene.line() == "131072"
         scene.send(messages.Shutdown("done"))
-        status, said = await scene.end()
+        status, _ = await scene.end()
         assert status == 0
-        assert "commits need 262.1 kB on this host (1 worker x 2 x 131.1 kB)" in said
 
     play(tmp_path, scenario)

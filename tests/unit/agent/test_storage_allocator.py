@@ -83,12 +83,12 @@ def test_sizes_in_words() -> None:
 class Host:
     """The commit storage of a host with two workers, and its log lines."""
 
-    def __init__(self, base: Path, replicas: int = 0) -> None:
+    def __init__(self, base: Path) -> None:
         self.directory = CommitDirectory(str(base), "c0ffee", "h", str(base), "/socket", 5.0, 300.0)
         self.said: list[str] = []
         self.sealed: set[int] = set()
         self.storage = HostStorage(self.directory, "c0ffee", "h", self.said.append)
-        self.room = StorageAllocator(self.storage, "h", lambda: 2, self.said.append, replicas=replicas)
+        self.room = StorageAllocator(self.storage, "h", lambda: 2, self.said.append)
 
     def size(self, slot: int, index: int) -> int:
         return (self.directory.path / buffer_file(slot, index)).stat().st_size
@@ -108,19 +108,53 @@ class Host:
 def test_the_host_says_what_commits_take_and_again_when_it_has_grown(small: Path) -> None:
     host = Host(small)
     assert host.make((0, 0, MB), (0, 1, MB), (1, 0, MB), (1, 1, MB)) == [(MB, "")] * 4
-    assert host.said == [f"commits need 4.2 MB on this host (2 workers x 2 x 1.0 MB); 8.4 MB are free in {small}"]
     assert host.size(1, 1) == MB
-    assert host.make((0, 0, 9 * MB // 8)) == [(9 * MB // 8, "")], "little more is no news"
-    assert host.make((0, 0, 3 * MB // 2)) == [(3 * MB // 2, "")]
+    host.room.expect(0, MB // 2, 0)
+    assert host.said == [], "attached values and the state of optimizers may come before the first tick"
+    host.room.expect(0, MB, 0)
+    host.room.begin_ticks()
+    host.room.begin_ticks()
+    assert host.said == [f"commits need 4.2 MB on this host (2 workers x 2 x 1.0 MB); 8.4 MB are free in {small}"]
+    host.room.expect(1, 9 * MB // 8, 0)
+    assert len(host.said) == 1, "little more is no news"
+    host.room.expect(1, 3 * MB // 2, 0)
     assert [line[:50] for line in host.said[1:]] == ["commits now need 6.3 MB on this host (2 workers x "]
     host.close()
 
 
+def test_the_need_has_the_state_that_optimizers_will_have(small: Path) -> None:
+    host = Host(small)
+    host.room.expect(0, MB // 2, MB)
+    host.room.begin_ticks()
+    assert host.said == [f"commits need 6.3 MB on this host (2 workers x 2 x 1.6 MB); 8.4 MB are free in {small}"]
+    host.close()
+
+
+def test_the_need_is_so_far_if_an_optimizer_is_not_known(small: Path) -> None:
+    host = Host(small)
+    host.room.expect(0, MB, None)
+    host.room.begin_ticks()
+    assert "commits need 4.2 MB so far on this host" in host.said[0]
+    host.close()
+
+
+def test_the_need_may_be_more_than_there_is(small: Path) -> None:
+    host = Host(small)
+    host.room.expect(0, MB, 2 * MB)
+    host.room.begin_ticks()
+    each = "2 workers x 2 x 3.1 MB"
+    assert host.said == [f"commits need 12.6 MB on this host ({each}); 8.4 MB are free in {small}, which is too little"]
+    host.close()
+
+
 def test_the_need_counts_the_copies_for_replicas(small: Path) -> None:
-    host = Host(small, replicas=1)
-    host.make((0, 0, MB // 2))
+    host = Host(small)
+    host.room.expect(0, MB // 2, 0)
+    host.room.begin_ticks()
+    host.room.keep_copies(4)  # of two workers, on this host and on another one
+    host.room.keep_copies(4)
     each = "2 workers x 6 x 524.3 kB, 4 of them for --replicas"
-    assert host.said == [f"commits need 6.3 MB on this host ({each}); 8.4 MB are free in {small}"]
+    assert host.said[1:] == [f"commits now need 6.3 MB on this host ({each}); 8.4 MB are free in {small}"]
     host.close()
 
 
@@ -177,7 +211,7 @@ def test_a_spare_file_of_the_copies_makes_way_for_a_buffer(small: Path) -> None:
     store.forget(CommitId(1, 2))
     assert "are free" in host.make((0, 0, MB))[0][1], "one copy and one spare file leave no space"
     host.room.close()
-    host.room = StorageAllocator(host.storage, "h", lambda: 2, host.said.append, store.release_spare)
+    host.room = StorageAllocator(host.storage, "h", lambda: 2, host.said.append, store)
     assert host.make((0, 0, MB)) == [(MB, "")]
     assert store.kept() == [(SlotId("a", 0), CommitId(1, 2))]
     store.close()

@@ -130,7 +130,13 @@ class Member:
     def progress(self) -> None:
         self.signs += 1
 
-    def record_commits(self, newest: CommitId | None, previous: CommitId | None, size_bytes: int) -> None:
+    def record_commits(
+        self,
+        newest: CommitId | None,
+        previous: CommitId | None,
+        size_bytes: int,
+        to_come: Callable[[], int | None] = lambda: 0,
+    ) -> None:
         assert (size_bytes > 0) == (newest is not None)
         self.commits.append((newest, previous))
 
