@@ -19,7 +19,7 @@ from elasticstate.core.activity import activity_of, of_planned_end
 from elasticstate.core.figures import NAMES, JobFigures, Losses, Origin
 from elasticstate.core.keepers import keeps
 from elasticstate.core.records import Draft, Forming, Membership, Over, Running, Worker
-from elasticstate.core.uncommitted import lost_with_nothing_committed_s
+from elasticstate.core.uncommitted import lost_in_an_unfinished_tick_s, lost_with_nothing_committed_s
 from elasticstate.core.worlds import NOTHING, newest, survivors_of
 
 _ORIGINS_KEPT = 64  # no worker or slot holds a commit of an older generation
@@ -85,7 +85,8 @@ def world_changes(d: Draft, chosen: Sequence[Worker], line: t.CommitId | None, f
         ticks, all_ticks = _reached(d, chosen)
         bounds = {"commits_lost": all_commits, "ticks_lost": all_ticks and is_known}
         lower = frozenset(name for name, is_exact in bounds.items() if not is_exact)
-        losses = Losses(0.0, commits, max(0, ticks - position), lower, lost_with_nothing_committed_s(d))
+        work = lost_with_nothing_committed_s(d), lost_in_an_unfinished_tick_s(d)
+        losses = Losses(0.0, commits, max(0, ticks - position), lower, *work)
         account = ledger.account.until(d.now).with_redone(losses.ticks, ticks - _start(d))
         down_since = ledger.down_since
         if down_since is None:
@@ -101,6 +102,11 @@ def all_lost(d: Draft) -> None:
     """Count the commits, and the ticks since the start, of a job that ends without any commit."""
     losses = Losses(0.0, max(1, _lost_commits(d, NOTHING)[0]), _reached(d, ())[0], frozenset(NAMES[1:]))
     d.update_ledger(losses=d.ledger.losses + losses)
+
+
+def job_failed(d: Draft) -> None:
+    """Count the work since the last tick of a job that fails."""
+    d.update_ledger(losses=d.ledger.losses + Losses(unfinished_s=lost_in_an_unfinished_tick_s(d)))
 
 
 def next_generation(d: Draft) -> None:

@@ -31,6 +31,7 @@ class Losses:
     ticks: int = 0
     lower_bounds: frozenset[str] = frozenset()  # the NAMES whose figure is a lower bound
     uncommitted_s: float = 0.0  # seconds of training that were lost because the job had never committed
+    unfinished_s: float = 0.0  # seconds of training since a last tick that were lost, if they were not few
 
     def __add__(self, other: Losses) -> Losses:
         downtimes = (self.downtime_s, other.downtime_s)
@@ -40,6 +41,7 @@ class Losses:
             self.ticks + other.ticks,
             self.lower_bounds | other.lower_bounds,
             self.uncommitted_s + other.uncommitted_s,
+            self.unfinished_s + other.unfinished_s,
         )
 
     def fields(self) -> dict[str, object]:
@@ -49,24 +51,29 @@ class Losses:
         fields["lower_bounds"] = [name for name in NAMES if name in self.lower_bounds]
         if uncommitted_s := round(self.uncommitted_s, 6):
             fields["uncommitted_s"] = uncommitted_s
+        if unfinished_s := round(self.unfinished_s, 6):
+            fields["unfinished_s"] = unfinished_s
         return fields
 
 
 def losses_text(fields: Mapping[str, Any]) -> str:
     """Return ``0.09 s, 0 commits lost, 2 ticks redone``. A lower bound begins with ``at least``.
 
-    If work was lost because the job had never committed, it follows.
+    Work that was lost because the job had never committed, or in long ticks that were not completed, follows.
     """
     seconds, commits, ticks = (f"{'at least ' if name in fields['lower_bounds'] else ''}" for name in NAMES)
     seconds += "unknown (no ticks)" if fields["downtime_s"] is None else f"{fields['downtime_s']:.2f} s"
     commits += f"{number_of(fields['commits_lost'], 'commit')} lost"
     ticks += f"{number_of(fields['ticks_lost'], 'tick')} redone"
-    uncommitted_s = fields.get("uncommitted_s", 0.0)
+    uncommitted_s, unfinished_s = fields.get("uncommitted_s", 0.0), fields.get("unfinished_s", 0.0)
+    if round(uncommitted_s, 1) and fields["downtime_s"] is None:
+        ticks = "an unknown number of steps redone"
+    parts = [seconds, commits, ticks]
     if round(uncommitted_s, 1):
-        if fields["downtime_s"] is None:
-            ticks = "an unknown number of steps redone"
-        return f"{seconds}, {commits}, {ticks}, {uncommitted_s:.1f} s of training lost because nothing was committed"
-    return f"{seconds}, {commits}, {ticks}"
+        parts.append(f"{uncommitted_s:.1f} s of training lost because nothing was committed")
+    if round(unfinished_s, 1):
+        parts.append(f"{unfinished_s:.1f} s of uncompleted ticks lost")
+    return ", ".join(parts)
 
 
 class PastFigures(Struct, frozen=True):

@@ -5,6 +5,8 @@ that from the first failure only. So the core warns, once in a job, when a world
 trained for long, and no member has called ``commit()`` in the whole job. A call whose tick is not saved
 (``commit(every=N)``) counts, because commits will come. A world without any tick has a notice of its own
 (standstill.py), which says the same.
+
+A job may also commit once, or seldom, and train on. Then a failure loses much of a tick, which no number of ticks says.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from elasticstate.core.texts import number_of
 _MANY = 100  # ticks
 _AT_LEAST_S = 5.0  # less work than this is no loss to warn of
 _FEW = 5  # ticks that a world has completed at least before time alone decides
+_LONG_S = 1.0  # from which the part of a tick that a failure has cut off is told
+_INACCURACY_S = 1.0  # of the time of the last tick, if no survivor reports it
 
 
 def check_commits(d: Draft, phase: Running, members: Sequence[Worker]) -> None:
@@ -57,3 +61,19 @@ def lost_with_nothing_committed_s(d: Draft) -> float:
             f"training loop"
         )
     return seconds
+
+
+def lost_in_an_unfinished_tick_s(d: Draft) -> float:
+    """Return the seconds that the present generation has trained since its last tick, if the job has committed and they
+    are not few: its end loses them."""
+    if d.ledger.highest is None and d.ledger.durable is None:
+        return 0.0
+    account, ticking = d.ledger.account.until(d.now), d.ledger.ticking
+    seconds, cut = account.present.no_ticks, account.cut
+    least = _LONG_S
+    if cut is not None and cut.is_proven:
+        seconds += max(0.0, cut.unproven_s - cut.gap_s)
+    elif cut is not None:
+        seconds += max(0.0, cut.at - ticking.at - cut.gap_s)
+        least += _INACCURACY_S
+    return seconds if seconds >= least else 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
 from tests.unit.core.test_account import START
@@ -80,3 +82,29 @@ def test_a_job_with_commits_loses_no_more_than_its_ticks() -> None:
     _, effects = after("5.5 first a:0#1 in=2", m)
     (resumed,) = notes(effects, "training_resumed")
     assert (resumed.get("ticks_lost"), "uncommitted_s" in dict(resumed.fields)) == (10, False)
+
+
+def test_a_long_tick_that_is_cut_off_is_named() -> None:
+    m, _ = after(START + beat(4.0, 1, " commit=1.1"))
+    m, _ = after("15.0 exit a:1#1 signal=9\n15.2 ready a:0#1 in=1 ticks=1 paused=11.2 commit=1.1", m)
+    _, effects = after("15.5 first a:0#1 in=2", m)
+    (resumed,) = notes(effects, "training_resumed")
+    assert (resumed.get("ticks_lost"), resumed.get("unfinished_s")) == (0, 11.0), "up to the failure"
+    assert "0 commits lost, 0 ticks redone, 11.0 s of uncompleted ticks lost" in figures_of(m, 15.5).text()
+
+
+def test_so_is_one_of_workers_that_all_die() -> None:
+    m, _ = after(START + beat(4.0, 1, " commit=1.1"))
+    m, _ = after("15.0 exit a:0#1 signal=9 commit=1.1 + exit a:1#1 signal=9 commit=1.1\n", m)
+    assert not figures_of(m, 15.5).losses.unfinished_s
+    m, _ = after("15.1 ready a:0#2 commit=1.1 + ready a:1#2 commit=1.1\n", m)
+    assert figures_of(m, 15.5).losses.unfinished_s == 11.0
+
+
+def test_a_world_that_never_ends_a_tick_after_a_commit_is_lost_as_a_whole() -> None:
+    m, _ = after(START + beat(4.0, 1, " commit=1.1"))
+    m, _ = after("4.5 exit a:1#1 signal=9\n4.6 ready a:0#1 in=1 ticks=1 paused=0.5 commit=1.1", m)
+    assert m.generation == 2
+    m, _ = after("5.0 heartbeat a:0#1 in=2 place=train trained=0.2\n25.0 exit a:0#1 signal=9 commit=1.1\n", m)
+    m, _ = after("25.1 ready a:0#2 commit=1.1\n26.1 ready a:1#2 commit=1.1\n", m)
+    assert figures_of(m, 27.0).losses.unfinished_s == pytest.approx(20.2)
