@@ -7,6 +7,9 @@
   ``_sharding_prop.ShardingPropagator._propagate_tensor_meta_cached``, ``_collective_utils.MeshTopoInfo``: caches whose
   keys contain device meshes. Two meshes of different process groups are equal (``DeviceMesh.__eq__`` compares ranks and
   names), so after a regroup a cache could return a mesh whose groups are gone; and its keys keep them alive.
+- ``_subclasses.fake_tensor.FakeTensorMode.cache``: after these caches have been cleared, torch computes the result of
+  each operation anew, and stores it here with the operation's numbers, such as a bias correction of Adam. So each world
+  would add entries that no later one uses.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ Split: TypeAlias = "tuple[int, int] | None"
 Split factor: 0 for a ``Shard``. That of a ``_StridedShard`` is the number of shards into which later dimensions of the
 mesh have split the same dimension of the tensor before.
 """
+
+_MOST_RESULTS = 1000  # of operations, about 2 kB each
 
 _LOCAL = "_local_tensor"
 local_of: Callable[[Any], torch.Tensor] = attrgetter(_LOCAL)
@@ -91,6 +96,16 @@ def clear_mesh_caches() -> None:
             warn_absent("torch", name, "the process groups of earlier worlds with attached values are not released")
         else:
             clear()
+    _limit_results()
+
+
+def _limit_results() -> None:
+    """Clear the cache of results of operations, which is never cleared by torch, if it is large."""
+    module: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    mode = getattr(module, "FakeTensorMode", None)
+    clear = getattr(mode, "cache_clear", None)
+    if clear is not None and len(getattr(mode, "cache", ())) > _MOST_RESULTS:
+        clear()
 
 
 def _clearers() -> Iterator[tuple[str, Any]]:

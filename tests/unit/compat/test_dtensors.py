@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
+from torch._subclasses import fake_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 from torch.distributed.tensor.debug import _get_python_sharding_prop_cache_info
@@ -86,3 +87,16 @@ def test_all_caches_that_keep_meshes_are_found_and_cleared(caplog: pytest.LogCap
     gc.collect()
     assert kept() is None
     assert not caplog.records
+
+
+def test_results_of_operations_do_not_pile_up(mesh: DeviceMesh) -> None:
+    """Each world stores those of operations with other numbers anew, because its sharding caches are empty."""
+    tensor = DTensor.from_local(torch.ones(4), mesh, [Shard(0)])
+    cache = fake_tensor.FakeTensorMode.cache
+    sizes = []
+    for number in range(1200):
+        tensor * (number + 0.5)
+        sizes.append(len(cache))
+        dtensors.clear_mesh_caches()
+    assert 900 < max(sizes) < 1100, "a world adds entries"
+    assert sizes[-1] < 300, "which are removed"
