@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Steps between two powers of two: a buffer is up to 1/16 larger than requested, and seldom has to grow again.
 _STEPS = 16
 _SMALLEST_STEP_BYTES = 1 << 16
-_REPORTED_GROWTH = 1.25
+_REPORTED_GROWTH = 1.4
 _THREADS = 4
 
 

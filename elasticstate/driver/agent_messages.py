@@ -142,7 +142,7 @@ class AgentMessages:
             return
         match body:
             case messages.CommitSize(size, _):
-                self._state.commit_bytes = max(self._state.commit_bytes, size)
+                self._state.record_commit_size(size)
             case messages.Synced(generation, size, seconds):
                 self._journal.event("sync", worker=str(worker), generation=generation, bytes=size, seconds=seconds)
             case messages.BackendRequest(data):

@@ -87,7 +87,7 @@ class Effects:
         place = effect.place
         if place is not None:
             place = msgspec.structs.replace(place, store=self._state.stores.get(place.store_host, ""))
-        m, size = self._state.membership, self._state.commit_bytes
+        m, size = self._state.membership, self._state.size_for_newcomers()
         is_shared = m.policy.one_copy_per_host  # most workers need no commit storage
         members = m.world.members if m.world is not None else ()
         has_keeper = is_shared and any(member.worker.host == effect.worker.host for member in members)

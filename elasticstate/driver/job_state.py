@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from elasticstate.core import types as t
+from elasticstate.core.line import is_sharded
 from elasticstate.core.membership import new_membership, step
 from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import reattach
@@ -22,7 +23,8 @@ class JobState:
         self.reason = ""
         self.outcome: Outcome | None = None  # None: the job is not over
         self.stopped: Outcome | None = None  # the outcome of a job that is being stopped
-        self.commit_bytes = 0  # size of a commit of the largest worker
+        self.commit_bytes = 0  # size of a commit of the largest worker; of shards, in the last world that reported it
+        self._sized_in = 0  # the generation that reported it
         self.stores: dict[str, str] = {}  # by host: address of the store for the next world of plain workers
         self.copy_servers: dict[str, str] = {}  # by host: address of the copy server
         self.stepped_at = now
@@ -39,6 +41,21 @@ class JobState:
         if self.membership.ledger.highest != newest:
             self.committed_at = now
         return effects
+
+    def record_commit_size(self, size_bytes: int) -> None:
+        """Record the size of a worker's commit. Each world has shards of another size."""
+        if is_sharded(self.membership) and self._sized_in != self.membership.generation:
+            self.commit_bytes = 0
+        self._sized_in = self.membership.generation
+        self.commit_bytes = max(self.commit_bytes, size_bytes)
+
+    def size_for_newcomers(self) -> int:
+        """Return the size of a commit in a world of all living workers, as far as it is known. Shards are taken to be
+        distributed evenly."""
+        m = self.membership
+        if m.world is None or not is_sharded(m):
+            return self.commit_bytes
+        return -(-self.commit_bytes * m.world.size // max(m.world.size, sum(m.living.values())))
 
     def reattach(self, reattachment: Reattachment, now: float) -> tuple[t.Effect, ...]:
         """Let the core continue the job of an earlier driver. Return the effects."""

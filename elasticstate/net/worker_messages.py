@@ -127,7 +127,7 @@ class Synced(Message, frozen=True):
 
 
 class CommitSize(Message, frozen=True):
-    """Size of a commit of this worker; sent when it grows.
+    """Size of a commit of this worker in the present world; sent when it grows.
 
     ``to_come``: bytes that the first steps of its optimizers will add; None: not known.
     """

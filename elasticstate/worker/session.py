@@ -42,7 +42,7 @@ class WorkerSession:
         self._page = page
         self._key = key
         self._share = share
-        self._reported_bytes = 0
+        self._reported_bytes = self._sized_in = 0  # size of a commit of the world with this generation
         self._restore_group: dist.ProcessGroup | None = None  # of the present world
         self.worker_key = worker_key
         self.view: present_world.WorldView = present_world.alone()
@@ -157,6 +157,10 @@ class WorkerSession:
         to_come: Callable[[], int | None] = lambda: 0,
     ) -> None:
         self._sentinel.record_commits(newest, previous)
+        if newest is None or newest.generation != self.generation:
+            return  # its shards may be those of another world
+        if self._sized_in != self.generation:
+            self._sized_in, self._reported_bytes = self.generation, 0
         if size_bytes > self._reported_bytes:
             self._reported_bytes = size_bytes
             self._sentinel.send(messages.CommitSize(size_bytes, to_come()))

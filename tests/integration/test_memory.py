@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,34 @@ def test_the_need_has_the_attached_values_and_their_copies(tmp_path: Path, every
     found = said_of_memory(tmp_path, SHARDED, every, *hosts)
     assert found[-1][:3] in [("need", 1, 6), ("now need", 1, 6)], "without --replicas, there is one on the other host"
     assert all(6 <= size <= 6.6 for *_, size in found), "a half of the model and of two moments"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 44 MB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    argv = ["mount", "-t", "tmpfs", "-o", "size=44m", "tmpfs", str(path)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_newcomer_needs_space_for_its_part_of_the_shards_only(small: Path, tmp_path: Path) -> None:
+    """The only worker has two buffers of 12.6 MB. Both hosts are this machine, so there is no space for two more."""
+    hosts, discover, path = tmp_path / "hosts", tmp_path / "discover.sh", tmp_path / "script.py"
+    hosts.write_text("localhost:1\n")
+    discover.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    discover.chmod(0o755)
+    path.write_text(SHARDED.replace("state.step < 8", "state.step < 1000 and elastic.size() < 2"))
+    options = ("-np", "1", "--max-np", "2", "--host-discovery-script", str(discover), "--discovery-interval", "0.2")
+    command = [sys.executable, str(path), "1"]
+    options = (*options, "--replicas", "0", "--commit-dir", str(small), "--min-interrupt-distance", "0")
+    with Job(tmp_path, *options, command=command) as job:
+        job.wait_for("commits", lambda: "commits need" in job.output)
+        hosts.write_text("localhost:1\n127.0.0.2:1\n")
+        job.finish()
+    assert len(job.events("world_formed")) == 2
+    assert not job.events("warning"), job.output
