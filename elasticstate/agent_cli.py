@@ -19,7 +19,8 @@ def run_agent(argv: Sequence[str]) -> int:
         prog="elasticrun agent",
         usage="elasticrun agent --join HOST:PORT --token-file F [options]",
         description="Run workers on this machine for the job of an elasticrun --listen. Run the same command on each "
-        "machine, in any order, at any time.\nThe agent ends with the job.",
+        "machine, in any order, at any time.\nThe agent ends with the job. Ctrl-C drains this host first, as SIGTERM "
+        "does; a second Ctrl-C kills its workers at once.",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
         allow_abbrev=False,
     )

@@ -105,6 +105,8 @@ class Agent:
         self._template: Template | None = None
         self._driver: DriverConnection | None = None
         self._job = ""  # "": this agent does not serve a driver yet
+        self._is_interrupted = False  # by Ctrl-C
+        self._killed = asyncio.Event()  # set by a second Ctrl-C
 
     @property
     def status(self) -> AgentStatus:
@@ -144,10 +146,13 @@ class Agent:
         """Find the driver, and lock this host. Raises Stopped, OSError (also ConnectionError) or ValueError."""
         launch = self._launch
         driver = self._driver = DriverConnection(launch)
-        spec, has_notice = await find_driver(driver, launch.wait_s)
-        # The driver handles Ctrl-C. A handler and not SIG_IGN, because workers would inherit SIG_IGN.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
-        preemption = PreemptionWatch(driver.send, has_notice)
+        spec, received = await find_driver(driver, launch.wait_s)
+        preemption = PreemptionWatch(driver.send)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupted, preemption, driver)
+        if signal.SIGTERM in received:
+            preemption.signalled(signal.SIGTERM)
+        for _ in range(received.count(signal.SIGINT)):
+            self._interrupted(preemption, driver)
         await in_thread(place.serves, spec.job_id)
         if not await in_thread(Path(launch.directory).is_dir):
             raise NotADirectoryError(f"{launch.directory}, the directory of the job, does not exist on this host")
@@ -157,6 +162,20 @@ class Agent:
         self._supervision = asyncio.ensure_future(supervisor.run())
         commits = await lock_host(spec, launch.host, place.path, place.mark, driver)
         return _Attachment(spec, driver, local_address, preemption, supervisor, commits)
+
+    def _interrupted(self, preemption: PreemptionWatch, driver: DriverConnection) -> None:
+        """Drain this host at the first Ctrl-C, and end at the second one. The workers, in sessions of their own, get
+        neither."""
+        if not self._launch.is_joining:
+            return  # the driver handles Ctrl-C; without this handler, workers would inherit that SIGINT is ignored
+        if self._is_interrupted:
+            self.outputs.complain("SIGINT again: killing the workers.")
+            self._killed.set()
+            return
+        self._is_interrupted = True
+        when = "at the end of a tick" if driver.is_established else "when the driver is back"
+        self.outputs.complain(f"SIGINT: the workers leave the job {when}. A second Ctrl-C kills them at once.")
+        preemption.signalled(signal.SIGINT)
 
     def _start_template(self, spec: JobSpec, place: JobPlace, driver: DriverConnection) -> Template | None:
         """Start the template process early, unless it is switched off or of no use for this command."""
@@ -270,7 +289,9 @@ class Agent:
             durable,
         )
         timeout_s, preemption = spec.options.driver_timeout_s, attachment.preemption
-        service = Service(driver, timeout_s, messages, workers, supervisor, reporter, preemption, outputs, place)
+        service = Service(
+            driver, timeout_s, messages, workers, supervisor, reporter, preemption, outputs, place, self._killed
+        )
         socket.open()
         return _AgentParts(storage, allocator, socket, supply, backend, stores, copies, durable, service)
 

@@ -47,5 +47,6 @@ def join(
         job_directory="",
         environment=(),
         rack=rack,
+        is_joining=True,
     )
     serve(launch, status_socket)

@@ -24,10 +24,8 @@ class PreemptionWatch:
     The driver receives the notice as soon as it has accepted this agent.
     """
 
-    def __init__(
-        self, send: Callable[[messages.HostPreemptionNotice | messages.AgentWarning], None], has_notice: bool = False
-    ) -> None:
-        """Treat SIGTERM as a notice until the job's options arrive. ``has_notice``: SIGTERM has come already."""
+    def __init__(self, send: Callable[[messages.HostPreemptionNotice | messages.AgentWarning], None]) -> None:
+        """Treat SIGTERM as a notice until the job's options arrive."""
         self._send = send
         self._reason = ""  # source and reason of the notice
         self._has_begun = False
@@ -35,8 +33,6 @@ class PreemptionWatch:
         self._asking: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._listen([signal.SIGTERM])
-        if has_notice:
-            self._record(_signal_reason(signal.SIGTERM))
 
     def begin(self, options: Options, launch: Launch, socket_path: str) -> None:
         """Start to watch with the job's options. A signal that is not among them gets its usual effect back."""
@@ -65,7 +61,11 @@ class PreemptionWatch:
 
     def _listen(self, signals: Iterable[int]) -> None:
         for number in signals:
-            self._loop.add_signal_handler(number, self._record, _signal_reason(number))
+            self._loop.add_signal_handler(number, self.signalled, number)
+
+    def signalled(self, number: int) -> None:
+        """Record a signal to this agent as the notice."""
+        self._record(f"{signal_name(number)} to its agent")
 
     def _record(self, reason: str) -> None:
         if not self._reason:
@@ -98,10 +98,6 @@ class PreemptionWatch:
             self._send(
                 messages.AgentWarning(f"--preemption-command {command!r} {fault}; it runs again every {interval_s:g} s")
             )
-
-
-def _signal_reason(number: int) -> str:
-    return f"{signal_name(number)} to its agent"
 
 
 def _first_line(text: str) -> str:

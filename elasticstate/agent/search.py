@@ -18,8 +18,8 @@ class Stopped(Exception):
         self.status = 128 + number
 
 
-async def find_driver(driver: DriverConnection, wait_s: float) -> tuple[JobSpec, bool]:
-    """Return the driver's first message, and True if SIGTERM arrived during the greeting: that is a preemption notice.
+async def find_driver(driver: DriverConnection, wait_s: float) -> tuple[JobSpec, list[int]]:
+    """Return the driver's first message, and the signals that arrived during the greeting.
 
     Raises Stopped, and all that ``DriverConnection.establish`` raises.
     """
@@ -40,7 +40,7 @@ async def find_driver(driver: DriverConnection, wait_s: float) -> tuple[JobSpec,
         await asyncio.wait({finding})
         if received and (finding.cancelled() or finding.exception() is not None):
             raise Stopped(received[0])
-        return finding.result(), signal.SIGTERM in received
+        return finding.result(), received
     finally:
         finding.cancel()
         for number in numbers:

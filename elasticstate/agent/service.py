@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import NamedTuple
 
 from elasticstate.agent.driver_connection import DriverConnection
@@ -39,7 +40,9 @@ class Service:
         preemption: PreemptionWatch,
         outputs: Outputs,
         place: JobPlace,
+        killed: asyncio.Event,
     ) -> None:
+        """``killed``: set when the user wants this agent to end at once."""
         self._driver = driver
         self._driver_timeout_s = driver_timeout_s
         self._messages = messages
@@ -49,9 +52,24 @@ class Service:
         self._preemption = preemption
         self._outputs = outputs
         self._place = place
+        self._killed = killed
 
     async def run(self) -> ServiceEnd:
-        """Serve until the driver sends Shutdown, refuses this agent, or is unreachable for too long."""
+        """Serve until the driver sends Shutdown, refuses this agent, or is away for too long, or the user ends it.
+
+        In the last case the commits stay, as those of an agent that is killed: other hosts may have none as new.
+        """
+        serving, killed = asyncio.ensure_future(self._serve_drivers()), asyncio.ensure_future(self._killed.wait())
+        await asyncio.wait({serving, killed}, return_when=asyncio.FIRST_COMPLETED)
+        killed.cancel()
+        if serving.done():
+            return serving.result()
+        serving.cancel()
+        await asyncio.wait({serving})
+        await self._workers.stop_all(kill=True)
+        return ServiceEnd(128 + signal.SIGINT, keeps_commits=True)
+
+    async def _serve_drivers(self) -> ServiceEnd:
         end = None
         while end is None:
             try:

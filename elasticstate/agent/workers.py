@@ -131,10 +131,10 @@ class Workers:
             loop = asyncio.get_running_loop()
             handle.stopping.append(loop.call_later(self._stop_timeout_s, handle.process.kill))
 
-    async def stop_all(self) -> None:
-        """Stop all workers, and wait for their ends."""
+    async def stop_all(self, kill: bool = False) -> None:
+        """Stop all workers, and wait for their ends. ``kill``: kill them at once."""
         for worker in [*self.handles, *self._starting]:
-            self.stop(worker)
+            self.stop(worker, kill)
         await self.all_started()
         while watchers := [handle.watcher for handle in self.handles.values() if handle.watcher is not None]:
             await asyncio.wait(watchers)

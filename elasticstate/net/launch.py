@@ -24,3 +24,4 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     job_directory: str  # removed by the driver, or by the last agent if the driver is lost; empty: use an own one
     environment: tuple[tuple[str, str], ...]  # for the workers; the job's variables override these
     rack: str = ""  # of this host; empty: the one from discovery
+    is_joining: bool = False  # started by ``elasticrun agent``, perhaps in a terminal, and not by the driver

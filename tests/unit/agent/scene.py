@@ -149,6 +149,7 @@ class Scene:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # its process group is that of a terminal
         )
         self.agents.append(self.agent)
         assert self.agent.stdin is not None

@@ -119,6 +119,61 @@ def test_sigterm_is_told_and_not_obeyed(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
+def test_ctrl_c_drains_the_host_of_an_agent_that_dials_in_and_a_second_one_kills_its_workers(tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the whole process group: the workers must not be in it."""
+
+    async def scenario(scene: Scene) -> None:
+        await scene.start(is_joining=True)
+        await scene.serve("sh", "-c", "trap 'echo told' INT TERM; echo up; while :; do sleep 0.01; done")
+        assert await scene.line() == "up"
+        os.killpg(scene.agent.pid, signal.SIGINT)
+        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGINT to its agent")
+        assert not [message for message in scene.heard if isinstance(message, messages.Exited)]
+        os.killpg(scene.agent.pid, signal.SIGINT)
+        assert (await scene.hear(messages.Exited)).signal == signal.SIGKILL
+        status, said = await scene.end()
+        assert status == 128 + signal.SIGINT
+        assert said.splitlines() == [
+            "elasticstate: agent of h: SIGINT: the workers leave the job at the end of a tick. A second Ctrl-C kills "
+            "them at once.",
+            "elasticstate: agent of h: SIGINT again: killing the workers.",
+        ]
+
+    play(tmp_path, scenario)
+
+
+def test_the_second_ctrl_c_after_a_preemption_notice_kills_and_not_the_first(tmp_path: Path) -> None:
+    """The user of the first one has not read yet what the second one does."""
+
+    async def scenario(scene: Scene) -> None:
+        await scene.start(is_joining=True)
+        await scene.serve("sleep", "100")
+        await scene.hear(messages.Started)
+        scene.agent.send_signal(signal.SIGTERM)
+        await scene.hear(messages.HostPreemptionNotice)
+        scene.agent.send_signal(signal.SIGINT)
+        scene.send(messages.Shutdown("drained"))
+        assert (await scene.end())[0] == 0
+
+    play(tmp_path, scenario)
+
+
+def test_ctrl_c_ends_an_agent_that_has_lost_its_driver_at_the_second_time(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start(is_joining=True)
+        await scene.serve("sleep", "100")
+        await scene.hear(messages.Started)
+        await scene.server.stop()
+        assert scene.agent.stderr is not None
+        assert b"lost the driver" in await scene.agent.stderr.readline()
+        scene.agent.send_signal(signal.SIGINT)
+        assert b"SIGINT: the workers leave the job when the driver is back." in await scene.agent.stderr.readline()
+        scene.agent.send_signal(signal.SIGINT)
+        assert (await scene.end())[0] == 128 + signal.SIGINT
+
+    play(tmp_path, scenario)
+
+
 def test_a_signal_that_is_no_notice_has_its_usual_effect(tmp_path: Path) -> None:
     async def scenario(scene: Scene) -> None:
         await scene.start()
@@ -140,6 +195,19 @@ def test_sigterm_before_there_is_a_driver_is_told_as_soon_as_there_is_one(tmp_pa
         await scene.serve("sleep", "100", stop_timeout_s=0.2)
         assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGTERM to its agent")
         assert [type(message) for message in scene.heard[:2]] == [messages.HostReport, messages.HostPreemptionNotice]
+        scene.send(messages.Shutdown("drained"))
+        assert (await scene.end())[0] == 0
+
+    play(tmp_path, scenario)
+
+
+def test_ctrl_c_during_the_greeting_drains_the_host(tmp_path: Path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.start(is_joining=True)
+        await scene.until(lambda: scene.has_joined, "an agent")
+        scene.agent.send_signal(signal.SIGINT)
+        await scene.serve("sleep", "100", stop_timeout_s=0.2)
+        assert await scene.hear(messages.HostPreemptionNotice) == messages.HostPreemptionNotice("SIGINT to its agent")
         scene.send(messages.Shutdown("drained"))
         assert (await scene.end())[0] == 0
 
