@@ -48,19 +48,21 @@ class DriverConnection:
             except Refused:
                 raise
             except ConnectionError:
-                if self._loop.time() + pause_s >= deadline or not self.is_sought:
+                left_s = deadline - self._loop.time()
+                if left_s <= 0 or not self.is_sought:
                     raise
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(min(pause_s, left_s))  # the last attempt is at the end
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _greet(self, limit_s: float) -> messages.JobSpec:
         timeout_s = min(self._launch.connect_timeout_s, limit_s)
+        deadline = self._loop.time() + timeout_s
         stream = await DriverStream.dial(self._launch.addresses, self.trust, timeout_s)
         self.is_connected = True
         stream.send(self._hello())
         answer = asyncio.ensure_future(stream.receive())
         try:
-            await asyncio.wait({answer}, timeout=timeout_s)
+            await asyncio.wait({answer}, timeout=max(0.0, deadline - self._loop.time()))
             if not answer.done():
                 raise ConnectionError("timed out: the driver did not answer")
             spec = answer.result()
@@ -143,7 +145,7 @@ class DriverConnection:
     def judge(self, now: float, limit_s: float) -> None:
         """Reset the connection if the driver was silent for longer than ``limit_s``: then ``receive`` raises."""
         if self._stream is not None and now - self._stream.received_at > limit_s:
-            self._stream.reset(f"no message from the driver for {limit_s:g} s")
+            self._stream.reset(f"no message from the driver for --heartbeat-timeout of {limit_s:g} s")
 
     async def close(self) -> None:
         """Send all pending messages, then close the connection."""

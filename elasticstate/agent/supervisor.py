@@ -15,7 +15,6 @@ from elasticstate.config import Options
 from elasticstate.core.copies import CopyFigures
 from elasticstate.core.types import WorkerId
 from elasticstate.net import messages
-from elasticstate.net.control import SILENT_SHARE
 
 LOOK_INTERVAL_S = 0.25
 """Seconds between two looks at the workers' stamps."""
@@ -57,7 +56,7 @@ class Supervisor:
             if stalled_s > self._options.heartbeat_timeout_s / 2:
                 self._forgive(stalled_s)
             elif not self._shares_machine:  # on the driver's own machine silence only means a stopped driver
-                self._driver.judge(now, SILENT_SHARE * self._options.heartbeat_timeout_s)
+                self._driver.judge(now, self._options.heartbeat_timeout_s)
             looked_at = now
             self._judge(now)
             self.calls.look(now)

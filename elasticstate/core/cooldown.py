@@ -16,15 +16,16 @@ _ATTEMPTS = 10  # the least number of attempts within a time-out that would end 
 
 
 def backoff_s(failures: int, name: str = "") -> float:
-    """Return the seconds before a restart after ``failures`` in a row: 0, 1, 2, 4 ... 60, with a jitter by name."""
+    """Return the seconds before a restart after ``failures`` in a row: 0, 1, 2, 4 ... at most 60, with a jitter by
+    name."""
     if failures <= 1:
         return 0.0
-    return _spread(min(MAX_BACKOFF_S, 2.0 ** min(failures - 2, 10)), name, failures)
+    return _spread(2.0 ** min(failures - 2, 10), 0.0, MAX_BACKOFF_S, name, failures)
 
 
 def cooldown_s(host: str, count: int, min_s: float, max_s: float) -> float:
-    """Return the seconds of a host's cooldown number ``count`` (from 0): doubling, with a jitter."""
-    return _spread(min(max_s, min_s * 2.0 ** min(count, 30)), host, count)
+    """Return the seconds of a host's cooldown number ``count`` (from 0): doubling, with a jitter within the limits."""
+    return _spread(min_s * 2.0 ** min(count, 30), min_s, max_s, host, count)
 
 
 def patience_s(failures: int, limit_s: float) -> float:
@@ -44,6 +45,10 @@ def together_s(limit_s: float) -> float:
     return min(SAME_DEATH_S, limit_s / _ATTEMPTS)
 
 
-def _spread(seconds: float, name: str, count: int) -> float:
-    """Return ``seconds``, up to a tenth longer. A checksum decides, so the same events give the same transcript."""
-    return seconds * (1.0 + JITTER * (crc32(f"{name}/{count}".encode()) % 1000) / 1000.0) if name else seconds
+def _spread(seconds: float, min_s: float, max_s: float, name: str, count: int) -> float:
+    """Return ``seconds``, up to a tenth longer, but not more than ``max_s``: at this limit, up to a tenth shorter, but
+    not less than ``min_s``. A checksum decides, so the same events give the same transcript."""
+    if not name:
+        return min(seconds, max_s)
+    share = JITTER * (crc32(f"{name}/{count}".encode()) % 1000) / 1000.0
+    return seconds * (1.0 + share) if seconds * (1.0 + JITTER) <= max_s else max(min_s, max_s / (1.0 + share))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from elasticstate.config import Options
 from elasticstate.driver.agent_handle import AgentHandle
 from elasticstate.driver.beats import next_beat
-from elasticstate.net.control import SILENT_SHARE
 
 _LOOKS_PER_TIMEOUT = 20  # checks for silent agents within --heartbeat-timeout
 _LOOKS_PER_HEARTBEAT = 5  # a heartbeat to each agent at every 5th check only, because it costs more
@@ -21,7 +20,7 @@ async def watch_silence(
     """Count silent agents as lost, even if their process lives. Send heartbeats, so that agents can do likewise."""
     loop = asyncio.get_running_loop()
     interval_s = min(_LONGEST_INTERVAL_S, options.heartbeat_timeout_s / _LOOKS_PER_TIMEOUT)
-    limit_s = SILENT_SHARE * options.heartbeat_timeout_s
+    limit_s = options.heartbeat_timeout_s
     looked_at = forgiven_until = loop.time()
     looks = 0
     while True:
@@ -37,6 +36,6 @@ async def watch_silence(
                 if looks % _LOOKS_PER_HEARTBEAT == 0:
                     agent.stream.heartbeat()
                 if now - max(agent.stream.received_at, forgiven_until) > limit_s:
-                    lose(agent, f"sent no heartbeat for {limit_s:g} s")
+                    lose(agent, f"sent no heartbeat for --heartbeat-timeout of {limit_s:g} s")
             elif now - max(agent.since, forgiven_until) > options.start_timeout_s:
                 lose(agent, f"did not connect within --start-timeout of {options.start_timeout_s:g} s")

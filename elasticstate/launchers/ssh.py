@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -28,7 +29,7 @@ class SshLauncher(CommandLauncher):
         interval_s = max(1, round(options.heartbeat_timeout_s / 2))
         settings = {
             "BatchMode": "yes",  # no password prompt
-            "ConnectTimeout": str(max(1, round(options.connect_timeout_s))),
+            "ConnectTimeout": str(math.ceil(options.connect_timeout_s)),
             "ServerAliveInterval": str(interval_s),
             "ServerAliveCountMax": "3",
             "ControlPath": "none",  # a connection of its own, whose end has a meaning

@@ -20,7 +20,6 @@ from elasticstate.net.strangers import BACKLOG, Strangers
 from elasticstate.net.stream import MessageQueue, Stream, dial, reason_of
 from elasticstate.net.trust import NAME, Trust
 
-SILENT_SHARE = 0.75  # share of --heartbeat-timeout: the next check still comes within the timeout
 _NEXT_ADDRESS_S = 0.25  # RFC 8305
 _CLOSED_EARLY = "the peer closed the connection before it had authenticated, perhaps because it has another token"
 

@@ -165,7 +165,7 @@ def test_a_driver_on_another_host_that_says_nothing_is_given_up_and_dialled_agai
         scene.send(messages.Shutdown("done"))
         status, said = await scene.end()
         assert status == 0
-        assert "lost the driver: no message from the driver for 0.375 s" in said
+        assert "lost the driver: no message from the driver for --heartbeat-timeout of 0.5 s" in said
 
     play(tmp_path, scenario)
 

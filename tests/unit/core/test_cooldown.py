@@ -10,19 +10,33 @@ from elasticstate.core.membership import Membership, next_deadline
 from tests.unit.core.test_membership import RUNNING, drive
 
 
+def is_about(seconds: float, expected: float, limit_s: float) -> bool:
+    """Return True if the time has its jitter: up to a tenth longer, at the limit up to a tenth shorter."""
+    if expected < limit_s:
+        return expected <= seconds <= expected * (1 + JITTER)
+    return limit_s / (1 + JITTER) <= seconds <= limit_s
+
+
 @pytest.mark.parametrize(
     ("failures", "seconds"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 4), (7, 32), (8, 60), (9, 60), (10_000, 60)]
 )
 def test_a_slot_is_restarted_after_0_1_2_4_to_60_seconds_with_a_small_jitter(failures: int, seconds: float) -> None:
     assert backoff_s(failures) == seconds
     for slot_id in ("a:0", "a:1", "b:0"):
-        assert seconds <= backoff_s(failures, slot_id) <= seconds * (1 + JITTER)
+        assert is_about(backoff_s(failures, slot_id), seconds, 60.0)
 
 
 @pytest.mark.parametrize(("count", "seconds"), [(0, 10), (1, 20), (2, 40), (5, 320), (6, 600), (10_000, 600)])
 def test_a_cooldown_doubles_up_to_its_limit_with_a_small_jitter(count: int, seconds: float) -> None:
     for host in ("a", "b", "c"):
-        assert seconds <= cooldown_s(host, count, 10.0, 600.0) <= seconds * (1 + JITTER)
+        assert is_about(cooldown_s(host, count, 10.0, 600.0), seconds, 600.0)
+
+
+@pytest.mark.parametrize("limits", [(0.0, 0.0), (5.0, 5.0), (10.0, 10.5), (10.0, 600.0), (0.2, 0.5)])
+def test_no_cooldown_is_shorter_or_longer_than_the_limits(limits: tuple[float, float]) -> None:
+    for host in (f"host{i}" for i in range(50)):
+        for count in (*range(10), 99):
+            assert limits[0] <= cooldown_s(host, count, *limits) <= limits[1]
 
 
 @pytest.mark.parametrize(("failures", "limit_s", "seconds"), [(1, 600, 0), (4, 600, 4), (99, 600, 60), (99, 30, 3)])
@@ -34,7 +48,11 @@ def test_what_the_job_cannot_do_without_has_ten_attempts_before_it_is_given_up(
 
 def test_the_jitter_differs_by_name_and_is_the_same_every_time() -> None:
     names = [f"host{i}" for i in range(50)]
-    for spread in (lambda name: cooldown_s(name, 0, 10.0, 600.0), lambda name: backoff_s(9, name)):
+    for spread in (
+        lambda name: cooldown_s(name, 0, 10.0, 600.0),
+        lambda name: cooldown_s(name, 9, 10.0, 600.0),
+        lambda name: backoff_s(9, name),
+    ):
         first = [spread(name) for name in names]
         assert len(set(first)) > 25
         assert first == [spread(name) for name in names]
