@@ -162,7 +162,7 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         kinds.LEASE,
         "--lease",
         "For jobs whose ticks have no collective of all workers (local SGD): seconds after which an unreachable host "
-        "stops training. The others continue without it after 1.25 times as long.",
+        "stops training. The others continue 1.25 times as long after they have counted it as lost.",
     )
     connect_timeout_s: float = option(
         10.0,
@@ -176,7 +176,8 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         _TIMES,
         kinds.SECONDS_OR_OFF,
         "--hang-timeout",
-        "Seconds a worker may go without a tick or a call of state.progress(). After that it is killed.",
+        "Seconds a worker may go without a tick or a call of state.progress(). After that its generation ends, and the "
+        "worker that does not move for --failure-grace then is killed.",
     )
     collective_timeout_s: float = option(
         COLLECTIVE_TIMEOUT_S,
@@ -240,7 +241,8 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         _CHANGES,
         kinds.RANGE,
         "--cooldown-range --blacklist-cooldown-range",
-        "Shortest and longest cooldown in seconds: a failed host stays unused for it. It doubles each time.",
+        "Shortest and longest cooldown in seconds: a failed host stays unused for it. It doubles each time, and is up "
+        "to a tenth longer.",
     )
     preemption_signals: tuple[int, ...] = option(
         (signal.SIGTERM,),

@@ -14,6 +14,7 @@ from elasticstate.core.texts import listed
 from elasticstate.core.worlds import candidates
 
 FAILED_HOLDS_IN_A_ROW = 3
+_HOLDS_OF_A_DRAIN = 6  # the least number within --drain-timeout, if each fails at once
 
 
 def planned_change(d: Draft, phase: Running, members: list[Worker]) -> None:
@@ -28,7 +29,7 @@ def planned_change(d: Draft, phase: Running, members: list[Worker]) -> None:
         d.reason += "; no interrupt while a member is in the exit gate"
     elif not phase.first_tick:
         d.reason = "interrupt delayed until the first tick of the world"
-    elif d.now < d.ledger.hold_not_before:
+    elif d.now < _pause_end(d, draining):
         d.reason = "interrupt delayed: the last hold failed"
     elif (draining and d.now >= drain_time(d, draining)) or (newcomers and d.now >= _join_time(d, newcomers)):
         cause = listed([f"{w.id} drains: {w.draining}" for w in draining] + [f"{w.id} joins" for w in newcomers])
@@ -49,7 +50,7 @@ def planned_deadlines(d: Draft, phase: Running, members: list[Worker]) -> Iterat
     draining, newcomers = _who_changes(d, members)
     if phase.gate_since is not None or not phase.first_tick or not (draining or newcomers):
         return
-    yield "pause after a hold", d.ledger.hold_not_before
+    yield "pause after a hold", _pause_end(d, draining)
     if draining:
         yield "preemption window", drain_time(d, draining)
     if newcomers:
@@ -72,6 +73,12 @@ def drain_time(d: Draft, draining: list[Worker]) -> float:
         return -inf
     window_s = min(d.policy.preemption_window_s, d.policy.drain_timeout_s / 2)
     return min(worker.draining_since for worker in draining) + window_s
+
+
+def _pause_end(d: Draft, draining: list[Worker]) -> float:
+    """Return the time from which another hold may follow one that has failed. For a drain it is tried several times."""
+    pause_s = d.policy.min_interrupt_distance_s
+    return d.ledger.released_at + (min(pause_s, d.policy.drain_timeout_s / _HOLDS_OF_A_DRAIN) if draining else pause_s)
 
 
 def _join_time(d: Draft, newcomers: list[Worker]) -> float:
@@ -115,7 +122,7 @@ def _holding(d: Draft, phase: Running, members: list[Worker]) -> None:
 
 def _release(d: Draft, phase: Running, cause: str) -> None:
     d.phase = replace(phase, hold_since=None, hold_cause="")
-    d.update_ledger(hold_not_before=d.now + d.policy.min_interrupt_distance_s)
+    d.update_ledger(released_at=d.now)
     d.effects.append(t.Release(d.generation))
     d.note("release", cause=cause)
     d.reason = f"hold released: {cause}"

@@ -161,7 +161,7 @@ class Ledger(Struct, frozen=True, gc=False):
     hang: Hang | None = None  # the last generation that hung
     outage: RootCause | None = None  # the first failure since the last completed tick
     planned_at: float = -inf  # when the world of the last planned change was formed
-    hold_not_before: float = -inf
+    released_at: float = -inf  # when the last hold failed
     holds: int = 0  # the number of the last hold
     holds_failed: int = 0  # in a row
     quiet_until: float = -inf  # until this time no worker starts in a recovery, or before a worker was READY

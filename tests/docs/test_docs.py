@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import os
 import re
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from elasticstate.cli import parse_options
+from elasticstate.config import Options, option_names
 
 ROOT = Path(__file__).parents[2]
 AT_THE_TOP = ("README.md", "DESIGN.md", "SECURITY.md", "CONTRIBUTING.md", "MIGRATION.md", "CHANGELOG.md")
@@ -160,6 +162,20 @@ def test_the_messages_in_troubleshooting_are_those_of_the_program() -> None:
     assert messages
     parts = [(block.place, part) for block in messages for part in " ".join(block.text.split()).split("…")]
     assert not [(place, part) for place, part in parts if part.strip() and part not in strings]
+
+
+def test_the_times_of_options_on_all_pages_are_the_defaults() -> None:
+    """``--x`` (10 s) in the text, and the table of options in the design."""
+    fields = {field.name: field.default for field in dataclasses.fields(Options)}
+    defaults = {name: fields[field] for field, option in option_names().items() for name in option.names}
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found += re.findall(r"`(--[a-z-]+)`\s\((\d[\d.]*) s\)", text)
+        if page.name == "DESIGN.md":
+            found += re.findall(r"`(--[a-z-]+) (\d[\d.]*)`", text.partition("## 4.")[0])
+    assert len(found) > 40
+    assert [(name, value) for name, value in found if defaults.get(name) not in (None, float(value))] == []
 
 
 def test_the_events_page_names_events_of_the_program() -> None:
