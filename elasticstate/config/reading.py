@@ -11,6 +11,7 @@ from elasticstate import kinds
 from elasticstate.config.horovod_options import STALL_CHECK_S, horovod_text
 from elasticstate.config.options import COLLECTIVE_TIMEOUT_S, Options, option_names
 from elasticstate.config.slurm import slurm_allocation, slurm_tasks
+from elasticstate.config.time_limits import settle_time_limits
 from elasticstate.errors import OptionError
 
 _HOROVOD_TWINS = {"start_timeout_s": ("HOROVOD_START_TIMEOUT",), "elastic_timeout_s": ("HOROVOD_ELASTIC_TIMEOUT",)}
@@ -145,6 +146,7 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
             "--one-copy-per-host and --backend mpi: not tested together. Use --backend gloo or nccl, or leave "
             "--one-copy-per-host out."
         )
+    settle_time_limits(values, hosts_may_change or "hostfile" in values)
     _refuse_early_shutdown(values)
     _refuse_too_few_slots(values)
     return Options(command=tuple(command), **values)

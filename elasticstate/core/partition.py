@@ -6,10 +6,8 @@ from math import inf
 
 from elasticstate.core import types as t
 from elasticstate.core.keepers import keeps
-from elasticstate.core.policy import Policy
+from elasticstate.core.policy import LEASE_MARGIN, Policy
 from elasticstate.core.records import Draft, Forming, Waiting, Worker
-
-_MARGIN = 1.25  # clocks differ
 
 
 def lease_s(policy: Policy) -> float:
@@ -19,8 +17,8 @@ def lease_s(policy: Policy) -> float:
     With ``--lease``, its ticks stop at the end of the lease.
     """
     if policy.lease_s is not None:
-        return _MARGIN * policy.lease_s
-    return _MARGIN * (policy.heartbeat_timeout_s + policy.driver_timeout_s + policy.stop_timeout_s)
+        return LEASE_MARGIN * policy.lease_s
+    return LEASE_MARGIN * (policy.heartbeat_timeout_s + policy.driver_timeout_s + policy.stop_timeout_s)
 
 
 def record_incarnation(d: Draft, worker: t.WorkerId) -> None:

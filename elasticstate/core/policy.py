@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LEASE_MARGIN = 1.25  # the others wait this many times as long as an unreachable host may train on: clocks differ
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:

@@ -136,7 +136,9 @@ class MainLoop:
 
     async def _wait_for_agents(self, reattachment: Reattachment) -> None:
         """Wait until each agent of the previous driver is back or lost, or until a signal stops the job."""
-        limit_s = self._options.reattach_timeout_s
+        option, limit_s = "reattach", self._options.reattach_timeout_s
+        if limit_s > self._options.driver_timeout_s:  # by elasticrun --reattach: no agent waits for so long
+            option, limit_s = "driver", self._options.driver_timeout_s
         deadline = self._loop.time() + limit_s
         while awaited := reattachment.awaited(lost_hosts(self._queue.events)):
             self._state.reason = f"waiting for the agents of {listed(awaited)}, which belonged to the previous driver"
@@ -147,4 +149,4 @@ class MainLoop:
                 return
             if self._loop.time() >= deadline:
                 for host in reattachment.awaited(lost_hosts(self._queue.events)):
-                    self._agents.give_up(host, f"did not reconnect within --reattach-timeout of {limit_s:g} s")
+                    self._agents.give_up(host, f"did not reconnect within --{option}-timeout of {limit_s:g} s")

@@ -388,6 +388,80 @@ def test_workers_get_the_absolute_path_of_the_timeline(monkeypatch: pytest.Monke
     assert dynamic == {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_TIMELINE_MARK_CYCLES": "0"}
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"reattach_timeout_s": "60", "driver_timeout_s": "30"},
+            "--reattach-timeout: 60: must be at most --driver-timeout, which is 30: no agent is left after that time",
+        ),
+        ({"hold_timeout_s": "9", "drain_timeout_s": "3"}, "--hold-timeout: 9: must be at most --drain-timeout, which"),
+        (
+            {"connect_timeout_s": "9", "start_timeout_s": "3"},
+            "--connect-timeout: 9: must be at most --start-timeout, which is 3: .* Lower --connect-timeout, or raise "
+            "--start-timeout",
+        ),
+        (
+            {"lease_s": "8", "elastic_timeout_s": "9"},
+            "--lease: 8: must be at most 7.2, as --elastic-timeout is 9: the others wait 1.25 times the lease",
+        ),
+        (
+            {"hostfile": "f", "discovery_interval_s": "90", "elastic_timeout_s": "60"},
+            "--discovery-interval: 90: must be at most --elastic-timeout, which is 60",
+        ),
+        (
+            {"host_discovery_script": "x", "discovery_interval_s": "90", "start_timeout_s": "60"},
+            "--discovery-interval: 90: must be at most --start-timeout, which is 60",
+        ),
+    ],
+)
+def test_times_that_contradict_each_other_are_refused(given: dict[str, str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        read(**given)
+    with pytest.raises(OptionError, match=message):
+        read({f"ELASTICSTATE_{name.removesuffix('_s').upper()}": value for name, value in given.items()})
+
+
+@pytest.mark.parametrize(
+    ("given", "follows"),
+    [
+        ({"reattach_timeout_s": "900"}, {"driver_timeout_s": 900}),
+        ({"driver_timeout_s": "5"}, {"reattach_timeout_s": 5}),
+        ({"driver_timeout_s": "0"}, {"reattach_timeout_s": 0}),
+        ({"driver_timeout_s": "900"}, {"reattach_timeout_s": 60}),
+        ({"hold_timeout_s": "40"}, {"drain_timeout_s": 80}),
+        ({"hold_timeout_s": "10"}, {"drain_timeout_s": 30}),
+        ({"drain_timeout_s": "1"}, {"hold_timeout_s": 1}),
+        ({"connect_timeout_s": "900"}, {"start_timeout_s": 900}),
+        ({"start_timeout_s": "0"}, {"connect_timeout_s": 10}),
+        ({"lease_s": "800"}, {"elastic_timeout_s": 1000}),
+        ({"elastic_timeout_s": "1"}, {"lease_s": None}),
+        ({"hostfile": "f", "discovery_interval_s": "900"}, {"elastic_timeout_s": 900, "start_timeout_s": 900}),
+        ({"hostfile": "f", "discovery_interval_s": "900", "lease_s": "800"}, {"elastic_timeout_s": 1000}),
+        ({"hosts": "a:2", "discovery_interval_s": "90", "elastic_timeout_s": "60"}, {"elastic_timeout_s": 60}),
+        ({"hostfile": "f", "elastic_timeout_s": "0.5"}, {"discovery_interval_s": None}),
+    ],
+)
+def test_the_default_of_a_time_follows_the_other_one(given: dict[str, str], follows: dict[str, float]) -> None:
+    options = read(**given)
+    assert {name: getattr(options, name) for name in follows} == follows
+
+
+@pytest.mark.parametrize("text", ["0", "0.1", "1", "10", "99999"])
+@pytest.mark.parametrize("name", [name for name in option_names() if name.endswith("_s")])
+def test_no_time_is_refused_because_of_the_default_of_another_one(name: str, text: str) -> None:
+    """The message of the only exception names both."""
+    try:
+        option_names()[name].kind.parse(text)
+    except ValueError:
+        return
+    if (name, text) in (("stall_shutdown_s", "1"), ("stall_shutdown_s", "10")):
+        with pytest.raises(OptionError, match="must be at least --stall-check-time, which is 60"):
+            read(**{name: text})
+    else:
+        read(**{name: text}, **({"hostfile": "f"} if name == "discovery_interval_s" else {}))
+
+
 def test_a_stall_cannot_end_the_job_before_it_is_reported() -> None:
     with pytest.raises(
         OptionError, match="--stall-shutdown-time: 30: must be at least --stall-check-time, which is 60"
