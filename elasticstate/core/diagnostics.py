@@ -140,7 +140,7 @@ def why_empty(slot: Slot, now: float) -> str:
     if slot.failure is None and slot.not_before > now:
         return f"its worker was drained as a straggler (restart in {slot.not_before - now:.1f} s)"
     if slot.failure is None:
-        return "has had no worker yet"
+        return "has no worker any more" if slot.incarnation else "has had no worker yet"
     times = "failed" if slot.failures == 1 else f"failed {slot.failures} times in a row"
     restart = f" (restart in {slot.not_before - now:.1f} s)" if slot.not_before > now else ""
     return f"{times}: {slot.failure.reason}{restart}"

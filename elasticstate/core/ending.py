@@ -195,7 +195,7 @@ def fail_drains(d: Draft, overdue: list[Worker]) -> None:
     """Stop workers whose drain is overdue. A generation that still runs fails."""
     limit_s = d.policy.drain_timeout_s
     for worker in overdue:
-        stop(d, worker, f"{worker.draining}; not drained within --drain-timeout of {limit_s:g} s")
+        stop(d, worker, f"{worker.draining}; not drained within --drain-timeout of {limit_s:g} s", overdue=True)
     if is_live(d):
         reason = f"{names(overdue)} did not drain within --drain-timeout of {limit_s:g} s"
         warn_of_end(d, reason)
@@ -252,7 +252,9 @@ def _stop_stuck(d: Draft, confirmed: list[Worker]) -> None:
     limit_s = d.policy.regroup_timeout_s
     stuck = [w for w in confirmed if d.now >= (w.confirmed_at or 0.0) + limit_s]
     for worker in stuck:
-        stop(d, worker, f"no exit within --regroup-timeout of {limit_s:g} s after its own error", kill=True)
+        stop(
+            d, worker, f"no exit within --regroup-timeout of {limit_s:g} s after its own error", kill=True, overdue=True
+        )
     if stuck:
         cause = d.root_cause(stuck[0], f"{stuck[0].id} failed with its own error", stuck[0].suspect_error)
         error = exception_line(cause.error)

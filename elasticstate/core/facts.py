@@ -134,7 +134,8 @@ def _agent_lost(d: Draft, event: t.AgentLost) -> None:
             host = d.put_host(host, may_live_until=d.now + partition.lease_s(d.policy))
         elif d.breaks(worker):
             d.update_ledger(is_broken=True)
-        _remove_worker(d, worker, exit_code=None, signal=None)
+        left = worker.gone == "stopped" and not worker.overdue
+        _remove_worker(d, worker, None, None, expected=left or (bool(notice) and d.in_round(worker)))
     if not expected and line.reads_from(d, host.name):
         reason = f"host {host.name}, from which the world reads shards, was lost: its agent {event.reason}"
         d.broken.append(Failure(t.RootCause(reason, generation=d.generation), "lost"))
@@ -185,7 +186,7 @@ def _worker_exited(d: Draft, event: t.WorkerExited) -> None:
         benign = bool(worker.draining) and not is_member
         if is_member:
             _member_ended(d, worker, cause)
-    _remove_worker(d, worker, event.exit_code, event.signal)
+    _remove_worker(d, worker, event.exit_code, event.signal, expected=benign and not worker.overdue)
     if not benign:
         slot_failed(d, worker, cause)
         misfits.worker_failed(d, worker, cause)
@@ -202,7 +203,8 @@ def _member_of_round_exited(d: Draft, worker: Worker, event: t.WorkerExited, cau
         d.broken.append(Failure(cause, "drain" if worker.draining else "own", own_error and not worker.draining))
     elif not is_stopped:
         d.put_slot(worker.id.slot_id, finished=True)
-    _remove_worker(d, worker, event.exit_code, event.signal)
+    is_expected = not worker.overdue and (bool(worker.draining) or not has_failed)
+    _remove_worker(d, worker, event.exit_code, event.signal, is_expected)
     if has_failed and not worker.draining:
         slot_failed(d, worker, cause)
 
@@ -225,7 +227,8 @@ def _member_ended(d: Draft, worker: Worker, cause: t.RootCause) -> None:
     d.broken.append(Failure(cause, "own", own_error))
 
 
-def _remove_worker(d: Draft, worker: Worker, exit_code: int | None, signal: int | None) -> None:
+def _remove_worker(d: Draft, worker: Worker, exit_code: int | None, signal: int | None, expected: bool) -> None:
+    """Remove a worker that has ended. ``expected``: it was asked to end, or has finished, so it is not lost."""
     if d.breaks(worker):
         accounting.member_died(d, worker, seen=exit_code is not None or signal is not None)
     d.remove(worker)
@@ -238,6 +241,7 @@ def _remove_worker(d: Draft, worker: Worker, exit_code: int | None, signal: int 
         rank=worker.rank,
         exit_code=exit_code,
         signal=signal,
+        expected=expected,
     )
 
 

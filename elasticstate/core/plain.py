@@ -271,17 +271,17 @@ def reattach_round(d: Draft, members: tuple[t.Placement, ...], absent: list[str]
 # ----------------------------------------------------------------------------------------------------- ends of rounds
 
 
-def _end(d: Draft, present: Round, cause: str, **attempt: object) -> None:
+def _end(d: Draft, present: Round, cause: str, **more: object) -> None:
     """Stop all workers of the round. The next round starts when they have exited.
 
-    ``attempt``: more fields of the event.
+    ``more``: further fields of the event.
     """
     for worker in _members(d):
         stop(d, worker, cause)
     for slot_id, slot in list(d.slots.items()):
         if slot.finished:
             d.put_slot(slot_id, finished=False)
-    d.note("end", cause=cause, at="now", **attempt)
+    d.note("end", cause=cause, at="now", **more)
     d.update_ledger(round=replace(present, end=cause) if d.workers else None, is_broken=True)
     d.phase = Waiting(since=d.now) if isinstance(d.phase, Together) else d.phase
     d.reason = cause
@@ -289,7 +289,7 @@ def _end(d: Draft, present: Round, cause: str, **attempt: object) -> None:
 
 def _change(d: Draft, present: Round, cause: str) -> None:
     """End the round by plan. End the job if planned changes count and exceed --reset-limit."""
-    _end(d, present, cause)
+    _end(d, present, cause, planned=True)
     if d.policy.counts_changes and (reason := count_reset(d, d.now, "world")):
         fail_job(d, f"{reason}; last: {cause}")
 
@@ -297,11 +297,11 @@ def _change(d: Draft, present: Round, cause: str) -> None:
 def _fail(d: Draft, present: Round, failure: Failure) -> None:
     """End the round by a failure. End the job if a limit is exceeded."""
     policy, ledger = d.policy, d.ledger
-    if isinstance(d.phase, Together):
-        accounting.generation_failed(d)
     if failure.kind == "drain":
         _change(d, present, failure.cause.reason)
         return
+    if isinstance(d.phase, Together):
+        accounting.generation_failed(d)
     lived_long = d.now - present.since >= long_s(d)
     row = 0 if lived_long else ledger.no_progress
     first = None if lived_long else ledger.no_progress_cause

@@ -110,6 +110,7 @@ class Worker(Struct, frozen=True, gc=False):
     draining: str = ""  # why the worker drains
     draining_since: float = inf
     gone: str = ""  # does not count, its exit is awaited: "stopped" (by the core) or "failed" (counts as a failure)
+    overdue: bool = False  # it was stopped because it had not ended in time
     answer: tuple[int, bool] | None = None  # to the present hold: ticks, and True if the worker is in the exit gate
     in_gate: bool = False
     suspect_at: float | None = None

@@ -40,10 +40,13 @@ def mark_draining(d: Draft) -> None:
                 d.put(worker, draining=host.draining or gone, draining_since=d.now)
 
 
-def stop(d: Draft, worker: Worker, reason: str, *, kill: bool = False) -> None:
-    """Stop a worker. It does not count any more, and its exit is no failure."""
+def stop(d: Draft, worker: Worker, reason: str, *, kill: bool = False, overdue: bool = False) -> None:
+    """Stop a worker. It does not count any more, and its exit is no failure.
+
+    ``overdue``: the worker should have ended by itself, so people are shown its exit as unexpected.
+    """
     d.effects.append(t.StopWorker(worker.id, reason, kill))
-    d.put(worker, gone="stopped", ready=None)
+    d.put(worker, gone="stopped", ready=None, overdue=overdue)
 
 
 def leave(d: Draft, worker: Worker) -> None:

@@ -61,7 +61,7 @@ class Report:
     def __init__(self, job: str, events_file: str | None, verbose: bool) -> None:
         self._job = job
         self._verbose = verbose
-        self._ends: dict[str, str] = {}  # how workers ended, since the last world
+        self._ends: dict[str, str] = {}  # how workers ended unexpectedly, since the last world
         self._expected: set[str] = set()  # workers whose end is no failure
         self._warned: set[str] = set()  # warnings of agents that were logged
         self.failures: list[WorkerFailure] = []  # the first failures of workers
@@ -165,8 +165,10 @@ class Report:
             self._watcher.line(text, time.time())
 
     def _worker_exited(self, f: Fields) -> str:
-        how = self._ends[f["worker"]] = status_of(f["exit_code"], f["signal"])
-        expected = f["exit_code"] == 0 or f["worker"] in self._expected
+        how = status_of(f["exit_code"], f["signal"])
+        if not f.get("expected"):  # else it has left, after a drain for example
+            self._ends[f["worker"]] = how
+        expected = f.get("expected") or f["exit_code"] == 0 or f["worker"] in self._expected
         self._expected.discard(f["worker"])
         if not expected and len(self.failures) < _MOST_FAILURES:
             self.failures.append(_failure(f, how))

@@ -32,7 +32,8 @@ class GenerationHistory:
     lower_bounds: tuple[str, ...] = ()
     end_decided: float | None = None
     end_cause: str = ""
-    end_tick: int | None = None  # None: a failure ended the generation
+    end_tick: int | None = None
+    end_planned: bool = False  # else a failure ended the generation
     last_tick: float | None = None  # first member that left at the end of ``end_tick``
     ended: float | None = None  # the next world, or the end of the job
 
@@ -290,11 +291,12 @@ class JobHistory:
     def _end(self, e: Event) -> None:
         self._hold_ends(e["time"], {})
         newest, tick = self._newest, e["at"] if isinstance(e["at"], int) else None
+        planned = tick is not None or bool(e.get("planned"))  # in a world of workers without run: at no tick
         if newest is not None:
             if newest.end_decided is None:
                 newest.end_decided = e["time"]
-            newest.end_cause, newest.end_tick = e["cause"], tick
-        if tick is None:
+            newest.end_cause, newest.end_tick, newest.end_planned = e["cause"], tick, planned
+        if not planned:
             self._workers.generation_failed(e)
             self._mark(e, "failure", f"generation {e['generation']} failed: {e['cause']}")
         else:
@@ -302,7 +304,7 @@ class JobHistory:
 
     def _world_formed(self, e: Event) -> None:
         before = self._newest
-        cause, planned = ("", False) if before is None else (before.end_cause, before.end_tick is not None)
+        cause, planned = ("", False) if before is None else (before.end_cause, before.end_planned)
         if before is not None:
             before.ended = e["time"]
             since = before.end_decided

@@ -220,9 +220,9 @@ class WorkerSpans:
         self.sink(WorkerSpan(life.host, life.slot, kind, name, begin, end, details))
 
     def _is_failure(self, life: _Life, e: Event) -> bool:
-        """Return True for an end that the driver did not ask for. The events do not say which workers it stops: workers
-        that boot end by SIGTERM then, and READY workers (spares at the end of the job) end by an exit code."""
-        if self._is_over or life.draining or e["exit_code"] == 0:
+        """Return True for an end that the driver did not ask for. When it stops the job, the events do not say so:
+        workers that boot end by SIGTERM then, and READY workers (spares) end by an exit code."""
+        if self._is_over or e.get("expected") or life.draining or e["exit_code"] == 0:
             return False
         is_member = life.phase in ("generation", "leaving")
         return is_member or not (e["signal"] == SIGTERM or (life.phase == "ready" and e["exit_code"] is not None))

@@ -232,6 +232,49 @@ def test_a_generation_that_ends_without_a_death_has_its_reason_on_the_terminal(f
     assert warnings_of(effects) == [], "the death has a line of its own"
 
 
+def ends(script: str, **policy: object) -> dict[str, object]:
+    """Return for each worker that has ended if its end was expected."""
+    found: dict[str, object] = {}
+    lines = script.strip().splitlines()
+    m, effects = drive(lines[0], **policy)
+    for line in lines[1:]:
+        m, effects = drive(line, m)
+        exits = [e for e in effects if isinstance(e, t.Note) and e.event == "worker_exited"]
+        found |= {str(note.get("worker")): note.get("expected") for note in exits}
+    return found
+
+
+DRAINED = """
+2.0 draining a:2#1
+2.1 answer a:0#1 in=1 ticks=3 + answer a:1#1 in=1 ticks=3 + answer a:2#1 in=1 ticks=3
+2.2 ready a:0#1 in=1 commit=1.3 + ready a:1#1 in=1 commit=1.3 + ready a:2#1 in=1 commit=1.3
+"""
+
+
+@pytest.mark.parametrize("end", ["exit a:2#1 code=0", "exit a:2#1 signal=9", "agent-lost a is gone"])
+@pytest.mark.parametrize("min_np", [2, 3])
+def test_a_worker_that_has_drained_is_not_lost_whatever_ends_it(min_np: int, end: str) -> None:
+    """Before the next world, and after it."""
+    found = ends(f"{RUNNING}{DRAINED.strip()}\n2.3 {end}", min_np=min_np)
+    assert found["a:2#1"] is True
+    assert [found[name] for name in found if name != "a:2#1"] == ([False] * 2 if "agent" in end else [])
+
+
+def test_a_worker_that_dies_before_it_has_drained_is_lost() -> None:
+    assert ends(RUNNING + "2.0 draining a:2#1\n2.1 exit a:2#1 signal=9") == {"a:2#1": False}
+    overdue = RUNNING + "2.0 draining a:2#1\n4.0 time\n32.0 time\n33.0 exit a:2#1 signal=15"
+    assert ends(overdue) == {"a:2#1": False}
+    assert ends(RUNNING + "2.0 exit a:2#1 code=0") == {"a:2#1": False}, "train has not returned"
+
+
+def test_workers_without_run_that_are_stopped_by_plan_are_not_lost() -> None:
+    begin = "0.0 hosts a:3\n0.1 agent-joined a\n2.0 store-joined 1\n"
+    stopped = "{0} exit a:0#1 signal=15 + exit a:1#1 signal=15 + exit a:2#1 signal=15"
+    assert set(ends(f"{begin}9.0 draining a:2#1\n{stopped.format(9.1)}").values()) == {True}
+    died = f"{begin}9.0 exit a:2#1 signal=9\n9.1 exit a:0#1 signal=15 + exit a:1#1 signal=15"
+    assert ends(died) == {"a:2#1": False, "a:0#1": True, "a:1#1": True}
+
+
 def test_boots_that_fail_again_and_again_end_the_job_with_the_first_error() -> None:
     script = "0.0 hosts a:2\n0.1 agent-joined a\n"
     script += (

@@ -93,6 +93,22 @@ def test_a_recovery_is_one_line(open_report: Callable[..., Report], capfd: pytes
     ]
 
 
+def test_a_worker_that_has_drained_before_the_next_world_has_left_and_is_not_lost(
+    open_report: Callable[..., Report], capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = open_report()
+    report.event("world_formed", formed(1, 4, 2, ["a:0#1"], []))
+    report.event("worker_exited", {**exited("b:1#1", 3, 0, None), "expected": True})
+    report.event("worker_exited", {**exited("b:0#1", 2, None, 15), "expected": True})  # without run
+    report.event("worker_exited", {**exited("a:1#1", 1, 0, None), "expected": False})
+    report.event("world_formed", formed(2, 1, 1, [], ["a:1#1", "b:0#1", "b:1#1"]))
+    report.event("training_resumed", {"generation": 2, **Losses(0.1).fields()})
+    assert logged(report, capfd)[1] == (
+        "generation 2: 1 worker on 1 host; lost: a:1 (exit code 0); left: b:0, b:1; training resumed after 0.10 s, "
+        "0 commits lost, 0 ticks redone"
+    )
+
+
 def test_an_event_has_the_time_of_the_fact(open_report: Callable[..., Report], tmp_path: Path) -> None:
     report = open_report(str(tmp_path / "events"))
     began = time.time()

@@ -67,6 +67,27 @@ def with_account(path: Path, job: str = "job-1") -> Path:
     return lines.finished(10, goodput=0.5, wall_s=10.0, goodput_s=5.0, badput_s=badput).path
 
 
+def test_workers_that_were_asked_to_end_have_not_failed(tmp_path: Path) -> None:
+    """Workers without run are all stopped when one of them drains; a drained worker may end by SIGTERM, too."""
+    lines = EventLines(tmp_path / "events").start().host(0, "a", 2)
+    for slot in (0, 1):
+        lines.worker(1, "started", f"a:{slot}#1")
+    lines.world(2, 2, ["a:0#1", "a:1#1"]).add(3, "end", cause="a:1#1 drains", at="now", planned=True)
+    for slot in (0, 1):
+        end = {"exit_code": None, "signal": 15, "pid": 7, "error": "", "time_ns": 0}
+        lines.worker(3.1, "exited", f"a:{slot}#1", rank=slot, expected=True, **end)
+    lines.worker(4, "started", "a:0#2").world(5, 1, ["a:0#2"], ["a:0#1", "a:1#1"]).finished(9)
+    (run,) = histories(str(lines.path), read_events(str(lines.path)))
+    assert run.failures == []
+    assert run.generations[1].planned
+    assert [mark.name for mark in run.marks if mark.kind in ("failure", "interrupt")] == [
+        "generation 1 interrupted: a:1#1 drains"
+    ]
+    text = ParsedPage(made(lines.path)).text
+    assert "planned: a:1#1 drains" in text
+    assert "0 failures of workers" in text
+
+
 def test_the_page_has_what_happened(tmp_path: Path) -> None:
     text = ParsedPage(made(killed_and_restarted(tmp_path / "e", error=TRACEBACK).path)).text
     for part in (
