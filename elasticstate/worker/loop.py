@@ -46,7 +46,7 @@ from elasticstate.state.repeat_check import RepeatCheck
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.step_check import StepCheck
 from elasticstate.tracebacks import text_of
-from elasticstate.worker import call_monitor, contexts, heap
+from elasticstate.worker import call_monitor, contexts, heap, interrupts
 from elasticstate.worker.contexts.context import Fault
 from elasticstate.worker.own_groups import OwnProcessGroups
 from elasticstate.worker.record import ErrorHandler, handle
@@ -266,7 +266,8 @@ class WorkerLoop:
             release_exception(interrupt)
             return _Outcome.INTERRUPTED
         except (SystemExit, KeyboardInterrupt):
-            self._regrouper.leave()
+            with interrupts.ignored():
+                self._regrouper.leave()
             raise
         except BaseException as error:
             self._raised_ns = time.time_ns()

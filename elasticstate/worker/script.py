@@ -26,6 +26,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from elasticstate._native import exit_after_finalization, exit_at_latest
+from elasticstate.worker import interrupts
 from elasticstate.worker.gloo_rest import rest
 
 UNBUFFERED = "-u"  # the only option of the interpreter that a forked worker may have
@@ -76,11 +77,14 @@ def _call(script: Callable[[], object]) -> None:
     global _is_interrupted, _exit_code
     try:
         script()
+        interrupts.ignore()
         _exit_code = 0
     except SystemExit as error:
+        interrupts.ignore()
         _exit_code = 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
         raise
     except BaseException as error:
+        interrupts.ignore()
         trace = _without_own_frames(error.__traceback__)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
         if sys.version_info >= (3, 12):

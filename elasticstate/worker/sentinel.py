@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from elasticstate import _native, tracebacks
 from elasticstate.compat import flight_recorder, standard_library
@@ -27,6 +27,7 @@ from elasticstate.log import logger
 from elasticstate.net import messages, worker_codec
 from elasticstate.net.link import encode_from_worker
 from elasticstate.net.messages import Place
+from elasticstate.worker import interrupts
 from elasticstate.worker.replacement import exit_for_replacement
 
 A = TypeVar("A")
@@ -112,6 +113,7 @@ class Sentinel:
             signal.set_wakeup_fd(self._native.signal_fd, warn_on_full_buffer=False)
         self._follow_handlers()
         self._native.start()
+        self._ignore_signals_at_exit()
         _started.add(self)
 
     def finish(self) -> None:
@@ -122,12 +124,19 @@ class Sentinel:
         self._native.set_place(Place.DONE)
         if self._own_handlers():
             signal.set_wakeup_fd(-1)
-            atexit.register(_ignore_signals, weakref.ref(self))
+        self._ignore_signals_at_exit()
+
+    def _ignore_signals_at_exit(self) -> None:
+        """Ignore signals before the exit functions that were registered until now."""
+        atexit.register(_ignore_signals, weakref.ref(self))
 
     def ignore_signals(self) -> None:
-        """Ignore the preemption signals that the script does not handle."""
-        for number in self._own_handlers():
+        """Ignore SIGINT and the preemption signals that the script does not handle."""
+        if ours := self._own_handlers():
+            signal.set_wakeup_fd(-1)
+        for number in ours:
             signal.signal(number, signal.SIG_IGN)
+        interrupts.ignore_at_exit()
 
     def _own_handlers(self) -> list[int]:
         """Return the preemption signals that the script does not handle."""
@@ -150,11 +159,18 @@ class Sentinel:
     def _on_preemption_signal(self, signum: int, frame: object) -> None:
         if not self.is_leaving or self._exits or self._native.place == Place.DONE:
             return  # the thread has reported the signal; or a second signal arrives while the interpreter ends
-        self._exits = True
         if self._native.place == Place.BOOT:
+            self._exits = True
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
+        self._leave()
+
+    def _leave(self) -> NoReturn:
+        """Raise SystemExit(0): the job wants this worker to leave. Further signals have no effect."""
+        self._exits = True
+        interrupts.ignore()
+        self._ignore_signals_at_exit()
         raise SystemExit(0)
 
     def detach_forked(self) -> None:
@@ -260,7 +276,7 @@ class Sentinel:
             meanwhile()
         message = self._native.wait_world(joined)
         if message is None:
-            raise SystemExit(0)
+            self._leave()
         world = worker_codec.decode_to_worker(message)
         assert isinstance(world, messages.WorldMessage)
         return world

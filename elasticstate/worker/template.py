@@ -57,6 +57,7 @@ MODULES = (
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback: the agent starts this process again
     link, agent, directory = AgentLink(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
     _import()
     reason = _reason_against_forks(directory)
@@ -168,6 +169,7 @@ def _become_worker(asked: ReceivedRequest) -> None:
     request = asked.request
     asked.close()
     gc.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = replace_environment(request.environment)
     script.show_variables({k: v for k, v in request.environment.items() if before.get(k) != v})
     os.chdir(request.directory)
