@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -182,6 +184,30 @@ def test_a_worker_with_notice_drains_and_loses_nothing(tmp_path: Path) -> None:
         job.stop_file.touch()
         job.finish(0)
         job.check_survival()
+
+
+@pytest.mark.parametrize("template", ["--template", "--no-template"])
+@pytest.mark.parametrize(("number", "tracebacks"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
+def test_further_signals_to_a_worker_that_ends_print_no_traceback(
+    tmp_path: Path, number: signal.Signals, tracebacks: int, template: str
+) -> None:
+    """The first SIGINT raises KeyboardInterrupt, as in each Python process."""
+    options = ("-np", "2", "--min-np", "1", template, *FAST)
+    with Job(tmp_path, *options, steps=20, until=tmp_path / "stop", commit_every=50) as job:
+        job.wait_for("two workers that train", lambda: len(job.log("enter")) == 2)
+        pid = job.pid_of(1)
+        os.kill(pid, number)
+        if tracebacks:
+            job.wait_for("the traceback", lambda: "KeyboardInterrupt" in job.output)
+        with suppress(ProcessLookupError):
+            while not job.events("worker_exited"):
+                os.kill(pid, number)
+                time.sleep(0.003)
+        job.wait_for_event("worker_exited")
+        job.stop_file.touch()
+        job.finish(0)
+    assert job.output.count("Traceback") == tracebacks
+    assert "Exception ignored" not in job.output
 
 
 SECOND_CALL = """
