@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -79,9 +80,11 @@ def test_without_a_driver_a_hold_is_released_and_training_goes_on_for_a_while(tm
         await scene.hear(messages.FromWorker)
         scene.send(messages.ToWorkers(None, messages.Hold(1)))
         assert await scene.line() == "Hold"
+        before = time.monotonic()
         await scene.server.stop()
         assert await scene.line() == "Release"
         status, rest = await scene.end()
+        assert time.monotonic() - before >= 1.0, "and not an attempt before"
         assert status == 1
         assert "stopping the workers: no driver within --driver-timeout of 1 s" in rest
         assert "Leave" in rest

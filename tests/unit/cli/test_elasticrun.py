@@ -296,8 +296,10 @@ def test_an_agent_that_stands_still_is_as_good_as_dead(tmp_path: Path) -> None:
     with running(tmp_path, "-np", "1", "--heartbeat-timeout", "1", *QUICK, *STUBBORN) as job:
         worker = started(job, 1)[0]
         agent = job.agents()[0]
+        at = time.time()
         agent.suspend()
         lost = job.wait_for("agent_lost")
+        assert lost[0]["time"] - at > 0.8, "the time-out, less the time since its last heartbeat"
         assert [event["reason"] for event in lost] == ["sent no heartbeat for --heartbeat-timeout of 1 s"]
         job.wait(lambda: is_gone(worker) and is_gone(agent), "the death of both")
         job.process.terminate()
