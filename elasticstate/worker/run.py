@@ -54,7 +54,7 @@ def run(
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
     """Make ``function(state, ...)`` elastic: ``run`` calls it again, in this process, with each new world.
 
-    The first argument is a :class:`State`. After a failure of the world, the state is restored from its last commit.
+    One argument is a :class:`State`, the first one unless ``function`` is a method. After a failure of the world, the state is restored from its last commit.
     After a planned change, the state stays as it is. In both cases ``run`` calls ``function`` again, which continues
     from the state. Create objects that belong to one world (the DDP wrapper, a sub-group) inside ``function``.
 
@@ -67,7 +67,7 @@ def run(
         error_handler: writes the exception that ends the worker for the agent; default: an ``ErrorHandler``.
 
     Raises:
-        UsageError: a second decorated call in one process; a first argument that is not a State; or a process group
+        UsageError: a second decorated call in one process; no argument that is a State; or a process group
             that exists before the call.
         Exception: the worker's own exceptions, from ``function``.
     """
@@ -90,18 +90,19 @@ def _decorate(function: Callable[P, R], warmup: Callable[[], object] | None, han
 
     @functools.wraps(function)
     def elastic(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not args or not isinstance(args[0], State):
+        state = next((each for each in (*args, *kwargs.values()) if isinstance(each, State)), None)
+        if state is None:
             raise UsageError(
-                f"{function.__name__}() is decorated with @elasticstate.run, so its first argument must be a State. "
+                f"{function.__name__}() is decorated with @elasticstate.run, so one of its arguments must be a State. "
                 f"Pass one, for example elasticstate.TorchState(model=model, optimizer=optimizer)."
             )
         call = functools.partial(function, *args, **kwargs)
         if _is_past_gate and _loop is not None:
-            return cast(R, _loop.run_in_last_world(args[0], call, handler))
+            return cast(R, _loop.run_in_last_world(state, call, handler))
         _use_once(function.__name__)
         loop = _make_loop()
         with models_unwatched():
-            result = loop.run(args[0], call, warmup, handler)
+            result = loop.run(state, call, warmup, handler)
         _pass_gate(loop)
         return cast(R, result)
 

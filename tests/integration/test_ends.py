@@ -249,7 +249,7 @@ elastic.rank()
             "UsageError: train(): this process has called a function decorated with @elasticstate.run before",
         ),
         (OWN_GROUP, "UsageError: init_process_group() was called inside a function"),
-        (NO_STATE, "UsageError: train() is decorated with @elasticstate.run, so its first argument must be a State"),
+        (NO_STATE, "UsageError: train() is decorated with @elasticstate.run, so one of its arguments must be a State"),
         (NO_WORLD, "NotInWorldError: there is no world yet"),
     ],
 )
