@@ -17,6 +17,7 @@ from elasticstate.config import (
     read_options_to_check,
     slow_callbacks_file,
 )
+from elasticstate.core.ids import without_case
 from elasticstate.errors import OptionError
 from elasticstate.kinds import FLAG, Kind, parse_host
 from elasticstate.machine import version
@@ -77,7 +78,7 @@ def _run(options: Options, must_reattach: bool = False) -> int:
     from elasticstate.screen.screen import screen_for
 
     keep_owner_access()
-    named = {parse_host(text, 1).name.lower() for text in options.hosts}
+    named = {without_case(parse_host(text, 1).name) for text in options.hosts}
     elsewhere = options.hosts or options.hostfile or options.host_discovery_script or options.listen
     is_needed = not must_reattach and ("localhost" in named or not elsewhere)
     with screen_for(options) as screen, early_agent(is_needed):

@@ -43,6 +43,11 @@ class WorkerId(NamedTuple):
         return f"{self.host}:{self.slot}#{self.incarnation}"
 
 
+def without_case(host: str) -> str:
+    """Return a host name in the form in which names are compared: they have no case."""
+    return host.lower()
+
+
 class HostSlots(NamedTuple):
     """Discovery's entry for a host: its name, its number of slots, and its rack ("": not known).
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from elasticstate.config import Options
-from elasticstate.core.types import HostSlots
+from elasticstate.core.ids import HostSlots, without_case
 from elasticstate.discovery import DiscoveryFault, Hosts
 from elasticstate.kinds import parse_host
 from elasticstate.machine import slots_of_this_machine
-from elasticstate.net.names import without_case
 
 
 def default_slots(options: Options) -> int:

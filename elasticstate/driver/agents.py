@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from elasticstate.core import types as t
+from elasticstate.core.ids import without_case
 from elasticstate.driver.agent_handle import AgentHandle
 from elasticstate.driver.agent_server import AgentServer
 from elasticstate.driver.agent_silence import watch_silence
@@ -21,7 +22,7 @@ from elasticstate.kinds import is_host_name
 from elasticstate.launchers.dial_in import DialledIn
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream
-from elasticstate.net.names import address_towards, is_this_machine, outward_address, without_case
+from elasticstate.net.names import address_towards, is_this_machine, outward_address
 from elasticstate.net.strangers import Strangers
 from elasticstate.threads import in_thread
 

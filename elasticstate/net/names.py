@@ -11,6 +11,8 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
+from elasticstate.core.ids import without_case
+
 LOCALHOST = "127.0.0.1"
 _SIOCGIFCONF = 0x8912  # netdevice(7)
 _IFREQ = struct.Struct("16sH2x4s16x")  # name, family, address
@@ -42,11 +44,6 @@ def is_this_machine(host: str) -> bool:
     if name and name in (own, own.partition(".")[0], *map(without_case, _full_names)):
         return True
     return _is_address(name) and str(ipaddress.ip_address(name)) in interface_addresses()
-
-
-def without_case(host: str) -> str:
-    """Return a host name in the form in which names are compared: they have no case."""
-    return host.lower()
 
 
 def is_own_host(header: str) -> bool:
