@@ -37,7 +37,7 @@ _warned: set[str] = set()
 
 
 class Forgotten:
-    """What the state lacks of the variables of the script. Create it when an optimizer of the state is about to step.
+    """Variables of the script that the state lacks. Create it when an optimizer of the state is about to step.
 
     Schedulers and the like are named at once. Modules are named when their parameters have changed: an average of the
     weights that the script makes by itself, a target network. A pretrained network that stays as it is may stay

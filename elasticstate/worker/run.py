@@ -54,9 +54,10 @@ def run(
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
     """Make ``function(state, ...)`` elastic: ``run`` calls it again, in this process, with each new world.
 
-    One argument is a :class:`State`, the first one unless ``function`` is a method. After a failure of the world, the state is restored from its last commit.
-    After a planned change, the state stays as it is. In both cases ``run`` calls ``function`` again, which continues
-    from the state. Create objects that belong to one world (the DDP wrapper, a sub-group) inside ``function``.
+    One argument is a :class:`State`, the first one unless ``function`` is a method. After a failure of the world, the
+    state is restored from its last commit. After a planned change, the state stays as it is. In both cases ``run``
+    calls ``function`` again, which continues from the state. Create objects that belong to one world (the DDP wrapper,
+    a sub-group) inside ``function``.
 
     Under plain ``python train.py`` the function runs in a world of one. Processes that another launcher has started,
     such as mpirun, srun or torchrun, are one world that never changes: the loss of a process ends it.
