@@ -48,7 +48,7 @@ class LocalAgent:
 
     async def ended(self) -> str:
         await processes.ended_child(self.pid)
-        return how_it_ended(self._process.wait())
+        return how_it_ended(await in_thread(self._process.wait))  # the kernel may wait for locks of /proc
 
     def kill(self) -> None:
         """Kill the agent. Its workers die with it (PR_SET_PDEATHSIG)."""
