@@ -85,7 +85,7 @@ def world_changes(d: Draft, chosen: Sequence[Worker], line: t.CommitId | None, f
         ticks, all_ticks = _reached(d, chosen)
         bounds = {"commits_lost": all_commits, "ticks_lost": all_ticks and is_known}
         lower = frozenset(name for name, is_exact in bounds.items() if not is_exact)
-        work = lost_with_nothing_committed_s(d), lost_in_an_unfinished_tick_s(d)
+        work = lost_with_nothing_committed_s(d), lost_in_an_unfinished_tick_s(d, ticks - _start(d))
         losses = Losses(0.0, commits, max(0, ticks - position), lower, *work)
         account = ledger.account.until(d.now).with_redone(losses.ticks, ticks - _start(d))
         down_since = ledger.down_since
@@ -106,7 +106,8 @@ def all_lost(d: Draft) -> None:
 
 def job_failed(d: Draft) -> None:
     """Count the work since the last tick of a job that fails."""
-    d.update_ledger(losses=d.ledger.losses + Losses(unfinished_s=lost_in_an_unfinished_tick_s(d)))
+    unfinished_s = lost_in_an_unfinished_tick_s(d, _reached(d, ())[0] - _start(d))
+    d.update_ledger(losses=d.ledger.losses + Losses(unfinished_s=unfinished_s))
 
 
 def next_generation(d: Draft) -> None:

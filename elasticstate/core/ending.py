@@ -18,7 +18,7 @@ QUIET_S = 1.0  # seconds after a failure in which no worker starts; the new worl
 
 def become_over(d: Draft, succeeded: bool, cause: t.RootCause | None = None) -> None:
     """Enter Over, from any phase. The core never leaves it."""
-    if not succeeded:
+    if not succeeded and cause is not None:
         accounting.job_failed(d)
     if cause is not None:
         d.note(

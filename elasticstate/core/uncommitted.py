@@ -63,10 +63,13 @@ def lost_with_nothing_committed_s(d: Draft) -> float:
     return seconds
 
 
-def lost_in_an_unfinished_tick_s(d: Draft) -> float:
+def lost_in_an_unfinished_tick_s(d: Draft, completed: int) -> float:
     """Return the seconds that the present generation has trained since its last tick, if the job has committed and they
-    are not few: its end loses them."""
-    if d.ledger.highest is None and d.ledger.durable is None:
+    are not few: its end loses them.
+
+    ``completed``: ticks of the generation. After some, the lost part of a tick is small, or the failure was found late.
+    """
+    if completed > 1 or (d.ledger.highest is None and d.ledger.durable is None):
         return 0.0
     account, ticking = d.ledger.account.until(d.now), d.ledger.ticking
     seconds, cut = account.present.no_ticks, account.cut
