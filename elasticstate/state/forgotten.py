@@ -10,7 +10,7 @@ callers, arguments, and attributes of ``self``. One that the function makes itse
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
 from types import FrameType
@@ -60,7 +60,7 @@ class Forgotten:
     ) -> None:
         self._modules: list[_Sample] = []
         self._commits, self._next_look = 0, 1
-        found = [(variable, value) for variable, value in _variables(sys._getframe(1)) if _is_of_interest(value)]
+        found = [(variable, value) for variable, value in _variables(inspect.currentframe()) if _is_of_interest(value)]
         kept = {id(part) for part in _with_parts(all_of)} if found else set()
         for variable, value in found:
             if id(value) in kept or variable in _warned:

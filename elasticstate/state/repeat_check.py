@@ -108,7 +108,8 @@ class RepeatCheck:
         else:
             return
         if not self._has_warned:
-            self._caller = sys._getframe(1).f_code
+            frame = inspect.currentframe()
+            self._caller = frame.f_back.f_code if frame is not None and frame.f_back is not None else None
             self._before = None
             with contextlib.suppress(Exception):  # of the script's objects
                 self._before = _numbers_in(self._state)
@@ -154,7 +155,7 @@ class RepeatCheck:
 
     def _frames(self) -> list[FrameType]:
         """Return the frames of the script between the loop of ``run`` and the tick, the outermost first."""
-        frame: FrameType | None = sys._getframe(1)
+        frame = inspect.currentframe()
         found: list[FrameType] = []
         while frame is not None and frame.f_code is not self._caller:
             if is_of_the_script(frame.f_code.co_filename):

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 def ignore() -> None:
@@ -35,7 +36,7 @@ def ignore_at_exit() -> None:
         _replace(handler, signal.SIG_IGN)
 
 
-def _replace(old: object, new: signal._HANDLER) -> bool:
+def _replace(old: object, new: Any) -> bool:
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not old:
         return False
     signal.signal(signal.SIGINT, new)

@@ -1,4 +1,4 @@
-"""What a job says of the memory for its commits."""
+"""The lines of a job on the memory for its commits."""
 
 from __future__ import annotations
 
