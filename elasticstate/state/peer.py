@@ -194,7 +194,8 @@ class PeerReader:
         return None if buffer is None else (commit, PeerCommit(storage, buffer))
 
     def wait_for(self, slot: int, commit: CommitId, check: Callable[[], None]) -> PeerCommit | None:
-        """Wait until the worker of a slot has sealed this commit. Return None if no worker is in the slot.
+        """Wait until the worker of a slot has sealed this commit. Return None if no worker is in the slot, or if that one
+        has overwritten the commit: it has trained on, which takes a while without collectives.
 
         ``check`` raises when the generation is over, as the wait is then in vain.
         """
@@ -202,9 +203,12 @@ class PeerReader:
             storage = self._storage_of(slot)
             if storage is None:
                 return None
+            newest = storage.newest()
             buffer = storage.find(commit)
             if buffer is not None:
                 return PeerCommit(storage, buffer)
+            if newest is not None and newest > commit:
+                return None
             check()
             time.sleep(_LOOK_INTERVAL_S)
 

@@ -115,6 +115,17 @@ def test_waits_for_the_seal_of_the_root(storage: Any) -> None:
     assert (len(looks), host.asked) == (3, [5])
 
 
+def test_a_commit_that_the_root_has_overwritten_is_not_awaited(storage: Any) -> None:
+    owner = write(storage)
+    for tick in (1, 2):
+        owner.write({"x": torch.zeros(3)}, b"", CommitId(4, tick))
+
+    def never() -> None:
+        raise AssertionError("the root never seals an older commit")
+
+    assert PeerReader(Host(storage)).wait_for(5, CommitId(4, 0), never) is None
+
+
 def test_the_end_of_the_generation_ends_the_wait(storage: Any) -> None:
     write(storage)
 
