@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -81,10 +82,9 @@ Contained = list[tuple[str, "weakref.ref[torch.nn.Module | Optimizer]"]]
 def contained_in(values: Mapping[str, object]) -> Contained:
     """Return the modules and optimizers to which these values refer."""
     kinds = torch.nn.Module, Optimizer
-    return [
-        (name, weakref.ref(part))
-        for name, value in values.items()
-        if not isinstance(value, _ATOMS)
-        for part in search(value, kinds)[0]
-        if isinstance(part, kinds)
-    ]
+    found: Contained = []
+    for name, value in values.items():
+        if not isinstance(value, _ATOMS):
+            with suppress(Exception):  # of the script's objects
+                found += [(name, weakref.ref(part)) for part in search(value, kinds)[0] if isinstance(part, kinds)]
+    return found

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -90,7 +90,8 @@ class StepCheck:
         found = _Sources(self._sources())
         self._judged[id(optimizer)] = _Judged(optimizer, self._state, found)
         if (name := found.name_of(optimizer)) is not None:
-            self._forgotten = Forgotten(optimizer, name, found.values, found.objects(), found.tensors)
+            with suppress(Exception):  # of the script's objects
+                self._forgotten = Forgotten(optimizer, name, found.values, found.objects(), found.tensors)
         if found.has_all_of(optimizer):  # nearly always
             return
         with self._noting_refusal():
