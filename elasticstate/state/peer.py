@@ -194,8 +194,8 @@ class PeerReader:
         return None if buffer is None else (commit, PeerCommit(storage, buffer))
 
     def wait_for(self, slot: int, commit: CommitId, check: Callable[[], None]) -> PeerCommit | None:
-        """Wait until the worker of a slot has sealed this commit. Return None if no worker is in the slot, or if that one
-        has overwritten the commit: it has trained on, which takes a while without collectives.
+        """Wait until the worker of a slot has sealed this commit. Return None if no worker is in the slot, or if that
+        one has overwritten the commit: without collectives, it may have trained on.
 
         ``check`` raises when the generation is over, as the wait is then in vain.
         """
