@@ -20,6 +20,7 @@ from tests.multihost.network import Network, missing
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 HEARTBEAT_S = 2.0
+MISSED_S = 1.25 * HEARTBEAT_S  # of silence, at most: the driver looks 20 times in a heartbeat time-out
 NEXT_STEP_S = 0.5  # from the detection of a host's loss to the survivors' next step
 QUICK = (
     *("--heartbeat-timeout", str(HEARTBEAT_S), "--min-interrupt-distance", "0.1", "--join-window", "5"),
@@ -115,7 +116,7 @@ class Scene:
     def is_missed_in_time(self, struck: float) -> None:
         """Check the time until host b was lost, and until the others had trained without it."""
         lost = self.wait_for("agent_lost", host="b")
-        assert lost["time"] - struck < HEARTBEAT_S
+        assert lost["time"] - struck < MISSED_S
         assert next_step_after(self.job, lost) < NEXT_STEP_S
 
 
@@ -153,7 +154,7 @@ def link_is_cut_and_healed(scene: Scene) -> None:
 def link_is_cut_in_one_direction(scene: Scene, fault: str) -> None:
     struck = _now(getattr(scene.network["b"], fault))
     lost = scene.wait_for("agent_lost", host="b")
-    assert lost["time"] - struck < HEARTBEAT_S
+    assert lost["time"] - struck < MISSED_S
     scene.trains_with(2)
     assert scene.network["b"].dropped() > 0
     scene.network["b"].mend()
@@ -220,7 +221,7 @@ def host_is_lost_while_there_is_no_driver(scene: Scene) -> None:
 
 FAULTS: dict[str, Callable[[Scene], None]] = {
     "the job starts by ssh on three hosts": starts_by_ssh,
-    "a host loses power, and is missed within the heartbeat and back when it is": loses_power,
+    "a host loses power, and is missed after the heartbeat and back when it is": loses_power,
     "a host is rebooted, and missed at once": is_rebooted,
     "a link is cut and healed, and the host comes back with its workers": link_is_cut_and_healed,
     "a link is cut in one direction: mute": lambda scene: link_is_cut_in_one_direction(scene, "mute"),
