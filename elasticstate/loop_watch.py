@@ -74,6 +74,8 @@ def watch_loops(path: str) -> Iterator[None]:
         computed, began = time.thread_time(), time.monotonic()
         run(handle)
         lasted = time.monotonic() - began - starting_s
+        if lasted > SLOW_S:
+            time.sleep(0.02)  # another thread may have got a SIGCONT, of which this one has not heard yet
         if lasted > SLOW_S and continued_at < began:  # time under SIGSTOP is not time in a blocking call
             computed = time.thread_time() - computed - starting_cpu_s
             stolen = stolen_s() - stolen

@@ -476,6 +476,7 @@ class Sentinel:
         if self.has_ended(self.generation):
             self._has_reported.wait()  # its thread may not have begun
         self._native.left()
+        self._has_reported.wait()  # Python 3.11 aborts a process that ends while a thread returns from native code
         if self._cutter is not None:
             self._cutter.join()
             self._cutter = None

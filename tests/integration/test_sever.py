@@ -88,7 +88,7 @@ def test_the_end_comes_in_the_middle_of_a_store_wait(ranks: Ranks) -> None:
     for rank in members:
         rank.tell("sever")
     for rank in members:
-        assert rank.hear("done")["error"] == "DistNetworkError"
+        assert rank.hear("done")["error"] in ("DistNetworkError", "CollectiveError")  # the latter between two waits
     go_on(ranks, members)
 
 

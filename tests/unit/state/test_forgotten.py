@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from elasticstate import present_world
 from elasticstate.state import forgotten
 from elasticstate.worker import run
 
@@ -39,6 +40,8 @@ def train(state):
 def _warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forgotten, "_warned", set())
     monkeypatch.setattr(run, "_used", False)
+    monkeypatch.setattr(run, "_loop", None)
+    monkeypatch.setattr(present_world, "_present", None)
 
 
 def warnings_of(program: str, caplog: pytest.LogCaptureFixture) -> list[str]:

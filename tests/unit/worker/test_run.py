@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 import elasticstate as elastic
+from elasticstate import present_world
 from elasticstate.worker import run
 
 
 @pytest.fixture(autouse=True)
 def _is_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_used", False)
+    monkeypatch.setattr(present_world, "_present", None)
     monkeypatch.setattr(run, "_loop", None)
 
 
