@@ -21,7 +21,7 @@ from elasticstate.state.live_state import LiveState
 from elasticstate.state.live_values import LiveValues
 from elasticstate.state.peer import Peers
 from elasticstate.state.peer_copies import PeerCopies
-from elasticstate.state.session import Session, SoloSession
+from elasticstate.state.session import HeldCommits, Session, SoloSession
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.storage import CommitStorage
 from elasticstate.state.tick_record import TickRecords
@@ -61,6 +61,7 @@ class CommitWriter:
         self._has_trained = False  # ``train`` was called in this process
         self.after_tick: Callable[[], None] | None = None  # at the begin of a later call: judges its loops
         self.before_commit: Callable[[], None] | None = None  # while a training function runs: judges its optimizers
+        self.before_tick: Callable[[], None] | None = None  # the same
 
     # ----------------------------------------------------------------------------------------------- storage and world
 
@@ -171,6 +172,8 @@ class CommitWriter:
         A tick without a commit is recorded, so that ``commit_last_tick`` can make the commit after a failure.
         """
         self.session.check_collectives()
+        if self.before_tick is not None:
+            self.before_tick()
         if self.snapshot.is_copied:
             self.settle()
         if self._peers is not None:
@@ -337,7 +340,7 @@ class CommitWriter:
             )
 
     def _record_commits(self) -> None:
-        self.session.record_commits(*self.commits, self.commit_bytes, self._bytes_to_come)
+        self.session.record_commits(HeldCommits(*self.commits, self.commit_bytes, self._bytes_to_come))
 
     def _bytes_to_come(self) -> int | None:
         """Return the bytes that the first steps of optimizers will add to the newest commit; None: not known.

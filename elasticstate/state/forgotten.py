@@ -4,16 +4,20 @@ A worker that is restarted begins with new ones: with a forgotten scheduler it w
 the other ranks, with a forgotten GradScaler it would add gradients of another scale to theirs, and a forgotten average
 of the weights, or target network, begins anew.
 
-Found are the variables of the script that exist before the training function is called: global ones, those of the
-callers, arguments, and attributes of ``self``. One that the function makes itself begins anew on all ranks.
+The search covers what the training function can reach by a name: its arguments, global variables and those of enclosing
+functions, and from these one step into lists, dicts, and the script's own objects, functions and modules. An object
+that the function makes itself begins anew on all ranks, so local variables do not count.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
+import sys
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping
-from types import FrameType
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import suppress
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -21,6 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from elasticstate.log import logger
+from elasticstate.state.base import State
+from elasticstate.tracebacks import is_of_the_script
 
 _KEYS = {LRScheduler: "last_epoch", torch.amp.GradScaler: "_growth_tracker", AveragedModel: "n_averaged"}
 """Classes of such objects, and a key by which the result of their ``state_dict()`` can be told."""
@@ -33,24 +39,28 @@ _EFFECTS = {
 
 _SAMPLED, _LONGEST_SAMPLE = 3, 16  # parameters of a module, and elements of each
 
+_LONGEST_LIST = 100  # items of a list or dict that are looked at
+
 _warned: set[str] = set()
 
 
 class Forgotten:
-    """Variables of the script that the state lacks. Create it when an optimizer of the state is about to step.
+    """The script's schedulers, scalers and modules. Create it when the training function has been called.
 
-    Schedulers and the like are named at once. Modules are named when their parameters have changed: an average of the
-    weights that the script makes by itself, a target network. A pretrained network that stays as it is may stay
-    outside of the state.
-
-    Args:
-        optimizer: value of the state that is about to step; ``name``: its name.
-        values: all values of the state.
-        all_of: the objects that these refer to.
-        tensors: ids of the state's parameters.
+    Schedulers and scalers are named at the first step of their optimizer. Modules are named when their parameters have
+    changed. A pretrained network that stays as it is may stay outside of the state.
     """
 
-    def __init__(
+    def __init__(self, train: Callable[..., object]) -> None:
+        found: dict[int, tuple[str, Any]] = {}
+        for name, value in _reachable(train):
+            if _is_of_interest(value):
+                found.setdefault(id(value), (name, value))
+        self._found = [(name, weakref.ref(value)) for name, value in found.values()]
+        self._modules: list[_Sample] | None = None  # those that the state lacks
+        self._commits, self._next_look = 0, 1
+
+    def judge(
         self,
         optimizer: Optimizer,
         name: str,
@@ -58,22 +68,30 @@ class Forgotten:
         all_of: Iterable[object],
         tensors: Container[int],
     ) -> None:
-        self._modules: list[_Sample] = []
-        self._commits, self._next_look = 0, 1
-        found = [(variable, value) for variable, value in _variables(inspect.currentframe()) if _is_of_interest(value)]
+        """Name what the state lacks, when one of its optimizers is about to step.
+
+        Args:
+            name: that of the optimizer in the state.
+            values: all values of the state.
+            all_of: the objects that these refer to.
+            tensors: ids of the state's parameters.
+        """
+        found = [(variable, value) for variable, reference in self._found if (value := reference()) is not None]
         kept = {id(part) for part in _with_parts(all_of)} if found else set()
+        modules = []
         for variable, value in found:
             if id(value) in kept or variable in _warned:
                 continue
             kind = next((kind for kind in _KEYS if isinstance(value, kind)), None)
             if kind is None:
-                assert isinstance(value, torch.nn.Module)
-                if not any(id(p) in tensors for p in value.parameters()):
-                    self._modules.append(_Sample(variable, value))
+                modules.append((variable, value))
             elif _is_used(value, optimizer):
                 saved = any(isinstance(part, dict) and (not part or _KEYS[kind] in part) for part in values.values())
                 if not saved:
                     _warn(variable, value, _EFFECTS[kind].format(optimizer=name))
+        if self._modules is None:
+            outside = [(v, m) for v, m in modules if not any(id(p) in tensors for p in m.parameters())]
+            self._modules = [_Sample(variable, module) for variable, module in outside]
 
     def begin_commit(self) -> None:
         """Look for modules that have changed, at fewer and fewer commits: a look waits for the device."""
@@ -145,30 +163,47 @@ def _with_parts(objects: Iterable[object]) -> Iterator[object]:
                 ]
 
 
-def _variables(frame: FrameType | None) -> Iterator[tuple[str, object]]:
-    """Yield the variables of the script that exist before the training function is called, with their names."""
-    is_outside = False
-    script: FrameType | None = None  # the innermost of the frames of the script that are not seen yet
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package == "elasticstate":
-            if script is not None and not is_outside:  # the training function
-                is_outside = True
-                code = script.f_code
-                given = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *code.co_freevars}
-                yield from _of(script, given)
-            script = None
-        elif package != "torch":
-            script = frame
-            yield from _of(frame, frame.f_locals if is_outside else ())
-        frame = frame.f_back
+def _reachable(train: Callable[..., object]) -> Iterator[tuple[str, Any]]:
+    """Yield what the training function can reach, with names: its own variables first."""
+    names = list(_names_of(train))
+    yield from names
+    for name, value in names:
+        if isinstance(value, list | tuple):
+            yield from ((f"{name}[{i}]", part) for i, part in enumerate(value[:_LONGEST_LIST]))
+        elif type(value) is dict:
+            yield from ((f"{name}[{key!r}]", value[key]) for key in list(value)[:_LONGEST_LIST])
+        elif isinstance(value, torch.nn.Module | Optimizer | State | type) or not _is_of_the_script(value):
+            continue
+        elif isinstance(value, FunctionType | MethodType):
+            yield from _names_of(value)
+        else:
+            yield from ((f"{name}.{key}", part) for key, part in list(getattr(value, "__dict__", {}).items()))
 
 
-def _of(frame: FrameType, names: Iterable[str]) -> Iterator[tuple[str, object]]:
-    """Yield these local variables and the global ones of a frame, and the attributes of its ``self``."""
-    given = {name: frame.f_locals[name] for name in names if name in frame.f_locals}
-    yield from given.items()
-    if hasattr(owner := given.get("self"), "__dict__"):
-        yield from ((f"self.{name}", value) for name, value in list(vars(owner).items()))
-    if frame.f_locals is not frame.f_globals:
-        yield from list(frame.f_globals.items())
+def _names_of(call: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of a call that is a ``partial``, and the variables outside of its function."""
+    arguments: list[Any] = []
+    while not isinstance(call, FunctionType):
+        if isinstance(call, functools.partial):
+            arguments = [*call.args, *arguments]
+            yield from call.keywords.items()
+            call = call.func
+        elif isinstance(call, MethodType):
+            arguments = [call.__self__, *arguments]
+            call = call.__func__
+        else:
+            return
+    function = call
+    while isinstance(inner := getattr(function, "__wrapped__", None), FunctionType):
+        function = inner
+    yield from zip(function.__code__.co_varnames, arguments, strict=False)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable that is not assigned yet
+            yield name, cell.cell_contents
+    yield from list(function.__globals__.items())
+
+
+def _is_of_the_script(value: Any) -> bool:
+    """Return True for a module of the script, and for an object whose function or class one of them defines."""
+    module = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
+    return module is not None and is_of_the_script(getattr(module, "__file__", None) or "<frozen ")

@@ -38,6 +38,7 @@ from elasticstate.tracebacks import is_of_the_script
 
 _MOST_NUMBERS = 1000  # in the state, or in an object
 _DEPTH = 4  # of the state's plain values
+_OWN_REFERENCES = 3  # to a frame's snapshot of its local variables: by the frame, a variable here, and an argument
 _BOUNDS = {"range", "trange", "tqdm", "len", "int", "min", "max", "round"}
 _WRAPPERS = {"tqdm", "enumerate"}
 _SAMPLERS = (DistributedSampler, RandomSampler, SequentialSampler)
@@ -340,10 +341,14 @@ def _numbers(frame: FrameType) -> dict[str, int]:
 
 
 def _locals_of(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables. The frame does not keep them: its snapshot of them would outlive them."""
+    """Return the local variables. The frame does not keep them: its snapshot of them would outlive them.
+
+    The script may hold the snapshot, which ``locals()`` returns. Then it stays as it is.
+    """
     snapshot = frame.f_locals
     found = dict(snapshot)
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    is_a_snapshot = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_a_snapshot and sys.getrefcount(snapshot) == _OWN_REFERENCES:
         snapshot.clear()
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -16,6 +16,17 @@ FAILED_COLLECTIVE = (
     "a collective of this world has failed, and the script has caught its error, so this step was not trained on all "
     "ranks"
 )
+
+
+class HeldCommits(NamedTuple):
+    """The commits that a worker holds."""
+
+    newest: CommitId | None
+    previous: CommitId | None
+    size_bytes: int
+    """Size of the newest one; 0 if there is none."""
+    to_come: Callable[[], int | None]
+    """Return the bytes that the first steps of optimizers will add to it; None: not known."""
 
 
 class Session(Protocol):
@@ -112,18 +123,8 @@ class Session(Protocol):
     def progress(self) -> None:
         """Report progress to the agent without ending a tick."""
 
-    def record_commits(
-        self,
-        newest: CommitId | None,
-        previous: CommitId | None,
-        size_bytes: int,
-        to_come: Callable[[], int | None] = lambda: 0,
-        /,
-    ) -> None:
-        """Record the ids of the newest commit and of the previous commit, and the size of the newest.
-
-        ``to_come()``: see ``CommitSize``; called only if it is needed.
-        """
+    def record_commits(self, held: HeldCommits, /) -> None:
+        """Record which commits this worker holds now."""
 
     def record_commit_time(self, seconds: float, /) -> None:
         """Record time that a tick has spent in a commit."""
@@ -194,15 +195,9 @@ class SoloSession:
     def progress(self) -> None:
         """Do nothing: no agent monitors this process."""
 
-    def record_commits(
-        self,
-        newest: CommitId | None,
-        previous: CommitId | None,
-        size_bytes: int,
-        to_come: Callable[[], int | None] = lambda: 0,
-    ) -> None:
-        if newest is not None:
-            self._saves = newest.tick
+    def record_commits(self, held: HeldCommits) -> None:
+        if held.newest is not None:
+            self._saves = held.newest.tick
 
     def record_attached(self, digests: tuple[int, ...]) -> None:
         """Do nothing: there is no other world, so nobody reads the shards."""

@@ -18,7 +18,7 @@ Not judged: states with a ``capture`` of their own, and steps in compiled code, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
@@ -45,8 +45,9 @@ _has_warned = False
 class StepCheck:
     """Context of a training function: judges the optimizers that step in it. See above."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, state: State, train: Callable[..., object]) -> None:
+        """``train``: the call of the training function."""
+        self._state, self._train = state, train
         self._hook: Any = None
         self._judged: dict[int, _Judged] = {}
         self._forgotten: Forgotten | None = None
@@ -57,13 +58,14 @@ class StepCheck:
         if self._state._step_sources() is not None:
             self._hook = register_optimizer_step_pre_hook(self._before_a_step)
             committer_of(self._state).before_commit = self._before_a_commit
+            committer_of(self._state).before_tick = self._before_a_tick
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._hook is not None:
             self._hook.remove()
-            committer_of(self._state).before_commit = None
+            committer_of(self._state).before_commit = committer_of(self._state).before_tick = None
         if error is None:
             self._raise_refusal()
 
@@ -91,7 +93,8 @@ class StepCheck:
         self._judged[id(optimizer)] = _Judged(optimizer, self._state, found)
         if (name := found.name_of(optimizer)) is not None:
             with suppress(Exception):  # of the script's objects
-                self._forgotten = Forgotten(optimizer, name, found.values, found.objects(), found.tensors)
+                self._forgotten = self._forgotten or Forgotten(self._train)
+                self._forgotten.judge(optimizer, name, found.values, found.objects(), found.tensors)
         if found.has_all_of(optimizer):  # nearly always
             return
         with self._noting_refusal():
@@ -113,8 +116,6 @@ class StepCheck:
 
     def _before_a_commit(self) -> None:
         self._raise_refusal()
-        for judged in self._judged.values():
-            judged.accumulation.begin_commit()
         if self._forgotten is not None:
             self._forgotten.begin_commit()
         optimizers, self._undecided = [reference() for reference in self._undecided], []
@@ -123,6 +124,10 @@ class StepCheck:
             if optimizer is not None and content is not None:
                 with self._noting_refusal():
                     _Sources(self._sources()).judge(optimizer, content, is_commit=True)
+
+    def _before_a_tick(self) -> None:
+        for judged in self._judged.values():
+            judged.accumulation.end_tick()
 
     def _sources(self) -> Mapping[str, object]:
         return self._state._step_sources() or {}

@@ -34,7 +34,7 @@ class SoloLoop:
         if not self._has_joined:
             self.join()
         try:
-            with StepCheck(state):
+            with StepCheck(state, call):
                 result = self.run_in_last_world(state, call)
             self.finish()
         except BaseException:

@@ -18,7 +18,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.log import logger
 from elasticstate.state.base import State, committer_of
-from elasticstate.state.session import FAILED_COLLECTIVE, SoloSession
+from elasticstate.state.session import FAILED_COLLECTIVE, HeldCommits, SoloSession
 from elasticstate.worker import contexts
 from elasticstate.worker.alone import SoloLoop, create_default_group
 from elasticstate.worker.contexts.context import Rendezvous
@@ -174,13 +174,7 @@ class FixedSession(SoloSession):
     def tick(self) -> None:
         self.ticks += 1
 
-    def record_commits(
-        self,
-        newest: CommitId | None,
-        previous: CommitId | None,
-        size_bytes: int,
-        to_come: Callable[[], int | None] = lambda: 0,
-    ) -> None:
+    def record_commits(self, held: HeldCommits) -> None:
         """Do nothing: nobody else uses the commits."""
 
     def record_sync(self, size_bytes: int, seconds: float) -> None:

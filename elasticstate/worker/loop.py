@@ -256,7 +256,7 @@ class WorkerLoop:
             self._committer.continue_iterators()
             self._torch_modes = self._torch_modes or TorchModes()
             self._sentinel.begin_training()
-            with OwnProcessGroups(), StepCheck(self._state), self._repeats:
+            with OwnProcessGroups(), StepCheck(self._state, self._train), self._repeats:
                 self._result = self._train()
             self._session.check_collectives()  # the function may have caught the end of this generation
             self._committer.settle()

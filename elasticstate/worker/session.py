@@ -13,7 +13,7 @@ from elasticstate.copies.client import CopyClient
 from elasticstate.core.types import CommitId, ShardSource, SlotId
 from elasticstate.errors import CollectiveError
 from elasticstate.net import messages
-from elasticstate.state.session import FAILED_COLLECTIVE
+from elasticstate.state.session import FAILED_COLLECTIVE, HeldCommits
 from elasticstate.state.shards import CopyReader
 from elasticstate.worker.contexts.context import Context
 from elasticstate.worker.local_copies import LocalCopies
@@ -149,21 +149,15 @@ class WorkerSession:
     def progress(self) -> None:
         self._page.progress()
 
-    def record_commits(
-        self,
-        newest: CommitId | None,
-        previous: CommitId | None,
-        size_bytes: int,
-        to_come: Callable[[], int | None] = lambda: 0,
-    ) -> None:
-        self._sentinel.record_commits(newest, previous)
-        if newest is None or newest.generation != self.generation:
+    def record_commits(self, held: HeldCommits) -> None:
+        self._sentinel.record_commits(held.newest, held.previous)
+        if held.newest is None or held.newest.generation != self.generation:
             return  # its shards may be those of another world
         if self._sized_in != self.generation:
             self._sized_in, self._reported_bytes = self.generation, 0
-        if size_bytes > self._reported_bytes:
-            self._reported_bytes = size_bytes
-            self._sentinel.send(messages.CommitSize(size_bytes, to_come()))
+        if held.size_bytes > self._reported_bytes:
+            self._reported_bytes = held.size_bytes
+            self._sentinel.send(messages.CommitSize(held.size_bytes, held.to_come()))
 
     def record_commit_time(self, seconds: float) -> None:
         self._sentinel.add_commit_time(seconds)
@@ -255,13 +249,7 @@ class LastWorldSession:
     def progress(self) -> None:
         """Do nothing: the agent does not monitor a worker that has passed the exit gate."""
 
-    def record_commits(
-        self,
-        newest: CommitId | None,
-        previous: CommitId | None,
-        size_bytes: int,
-        to_come: Callable[[], int | None] = lambda: 0,
-    ) -> None:
+    def record_commits(self, held: HeldCommits) -> None:
         """Do nothing: these are no commits of the job."""
 
     def record_attached(self, digests: tuple[int, ...]) -> None:

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from elasticstate import TorchState
 from elasticstate.core.types import CommitId
 from elasticstate.state.base import committer_of
+from elasticstate.state.session import HeldCommits
 
 MB = 1 << 20
 GOAL = 0.8
@@ -66,13 +66,7 @@ class Session:
     def has_ended(self, generation: int) -> bool:
         return False
 
-    def record_commits(
-        self,
-        newest: CommitId | None,
-        previous: CommitId | None,
-        size_bytes: int,
-        to_come: Callable[[], int | None] = lambda: 0,
-    ) -> None: ...
+    def record_commits(self, held: HeldCommits) -> None: ...
 
     def record_commit_time(self, seconds: float) -> None:
         pass

@@ -31,7 +31,7 @@ def test_the_traceback_of_a_wrong_use_ends_in_the_script() -> None:
 def test_the_traceback_of_an_optimizers_hook_ends_in_the_script() -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(UsageError), StepCheck(TorchState(model=model)):
+    with pytest.raises(UsageError), StepCheck(TorchState(model=model), lambda: None):
         text = tracebacks.text_of(raised(optimizer.step))
     assert text.splitlines()[-2].strip() in ("call()", "^^^^^^")
     assert "optimizer.py" not in text

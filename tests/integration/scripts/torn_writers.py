@@ -25,6 +25,7 @@ from elasticstate import TorchState
 from elasticstate._native import ControlPage
 from elasticstate.core.types import CommitId
 from elasticstate.state.base import committer_of
+from elasticstate.state.session import HeldCommits
 from elasticstate.state.snapshot import Snapshot
 
 OWNER = b"the torn commits"
@@ -95,13 +96,7 @@ class Session:
     def restore_group(self) -> None: ...
     def progress(self) -> None: ...
     def record_commit_time(self, seconds: float) -> None: ...
-    def record_commits(
-        self,
-        newest: CommitId | None,
-        previous: CommitId | None,
-        size_bytes: int,
-        to_come: Callable[[], int | None] = lambda: 0,
-    ) -> None: ...
+    def record_commits(self, held: HeldCommits) -> None: ...
 
 
 def content(tick: int) -> Iterator[tuple[str, int, float]]:

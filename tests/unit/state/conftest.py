@@ -18,6 +18,7 @@ from elasticstate.core.types import CommitId, ShardSource
 from elasticstate.errors import CollectiveError, CommitStorageError, HostsUpdatedInterrupt
 from elasticstate.state.async_commit import Copy
 from elasticstate.state.base import committer_of
+from elasticstate.state.session import HeldCommits
 from elasticstate.state.shards import CopyReader
 from tests.pages import page_at
 from tests.unit.state.overlapping import CommitStorage, Job
@@ -130,15 +131,9 @@ class Member:
     def progress(self) -> None:
         self.signs += 1
 
-    def record_commits(
-        self,
-        newest: CommitId | None,
-        previous: CommitId | None,
-        size_bytes: int,
-        to_come: Callable[[], int | None] = lambda: 0,
-    ) -> None:
-        assert (size_bytes > 0) == (newest is not None)
-        self.commits.append((newest, previous))
+    def record_commits(self, held: HeldCommits) -> None:
+        assert (held.size_bytes > 0) == (held.newest is not None)
+        self.commits.append((held.newest, held.previous))
 
     def record_commit_time(self, seconds: float) -> None:
         pass

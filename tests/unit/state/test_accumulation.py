@@ -1,4 +1,4 @@
-"""Gradients that accumulate over a commit."""
+"""Gradients that accumulate over a tick."""
 
 from __future__ import annotations
 
@@ -68,9 +68,10 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(("loop", "zero", "to_none", "warns"), CASES)
-def test_only_gradients_from_before_a_commit_are_a_warning(
-    loop: Callable[..., None], zero: str, to_none: bool, warns: bool, caplog: pytest.LogCaptureFixture
+def test_only_gradients_from_before_a_tick_are_a_warning(
+    loop: Callable[..., None], zero: str, to_none: bool, warns: bool, every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``zero``: gradients are set to zero after each step, or before each batch."""
     model = nn.Linear(2, 2)
@@ -89,6 +90,6 @@ def test_only_gradients_from_before_a_commit_are_a_warning(
         if zero == "after" or loop is after_each_step:
             optimizer.zero_grad(to_none)
 
-    with caplog.at_level(logging.WARNING, "elasticstate"), StepCheck(state):
-        loop(batch, step, state.commit)
-    assert caplog.text.count("a step uses gradients of batches before the last commit") == warns
+    with caplog.at_level(logging.WARNING, "elasticstate"), StepCheck(state, lambda: None):
+        loop(batch, step, lambda: state.commit(every=every))
+    assert caplog.text.count("a step uses gradients from before the last commit()") == warns

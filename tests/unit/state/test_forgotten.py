@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import runpy
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -44,9 +46,11 @@ def _warns_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(present_world, "_present", None)
 
 
-def warnings_of(program: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(program: str, directory: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    script = directory / "train.py"
+    script.write_text(BEGIN + textwrap.dedent(program))
     with caplog.at_level(logging.WARNING, "elasticstate"):
-        exec(BEGIN + textwrap.dedent(program), {"__name__": "__main__"})
+        runpy.run_path(str(script), run_name="train_script")
     return [record.getMessage() for record in caplog.records if "is in no value of the state" in record.getMessage()]
 
 
@@ -77,6 +81,7 @@ STATE = "state = elastic.TorchState(model=model, optimizer=optimizer)\n"
             f"plateau = ReduceLROnPlateau(optimizer)\n{STATE}{FUNCTION}train(state)",
             "plateau (ReduceLROnPlateau) changes the learning rates of state.optimizer",
         ),
+        (f"schedulers = [StepLR(optimizer, 1)]\n{STATE}{FUNCTION}train(state)", "schedulers[0] (StepLR) changes"),
         (
             f"scaler = torch.amp.GradScaler('cpu')\n{STATE}{FUNCTION}train(state)",
             "scaler (GradScaler) scales gradients",
@@ -94,15 +99,32 @@ STATE = "state = elastic.TorchState(model=model, optimizer=optimizer)\n"
         (
             f"{STATE}class Training:\n    def __init__(self):\n        self.schedule = StepLR(optimizer, 1)\n"
             "    def fit(self):\n        @elastic.run\n        def train(state):\n            step()\n"
-            "        train(state)\nTraining().fit()",
+            "            self.schedule.step()\n        train(state)\nTraining().fit()",
             "self.schedule (StepLR) changes",
+        ),
+        (
+            f"{STATE}class Training:\n    def __init__(self):\n        self.schedule = StepLR(optimizer, 1)\n"
+            "    @elastic.run\n    def fit(self, state):\n        step()\nTraining().fit(state)",
+            "self.schedule (StepLR) changes",
+        ),
+        (
+            f"{STATE}class Job: pass\njob = Job()\njob.scaler = torch.amp.GradScaler('cpu')\n{FUNCTION}train(state)",
+            "job.scaler (GradScaler) scales gradients",
+        ),
+        (
+            f"{STATE}def helper():\n    inner = StepLR(optimizer, 1)\n    def each():\n        step()\n"
+            "        inner.step()\n    return each\neach = helper()\n@elastic.run\ndef train(state):\n    each()\n"
+            "train(state)",
+            "inner (StepLR) changes",
         ),
         (f"{COPY}{STATE}{UPDATE.format(update='lerp_(old, 0.1)')}", "target (Linear) changes while the script trains"),
         (f"{COPY}{STATE}{UPDATE.format(update='data.copy_(old)')}", "target (Linear) changes while the script trains"),
     ],
 )
-def test_one_that_the_state_lacks_is_named_once(program: str, begin: str, caplog: pytest.LogCaptureFixture) -> None:
-    (warning,) = warnings_of(program, caplog)
+def test_one_that_the_state_lacks_is_named_once(
+    program: str, begin: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (warning,) = warnings_of(program, tmp_path, caplog)
     assert warning.startswith(begin)
     assert "Give it to the state: TorchState(..., " in warning
 
@@ -131,5 +153,19 @@ def test_one_that_the_state_lacks_is_named_once(program: str, begin: str, caplog
         f"{FUNCTION}train(state)",
     ],
 )
-def test_what_the_state_has_or_the_function_makes_is_not(program: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert warnings_of(program, caplog) == []
+def test_what_the_state_has_or_the_function_makes_is_not(
+    program: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert warnings_of(program, tmp_path, caplog) == []
+
+
+def test_the_first_step_is_not_kept_in_memory(tmp_path: Path) -> None:
+    """A look at the local variables of a frame would keep them until the function returns."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"{BEGIN}import gc, weakref\nscheduler = StepLR(optimizer, 1)\n{STATE}"
+        "@elastic.run\ndef train(state):\n    loss = model(torch.ones(1, 2)).sum()\n    loss.backward()\n"
+        "    optimizer.step()\n    first = weakref.ref(loss)\n    loss = None\n    gc.collect()\n"
+        "    assert first() is None\n\ntrain(state)\n"
+    )
+    runpy.run_path(str(script), run_name="train_script")

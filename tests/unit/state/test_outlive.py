@@ -14,6 +14,7 @@ from elasticstate.core.types import CommitId
 from elasticstate.errors import CommitStorageError, StateError, StateMisfitError
 from elasticstate.state import ObjectState, TorchState
 from elasticstate.state.base import committer_of
+from elasticstate.state.session import HeldCommits
 from elasticstate.state.snapshot import Snapshot
 
 CommitStorage = Callable[..., Any]
@@ -66,7 +67,7 @@ def test_a_new_worker_holds_what_the_last_one_sealed_and_resumes_from_it(file_st
     assert torch.get_rng_state().tolist() == random_state
     assert [*map(id, state.model.parameters())] == [*map(id, parameters)], "in place"
     train(state)
-    committer_of(state).session.record_commits(*state.commits, state.commit_bytes)
+    committer_of(state).session.record_commits(HeldCommits(*state.commits, state.commit_bytes, lambda: 0))
     state.commit()
     assert state.commits == (CommitId(0, 3), CommitId(0, 2))
     assert Snapshot(file_storage()).newest == CommitId(0, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import random
 import weakref
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, Subset, TensorDataset
 
 from elasticstate.log import logger
-from elasticstate.state import ElasticDataLoader, State, TorchState
+from elasticstate.state import ElasticDataLoader, State, TorchState, repeat_check
 from elasticstate.state.base import committer_of
 from elasticstate.state.repeat_check import RepeatCheck
 from elasticstate.worker.regroup import release_exception
@@ -560,3 +561,18 @@ def test_nothing_of_a_world_is_kept_alive(logged: list[str]) -> None:
         assert held is not None
         check.restored(committer_of(state).commits[0])
     assert len(logged) == 1
+
+
+def test_a_dict_that_the_script_has_from_locals_stays_as_it_is() -> None:
+    learning_rate = 0.1
+    kept = locals()
+    assert repeat_check._locals_of(inspect.currentframe())["learning_rate"] == 0.1  # type: ignore[arg-type]
+    assert kept["learning_rate"] == learning_rate
+
+
+def test_no_frame_keeps_its_local_variables() -> None:
+    large = torch.zeros(3)
+    kept = weakref.ref(large)
+    repeat_check._locals_of(inspect.currentframe())  # type: ignore[arg-type]
+    del large
+    assert kept() is None

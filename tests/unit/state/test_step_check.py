@@ -54,7 +54,7 @@ def step(model: Callable[[torch.Tensor], torch.Tensor], *optimizers: Any) -> Non
 def train(state: State, function: Callable[[], object], ticks: int = 2) -> None:
     """Call ``function`` before each tick of a training function."""
     committer_of(state).use_session(Member(World(2)))
-    with StepCheck(state):
+    with StepCheck(state, lambda: None):
         for _ in range(ticks):
             function()
             state.commit()
@@ -62,7 +62,10 @@ def train(state: State, function: Callable[[], object], ticks: int = 2) -> None:
 
 def fails_at_the_first_step(state: State, function: Callable[[], object], text: str) -> None:
     committer_of(state).use_session(Member(World(2)))
-    with pytest.raises(UsageError, match="(?s)" + text.replace("(", r"\(").replace(")", r"\)")), StepCheck(state):
+    with (
+        pytest.raises(UsageError, match="(?s)" + text.replace("(", r"\(").replace(")", r"\)")),
+        StepCheck(state, lambda: None),
+    ):
         function()
 
 
@@ -75,7 +78,7 @@ def fails_at_the_first_commit(state: State, function: Callable[[], object], text
         done.append(True)
         state.commit()
 
-    with pytest.raises(UsageError, match=text), StepCheck(state):
+    with pytest.raises(UsageError, match=text), StepCheck(state, lambda: None):
         step_and_commit()
     assert done
 
@@ -122,7 +125,7 @@ def test_an_error_that_the_script_catches_is_raised_again(ends: str) -> None:
             step(model, optimizer)
         later[ends]()
 
-    with pytest.raises(UsageError, match=FORGOTTEN), StepCheck(state):
+    with pytest.raises(UsageError, match=FORGOTTEN), StepCheck(state, lambda: None):
         skips_a_bad_batch()
 
 
@@ -433,7 +436,7 @@ def test_steps_outside_the_training_function() -> None:
     model = net()
     optimizer = adam(model)
     state = TorchState(model=model)
-    with StepCheck(state):
+    with StepCheck(state, lambda: None):
         pass
     step(model, optimizer)
     state.commit()
@@ -453,7 +456,7 @@ def test_only_the_first_step_searches_the_state(
     searches = []
     of_state = state._step_sources
     monkeypatch.setattr(TorchState, "_step_sources", lambda _: searches.append(1) or of_state())
-    with StepCheck(state):
+    with StepCheck(state, lambda: None):
         check: Any = committer_of(state).before_commit
         hook = functools.partial(check.__self__._before_a_step, optimizer, (), {})
         hook()
@@ -491,5 +494,5 @@ def test_a_script_that_trains_what_the_state_has_now() -> None:
     state = TorchState(agent=Agent(), step=0)
     train(state, lambda: step(state.agent.net, state.agent.optimizer))
     state.restore()
-    with StepCheck(state):
+    with StepCheck(state, lambda: None):
         step(state.agent.net, state.agent.optimizer)
