@@ -294,13 +294,13 @@ def _load_buffers(module: torch.nn.Module, walk: Walk, tree: Any, values: Captur
 
 def owner_of_buffer(module: torch.nn.Module, path: str) -> tuple[torch.nn.Module, str]:
     *parts, name = path.split(".")
-    owner = _compiled(module)
+    owner = without_compiler(module)
     for part in parts:
-        owner = _compiled(getattr(owner, part))  # a ScriptModule has no get_submodule()
+        owner = without_compiler(getattr(owner, part))  # a ScriptModule has no get_submodule()
     return owner, name
 
 
-def _compiled(module: torch.nn.Module) -> torch.nn.Module:
+def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that ``torch.compile`` has wrapped, or else the module itself."""
     while modules.compiles_another(type(module)):
         (child,) = modules.children_of(module).values()

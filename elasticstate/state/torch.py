@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import is_not
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from elasticstate.state.module_state import (
     parameters_of,
     require_same_ties,
     requires_grad,
+    without_compiler,
 )
 from elasticstate.state.optimizer_state import (
     NamedGroups,
@@ -128,8 +131,9 @@ class TorchState(State):
     def _leave_world(self) -> None:
         """Replace each DistributedDataParallel by its module: the wrapper belongs to the world that ends."""
         for name in self._names:
-            if isinstance(value := getattr(self, name), DistributedDataParallel):
-                setattr(self, name, value.module)
+            value = getattr(self, name)
+            if (bare := _without_wrappers(value)) is not value:
+                setattr(self, name, bare)
 
     def capture(self) -> dict[str, Any]:
         return self._captured(self._parts())
@@ -327,6 +331,21 @@ def _capture(name: str, value: Any, values: dict[str, Any]) -> Any:
     return flatten(state_of(value), name, values)
 
 
+def _without_wrappers(value: Any) -> Any:
+    """Return a module without DistributedDataParallel, or a container of such. Lists and dicts are changed in place."""
+    if isinstance(value, torch.nn.Module):
+        return _unwrap(value)
+    if type(value) is list:
+        value[:] = map(_without_wrappers, value)
+    elif type(value) in (dict, OrderedDict):
+        value.update({key: _without_wrappers(part) for key, part in value.items()})
+    elif type(value) is tuple:
+        bare = tuple(map(_without_wrappers, value))
+        return bare if any(map(is_not, bare, value)) else value
+    return value
+
+
 def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    wrapped: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
-    return wrapped
+    """Return the module that DistributedDataParallel has wrapped, also if that was compiled; or else the module."""
+    inner = without_compiler(module)
+    return _unwrap(inner.module) if isinstance(inner, DistributedDataParallel) else module

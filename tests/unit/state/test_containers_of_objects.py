@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from elasticstate import StateError, TorchState
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def train(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
@@ -71,3 +81,17 @@ def test_a_container_with_plain_values_in_it_is_a_plain_value() -> None:
     state.restore()
     assert state.pair[1] == 0.5
     assert state.pair[0] is not first
+
+
+@pytest.mark.parametrize("contain", [list, tuple, lambda objects: dict(zip("ab", objects, strict=True))])
+def test_wrappers_of_a_world_are_taken_off_at_its_end(contain: Any, one_process: None) -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    wrapped = [DistributedDataParallel(models[0]), torch.compile(DistributedDataParallel(models[1]), backend="eager")]
+    state = TorchState(models=contain(wrapped), one=DistributedDataParallel(models[0]), plain=[1, 2])
+    assert "models.1.parameters.weight" in state.capture() or "models.b.parameters.weight" in state.capture()
+    kept = state.models
+    state._leave_world()
+    found = state.models.values() if isinstance(state.models, dict) else state.models
+    assert all(one is other for one, other in zip(found, models, strict=True))
+    assert (state.one, state.plain) == (models[0], [1, 2])
+    assert isinstance(kept, tuple) or state.models is kept
