@@ -309,12 +309,9 @@ class Snapshot:
         """Return the names of the captured tensors and arrays that lie in one of the buffers, or in ``others``."""
         ranges = [buffer.addresses for buffer in (self._newer, self._older, *others)]
         lowest, highest = min(begin for begin, _ in ranges), max(end for _, end in ranges)
-        found = []
-        for name, value in captured.items():
-            at = address(value) if is_array(value) else None
-            if at is not None and lowest <= at < highest:
-                found += [name for begin, end in ranges if begin <= at < end][:1]
-        return found
+        found = {name: address(value) for name, value in captured.items() if is_array(value)}
+        near = [(name, at) for name, at in found.items() if at is not None and lowest <= at < highest]
+        return [name for name, at in near if any(begin <= at < end for begin, end in ranges)]
 
     def difference(self, captured: Captured) -> str:
         """Return a name of ``captured`` whose value is not that of the newest commit, bit by bit; "" if all are.

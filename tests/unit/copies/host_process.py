@@ -16,19 +16,24 @@ from elasticstate.core.ids import CommitId
 from tests.unit.copies.hosts import Host
 
 
+def say(text: object) -> None:
+    """Print a line in one piece: a thread of the copies may print at the same time."""
+    os.write(1, f"{text}\n".encode())
+
+
 def main(name: str, directory: str, size: str = "", target: str = "") -> None:
     with Host(name, Path(directory)) as host:
         if size:
             worker = host.worker()
             worker.commit(CommitId(1, 1), bytes(range(256)) * (int(size) // 256))
             if os.environ.get("STOP_BEFORE") == "finish":
-                host.copies.store.finish = lambda *_: print("stopped", flush=True) or sys.stdin.read()  # type: ignore
+                host.copies.store.finish = lambda *_: say("stopped") or sys.stdin.read()  # type: ignore
             elif os.environ.get("STOP_BEFORE") == "seal":
-                host.copies.store._mac = lambda *_: print("stopped", flush=True) or sys.stdin.read()  # type: ignore
+                host.copies.store._mac = lambda *_: say("stopped") or sys.stdin.read()  # type: ignore
             host.copies.replicate(CommitId(1, 1), {0: [Target("b", target)]})
-        print(host.address, flush=True)
+        say(host.address)
         while line := sys.stdin.readline():
-            print(host.report(), flush=True) if line == "report\n" else None
+            say(host.report()) if line == "report\n" else None
 
 
 main(*sys.argv[1:])

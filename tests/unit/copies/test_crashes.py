@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -32,8 +33,20 @@ def stack() -> Iterator[ExitStack]:
         yield found
 
 
+@pytest.fixture(autouse=True)
+def _ends_all_processes() -> Iterator[None]:
+    """A failed test leaves none to the next one."""
+    yield
+    for source in HostProcess.started:
+        if source.process.poll() is None:
+            source.kill()
+    HostProcess.started.clear()
+
+
 class HostProcess:
     """An agent's copies in a process of their own."""
+
+    started: ClassVar[list[HostProcess]] = []
 
     def __init__(self, name: str, directory: Path, *replicate: str, stop_before: str = "") -> None:
         self.process = subprocess.Popen(
@@ -43,6 +56,7 @@ class HostProcess:
             env={**os.environ, "STOP_BEFORE": stop_before},
             text=True,
         )
+        self.started.append(self)
         self.address = self.line()
 
     def line(self) -> str:
