@@ -129,14 +129,15 @@ def _elements(module: torch.nn.Module) -> list[torch.Tensor]:
 
 def _warn(variable: str, value: object, effect: str) -> None:
     _warned.add(variable)
+    whole = variable.partition("[")[0]  # a list or dict can be a value of the state
     logger.warning(
         "%s (%s) %s, but is in no value of the state: a worker that is restarted begins with a new one, and differs "
         "from the others. Give it to the state: TorchState(..., %s=%s).",
         variable,
         type(value).__name__,
         effect,
-        variable.rpartition(".")[2],
-        variable,
+        whole.rpartition(".")[2],
+        whole,
     )
 
 

@@ -126,7 +126,8 @@ def test_one_that_the_state_lacks_is_named_once(
 ) -> None:
     (warning,) = warnings_of(program, tmp_path, caplog)
     assert warning.startswith(begin)
-    assert "Give it to the state: TorchState(..., " in warning
+    value = begin.partition(" ")[0].partition("[")[0]
+    assert warning.endswith(f"Give it to the state: TorchState(..., {value.rpartition('.')[2]}={value}).")
 
 
 @pytest.mark.parametrize(
