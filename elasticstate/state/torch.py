@@ -126,7 +126,8 @@ class TorchState(State):
     def _check_value(self, name: str, value: object) -> None:
         if type(self).capture is TorchState.capture:
             require_own_position(name, value)
-            require_describable(f"state.{name}", value)
+            for path, part in (stateful_parts(name, value) or {name: value}).items():
+                require_describable(f"state.{path}", part)
 
     def _leave_world(self) -> None:
         """Replace each DistributedDataParallel by its module: the wrapper belongs to the world that ends."""

@@ -130,6 +130,8 @@ def test_shards_in_plain_tensors_are_refused(mesh: DeviceMesh) -> None:
         state_in(Member(World(1))).attach(model=model, init=print)
     with pytest.raises(UsageError, match=r"state\.model contains a FullyShardedDataParallel"):
         TorchState(model=model)
+    with pytest.raises(UsageError, match=r"state\.models\.1 contains a FullyShardedDataParallel"):
+        TorchState(models=[torch.nn.Linear(2, 2), model])
 
 
 def test_arrays_in_attached_values_are_refused() -> None:
