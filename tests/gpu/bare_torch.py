@@ -1,7 +1,8 @@
 """Ranks of bare torch on one device, without elasticstate: what holds by itself.
 
-``bare_torch.py DEVICE SIZE FOLDER``. DEVICE: cuda:0, or fake (fake_nccl.py, for tensors of the CPU). Starts SIZE ranks
-of itself, prints a line of JSON with what rank 0 has measured, and ends with status 1 if a rank has failed. Each rank
+``bare_torch.py DEVICE BACKEND SIZE FOLDER``. DEVICE: cuda:0, or fake (fake_nccl.py, for tensors of the CPU). BACKEND:
+torch's name of it. Starts SIZE ranks of itself, prints a line of JSON with what rank 0 has measured, and ends with
+status 1 if a rank has failed. Each rank
 makes a group, all-reduces, hangs in a collective in which the last rank has no part, is freed by an abort from another
 thread, and makes another group in its process. At last it is freed from the first collective of a group, which has no
 connections yet.
@@ -26,9 +27,9 @@ HANG_S = 0.5  # from the hung collective to the abort
 
 
 def main() -> None:
-    if len(sys.argv) == 4:
-        start(int(sys.argv[2]), Path(sys.argv[3]))
-    name, size, folder, rank = sys.argv[1:]
+    if len(sys.argv) == 5:
+        start(int(sys.argv[3]), Path(sys.argv[4]))
+    name, backend, size, folder, rank = sys.argv[1:]
     os.environ["NCCL_HOSTID"] = str(os.getpid())
     import torch
 
@@ -36,11 +37,9 @@ def main() -> None:
     if name == "fake":
         import fake_nccl
 
-        fake_nccl.install(names=["nccl-legacy"])
-        backend, device = "cpu:gloo,cuda:nccl-legacy", torch.device("cpu")
-    else:
-        backend, device = "nccl", torch.device(name)
-    measured = run(backend, device, int(size), Path(folder), int(rank))
+        fake_nccl.install()
+    device = torch.device("cpu" if name == "fake" else name)
+    measured = run(f"cpu:gloo,cuda:{backend}", device, int(size), Path(folder), int(rank))
     assert measured
     os._exit(0)  # the last group of a hung device may not be destroyed in time
 
@@ -152,6 +151,8 @@ def hang(part: Any, device: Any, is_last: bool) -> dict[str, Any]:
             measured["hung collective"] = f"{type(error).__name__}: {error}"[:300]
         measured["from the abort to the end of the collective"] = lap(began) - HANG_S
     aborting.join()
+    if hasattr(part, "get_error"):
+        measured["error after the abort"] = str(part.get_error())
     try:
         dist.all_reduce(torch.ones(1, device=device))
         measured["collective after the abort"] = "no error"

@@ -7,6 +7,8 @@ Each section is a process of its own with a limit of time. If it fails, the end 
 next section runs. ``FOLDER/check-gpu.md`` and ``.json`` are written again after each section, so a run that is cut
 leaves what it has found.
 
+``--backend nccl2`` checks torch's new NCCL backend instead of the older one.
+
 Exit status: 0 if all holds, 1 if something does not, 77 if torch finds no GPU. ``--fake`` runs the same sections, each
 of them small, on a machine without a GPU: with Gloo, and with a device that is a thread.
 """
@@ -45,6 +47,7 @@ SIZE = 4  # ranks of a job
 PATIENCE_S = 60.0  # longest wait for the next step after a fault
 LONG = ("stop", "kill", "assert", "leave", "kill", "stop", "assert", "kill", "leave", "kill", "assert", "kill", "leave")
 SHORT = ("kill", "leave", "kill", "assert", "stop")
+FAKES = {"nccl": {"names": ["nccl-legacy"]}, "nccl2": {"names": ["nccl-legacy", "nccl2", "nccl"], "nccl_is": "nccl2"}}
 FORK = """
 import importlib, os, sys
 from elasticstate.worker.template import MODULES
@@ -84,9 +87,10 @@ class Found:
 
 @dataclass
 class Machine:
-    """The differences between a GPU and ``--fake``."""
+    """The differences between a GPU and ``--fake``, and between the backends."""
 
     fake: bool
+    backend: str  # nccl or nccl2, as in elasticrun's --backend
 
     @property
     def device(self) -> str:
@@ -107,8 +111,19 @@ class Machine:
 
     @property
     def tests(self) -> str:
-        """The tests of a module with this machine's NCCL, as pytest selects them."""
-        return "fake and nccl-legacy" if self.fake else "nccl and not fake"
+        """The tests of a module with this machine's NCCL, as pytest selects them: -k nccl also means nccl2."""
+        if self.fake:
+            return f"fake and {self.torch_name}"
+        return self.backend + (" and not nccl2" if self.backend == "nccl" else "") + " and not fake"
+
+    @property
+    def torch_name(self) -> str:
+        """Name by which torch knows the backend."""
+        if self.fake:
+            return "nccl-legacy" if self.backend == "nccl" else self.backend
+        from elasticstate.worker.contexts import nccl_settings
+
+        return nccl_settings.torch_name(self.backend)
 
 
 # ------------------------------------------------------------------------------------------------------------- sections
@@ -129,6 +144,7 @@ def names(found: Found, machine: Machine, folder: Path) -> None:
         "processors": os.cpu_count(),
         "kernel": platform.release(),
         "torch knows the backends": sorted(dist.Backend.backend_list),
+        f"--backend {machine.backend} is torch's": machine.torch_name,
     }.items():
         found.figure(name, value)
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
@@ -136,7 +152,7 @@ def names(found: Found, machine: Machine, folder: Path) -> None:
     if not machine.fake:
         found.figure("NCCL", ".".join(map(str, nccl_settings.nccl_version())))
         found.figure("GPU", torch.cuda.get_device_name(0))
-        found.figure("warnings of the settings", nccl_settings.apply_settings(nccl_settings.nccl_version()))
+        found.figure("warnings of the settings", nccl_settings.apply_settings())
         ask = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_mode", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             found.figure("nvidia-smi", subprocess.run(ask, capture_output=True, text=True, timeout=20).stdout.strip())
@@ -144,10 +160,9 @@ def names(found: Found, machine: Machine, folder: Path) -> None:
     else:
         import fake_nccl
 
-        fake_nccl.install(names=["nccl-legacy"])
+        fake_nccl.install()
     store, device = dist.FileStore(str(folder / "store"), 1), torch.device("cuda", 0)
-    backend = f"cpu:gloo,cuda:{nccl_settings.torch_name('nccl')}"
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device)
+    dist.init_process_group(f"cpu:gloo,cuda:{machine.torch_name}", store=store, rank=0, world_size=1, device_id=device)
     parts = {kind: process_groups.part_for(dist.group.WORLD, torch.device(kind)) for kind in ("cpu", "cuda")}
     for kind, part in parts.items():
         if part is not None:
@@ -157,7 +172,8 @@ def names(found: Found, machine: Machine, folder: Path) -> None:
     if not machine.fake:
         forks = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, cwd=ROOT)
         found.check("a fork of a template process can use the device", forks.returncode == 0, forks.stderr[-500:])
-    command = [sys.executable, "-m", "elasticstate", "--check", *([] if machine.fake else ["--backend", "nccl"])]
+    backend = [] if machine.fake else ["--backend", machine.backend]
+    command = [sys.executable, "-m", "elasticstate", "--check", *backend]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     found.figure("elasticrun --check", checked.stdout + checked.stderr)
     found.check("elasticrun --check ends with 0", checked.returncode == 0, f"status {checked.returncode}")
@@ -170,7 +186,7 @@ def bare_torch(found: Found, machine: Machine, folder: Path) -> None:
     for size in (2,) if machine.fake else (2, SIZE):
         name, place = f"{size} ranks", folder / str(size)
         place.mkdir()
-        command = [sys.executable, HERE / "bare_torch.py", machine.device, size, place]
+        command = [sys.executable, HERE / "bare_torch.py", machine.device, machine.torch_name, size, place]
         ran = subprocess.run(list(map(str, command)), env=os.environ | settings | debug, capture_output=True, text=True)
         print(ran.stdout, ran.stderr[-TAIL:], flush=True)
         lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
@@ -186,12 +202,12 @@ def bare_torch(found: Found, machine: Machine, folder: Path) -> None:
 def short_job(found: Found, machine: Machine, folder: Path) -> None:
     """A real job under each kind of fault."""
     faults = ("kill", "leave", "assert") if machine.fake else SHORT
-    run_job(found, folder / "job", "nccl", machine, faults)
+    run_job(found, folder / "job", machine.backend, machine, faults)
 
 
 def long_job(found: Found, machine: Machine, folder: Path) -> None:
     """A real job under more faults: with those of the short one, at least twenty."""
-    run_job(found, folder / "job", "nccl", machine, LONG)
+    run_job(found, folder / "job", machine.backend, machine, LONG)
 
 
 def run_job(found: Found, folder: Path, backend: str, machine: Machine, faults: tuple[str, ...], of: str = "") -> None:
@@ -258,7 +274,7 @@ def recovery(found: Found, machine: Machine, folder: Path) -> None:
     if not machine.fake:
         run_job(found, folder / "gloo", "gloo", machine, ("kill",) * 3, "Gloo: ")
     size = 1 if machine.fake else SIZE
-    backend, device = ("gloo", "cpu") if machine.fake else ("cpu:gloo,cuda:nccl", machine.device)
+    backend, device = ("gloo", "cpu") if machine.fake else (f"cpu:gloo,cuda:{machine.torch_name}", machine.device)
     script = machine.script(device)
     with Restarted(folder / "torchrun", backend, size, *script, patience_s=machine.patience_s) as restarted:
         try:
@@ -440,6 +456,7 @@ def write_report(out: Path, results: list[Result], machine: Machine, seconds: fl
         "holds": holds,
         "is_over": is_over,
         "fake": machine.fake,
+        "backend": machine.backend,
         "seconds": round(seconds, 1),
         "sections": [asdict(result) for result in results],
     }
@@ -448,7 +465,7 @@ def write_report(out: Path, results: list[Result], machine: Machine, seconds: fl
 
 
 def markdown(results: list[Result], machine: Machine, seconds: float, holds: bool, is_over: bool) -> Iterator[str]:
-    yield "# Check of the NCCL path" + (" on a simulated device" if machine.fake else " on a GPU")
+    yield f"# Check of {machine.backend} on a {'simulated device' if machine.fake else 'GPU'}"
     yield ""
     bad = sum(not result.holds for result in results)
     end = "" if is_over else "The run was not over when this was written. "
@@ -505,6 +522,8 @@ def pack(folder: Path, results: list[Result], archive: Path) -> None:
 
 def be_section(section: Section, machine: Machine, folder: Path) -> int:
     """Run one section in this process."""
+    if machine.fake:
+        os.environ["FAKE_NCCL"] = json.dumps(FAKES[machine.backend])  # for fake_nccl.py in all its processes
     found = Found(folder / "found.json")
     try:
         section.run(found, machine, folder)
@@ -521,6 +540,7 @@ def main(known: Sequence[Section] = SECTIONS, program: str = __file__) -> int:
     """Run all sections. ``program``: what calls this function."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fake", action="store_true", help="Gloo, and a device that is a thread")
+    parser.add_argument("--backend", choices=["nccl", "nccl2"], default="nccl", help="elasticrun's name of it")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "check-gpu", help="folder for the report")
     parser.add_argument(
         "--only", nargs="+", choices=[section.name for section in known], help="sections to run, in this order"
@@ -528,7 +548,7 @@ def main(known: Sequence[Section] = SECTIONS, program: str = __file__) -> int:
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all sections")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    machine, out = Machine(args.fake), args.out.resolve()
+    machine, out = Machine(args.fake, args.backend), args.out.resolve()
     if args.section:
         return be_section(next(section for section in known if section.name == args.section), machine, out)
     if not args.fake and not has_gpu():
@@ -539,7 +559,7 @@ def main(known: Sequence[Section] = SECTIONS, program: str = __file__) -> int:
     began = time.monotonic()
     by_name = {section.name: section for section in known}
     sections = [by_name[name] for name in args.only or by_name if args.only or by_name[name].in_fake or not args.fake]
-    command = [sys.executable, program, *(["--fake"] if args.fake else [])]
+    command = [sys.executable, program, "--backend", args.backend, *(["--fake"] if args.fake else [])]
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="check-gpu-", ignore_cleanup_errors=True) as name:
         folder = Path(name)

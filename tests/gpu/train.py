@@ -165,7 +165,7 @@ def elastic() -> None:
         import fake_nccl
         import slow_device
 
-        fake_nccl.install(names=["nccl-legacy"])
+        fake_nccl.install()
         slow_device.use(slow_device.SlowDevice(0.0005))
     from elasticstate.state.base import committer_of
 

@@ -13,17 +13,24 @@ import torch
 from forks import Template
 from ranks import SOON_S, Rank, Ranks
 
+from elasticstate.worker.contexts.nccl_settings import torch_name
+
 INIT_S = 10  # limit of an init
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-FAKE = {"fake nccl-legacy": {"names": ["nccl-legacy"]}}
-NCCL = ["fake nccl-legacy", pytest.param("nccl", marks=GPU)]
+NCCL2 = pytest.mark.skipif(not torch_name("nccl2"), reason="this torch has no nccl2")
+FAKES = {
+    "fake nccl-legacy": ("nccl", {"names": ["nccl-legacy"]}),
+    "fake nccl2": ("nccl2", {"names": ["nccl-legacy", "nccl2", "nccl"], "nccl_is": "nccl2"}),
+}
+REAL = [pytest.param("nccl", marks=GPU), pytest.param("nccl2", marks=[GPU, NCCL2])]
+NCCL = [*FAKES, *REAL]
 
 
 @pytest.fixture(params=["gloo", *NCCL])
 def ranks(request: pytest.FixtureRequest, template: Template, tmp_path: Path) -> Iterator[Ranks]:
     """Two ranks in a world."""
-    backend, fake = ("nccl", [json.dumps(FAKE[request.param])]) if request.param in FAKE else (request.param, [])
-    made = Ranks(template, "context_rank.py", backend, "STORE", str(tmp_path), *fake)
+    backend, *fake = FAKES.get(request.param, (request.param,))
+    made = Ranks(template, "context_rank.py", backend, "STORE", str(tmp_path), *map(json.dumps, fake))
     made.create("first", made.boot(2), INIT_S)
     yield made
     made.end()
@@ -87,7 +94,7 @@ def test_the_collective_is_in_a_graph_that_the_error_drops(ranks: Ranks) -> None
     go_on(ranks, "capture")
 
 
-@pytest.mark.parametrize("ranks", ["gloo", NCCL[-1]], indirect=True)
+@pytest.mark.parametrize("ranks", ["gloo", *REAL], indirect=True)
 def test_the_collective_is_in_compiled_code(ranks: Ranks) -> None:
     all_do(ranks, "compile")
     hang(ranks, "compiled")

@@ -54,10 +54,13 @@ def check(script: Path, out: Path, *options: str) -> tuple[int, dict[str, Any], 
     return ran.returncode, said, markdown.read_text() if markdown.exists() else ""
 
 
-def test_all_sections_on_a_simulated_device(tmp_path: Path) -> None:
-    status, said, markdown = check(SCRIPT, tmp_path, "--fake")
+@pytest.mark.parametrize("backend", ["nccl", "nccl2"])
+def test_all_sections_on_a_simulated_device(tmp_path: Path, backend: str) -> None:
+    status, said, markdown = check(SCRIPT, tmp_path, "--fake", "--backend", backend)
     assert status == 0, markdown
     assert said["holds"]
+    bare = next(section for section in said["sections"] if section["name"] == "bare_torch")
+    assert bare["figures"]["2 ranks"]["part 0"] == backend
     assert {section["name"] for section in said["sections"]} >= {"names", "bare_torch", "short_job", "aborts"}
     assert all(section["checks"] for section in said["sections"] if section["name"] != "recovery")
     assert "All holds" in markdown

@@ -18,14 +18,16 @@ from ranks import SOON_S, Rank, Ranks
 from elasticstate.mpi.messages import Applicant
 from elasticstate.mpi.mpirun import Mpirun
 from elasticstate.private import open_directory, write_file
+from elasticstate.worker.contexts.nccl_settings import torch_name
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU, and torch sees none here")
+NO_NCCL2 = pytest.mark.skipif(not torch_name("nccl2"), reason="this torch has no nccl2")
 FAKES = {
     "fake nccl": ("nccl", {"names": ["nccl"]}),  # torch up to 2.13
     "fake nccl-legacy": ("nccl", {"names": ["nccl-legacy", "nccl2", "nccl"], "nccl_is": "nccl2"}),  # torch 2.15
     "fake nccl2": ("nccl2", {"names": ["nccl-legacy", "nccl2", "nccl"], "nccl_is": "nccl2"}),
 }
-BACKENDS = ["gloo", "mpi", *FAKES, pytest.param("nccl", marks=NO_GPU)]
+BACKENDS = ["gloo", "mpi", *FAKES, pytest.param("nccl", marks=NO_GPU), pytest.param("nccl2", marks=[NO_GPU, NO_NCCL2])]
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ def test_fifty_worlds_leave_nothing_behind(ranks: Ranks, request: pytest.Fixture
     Open MPI 5.0.11 never frees the buffer of a non-blocking all-reduce that is cut. The threads of the fake NCCL leave
     freed buffers in memory pools of their own. So the buffers of both are small here.
     """
-    hang = "hang" if request.node.callspec.params["ranks"] in ("gloo", "nccl") else "hang small"
+    hang = "hang" if request.node.callspec.params["ranks"] in ("gloo", "nccl", "nccl2") else "hang small"
     members = ranks.boot(2)
     kept = []
     for number in range(50):

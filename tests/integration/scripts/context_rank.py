@@ -91,7 +91,7 @@ def create(name: str, rank: int, size: int, init: timedelta = LONG) -> None:
 
 
 def device() -> torch.device:
-    return torch.device("cuda", 0) if backend_name == "nccl" and not is_fake else torch.device("cpu")
+    return torch.device("cuda", 0) if backend_name.startswith("nccl") and not is_fake else torch.device("cpu")
 
 
 def subgroup(ranks: tuple[int, ...]) -> None:
