@@ -141,8 +141,13 @@ def _warn(variable: str, value: object, effect: str) -> None:
     )
 
 
+def _is_a(value: object, *classes: type) -> bool:
+    """Return True for an instance of a class. ``isinstance`` would also run code of objects that stand for others."""
+    return issubclass(type(value), classes)
+
+
 def _is_of_interest(value: object) -> bool:
-    return isinstance(value, (torch.nn.Module, *_KEYS))
+    return _is_a(value, torch.nn.Module, *_KEYS)
 
 
 def _is_used(value: object, optimizer: Optimizer) -> bool:
@@ -169,16 +174,18 @@ def _reachable(train: Callable[..., object]) -> Iterator[tuple[str, Any]]:
     names = list(_names_of(train))
     yield from names
     for name, value in names:
-        if isinstance(value, list | tuple):
+        if _is_a(value, list, tuple):
             yield from ((f"{name}[{i}]", part) for i, part in enumerate(value[:_LONGEST_LIST]))
         elif type(value) is dict:
             yield from ((f"{name}[{key!r}]", value[key]) for key in list(value)[:_LONGEST_LIST])
-        elif isinstance(value, torch.nn.Module | Optimizer | State | type) or not _is_of_the_script(value):
+        elif _is_a(value, torch.nn.Module, Optimizer, State, type) or not _is_of_the_script(value):
             continue
-        elif isinstance(value, FunctionType | MethodType):
+        elif _is_a(value, FunctionType, MethodType):
             yield from _names_of(value)
         else:
-            yield from ((f"{name}.{key}", part) for key, part in list(getattr(value, "__dict__", {}).items()))
+            with suppress(AttributeError):
+                parts = object.__getattribute__(value, "__dict__")
+                yield from ((f"{name}.{key}", part) for key, part in list(parts.items()))
 
 
 def _names_of(call: Any) -> Iterator[tuple[str, Any]]:
@@ -206,5 +213,6 @@ def _names_of(call: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_of_the_script(value: Any) -> bool:
     """Return True for a module of the script, and for an object whose function or class one of them defines."""
-    module = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
+    home = value if _is_a(value, FunctionType, MethodType) else type(value)
+    module = value if _is_a(value, ModuleType) else sys.modules.get(getattr(home, "__module__", None) or "")
     return module is not None and is_of_the_script(getattr(module, "__file__", None) or "<frozen ")

@@ -160,6 +160,30 @@ def test_what_the_state_has_or_the_function_makes_is_not(
     assert warnings_of(program, tmp_path, caplog) == []
 
 
+def test_no_code_of_the_scripts_objects_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Stand-ins compute their class when they are asked for it, and what they stand for when anything is asked."""
+    program = """
+    class StandIn:
+        def __getattribute__(self, name):
+            raise ValueError(name)
+
+    stand_in = StandIn()
+    schedule = StepLR(optimizer, 1)
+    state = elastic.TorchState(model=model, optimizer=optimizer)
+
+    @elastic.run
+    def train(state):
+        for _ in range(2):
+            step()
+            schedule.step()
+            state.commit()
+
+    train(state)
+    """
+    (warning,) = warnings_of(program, tmp_path, caplog)
+    assert warning.startswith("schedule (StepLR) changes")
+
+
 def test_the_first_step_is_not_kept_in_memory(tmp_path: Path) -> None:
     """A look at the local variables of a frame would keep them until the function returns."""
     script = tmp_path / "train.py"
