@@ -1,7 +1,7 @@
 """Keepers: with --one-copy-per-host, the root and one member of each host keep commits; the others are followers.
 
 A follower restores the commit of its host's keeper. It never counts as a holder of the job's state, because it has no
-buffers that outlive a failure. See docs/decisions/0080-one-copy-per-host.md.
+buffers that outlive a failure. See docs/decisions/one-copy-per-host.md.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from elasticstate.core.ids import WorkerId
 
 
 class Placement(Struct, frozen=True, gc=False):
-    """Position of one worker in a world, in the terms of Horovod and torchrun; see DESIGN.md, section 1."""
+    """Position of one worker in a world, in the terms of Horovod and torchrun; see docs/how-it-works.md."""
 
     worker: WorkerId
     rank: int

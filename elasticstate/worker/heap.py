@@ -1,4 +1,4 @@
-"""Memory that a worker frees stays with the process, up to a limit, for the next world (decision 0061).
+"""Memory that a worker frees stays with the process, up to a limit, for the next world.
 
 A change of worlds frees gradients and the buckets of DistributedDataParallel, and the next step needs as much again.
 By default, glibc returns freed memory at the end of its heap to the kernel if that is more than twice the largest freed

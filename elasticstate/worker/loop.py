@@ -210,7 +210,7 @@ class WorkerLoop:
         self._commit_facts = lambda: (self._committer.names, self._committer.snapshot.has_attached)
         self._read_ahead = self._read_root_ahead
         self._committer.reserve(self._environment.reserve_bytes)
-        heap.fill(2 * self._environment.reserve_bytes)  # see decision 0061
+        heap.fill(2 * self._environment.reserve_bytes)  # see docs/decisions/worker-processes.md
         if warmup is not None:
             warmup()
         if not has_joined:

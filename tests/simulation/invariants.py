@@ -1,4 +1,4 @@
-"""Invariants that must be true after every step of the core (DESIGN.md, section 4), checked from the outside.
+"""Invariants that must be true after every step of the core (DESIGN.md, "Membership"), checked from the outside.
 
 The checker keeps its own records from events and effects. It reads the core's records only for facts without an event.
 """
