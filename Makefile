@@ -5,7 +5,7 @@ BIN := .venv/bin
 SOURCES := pyproject.toml setup.py constraints.txt CMakeLists.txt $(sort $(wildcard native/*.*))
 INSTALLED := .venv/.installed-$(shell sha256sum $(SOURCES) | sha256sum | cut -c 1-16)
 
-.PHONY: help setup demo docs test chaos bench bench-gpu check-gpu lint hosts
+.PHONY: help setup demo docs test chaos bench bench-gpu check-gpu lint size hosts
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -80,6 +80,9 @@ check-gpu: setup  ## the NCCL path on one GPU, in 8 minutes, with a report; exit
 
 lint: setup  ## ruff and mypy --strict
 	$(LINT)
+
+size: setup  ## counts: files, lines, options, words of documentation, import circles
+	@$(BIN)/python tests/size.py
 
 # The build requirements come first and pip builds with them: build isolation would fetch them again for each build.
 $(INSTALLED):
