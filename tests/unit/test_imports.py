@@ -1,4 +1,4 @@
-"""Allowed imports between the parts of the package (DESIGN.md, "Where to look"). Imports inside functions count, too."""
+"""Allowed imports between the parts of the package (DESIGN.md, Where to look). Imports inside functions count, too."""
 
 from __future__ import annotations
 
