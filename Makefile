@@ -12,11 +12,11 @@ help:  ## this list
 
 setup: $(INSTALLED)  ## make .venv: the package (editable, its native module compiled) and the tools of development
 
-demo: setup  ## four workers on two local hosts; one is killed, a host leaves and comes back
+demo: setup  ## train on handwritten digits: four workers on two local hosts; one is killed, a host leaves and comes back
 	$(BIN)/python examples/demo.py
 
 docs: setup  ## build the documentation into site/; fails on a warning or a broken link
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet, warnings do not count
 
 # Prometheus is unpacked and not installed, because its package starts a service.
 PROGRAMS := .programs

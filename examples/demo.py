@@ -77,3 +77,4 @@ with tempfile.TemporaryDirectory() as name:
     accuracies = re.findall(r"test accuracy ([\d.]+)", run(Path(name)))
 if len(accuracies) != 1 or float(accuracies[0]) < MIN_ACCURACY:
     sys.exit(f"demo: one test accuracy of at least {MIN_ACCURACY} was to be printed, not {accuracies}")
+print(f"--- the job has survived all of this, and has reached a test accuracy of {accuracies[0]}")

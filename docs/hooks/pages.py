@@ -15,14 +15,14 @@ from mkdocs.structure.files import File, Files
 from elasticstate import config
 
 ROOT = Path(__file__).parents[2]
-PAGES = {  # file of the repository -> page of the site
+COPIES = {  # file of the repository -> page of the site with its text
+    "README.md": "index.md",
     "DESIGN.md": "project/design.md",
     "SECURITY.md": "project/security.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
-    "README.md": "index.md",
-    "MIGRATION.md": "guides/horovod.md",
 }
+PAGES = {**COPIES, "MIGRATION.md": "guides/horovod.md"}  # file of the repository -> page that a link to it opens
 NOTES = ROOT / "docs" / "reference" / "option-notes.md"
 OPTIONS_MARK = "<!-- the options: docs/hooks/pages.py -->"
 LINK = re.compile(r"(?<!!)\[(?P<text>[^][]*(?:\[[^][]*\][^][]*)*)\]\((?P<target>[^()\s]+)\)")
@@ -31,15 +31,14 @@ log = logging.getLogger("mkdocs.hooks.pages")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    for source, page in PAGES.items():
-        if page.startswith("project/"):
-            files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for source, page in COPIES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     path = page.file.src_uri
-    source = next((name for name, other in PAGES.items() if other == path and path.startswith("project/")), None)
+    source = next((name for name, other in COPIES.items() if other == path), None)
     folder = posixpath.dirname(source if source is not None else f"docs/{path}")
     markdown = markdown.replace(OPTIONS_MARK, option_reference()) if OPTIONS_MARK in markdown else markdown
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
@@ -78,8 +77,8 @@ def option_reference() -> str:
     options, defaults = config.option_names(), {f.name: f.default for f in fields(config.Options)}
     notes, lines, group = option_notes(), [], ""
     names = {option.names[0] for option in options.values()}
-    for name in sorted(names ^ set(notes)):
-        log.warning("%s: %s", NOTES.name, f"no note for {name}" if name in names else f"{name} is no option")
+    for name in sorted(set(notes) - names):
+        log.warning("%s: %s is no option", NOTES.name, name)
     for field, option in options.items():
         if option.group != group:
             group = option.group
