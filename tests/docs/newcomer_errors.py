@@ -1,7 +1,8 @@
-"""The mistakes of docs/newcomer-errors.md: their scripts and commands are run, and the output is the page's.
+"""The common mistakes of docs/troubleshooting.md: they are made, and what they print is what the page shows.
 
-On the page, ``<!-- file: train.py -->`` stands before each file of a mistake, and ``<!-- case: NAME -->`` before its
-terminal: lines with ``$`` are commands, the others their output. ``CASES`` holds what the page does not show::
+On the page, ``<!-- case: NAME -->`` stands before the terminal of a mistake: lines with ``$`` are commands, the others
+the lines of their output that matter (``shown``). The script of a mistake is in ``tests/docs/mistakes/``, and ``CASES``
+holds the rest::
 
     python tests/docs/newcomer_errors.py                    print the output of all cases
     python tests/docs/newcomer_errors.py no-state           print the output of one case
@@ -30,20 +31,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "newcomer-errors.md"
+PAGE = ROOT / "docs" / "troubleshooting.md"
+SCRIPTS = Path(__file__).with_name("mistakes")
+FILES = {".py": "train.py", ".txt": "train.py", ".sh": "discover.sh"}  # suffix of a script -> name in the run
 HOME = "/home/you"  # the directory of the files on the page
 PORT = "29400"  # the port on the page; a run uses a free one
-LEFT_OUT = "[...]"  # lines that the page leaves out
 ROOT_CAUSE = "elasticrun: root cause:"
 AT_ONCE = 2  # cases that run at the same time
 LIMIT_S = 90.0  # for one command
 
-USUAL = re.compile(  # lines of each job
-    r"^elasticrun: (job \S+ started|host localhost added|generation 1): .*\n|"
-    r"^elasticstate: agent of localhost: commits need .*\n",
-    re.MULTILINE,
+MARK = re.compile(r"<!-- case: (\S+) -->\n```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# Lines that say nothing about the mistake: those of each job, and the frame around the message of an error.
+USUAL = re.compile(
+    r"elasticrun: (job \S+ (started|succeeded|failed|was stopped)|host localhost added|generation \d+|SIGINT).*|"
+    r"elasticrun: root cause: .*exited with \d+|"
+    r"elasticrun: localhost:\d \(rank \d\) ended: SIGKILL|"
+    r"elasticrun:   rank \d, generation \d|"
+    r"elasticstate: agent of localhost: commits need .*|"
+    r"(elasticrun: +|\[\S+\] +)?(Traceback \(most recent call last\):|[ ~^]*)",
 )
-MARK = re.compile(r"<!-- (file|case): (\S+) -->\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FRAME = re.compile(r'((?:elasticrun: |\[\S+\])? +)File "(.*)", line \d+')
+WORKER = re.compile(r"^\[localhost:\d\]")
 
 # Parts of the output that differ from run to run, and what takes their place in a comparison. Two workers make the
 # same mistake: chance decides which of them is first.
@@ -54,14 +63,10 @@ UNSTABLE = (
     (re.compile(r"\b\d+(\.\d+)? [kMGT]?B\b"), "SIZE"),
     (re.compile(r"\bcooldown \d+ in a row"), "cooldown N in a row"),
     (re.compile(r"(missing: host \S+): .*?, (in cooldown)"), r"\1: REPORT, \2"),  # perhaps of the next attempt
-    (re.compile(r"\bgoodput \d+(\.\d+)?%(, badput: [a-z ]+ \d+\.\d%(, [a-z ]+ \d+\.\d%)*)?"), "goodput N%"),
     (re.compile(r"\btick \d+"), "tick N"),
     (re.compile(r"Name or service not known|Temporary failure in name resolution"), "NO SUCH NAME"),
     (re.compile(r"\blocalhost:\d(#\d)?"), "SLOT"),
     (re.compile(r"\brank \d"), "rank N"),
-    (re.compile(r'File "(<frozen os>|\S*/os\.py)", line \d+'), 'File "os.py", line N'),
-    (re.compile(r'File "\S*/site-packages/(\S+)", line \d+'), r'File "\1", line N'),  # of another version
-    (re.compile(r"^(elasticrun: +)?(\[SLOT\] +)?[ ~^]+$"), ""),  # Python 3.10 does not underline
 )
 
 
@@ -69,7 +74,6 @@ class Example(NamedTuple):
     """One mistake on the page."""
 
     name: str
-    files: dict[str, str]
     commands: tuple[str, ...]
     output: str  # as on the page
 
@@ -246,16 +250,10 @@ CASES = {
 def examples() -> dict[str, Example]:
     """Return the examples of the page by name."""
     found: dict[str, Example] = {}
-    files: dict[str, str] = {}
-    for kind, name, text in MARK.findall(PAGE.read_text(encoding="utf-8")):
-        if kind == "file":
-            files[name] = text
-        else:
-            lines = text.splitlines()
-            commands = tuple(line[2:] for line in lines if line.startswith("$ "))
-            output = "\n".join(line for line in lines if not line.startswith("$ "))
-            found[name] = Example(name, files, commands, output)
-            files = {}
+    for name, text in MARK.findall(PAGE.read_text(encoding="utf-8")):
+        lines = text.splitlines()
+        commands = tuple(line[2:] for line in lines if line.startswith("$ "))
+        found[name] = Example(name, commands, "\n".join(line for line in lines if not line.startswith("$ ")))
     return found
 
 
@@ -264,8 +262,8 @@ def run(example: Example) -> Result:
     case = CASES[example.name]
     with tempfile.TemporaryDirectory(prefix="es-") as name:
         place = Place(Path(name), _free_port())
-        for file, text in example.files.items():
-            (place.directory / file).write_text(text, encoding="utf-8")
+        for script in SCRIPTS.glob(f"{example.name}.*"):
+            shutil.copyfile(script, place.directory / FILES[script.suffix])
         program = place.directory / "bin" / "elasticrun"
         program.parent.mkdir()
         program.write_text(f"#!/bin/sh\n{case.elasticrun.format(shlex.quote(sys.executable))}\n", encoding="utf-8")
@@ -301,10 +299,24 @@ def _read_until(process: subprocess.Popen[str], text: str) -> str:
 
 
 def shown(printed: str) -> str:
-    """Return the lines that the page shows: from the root cause on if there is one, else all that are not usual."""
-    start = printed.find(f"\n{ROOT_CAUSE}") + 1
-    text = printed[start:] if start else USUAL.sub("", printed)
-    return (f"{LEFT_OUT}\n{text}" if text != printed else text).rstrip()
+    """Return the lines that matter: from the root cause on if there is one, without the usual lines.
+
+    Of a traceback these are the lines of the user's script and the error. What two workers print is shown once.
+    """
+    lines: list[str] = []
+    skipped = ""
+    for line in printed[max(printed.find(f"\n{ROOT_CAUSE}"), 0) :].splitlines():
+        if frame := FRAME.match(line):
+            skipped = "" if frame[2].startswith(HOME) else f"{frame[1]}  "  # source lines of other files
+        elif skipped and line.startswith(skipped):
+            continue
+        elif line and not USUAL.fullmatch(line) and WORKER.sub("", line) not in map(_without_worker, lines):
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _without_worker(line: str) -> str:
+    return WORKER.sub("", line)
 
 
 def stable(output: str) -> list[str]:
@@ -332,8 +344,8 @@ def update(results: dict[str, Result]) -> None:
     known = examples()
 
     def replace(match: re.Match[str]) -> str:
-        kind, name, text = match.groups()
-        if kind == "file" or name not in results or stable(results[name].output) == stable(known[name].output):
+        name, text = match.groups()
+        if name not in results or stable(results[name].output) == stable(known[name].output):
             return match[0]
         commands = "".join(f"$ {command}\n" for command in known[name].commands)
         return match[0].replace(text, f"{commands}{results[name].output}\n")

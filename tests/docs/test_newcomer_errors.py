@@ -1,10 +1,10 @@
-"""The mistakes of docs/newcomer-errors.md print what the page shows."""
+"""The mistakes of docs/troubleshooting.md print what the page shows."""
 
 from __future__ import annotations
 
 import difflib
 
-from tests.docs.newcomer_errors import CASES, LEFT_OUT, ROOT_CAUSE, examples, run_all, shown, stable
+from tests.docs.newcomer_errors import CASES, HOME, ROOT_CAUSE, examples, run_all, shown, stable
 
 
 def test_the_page_has_each_case_once() -> None:
@@ -30,11 +30,23 @@ def test_each_mistake_prints_what_the_page_shows() -> None:
     assert not wrong, "\n".join([*wrong, "To update the page: python tests/docs/newcomer_errors.py --update"])
 
 
-def test_a_block_begins_with_the_root_cause() -> None:
-    assert shown(f"elasticrun: job a\n{ROOT_CAUSE} b\n  c\n") == f"{LEFT_OUT}\n{ROOT_CAUSE} b\n  c"
+def test_a_block_has_the_lines_that_matter() -> None:
     assert shown("elasticrun: COMMAND is missing\n") == "elasticrun: COMMAND is missing"
+    assert shown(f"elasticrun: a\n{ROOT_CAUSE} b\nelasticrun:   c\n") == f"{ROOT_CAUSE} b\nelasticrun:   c"
     usual = "elasticrun: host localhost added: 2 slots\nelasticrun: generation 1: 2 workers on 1 host\n"
-    assert shown(f"{usual}elasticrun: generation 2: 1 worker\n") == f"{LEFT_OUT}\nelasticrun: generation 2: 1 worker"
+    assert shown(f"{usual}[localhost:0] said\n[localhost:1] said\n") == "[localhost:0] said"
+    traceback = (
+        f"{ROOT_CAUSE} localhost:0#1 exited with 1\n"
+        "elasticrun:   rank 0, generation 1\n"
+        "elasticrun:   Traceback (most recent call last):\n"
+        f'elasticrun:     File "{HOME}/train.py", line 5, in train\n'
+        "elasticrun:       fail()\n"
+        "elasticrun:       ^^^^^^\n"
+        'elasticrun:     File "/usr/lib/other.py", line 7, in fail\n'
+        "elasticrun:       raise ValueError(\n"
+        "elasticrun:   ValueError: no\n"
+    )
+    assert shown(traceback) == "elasticrun:       fail()\nelasticrun:   ValueError: no"
 
 
 def test_lines_are_compared_without_order_times_and_slots() -> None:

@@ -1,0 +1,8 @@
+import torch
+
+import elasticstate as elastic
+
+model = torch.nn.Linear(8, 1)
+state = elastic.TorchState(model=model)
+for step in range(10):
+    state.commit()

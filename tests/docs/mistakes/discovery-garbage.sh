@@ -1,0 +1,2 @@
+#!/bin/sh
+echo "hosts: node1, node2"

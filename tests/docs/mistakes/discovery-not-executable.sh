@@ -1,0 +1,2 @@
+#!/bin/sh
+echo localhost:2

@@ -1,0 +1,4 @@
+import torch
+
+import elasticstate as elastic
+import not_installed
