@@ -86,7 +86,7 @@ class NcclBackend:
 
 
 class Nccl2Backend(NcclBackend):
-    """torch's nccl2, which is not used unless the user asks for it: nobody has run it with elasticstate on a GPU."""
+    """torch's nccl2, which is not used unless the user asks for it: it has run on one GPU, for minutes."""
 
     name = "nccl2"
 
