@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from elasticstate.cli import DEFAULTS, Parser, value_of
-from elasticstate.config import option_names, slots_of_step, slurm_node
+from elasticstate.cli import Parser, value_of
+from elasticstate.config import CONNECT_TIMEOUT_S, slots_of_step, slurm_node
 from elasticstate.errors import OptionError
 from elasticstate.kinds import RACK_RULE, SECONDS, SLOTS, Kind, is_host_name, split_address
 from elasticstate.machine import host_name
@@ -49,12 +49,6 @@ def run_agent(argv: Sequence[str]) -> int:
         help="Seconds to wait for a driver. After that the agent gives up (default: 600).",
     )
     add(
-        "--connect-timeout",
-        default=f"{DEFAULTS['connect_timeout_s']:g}",
-        metavar="S",
-        help="Seconds one attempt to connect to the driver may take (default: %(default)s).",
-    )
-    add(
         "--status-socket",
         default="",
         metavar="PATH",
@@ -64,7 +58,6 @@ def run_agent(argv: Sequence[str]) -> int:
     host, port = value_of("--join", given.join, _JOIN)
     slots = value_of("--slots", given.slots, SLOTS) or slots_of_step()
     wait_s = value_of("--wait", given.wait, SECONDS)
-    connect_timeout_s = value_of("--connect-timeout", given.connect_timeout, option_names()["connect_timeout_s"].kind)
     if not is_host_name(given.name):
         raise OptionError(
             f"--name: {given.name!r}: must be letters, digits, dots, dashes and underscores, and not begin with a dot. "
@@ -84,7 +77,7 @@ def run_agent(argv: Sequence[str]) -> int:
         given.name,
         slots,
         wait_s=wait_s,
-        connect_timeout_s=connect_timeout_s,
+        connect_timeout_s=CONNECT_TIMEOUT_S,
         status_socket=given.status_socket,
         rack=given.rack,
     )
@@ -108,7 +101,7 @@ def agent_status(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     from elasticstate.net.agent_status import ask_agent
 
-    timeout_s: float = DEFAULTS["connect_timeout_s"]
+    timeout_s = CONNECT_TIMEOUT_S
     try:
         status = ask_agent(given.agent, timeout_s)
     except TimeoutError:

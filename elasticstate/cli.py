@@ -167,15 +167,13 @@ def _read_events(command: str, argv: Sequence[str]) -> int:
 
 def _reattach(argv: Sequence[str]) -> int:
     """Run a new driver for a job whose driver is dead, with the options of that driver (``elasticrun --reattach``)."""
-    timeout = option_names()["reattach_timeout_s"]
     parser = Parser(prog="elasticrun --reattach", add_help=False, allow_abbrev=False)
     parser.add_argument("--reattach", required=True, metavar="JOB")
-    parser.add_argument(*timeout.names, dest="timeout", metavar="S")
     given, rest = parser.parse_known_args(argv)
     if rest:
         raise OptionError(
             f"--reattach: {' '.join(rest)!r}: must not be given. A job keeps the command and the options that it was "
-            "started with, except --reattach-timeout."
+            "started with."
         )
     import os
     from dataclasses import replace
@@ -188,9 +186,6 @@ def _reattach(argv: Sequence[str]) -> int:
             f"--reattach: {given.reattach!r}: this user has no such job on this machine. Name a job without a driver."
         )
     options = replace(record.options, job_name=given.reattach)
-    if given.timeout is not None:
-        changes: dict[str, Any] = {"reattach_timeout_s": value_of("--reattach-timeout", given.timeout, timeout.kind)}
-        options = replace(options, **changes)
     os.chdir(record.directory)
     return _run(options, must_reattach=True)
 

@@ -32,7 +32,15 @@ _TAKEN = (
     "-hostfile",
     "--gloo-timeout-seconds",
 )
-_TAKEN_FLAGS = ("--standalone", "--gloo", "--mpi", "--stall-check", "--no-stall-check", "--no-timeline-mark-cycles")
+_TAKEN_FLAGS = (
+    "--standalone",
+    "--gloo",
+    "--mpi",
+    "--stall-check",
+    "--no-stall-check",
+    "--timeline-mark-cycles",
+    "--no-timeline-mark-cycles",
+)
 _REFUSED = {
     "--rdzv-backend": _ONCE,
     "--rdzv-endpoint": _ONCE,
@@ -144,6 +152,8 @@ def translate(given: dict[str, Any], texts: dict[str, str | None]) -> None:
     ):
         if value is not None:
             _put(texts, name, field, value)
+    if given["--timeline-mark-cycles"]:
+        texts["timeline_mark_cycles"] = "1"
     level = (given["--log-level"] or "").lower()
     if level in ("debug", "trace"):
         texts["verbose"] = "1"

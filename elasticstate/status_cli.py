@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from elasticstate.cli import DEFAULTS, Parser, value_of
-from elasticstate.config import has_cursor_control
+from elasticstate.cli import Parser, value_of
+from elasticstate.config import CONNECT_TIMEOUT_S, has_cursor_control
 from elasticstate.driver.record import Record, find_job
 from elasticstate.errors import OptionError
 from elasticstate.kinds import at_least_s
@@ -78,7 +78,7 @@ def job_status(argv: Sequence[str]) -> int:
 
 def _ask(record: Record, as_json: bool) -> str:
     """Return the status for a terminal. Raises ConnectionError."""
-    return printable(asyncio.run(ask_status(record.address, record.token, DEFAULTS["connect_timeout_s"], as_json)))
+    return printable(asyncio.run(ask_status(record.address, record.token, CONNECT_TIMEOUT_S, as_json)))
 
 
 def _no_answer(job: str, error: ConnectionError) -> str:

@@ -78,8 +78,8 @@ def option_reference() -> str:
     options, defaults = config.option_names(), {f.name: f.default for f in fields(config.Options)}
     notes, lines, group = option_notes(), [], ""
     names = {option.names[0] for option in options.values()}
-    for name in sorted(names ^ set(notes)):
-        log.warning("%s: %s", NOTES.name, f"no note for {name}" if name in names else f"{name} is no option")
+    for name in sorted(set(notes) - names):
+        log.warning("%s: %s is no option", NOTES.name, name)
     for field, option in options.items():
         if option.group != group:
             group = option.group
@@ -89,17 +89,17 @@ def option_reference() -> str:
 
 
 def _section(option: Any, default: object, note: str) -> list[str]:
-    given, _, note = note.partition("\n") if note.startswith("Default: ") else ("", "", note)
     long_name = next(name for name in option.names if name.startswith("--"))
     metavar = f" {option.kind.metavar}" if option.kind.metavar else ""
-    text = re.sub(r" \(default: [^()]*\)", "", option.help).rstrip(".")  # the list below the text has it
+    given = re.search(r" \(default: ([^()]*)\)", option.help)  # the list below the text has it
+    text = option.help.replace(given[0], "") if given is not None else option.help
     return [
         f"### `{option.names[0]}{metavar}` {{ #{long_name[2:]} }}",
         "",
-        f"{text}. {note.strip()}".strip(),
+        f"{text} {note.strip()}".strip(),
         "",
         f"- Value: {_value(option.kind)}",
-        f"- Default: {given.removeprefix('Default: ') or shown(default)}",
+        f"- Default: {given[1] if given is not None else shown(default)}",
         *([f"- Other names: {', '.join(f'`{name}`' for name in option.names[1:])}"] if option.names[1:] else []),
         f"- In the environment: {', '.join(f'`{twin}`' for twin in option.twins)}",
         "",

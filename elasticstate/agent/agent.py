@@ -180,7 +180,7 @@ class Agent:
     def _start_template(self, spec: JobSpec, place: JobPlace, driver: DriverConnection) -> Template | None:
         """Start the template process early, unless it is switched off or of no use for this command."""
         options, launch = spec.options, self._launch
-        if not options.template or not is_python(options.command):
+        if options.preload is None or not is_python(options.command):
             return None
         environment = environment_of_workers(launch.environment, spec.environment)
         reason = reason_against_template(options.command, launch.directory, environment)

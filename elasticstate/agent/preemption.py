@@ -79,7 +79,7 @@ class PreemptionWatch:
             try:
                 answer = await ask(as_command(command, directory), options.preemption_timeout_s, environment, directory)
             except TimeoutError:
-                fault = f"took longer than --preemption-timeout of {options.preemption_timeout_s:g} s"
+                fault = f"took longer than {options.preemption_timeout_s:g} s"
             except (OSError, ValueError) as error:
                 fault = f"cannot be run: {error}"
             else:

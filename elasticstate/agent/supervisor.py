@@ -88,7 +88,7 @@ class Supervisor:
         """Return why a worker is considered hung, or "".
 
         All members of a collective stop when one of them hangs. So the generation is ended first, which gets the others
-        out of the collective. A worker that makes no progress for another --failure-grace seconds is the one that
+        out of the collective. A worker that makes no progress for another ``failure_grace_s`` is the one that
         hangs.
         """
         doubt = handle.liveness.doubt(now, self._options.hang_timeout_s)

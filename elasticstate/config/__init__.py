@@ -28,13 +28,14 @@ from elasticstate.config.environment import (
 )
 from elasticstate.config.launchers import LaunchedPlace, launched_local_rank, launched_place, refusal_of_other_launchers
 from elasticstate.config.option import PREFIX, Names
-from elasticstate.config.options import Options, option_names
+from elasticstate.config.options import CONNECT_TIMEOUT_S, Options, option_names
 from elasticstate.config.reading import read_options, read_options_to_check
 from elasticstate.config.slurm import slots_of_step, slurm_allocation, slurm_node, slurm_tasks
 
 __all__ = [
     "ANY_NCCL",
     "COMMIT_DEVICE_MEMORY",
+    "CONNECT_TIMEOUT_S",
     "PREFIX",
     "LaunchedPlace",
     "Names",

@@ -47,9 +47,9 @@ class HorovodOptions:
         "--timeline-filename",
         "File for a trace of the collectives, for chrome://tracing and Perfetto. Rank 0 writes it.",
     )
-    timeline_mark_cycles: bool = option(
-        False, _GROUP, kinds.FLAG, "--timeline-mark-cycles", "Mark the ends of ticks in the trace."
-    )
+
+    timeline_mark_cycles: bool = False
+    """Another spelling of Horovod's variable, which marks the ends of ticks in the trace."""
 
     def timeline_variables(self) -> dict[str, str]:
         """Return the environment variables from which workers read where to write their timeline."""

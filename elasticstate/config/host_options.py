@@ -37,13 +37,6 @@ class HostOptions:
         "--discovery-interval",
         "Seconds between two calls of host discovery (default: 1; slurm: 10).",
     )
-    discovery_timeout_s: float = option(
-        10.0,
-        DISCOVERY,
-        kinds.at_least_s(0.1),
-        "--discovery-timeout",
-        "Seconds the discovery script may run. After that it is killed, and its run counts as failed.",
-    )
     pod_selector: str | None = option(
         None,
         DISCOVERY,
@@ -69,16 +62,6 @@ class HostOptions:
         kinds.PATH,
         "--ssh-identity-file -i",
         "File with the private key for ssh (default: from ssh's configuration).",
-    )
-    ssh_check_host_keys: bool = option(
-        True, REMOTE, kinds.FLAG, "--ssh-check-host-keys", "Refuse hosts whose key ssh does not know."
-    )
-    remote_python: str | None = option(
-        None,
-        REMOTE,
-        kinds.PATH,
-        "--remote-python",
-        "Path of the Python that runs agents on other hosts (default: the path of this Python).",
     )
     listen: str | None = option(
         None,

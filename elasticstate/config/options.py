@@ -10,10 +10,13 @@ from elasticstate.config.commit_options import COMMITS, CommitOptions
 from elasticstate.config.horovod_options import HorovodOptions
 from elasticstate.config.host_options import DISCOVERY, REMOTE, HostOptions
 from elasticstate.config.option import Names, option
-from elasticstate.core.policy import Policy
+from elasticstate.core.policy import HOLD_TIMEOUT_S, Policy
 
 _SIZE = "workers and hosts"
-COLLECTIVE_TIMEOUT_S = 1800.0
+CONNECT_TIMEOUT_S = 10.0  # of commands that do not know the job's options
+_LONGEST_GRACE_S = 2.0
+_SHORTEST_DISCOVERY_S = 10.0
+_FEWEST_WITHOUT_PROGRESS = 3
 _TIMES = "time limits, in seconds"
 _CHANGES = "changes of the world"
 _PREEMPTION = "preemption"
@@ -29,6 +32,10 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
     """The command that each worker runs."""
     call_directory: str | None = None
     """For ``launch()``: the directory with the function to call, which also gets the results."""
+    preemption_interval_s: float = 5.0
+    """No option. Seconds between two runs of the preemption command: no cloud gives a notice of less than 30 s."""
+    preemption_timeout_s: float = 5.0
+    """No option. Seconds the preemption command may run: a metadata server answers in milliseconds."""
 
     np: int = option(
         0,
@@ -86,11 +93,13 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         "Transport of tensors between workers. auto: nccl (with gloo for CPU tensors) if torch sees GPUs, else gloo. "
         "nccl2: torch's new NCCL backend, experimental.",
     )
-    template: bool = option(
-        True, _SIZE, kinds.FLAG, "--template", "Fork workers from one process on each host that has imported torch."
-    )
-    preload: tuple[str, ...] = option(
-        (), _SIZE, kinds.MODULES, "--preload", "Further modules that the template process imports for all workers."
+    preload: tuple[str, ...] | None = option(
+        (),
+        _SIZE,
+        kinds.MODULES_OR_OFF,
+        "--preload",
+        "Modules that a process on each host imports besides torch, so that workers that fork from it boot at once. "
+        "off: no such process; each worker imports for itself.",
     )
     start_timeout_s: float = option(
         600.0,
@@ -113,14 +122,6 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         "--regroup-timeout",
         "Seconds survivors may take to regroup. After that the world forms without the late ones, which join later.",
     )
-    failure_grace_s: float = option(
-        2.0,
-        _TIMES,
-        kinds.SECONDS,
-        "--failure-grace",
-        "Seconds to look for the cause of a worker's exception. If all other workers stay alive for that time, the "
-        "exception is the worker's own error.",
-    )
     drain_timeout_s: float = option(
         30.0,
         _TIMES,
@@ -135,26 +136,12 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         "--heartbeat-timeout",
         "Seconds without a heartbeat. After that a worker is killed, and an agent and its host count as lost.",
     )
-    hold_timeout_s: float = option(
-        2.0,
-        _TIMES,
-        kinds.SECONDS,
-        "--hold-timeout",
-        "Seconds the workers may take to agree on a planned change. After that the change is postponed.",
-    )
     driver_timeout_s: float = option(
         300.0,
         _TIMES,
         kinds.SECONDS,
         "--driver-timeout --orphan-timeout",
         "Seconds an agent waits for a lost elasticrun. After that the agent stops its workers.",
-    )
-    reattach_timeout_s: float = option(
-        60.0,
-        _TIMES,
-        kinds.SECONDS,
-        "--reattach-timeout",
-        "Seconds a restarted elasticrun waits for its agents. After that a host without an agent counts as lost.",
     )
     lease_s: float | None = option(
         None,
@@ -163,13 +150,6 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         "--lease",
         "For jobs whose ticks have no collective of all workers (local SGD): seconds after which an unreachable host "
         "stops training. The others continue 1.25 times as long after they have counted it as lost.",
-    )
-    connect_timeout_s: float = option(
-        10.0,
-        _TIMES,
-        kinds.at_least_s(0.1),
-        "--connect-timeout",
-        "Seconds to connect to a host and to authenticate. After that the attempt fails.",
     )
     hang_timeout_s: float | None = option(
         None,
@@ -180,19 +160,11 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         "worker that does not move for --failure-grace then is killed.",
     )
     collective_timeout_s: float = option(
-        COLLECTIVE_TIMEOUT_S,
+        1800.0,
         _TIMES,
         kinds.at_least_s(1.0),
         "--collective-timeout",
         "Seconds a collective may take. After that it raises an error; one of NCCL ends the generation.",
-    )
-    gate_timeout_s: float | None = option(
-        COLLECTIVE_TIMEOUT_S,
-        _TIMES,
-        kinds.SECONDS_OR_OFF,
-        "--gate-timeout",
-        "Seconds that workers in the exit gate wait for others that make no tick and call no state.progress(). After "
-        "that the generation fails (default: --collective-timeout).",
     )
     stop_timeout_s: float = option(
         10.0,
@@ -222,20 +194,6 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         "--reset-limit",
         "Number of failures that the job may survive. One failure more ends the job.",
     )
-    reset_window_s: float | None = option(
-        None,
-        _CHANGES,
-        kinds.SECONDS_OR_OFF,
-        "--reset-window",
-        "Seconds for which a failure counts towards --reset-limit. off: it counts until the end of the job.",
-    )
-    max_no_progress: int = option(
-        3,
-        _CHANGES,
-        kinds.COUNT,
-        "--max-no-progress",
-        "Number of failures in a row without a new commit that ends the job.",
-    )
     cooldown_range_s: tuple[float, float] = option(
         (10.0, 600.0),
         _CHANGES,
@@ -258,38 +216,6 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         "--preemption-command",
         "Command that each host runs to look for a preemption notice, with the host's name in ELASTICSTATE_HOST. Exit "
         "code 0: the host is drained; 1: no notice.",
-    )
-    preemption_interval_s: float = option(
-        5.0,
-        _PREEMPTION,
-        kinds.at_least_s(0.05),
-        "--preemption-interval",
-        "Seconds between two runs of the preemption command.",
-    )
-    preemption_timeout_s: float = option(
-        5.0,
-        _PREEMPTION,
-        kinds.at_least_s(0.1),
-        "--preemption-timeout",
-        "Seconds the preemption command may run. After that it is killed.",
-    )
-    preemption_window_s: float = option(
-        1.0,
-        _PREEMPTION,
-        kinds.SECONDS,
-        "--preemption-window",
-        "Seconds to wait for more preemption notices, so that hosts preempted together cause one interrupt.",
-    )
-    preemption_cooldown_s: float = option(
-        600.0, _PREEMPTION, kinds.SECONDS, "--preemption-cooldown", "Seconds before a preempted host is used again."
-    )
-    straggler_threshold: float = option(
-        0.2,
-        _CHANGES,
-        kinds.FRACTION,
-        "--straggler-threshold",
-        "Excess of a rank's own time per tick, without waits for other ranks, over the median of the others: 0.2 is a "
-        "fifth. A rank that exceeds it persistently is a straggler.",
     )
     straggler_action: str = option(
         "warn",
@@ -321,14 +247,6 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
         "Ranks whose output is shown on the terminal, for example 0,4-7 (default: all). Files have the output of all "
         "ranks.",
     )
-    tag_output: bool = option(True, _OUTPUT, kinds.FLAG, "--tag-output", "Put [host:slot] before each line.")
-    live: bool = option(
-        True,
-        _OUTPUT,
-        kinds.FLAG,
-        "--live",
-        "On a terminal: one line below all output, with the world, ticks per second and the age of the newest commit.",
-    )
     events_file: str | None = option(
         None, _OUTPUT, kinds.PATH, "--events-file", "File to which each event is appended as a line of JSON."
     )
@@ -359,10 +277,46 @@ class Options(HostOptions, CommitOptions, HorovodOptions):
     )
     verbose: bool = option(False, _OUTPUT, kinds.FLAG, "--verbose", "Print the reasons for decisions, too.")
 
+    # Times and limits that follow from options.
+
+    @property
+    def connect_timeout_s(self) -> float:
+        """Seconds to connect to a host and to authenticate: a host that is silent for as long is lost anyway."""
+        return self.heartbeat_timeout_s
+
+    @property
+    def failure_grace_s(self) -> float:
+        """Seconds to look for the cause of a worker's exception: some heartbeats, in which another failure shows."""
+        return min(_LONGEST_GRACE_S, self.heartbeat_timeout_s / 5)
+
+    @property
+    def discovery_timeout_s(self) -> float:
+        """Seconds host discovery may take: those until the next call, but at least ten."""
+        return max(_SHORTEST_DISCOVERY_S, self.discovery_interval_s or 0.0)
+
+    @property
+    def hold_timeout_s(self) -> float:
+        """Seconds the workers may take to agree on a planned change. A drain begins with it."""
+        return min(HOLD_TIMEOUT_S, self.drain_timeout_s)
+
+    @property
+    def gate_timeout_s(self) -> float:
+        """Seconds without progress of others in which the exit gate fails: they hang as in a collective."""
+        return self.collective_timeout_s
+
+    @property
+    def preemption_cooldown_s(self) -> float:
+        """Seconds before a preempted host is used again: discovery may name it until it is gone."""
+        return self.cooldown_range_s[1]
+
+    @property
+    def max_no_progress(self) -> int:
+        """Number of failures in a row without a new commit that ends the job: those of ``--reset-limit``, if more."""
+        return max(_FEWEST_WITHOUT_PROGRESS, (self.reset_limit or 0) + 1)
+
     def policy(self) -> Policy:
         """Return the options that the core decides by."""
-        names = {f.name for f in fields(Policy)}
-        return Policy(**{f.name: getattr(self, f.name) for f in fields(self) if f.name in names})
+        return Policy(**{f.name: getattr(self, f.name) for f in fields(Policy) if hasattr(self, f.name)})
 
 
 def option_names() -> dict[str, Names]:

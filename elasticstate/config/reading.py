@@ -9,7 +9,7 @@ from typing import Any
 
 from elasticstate import kinds
 from elasticstate.config.horovod_options import STALL_CHECK_S, horovod_text
-from elasticstate.config.options import COLLECTIVE_TIMEOUT_S, Options, option_names
+from elasticstate.config.options import Options, option_names
 from elasticstate.config.slurm import slurm_allocation, slurm_tasks
 from elasticstate.config.time_limits import settle_time_limits
 from elasticstate.errors import OptionError
@@ -64,11 +64,18 @@ def _parse(given: Mapping[str, str | None], environ: Mapping[str, str] | None) -
         if text is None:
             source, text = horovod_text(name, environ)
         if text is not None:
-            try:
-                values[name] = option.kind.parse(text)
-            except ValueError:
-                raise OptionError(f"{source}: {text!r}: must be {option.kind.valid}") from None
+            values[name] = _value(source, text, option.kind)
+    variable, text = horovod_text("timeline_mark_cycles", environ)
+    if (text := given.get("timeline_mark_cycles") or text) is not None:
+        values["timeline_mark_cycles"] = _value(variable, text, kinds.FLAG)
     return values
+
+
+def _value(source: str, text: str, kind: kinds.Kind) -> Any:
+    try:
+        return kind.parse(text)
+    except ValueError:
+        raise OptionError(f"{source}: {text!r}: must be {kind.valid}") from None
 
 
 def _use_allocation(values: dict[str, Any], environ: Mapping[str, str] | None) -> None:
@@ -125,7 +132,6 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
     if is_horovod and not is_elastic:
         values.setdefault("reset_limit", 0)
     values.setdefault("min_np", np)
-    values.setdefault("gate_timeout_s", values.get("collective_timeout_s", COLLECTIVE_TIMEOUT_S))
     values.setdefault("max_np", None if is_elastic else np)
     if values["min_np"] > np:
         raise OptionError(

@@ -1,6 +1,6 @@
 """Time limits that contradict each other: a short wait that cannot end before the long one that it is a part of.
 
-If only one of the two is given, the default of the other one follows it. So no single option is refused.
+If only the short one is given, the default of the long one follows it. So no single option is refused.
 """
 
 from __future__ import annotations
@@ -15,30 +15,21 @@ from elasticstate.errors import OptionError
 
 
 class _Pair(NamedTuple):
-    """``short`` times ``factor`` must be at most ``long``. ``room``: as ``factor``, for a default of ``long``."""
+    """``short`` times ``factor`` must be at most ``long``."""
 
     short: str
     long: str
     reason: str
     factor: float = 1.0
-    room: float = 1.0
 
 
-_REATTACH = _Pair(
-    "reattach_timeout_s", "driver_timeout_s", "no agent is left after that time, so the new driver would wait in vain"
-)
-_HOLD = _Pair("hold_timeout_s", "drain_timeout_s", "a drain would fail before its hold has been answered", room=2.0)
-_CONNECT = _Pair("connect_timeout_s", "start_timeout_s", "the job would end during its first attempt to connect")
 _LEASE = _Pair(
     "lease_s",
     "elastic_timeout_s",
     f"the others wait {LEASE_MARGIN:g} times the lease for an unreachable host, and the job would end before",
     factor=LEASE_MARGIN,
-    room=LEASE_MARGIN,
 )
 _DISCOVERY = "the job would end before it asks for hosts again"
-_FOLLOWING = (_REATTACH, _HOLD)  # a default of ``short`` that is longer than ``long`` does no harm in the others
-_PAIRS = (*_FOLLOWING, _CONNECT, _LEASE)
 _PAIRS_OF_DISCOVERY = tuple(
     _Pair("discovery_interval_s", long, _DISCOVERY) for long in ("start_timeout_s", "elastic_timeout_s")
 )
@@ -48,14 +39,12 @@ _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Op
 def settle_time_limits(values: dict[str, Any], hosts_may_change: bool) -> None:
     """Let defaults follow the time limits that were given. Raises OptionError if two that were given contradict."""
     given = dict(values)
-    for pair in _PAIRS + (_PAIRS_OF_DISCOVERY if hosts_may_change else ()):
+    for pair in (_LEASE, *(_PAIRS_OF_DISCOVERY if hosts_may_change else ())):
         short, long = given.get(pair.short), given.get(pair.long)
         if short is not None and long is not None and short * pair.factor > long:
             raise OptionError(_refusal(pair, short, long))
         if short is not None and long is None:
-            values[pair.long] = max(values.get(pair.long, _DEFAULTS[pair.long]), short * pair.room)
-        elif pair in _FOLLOWING and short is None and long is not None:
-            values[pair.short] = min(_DEFAULTS[pair.short], long)
+            values[pair.long] = max(values.get(pair.long, _DEFAULTS[pair.long]), short * pair.factor)
 
 
 def _refusal(pair: _Pair, short: float, long: float) -> str:

@@ -31,7 +31,7 @@ async def run_script(command: str, timeout_s: float) -> str:
         answer = await ask(as_command(command), timeout_s)
     except TimeoutError:
         raise DiscoveryFault(
-            "timeout", f"{command} did not end within --discovery-timeout of {timeout_s:g} s"
+            "timeout", f"{command} did not end within {timeout_s:g} s (see --discovery-interval)"
         ) from None
     except PermissionError as error:
         raise DiscoveryFault(

@@ -28,7 +28,7 @@ class Pods(HostSource):
         self._watch.start()
         if not await in_thread(self._watch.has_begun.wait, self._timeout_s):
             raise DiscoveryFault(
-                "timeout", f"the API server did not answer within --discovery-timeout of {self._timeout_s:g} s"
+                "timeout", f"the API server did not answer within {self._timeout_s:g} s (see --discovery-interval)"
             )
         if fault := self._watch.fault:
             raise DiscoveryFault("failed", fault)

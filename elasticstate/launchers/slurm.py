@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +43,7 @@ class SrunLauncher(CommandLauncher):
             "--quiet",
             "--chdir=/",  # no file of the user's directory hides a module of the agent
             f"--job-name={name}",
-            *(self.python, *arguments),
+            *(sys.executable, *arguments),
         ]
 
     async def clear(self, host: str, name: str) -> None:

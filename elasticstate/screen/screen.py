@@ -98,7 +98,7 @@ class Screen:
 @contextmanager
 def screen_for(options: Options) -> Iterator[Screen | None]:
     """Take over the terminal for a job, if there is one and ``options`` want a live line. Else yield None."""
-    if not (options.live and options.call_directory is None and os.isatty(2) and has_cursor_control()):
+    if not (options.call_directory is None and os.isatty(2) and has_cursor_control()):
         yield None
         return
     try:

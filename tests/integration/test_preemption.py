@@ -13,7 +13,7 @@ from job import Hosts, Job, Line
 
 TWO = ("localhost", "127.0.0.2")
 THREE = (*TWO, "127.0.0.3")
-FAST = ("--min-np", "1", "--failure-grace", "0.5", "--min-interrupt-distance", "0.2", "--preemption-interval", "0.1")
+FAST = ("--min-np", "1", "--min-interrupt-distance", "0.2")
 
 
 def notice_command(directory: Path) -> tuple[str, str]:
@@ -54,7 +54,7 @@ def ends_well(job: Job) -> None:
 
 def test_a_notice_command_drains_its_host_and_discovery_may_name_it_anew(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set(*TWO)
-    options = ("-np", "2", *FAST, "--preemption-window", "0.2", *hosts.options, *notice_command(tmp_path))
+    options = ("-np", "2", *FAST, *hosts.options, *notice_command(tmp_path))
     with Job(tmp_path, *options, steps=20, until=tmp_path / "stop", commit_every=50) as job:
         all_train(job, 2)
         (tmp_path / "notice-127.0.0.2").touch()

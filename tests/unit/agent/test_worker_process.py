@@ -162,7 +162,7 @@ from test_worker_process import started
 
 async def main():
     worker = WorkerId("h", 0, 1)
-    pumps = Outputs("h").pumps(worker, Options(command=(), tag_output=False), Audience(()))
+    pumps = Outputs("h").pumps(worker, Options(command=()), Audience(()))
     process = started(worker, ["sh", "-c", "echo $$; exec sleep 100"], {str(tmp_path)!r}, *pumps)
     await process.ended()
 
@@ -172,7 +172,7 @@ asyncio.run(main())
     async def scenario() -> None:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", agent, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
-        worker = int(await process.stdout.readline())
+        worker = int((await process.stdout.readline()).removeprefix(b"[h:0] "))
         assert session_members(worker) == {worker}
         process.kill()
         await process.wait()

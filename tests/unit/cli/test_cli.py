@@ -27,10 +27,6 @@ def test_both_values_of_a_range_are_taken() -> None:
     assert parse_options(["-np", "1", "--cooldown-range", "1", "2.5", "x"]).cooldown_range_s == (1, 2.5)
 
 
-def test_tags_are_turned_off() -> None:
-    assert not parse_options(["-np", "1", "--no-tag-output", "x"]).tag_output
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

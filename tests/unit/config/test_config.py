@@ -41,7 +41,6 @@ def test_what_is_not_given_has_the_default_of_the_contract() -> None:
     assert options.heartbeat_timeout_s == 10
     assert options.hang_timeout_s is None
     assert options.cooldown_range_s == (10, 600)
-    assert options.tag_output
 
 
 def test_a_discovery_script_sets_no_limit_unless_one_is_given() -> None:
@@ -62,15 +61,13 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
         "hosts": "a:3",
         "backend": "gloo",
         "cooldown_range_s": "1 2",
-        "tag_output": "0",
-        "live": "0",
         "verbose": "yes",
     }
-    samples |= {"verify_sync": "on", "ssh_check_host_keys": "off", "env": "HF_TOKEN,NCCL_*"}
+    samples |= {"verify_sync": "on", "env": "HF_TOKEN,NCCL_*"}
     samples |= {"horovod": "1", "tick_records": "on", "min_np": "1", "max_np": "7", "job_name": "j"}
     samples |= {"preemption_signals": "USR1,SIGTERM"}
-    samples |= {"tee": "1", "only_ranks": "0,4-7", "template": "0", "preload": "json,os.path"}
-    samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90", "timeline_mark_cycles": "1"}
+    samples |= {"tee": "1", "only_ranks": "0,4-7", "preload": "json,os.path"}
+    samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90"}
     samples |= {"straggler_action": "drain", "one_copy_per_host": "1", "dashboard_require_token": "1"}
     text = samples.get(name, "6")
     given = {} if name == "np" else {"np": "2"}
@@ -82,8 +79,8 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
 
 
 def test_the_command_line_has_precedence_over_the_environment() -> None:
-    assert read({"ELASTICSTATE_HOLD_TIMEOUT": "7"}).hold_timeout_s == 7
-    assert read({"ELASTICSTATE_HOLD_TIMEOUT": "7"}, hold_timeout_s="3").hold_timeout_s == 3
+    assert read({"ELASTICSTATE_DRAIN_TIMEOUT": "7"}).drain_timeout_s == 7
+    assert read({"ELASTICSTATE_DRAIN_TIMEOUT": "7"}, drain_timeout_s="3").drain_timeout_s == 3
 
 
 @pytest.mark.parametrize(
@@ -103,7 +100,7 @@ def test_the_command_line_has_precedence_over_the_environment() -> None:
         ("reset_limit", "-1"),
         ("cooldown_range_s", "5"),
         ("cooldown_range_s", "5 1"),
-        ("tag_output", "maybe"),
+        ("verbose", "maybe"),
         ("tee", "4"),
         ("only_ranks", "0,"),
         ("only_ranks", "4-2"),
@@ -117,8 +114,6 @@ def test_the_command_line_has_precedence_over_the_environment() -> None:
         ("preemption_signals", ""),
         ("preemption_command", "'unclosed"),
         ("preemption_command", " "),
-        ("preemption_interval_s", "0"),
-        ("preemption_timeout_s", "off"),
         ("job_name", "a/b"),
         ("job_name", ".."),
     ],
@@ -219,14 +214,24 @@ def test_np_and_command_are_needed() -> None:
         read_options({"np": "2"}, [], {})
 
 
-def test_the_exit_gate_waits_as_long_as_a_collective_unless_it_has_a_limit_of_its_own() -> None:
-    for given, expected in (
-        ({}, 1800.0),
-        ({"collective_timeout_s": "60"}, 60.0),
-        ({"collective_timeout_s": "60", "gate_timeout_s": "9"}, 9.0),
-        ({"gate_timeout_s": "off"}, None),
-    ):
-        assert read_options({"np": "1", **given}, ["train.py"], {}).gate_timeout_s == expected
+@pytest.mark.parametrize(
+    ("given", "follows"),
+    [
+        ({}, {"gate_timeout_s": 1800, "connect_timeout_s": 10, "failure_grace_s": 2, "hold_timeout_s": 2}),
+        ({}, {"discovery_timeout_s": 10, "preemption_cooldown_s": 600, "max_no_progress": 3}),
+        ({"collective_timeout_s": "60"}, {"gate_timeout_s": 60}),
+        ({"heartbeat_timeout_s": "2"}, {"connect_timeout_s": 2, "failure_grace_s": 0.4}),
+        ({"heartbeat_timeout_s": "60"}, {"connect_timeout_s": 60, "failure_grace_s": 2}),
+        ({"drain_timeout_s": "1"}, {"hold_timeout_s": 1}),
+        ({"discovery_interval_s": "60"}, {"discovery_timeout_s": 60}),
+        ({"cooldown_range_s": "1 20"}, {"preemption_cooldown_s": 20}),
+        ({"reset_limit": "0"}, {"max_no_progress": 3}),
+        ({"reset_limit": "9"}, {"max_no_progress": 10}),
+    ],
+)
+def test_values_that_follow_from_options(given: dict[str, str], follows: dict[str, float]) -> None:
+    options = read(**given)
+    assert {name: getattr(options, name) for name in follows} == follows
 
 
 def test_a_python_file_runs_with_this_python_unbuffered() -> None:
@@ -234,21 +239,19 @@ def test_a_python_file_runs_with_this_python_unbuffered() -> None:
 
 
 def test_the_policy_is_made_of_the_options() -> None:
-    options = read(
-        min_np="1", max_np="4", failure_grace_s="0.5", reset_limit="2", gate_timeout_s="9", cooldown_range_s="1 2"
-    )
+    options = read(min_np="1", max_np="4", reset_limit="2", collective_timeout_s="9", cooldown_range_s="1 2")
     policy = options.policy()
-    names = {each.name for each in fields(Policy)} - {"waiting_notice_s", "no_tick_notice_s"}
+    names = {each.name for each in fields(Policy)} - NO_OPTIONS
     assert {name: getattr(policy, name) for name in names} == {name: getattr(options, name) for name in names}
     assert (policy.np, policy.min_np, policy.max_np, policy.cooldown_range_s) == (2, 1, 4, (1.0, 2.0))
 
 
+NO_OPTIONS = {"preemption_window_s", "straggler_threshold", "waiting_notice_s", "no_tick_notice_s"}
+
+
 def test_only_the_options_declare_defaults() -> None:
     """The notice times are no options. The sizes of buffers and the like are no options, either."""
-    assert [each.name for each in fields(Policy) if each.default is not MISSING] == [
-        "waiting_notice_s",
-        "no_tick_notice_s",
-    ]
+    assert {each.name for each in fields(Policy) if each.default is not MISSING} == {*NO_OPTIONS, "hold_timeout_s"}
     names = {each.name for each in fields(Options)}
     carriers = (messages.JobSpec, messages.WorldMessage, Launch)
     carried = [(f.name, f.default) for kind in carriers for f in msgspec.structs.fields(kind) if f.name in names]
@@ -392,16 +395,6 @@ def test_workers_get_the_absolute_path_of_the_timeline(monkeypatch: pytest.Monke
     ("given", "message"),
     [
         (
-            {"reattach_timeout_s": "60", "driver_timeout_s": "30"},
-            "--reattach-timeout: 60: must be at most --driver-timeout, which is 30: no agent is left after that time",
-        ),
-        ({"hold_timeout_s": "9", "drain_timeout_s": "3"}, "--hold-timeout: 9: must be at most --drain-timeout, which"),
-        (
-            {"connect_timeout_s": "9", "start_timeout_s": "3"},
-            "--connect-timeout: 9: must be at most --start-timeout, which is 3: .* Lower --connect-timeout, or raise "
-            "--start-timeout",
-        ),
-        (
             {"lease_s": "8", "elastic_timeout_s": "9"},
             "--lease: 8: must be at most 7.2, as --elastic-timeout is 9: the others wait 1.25 times the lease",
         ),
@@ -425,15 +418,6 @@ def test_times_that_contradict_each_other_are_refused(given: dict[str, str], mes
 @pytest.mark.parametrize(
     ("given", "follows"),
     [
-        ({"reattach_timeout_s": "900"}, {"driver_timeout_s": 900}),
-        ({"driver_timeout_s": "5"}, {"reattach_timeout_s": 5}),
-        ({"driver_timeout_s": "0"}, {"reattach_timeout_s": 0}),
-        ({"driver_timeout_s": "900"}, {"reattach_timeout_s": 60}),
-        ({"hold_timeout_s": "40"}, {"drain_timeout_s": 80}),
-        ({"hold_timeout_s": "10"}, {"drain_timeout_s": 30}),
-        ({"drain_timeout_s": "1"}, {"hold_timeout_s": 1}),
-        ({"connect_timeout_s": "900"}, {"start_timeout_s": 900}),
-        ({"start_timeout_s": "0"}, {"connect_timeout_s": 10}),
         ({"lease_s": "800"}, {"elastic_timeout_s": 1000}),
         ({"elastic_timeout_s": "1"}, {"lease_s": None}),
         ({"hostfile": "f", "discovery_interval_s": "900"}, {"elastic_timeout_s": 900, "start_timeout_s": 900}),

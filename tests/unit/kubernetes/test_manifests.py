@@ -109,7 +109,7 @@ def test_the_values_fit_each_other(directory: Path, name: str) -> None:
     assert agents is not None
     options = options_of(driver)
     assert options.drain_timeout_s == 30
-    needed = options.preemption_window_s + options.drain_timeout_s + options.stop_timeout_s
+    needed = options.policy().preemption_window_s + options.drain_timeout_s + options.stop_timeout_s
     assert agents["spec"]["terminationGracePeriodSeconds"] > needed
     assert driver["spec"]["terminationGracePeriodSeconds"] > options.stop_timeout_s + options.heartbeat_timeout_s
     assert stateful["spec"]["podManagementPolicy"] == "Parallel"
