@@ -49,11 +49,11 @@ from elasticstate.agent.workers import Workers
 from elasticstate.backends import AgentBackend, AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
 from elasticstate.config import Options, agent_variable
+from elasticstate.config.kinds import split_address
 from elasticstate.copies.service import HostCopies
 from elasticstate.core.texts import number_of
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import OptionError
-from elasticstate.kinds import split_address
 from elasticstate.net.agent_status import AgentStatus
 from elasticstate.net.launch import Launch
 from elasticstate.net.link import AgentSocket

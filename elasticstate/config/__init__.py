@@ -26,23 +26,31 @@ from elasticstate.config.environment import (
     usable_runtime_directory,
     worker_environment,
 )
-from elasticstate.config.launchers import LaunchedPlace, launched_local_rank, launched_place, refusal_of_other_launchers
-from elasticstate.config.option import PREFIX, Names
-from elasticstate.config.options import CONNECT_TIMEOUT_S, Options, option_names
+from elasticstate.config.launched import (
+    LaunchedPlace,
+    launched_local_rank,
+    launched_place,
+    refusal_of_other_launchers,
+    slots_of_step,
+    slurm_allocation,
+    slurm_node,
+    slurm_tasks,
+)
+from elasticstate.config.options import CONNECT_TIMEOUT_S, PREFIX, Declaration, Options, declarations
 from elasticstate.config.reading import read_options, read_options_to_check
-from elasticstate.config.slurm import slots_of_step, slurm_allocation, slurm_node, slurm_tasks
 
 __all__ = [
     "ANY_NCCL",
     "COMMIT_DEVICE_MEMORY",
     "CONNECT_TIMEOUT_S",
     "PREFIX",
+    "Declaration",
     "LaunchedPlace",
-    "Names",
     "Options",
     "WorkerEnvironment",
     "agent_variable",
     "commit_device_memory",
+    "declarations",
     "environment_variable",
     "error_file_path",
     "forget_plain_variables",
@@ -51,7 +59,6 @@ __all__ = [
     "launched_local_rank",
     "launched_place",
     "missing_temporary_directory",
-    "option_names",
     "passed_on",
     "plain_variables",
     "read_options",

@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elasticstate import kinds
-from elasticstate.config.option import PREFIX
+from elasticstate.config import kinds
+from elasticstate.config.options import PREFIX
 from elasticstate.core.ids import WorkerId
 from elasticstate.errors import OptionError
 

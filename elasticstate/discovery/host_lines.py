@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from elasticstate.config import Options
+from elasticstate.config.kinds import parse_host
 from elasticstate.core.ids import HostSlots, without_case
 from elasticstate.discovery import DiscoveryFault, Hosts
-from elasticstate.kinds import parse_host
 from elasticstate.machine import slots_of_this_machine
 
 

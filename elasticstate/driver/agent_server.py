@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elasticstate.config import Options
+from elasticstate.config.kinds import split_address
 from elasticstate.driver.counted_lines import CountedLines
 from elasticstate.errors import OptionError
-from elasticstate.kinds import split_address
 from elasticstate.machine import version
 from elasticstate.net.control import ControlServer, Owner
 from elasticstate.net.names import LOCALHOST, own_addresses

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from elasticstate.config.kinds import is_host_name
 from elasticstate.core import types as t
 from elasticstate.core.ids import without_case
 from elasticstate.driver.agent_handle import AgentHandle
@@ -18,7 +19,6 @@ from elasticstate.driver.agent_server import AgentServer
 from elasticstate.driver.agent_silence import watch_silence
 from elasticstate.driver.agent_starter import AgentStarter
 from elasticstate.driver.background_tasks import BackgroundTasks
-from elasticstate.kinds import is_host_name
 from elasticstate.launchers.dial_in import DialledIn
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream

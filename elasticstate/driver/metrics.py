@@ -19,13 +19,13 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from elasticstate.config.kinds import split_address
 from elasticstate.core.phases import Phase, Running
 from elasticstate.core.time_account import CAUSES
 from elasticstate.driver.job_state import JobState
 from elasticstate.driver.overview import overview_of
 from elasticstate.driver.shards_overview import ShardsOverview
 from elasticstate.errors import OptionError
-from elasticstate.kinds import split_address
 from elasticstate.net.http_server import Answer, Request, RequestHandler
 from elasticstate.net.listening import listening_socket
 from elasticstate.net.names import is_own_host

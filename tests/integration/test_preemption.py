@@ -81,15 +81,15 @@ def test_hosts_with_notice_within_a_second_cost_one_interrupt(tmp_path: Path, by
     with Job(tmp_path, *options, steps=20, until=tmp_path / "stop", commit_every=50) as job:
         all_train(job, 3)
         for host in THREE[1:]:
-            if by_command:
+            if by_command:  # it runs at nearly the same time on both hosts
                 (tmp_path / f"notice-{host}").touch()
             else:
                 os.kill(agent_of(job, host), signal.SIGTERM)
-            job.wait_for_event("host_draining", host=host)
-            time.sleep(0.3)
+                job.wait_for_event("host_draining", host=host)
+                time.sleep(0.3)
         end = drained(job, THREE, *THREE[1:])
         first, second = job.events("host_draining")
-        assert 0.25 < second["time"] - first["time"] < 1.0 < end["time"] - first["time"]
+        assert second["time"] - first["time"] < 1.0 < end["time"] - first["time"]
         ends_well(job)
 
 

@@ -16,7 +16,6 @@ from tests.sources import PACKAGE, ROOT, SOURCES, of_each, text_of, tree_of
 
 PARTS = {
     "agent",
-    "agent_cli",
     "allocation",
     "backends",
     "check",
@@ -39,7 +38,6 @@ PARTS = {
     "history",
     "horovod",
     "huggingface",
-    "kinds",
     "launchers",
     "launching",
     "lightning",
@@ -48,7 +46,6 @@ PARTS = {
     "loop_watch",
     "machine",
     "net",
-    "other_launchers",
     "plug_ins",
     "present_world",
     "private",
@@ -56,7 +53,6 @@ PARTS = {
     "screen",
     "seals",
     "state",
-    "status_cli",
     "terminal",
     "threads",
     "tracebacks",
@@ -67,7 +63,7 @@ PARTS = {
 PLUG_INS = {"kubernetes", "mpi", "mpi.worker", "ray"}  # tables name them; no other part may import them
 
 LIBRARIES = {"horovod", "huggingface", "lightning", "loggers"}
-COMMANDS = {"agent_cli", "cli", "history", "status_cli"}
+COMMANDS = {"cli", "history"}
 ON_TOP = {*LIBRARIES, "extension"}
 
 # The other parts that a part may import. The command line may import all parts except plug-ins.
@@ -101,8 +97,7 @@ ALLOWED = {
     "net": {"compat", "config", "core", "errors", "writing"},
     "commit_header": set[str](),
     "commits": {"config", "private", "processes"},
-    "kinds": {"backends", "core"},
-    "config": {"core", "errors", "kinds"},
+    "config": {"core", "errors", "machine"},
     "durable": {"_native", "core", "errors", "machine", "private", "terminal"},
     "driver": PARTS - {"agent", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP},
     "check": PARTS - {"agent", "worker", "state", *COMMANDS, "launching", *ON_TOP},
@@ -110,13 +105,10 @@ ALLOWED = {
     "present_world": {"config", "core", "errors"},
     "worker": PARTS - {"driver", "agent", "check", *COMMANDS, "launching", *ON_TOP} | {"_native"},
     "state": PARTS - {"driver", "agent", "check", *COMMANDS, "launching", "worker", *ON_TOP} | {"_native"},
-    "agent_cli": {"agent", "cli", "config", "errors", "kinds", "machine", "net", "processes", "terminal"},
-    "status_cli": {"cli", "config", "driver", "errors", "kinds", "net", "terminal"},
     "cli": PARTS,
-    "discovery": {"config", "core", "errors", "exit_status", "kinds", "machine", "plug_ins", "processes", "threads"},
+    "discovery": {"config", "core", "errors", "exit_status", "machine", "plug_ins", "processes", "threads"},
     "launchers": {"config", "errors", "exit_status", "net", "plug_ins", "processes", "threads", "writing"},
     "plug_ins": {"errors"},
-    "other_launchers": {"config", "errors", "machine"},
     "launching": PARTS - {"agent", "check", "state", *COMMANDS, *ON_TOP},
     "extension": {"compat", "config", "errors", "state", "worker"},
     "history": {"core", "errors", "exit_status", "private", "terminal"},
@@ -179,7 +171,7 @@ def _imports(source: Path) -> Iterator[str]:
 
 
 def test_the_sources_are_found() -> None:
-    assert {part(source) for source in SOURCES} >= {"core", "errors", "kinds", "net"}
+    assert {part(source) for source in SOURCES} >= {"core", "errors", "config", "net"}
 
 
 def test_a_rule_names_each_source_that_breaks_it() -> None:
@@ -244,7 +236,7 @@ def test_the_library_of_the_metrics_is_imported_only_with_their_option(source: P
 @of_each()
 def test_the_library_for_terminals_is_imported_only_to_show_something_there(source: Path) -> None:
     found = {imported for imported in imports(source) if imported.split(".")[0] == "rich"}
-    shown = {"elasticstate.durable.command", "elasticstate.screen.painter", "elasticstate.status_cli"}
+    shown = {"elasticstate.cli.export", "elasticstate.cli.status", "elasticstate.screen.painter"}
     assert not found or name(source) in shown
     users = {imported for imported in imports(source) if imported.startswith("elasticstate.screen.painter.")}
     assert not users or name(source) == "elasticstate.screen.__main__"

@@ -6,7 +6,8 @@ import shlex
 
 import pytest
 
-from elasticstate.cli import main, parse_options
+from elasticstate.cli import main
+from elasticstate.cli.parser import parse_options
 from elasticstate.config import read_options
 from elasticstate.errors import OptionError
 

@@ -15,16 +15,16 @@ from elasticstate import config
 from elasticstate.config import (
     Options,
     WorkerEnvironment,
-    option_names,
+    declarations,
     read_options,
     read_options_to_check,
     worker_environment,
 )
+from elasticstate.config.kinds import parse_host
 from elasticstate.core.policy import Policy
 from elasticstate.core.types import HostSlots, WorkerId
 from elasticstate.driver.spec import job_spec
 from elasticstate.errors import OptionError
-from elasticstate.kinds import parse_host
 from elasticstate.net import messages
 from elasticstate.net.launch import Launch
 
@@ -49,13 +49,13 @@ def test_a_discovery_script_sets_no_limit_unless_one_is_given() -> None:
 
 
 def test_every_option_has_a_line_of_help_and_a_twin_for_each_long_name() -> None:
-    for option in option_names().values():
+    for option in declarations().values():
         assert option.help
         assert option.help == option.help.strip()
         assert len(option.twins) == sum(name.startswith("--") for name in option.names) >= 1
 
 
-@pytest.mark.parametrize("name", option_names())
+@pytest.mark.parametrize("name", declarations())
 def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples = {
         "hosts": "a:3",
@@ -73,7 +73,7 @@ def test_the_twin_of_an_option_is_read(name: str) -> None:
     given = {} if name == "np" else {"np": "2"}
     given |= {"pod_selector": {"listen": "[::1]", "token_file": "f"}}.get(name, {})
     given |= {"listen": {"token_file": "f"}, "token_file": {"listen": "[::1]"}, "tee": {"log_dir": "d"}}.get(name, {})
-    values = [getattr(read_options(given, COMMAND, {twin: text}), name) for twin in option_names()[name].twins]
+    values = [getattr(read_options(given, COMMAND, {twin: text}), name) for twin in declarations()[name].twins]
     plain = getattr(read_options({"np": "9"}, COMMAND, {}), name)
     assert all(value != plain for value in values)
 
@@ -122,7 +122,7 @@ def test_a_bad_value_names_option_value_and_valid_values(name: str, text: str) -
     with pytest.raises(OptionError) as caught:
         read(**{name: text})
     said = str(caught.value)
-    option = option_names()[name]
+    option = declarations()[name]
     assert said == f"{'/'.join(option.names)}: {text!r}: must be {option.kind.valid}"
     assert "\n" not in said
 
@@ -432,11 +432,11 @@ def test_the_default_of_a_time_follows_the_other_one(given: dict[str, str], foll
 
 
 @pytest.mark.parametrize("text", ["0", "0.1", "1", "10", "99999"])
-@pytest.mark.parametrize("name", [name for name in option_names() if name.endswith("_s")])
+@pytest.mark.parametrize("name", [name for name in declarations() if name.endswith("_s")])
 def test_no_time_is_refused_because_of_the_default_of_another_one(name: str, text: str) -> None:
     """The message of the only exception names both."""
     try:
-        option_names()[name].kind.parse(text)
+        declarations()[name].kind.parse(text)
     except ValueError:
         return
     if (name, text) in (("stall_shutdown_s", "1"), ("stall_shutdown_s", "10")):
