@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.config import declarations, read_options, temporary_directory
 from elasticstate.driver.launch_results import OUTCOME_FILE, LaunchOutcome, result_name
 from elasticstate.driver.spec import CALL_FILE
 from elasticstate.errors import ElasticError, OptionError, UsageError, WorkerFailedError
@@ -27,6 +26,7 @@ from elasticstate.exit_status import status_of
 from elasticstate.failures import WorkerFailure
 from elasticstate.log import logger
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
+from elasticstate.options import declarations, read_options, temporary_directory
 from elasticstate.private import open_directory, read_file, write_file
 from elasticstate.worker.call import pack
 

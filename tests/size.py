@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from elasticstate.config import declarations
+from elasticstate.options import declarations
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "elasticstate"

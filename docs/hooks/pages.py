@@ -10,7 +10,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from elasticstate import config
+from elasticstate.options import Declaration, declarations
 
 ROOT = Path(__file__).parents[2]
 PAGES = {  # file of the repository -> page of the site
@@ -72,8 +72,8 @@ def option_notes() -> dict[str, str]:
 
 
 def option_reference() -> str:
-    """Return one section for each option, made from the declarations in elasticstate/config and from the notes."""
-    options = config.declarations()
+    """Return one section for each option, made from the declarations in elasticstate/options and from the notes."""
+    options = declarations()
     notes, lines, group = option_notes(), [], ""
     names = {option.names[0] for option in options.values()}
     for name in sorted(set(notes) - names):
@@ -86,7 +86,7 @@ def option_reference() -> str:
     return "\n".join(lines)
 
 
-def _section(option: config.Declaration, note: str) -> list[str]:
+def _section(option: Declaration, note: str) -> list[str]:
     long_name = next(name for name in option.names if name.startswith("--"))
     metavar = f" {option.kind.metavar}" if option.kind.metavar else ""
     given = re.search(r" \(default: ([^()]*)\)", option.help)  # the list below the text has it

@@ -48,8 +48,6 @@ from elasticstate.agent.worker_starter import WorkerStarter
 from elasticstate.agent.workers import Workers
 from elasticstate.backends import AgentBackend, AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
-from elasticstate.config import Options, agent_variable
-from elasticstate.config.kinds import split_address
 from elasticstate.copies.service import HostCopies
 from elasticstate.core.texts import number_of
 from elasticstate.core.types import WorkerId
@@ -60,6 +58,8 @@ from elasticstate.net.link import AgentSocket
 from elasticstate.net.messages import AgentWarning, Damaged, Dropped, JobSpec, Kept
 from elasticstate.net.names import is_loopback, outward_address
 from elasticstate.net.trust import storage_key
+from elasticstate.options import Options, agent_variable
+from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread
 
 

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
 from elasticstate.net.messages import OutputTail, OutputTrouble
 from elasticstate.net.output_watch import Watch
+from elasticstate.options import Options
 from elasticstate.terminal import message
 from elasticstate.writing import BLOCKED_S, Writer
 

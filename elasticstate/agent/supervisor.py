@@ -11,10 +11,10 @@ from elasticstate.agent.lease import Lease
 from elasticstate.agent.liveness import stamps_interval_s
 from elasticstate.agent.output import Outputs
 from elasticstate.agent.worker_handle import WorkerHandle
-from elasticstate.config import Options
 from elasticstate.core.copies import CopyFigures
 from elasticstate.core.types import WorkerId
 from elasticstate.net import messages
+from elasticstate.options import Options
 
 LOOK_INTERVAL_S = 0.25
 """Seconds between two looks at the workers' stamps."""

@@ -13,7 +13,6 @@ from elasticstate import processes
 from elasticstate.backends import driver_part
 from elasticstate.check.exchange import exchange_lines
 from elasticstate.check.report import Line, last_line
-from elasticstate.config import Options
 from elasticstate.discovery import host_source
 from elasticstate.driver.discovery import Discovery
 from elasticstate.errors import DiscoveryError
@@ -21,6 +20,7 @@ from elasticstate.launchers import HostLaunchers
 from elasticstate.launchers.command import SAME_PYTHON, CommandLauncher
 from elasticstate.launchers.local import LocalLauncher
 from elasticstate.machine import version
+from elasticstate.options import Options
 
 _MOST_CONNECTIONS = 64  # connections at the same time
 _ASK = """\

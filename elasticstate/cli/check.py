@@ -11,7 +11,7 @@ def main(texts: Mapping[str, str | None]) -> int:
     Return the exit status. Raises OptionError.
     """
     from elasticstate.check.run import check
-    from elasticstate.config import read_options_to_check
+    from elasticstate.options import read_options_to_check
     from elasticstate.processes import keep_owner_access
 
     keep_owner_access()

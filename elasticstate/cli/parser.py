@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from elasticstate.config import Options, declarations, read_options, spellings
-from elasticstate.config.kinds import FLAG, Kind
 from elasticstate.errors import OptionError
 from elasticstate.machine import version
+from elasticstate.options import Options, declarations, read_options, spellings
+from elasticstate.options.kinds import FLAG, Kind
 from elasticstate.terminal import complain
 
 _WIDTH = 118

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from elasticstate.cli.parser import Parser, options_of, parse, texts_of
-from elasticstate.config import Options, slow_callbacks_file
-from elasticstate.config.kinds import parse_host
 from elasticstate.core.ids import without_case
 from elasticstate.errors import OptionError
+from elasticstate.options import Options, slow_callbacks_file
+from elasticstate.options.kinds import parse_host
 
 if TYPE_CHECKING:
     from elasticstate.screen.screen import Screen

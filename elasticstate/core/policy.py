@@ -13,7 +13,7 @@ class Policy:
     """Values of the options that the core reads. Times are in seconds; None means no limit.
 
     ``Options.policy()`` fills in these fields by name. Names, defaults and help of the options are in
-    config/options.py only.
+    options/options.py only.
     """
 
     np: int

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from elasticstate.config import Options
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.discovery.host_lines import default_slots, parse_hosts
 from elasticstate.exit_status import how_it_ended
+from elasticstate.options import Options
 from elasticstate.processes import as_command, ask
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elasticstate.config import Options
-from elasticstate.config.kinds import split_address
 from elasticstate.driver.counted_lines import CountedLines
 from elasticstate.errors import OptionError
 from elasticstate.machine import version
@@ -13,6 +11,8 @@ from elasticstate.net.control import ControlServer, Owner
 from elasticstate.net.names import LOCALHOST, own_addresses
 from elasticstate.net.strangers import Strangers
 from elasticstate.net.trust import Trust
+from elasticstate.options import Options
+from elasticstate.options.kinds import split_address
 
 
 class AgentServer:

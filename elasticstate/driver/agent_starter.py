@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elasticstate import commits as commit_directory
-from elasticstate.config import Options, agent_variable, passed_on
 from elasticstate.driver.agent_handle import AgentHandle
 from elasticstate.driver.agent_server import AgentServer
 from elasticstate.driver.background_tasks import BackgroundTasks
@@ -19,6 +18,7 @@ from elasticstate.launchers.local import AdoptedAgent
 from elasticstate.net.launch import Launch
 from elasticstate.net.messages import JobSpec
 from elasticstate.net.names import address_of, is_this_machine
+from elasticstate.options import Options, agent_variable, passed_on
 from elasticstate.processes import kill_marked
 from elasticstate.threads import in_thread
 

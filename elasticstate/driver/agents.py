@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from elasticstate.config.kinds import is_host_name
 from elasticstate.core import types as t
 from elasticstate.core.ids import without_case
 from elasticstate.driver.agent_handle import AgentHandle
@@ -24,6 +23,7 @@ from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream
 from elasticstate.net.names import address_towards, is_this_machine, outward_address
 from elasticstate.net.strangers import Strangers
+from elasticstate.options.kinds import is_host_name
 from elasticstate.threads import in_thread
 
 _LAST_MOMENT_S = 0.1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 
-from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.membership import next_deadline
 from elasticstate.core.texts import listed
@@ -24,6 +23,7 @@ from elasticstate.driver.replication_sums import ReplicationSums
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.errors import DiscoveryError
 from elasticstate.net.names import is_this_machine
+from elasticstate.options import Options
 
 _REATTACH_TIMEOUT_S = 60.0  # after a restart of the driver, a host without an agent then counts as lost
 

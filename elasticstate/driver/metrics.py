@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from elasticstate.config.kinds import split_address
 from elasticstate.core.phases import Phase, Running
 from elasticstate.core.time_account import CAUSES
 from elasticstate.driver.job_state import JobState
@@ -31,6 +30,7 @@ from elasticstate.net.listening import listening_socket
 from elasticstate.net.names import is_own_host
 from elasticstate.net.strangers import Strangers
 from elasticstate.net.web_port import WebPort
+from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread
 
 _PHASES = ("waiting", "forming", "running", "finishing", "finished", "failed")

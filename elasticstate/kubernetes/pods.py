@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from elasticstate.config import Options
 from elasticstate.core.types import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.errors import OptionError
 from elasticstate.kubernetes.pod_watch import PodWatch
+from elasticstate.options import Options
 from elasticstate.threads import in_thread
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from elasticstate.config import Options, slurm_allocation
 from elasticstate.errors import OptionError
 from elasticstate.launchers.command import CommandLauncher
+from elasticstate.options import Options, slurm_allocation
 from elasticstate.processes import ask
 
 _LIMIT_S = 10.0  # of each command

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.config import Options
 from elasticstate.exit_status import how_it_ended
 from elasticstate.launchers import Launcher
 from elasticstate.net.launch import Launch
+from elasticstate.options import Options
 from elasticstate.ray.cluster import Node, connected, nodes, require_ray
 from elasticstate.threads import in_thread
 

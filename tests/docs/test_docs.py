@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from elasticstate.cli.parser import parse_options
-from elasticstate.config import Options, declarations
+from elasticstate.options import Options, declarations
 
 ROOT = Path(__file__).parents[2]
 AT_THE_TOP = ("README.md", "DESIGN.md", "SECURITY.md", "CONTRIBUTING.md", "MIGRATION.md", "CHANGELOG.md")

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from elasticstate.backends import BACKENDS, AgentBackend, DriverBackend, agent_part, driver_part, searches
-from elasticstate.config import kinds
+from elasticstate.options import kinds
 from elasticstate.plug_ins import load_part
 from elasticstate.worker import contexts
 from elasticstate.worker.contexts.context import Backend, Context

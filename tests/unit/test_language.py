@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.config import declarations
+from elasticstate.options import declarations
 from tests.sources import ROOT, of_each, tree_of
 
 DOCUMENTED = [path for name in ("elasticstate", "tests", "examples") for path in sorted((ROOT / name).rglob("*.py"))]

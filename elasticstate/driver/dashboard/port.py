@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from elasticstate.config.kinds import split_address
 from elasticstate.driver.dashboard.history import History, decoded
 from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Report
@@ -17,6 +16,7 @@ from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
 from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.net.strangers import Strangers
+from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread
 
 if TYPE_CHECKING:

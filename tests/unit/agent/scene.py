@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream, ControlServer
 from elasticstate.net.launch import Launch
 from elasticstate.net.trust import Trust
+from elasticstate.options import Options
 
 W = WorkerId("h", 0, 1)
 JOB_ID = "c0ffee"
@@ -43,7 +43,7 @@ SPEC = messages.JobSpec(
 SPEAK = """
 import os, sys, time
 from elasticstate._native import ControlPage
-from elasticstate.config import worker_environment
+from elasticstate.options import worker_environment
 from elasticstate.net import messages
 from elasticstate.net.link import StorageLink, WorkerLink
 told = worker_environment()
@@ -72,7 +72,7 @@ import os
 import re
 from elasticstate._native import ControlPage
 from elasticstate.commits import owner_of
-from elasticstate.config import worker_environment
+from elasticstate.options import worker_environment
 from elasticstate.net.link import StorageLink
 told = worker_environment()
 page = ControlPage(StorageLink(told.socket, told.worker).ask().page)

@@ -14,8 +14,8 @@ import pytest
 
 from elasticstate.agent.output import Audience, Outputs, Pump
 from elasticstate.agent.worker_process import Ending, WorkerProcess, start_command
-from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
+from elasticstate.options import Options
 from elasticstate.processes import session_members
 
 W = WorkerId("h", 1, 1)
@@ -156,7 +156,7 @@ def test_a_worker_dies_with_its_agent(tmp_path: Path) -> None:
 import asyncio, os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from elasticstate.agent.output import Audience, Outputs
-from elasticstate.config import Options
+from elasticstate.options import Options
 from elasticstate.core.types import WorkerId
 from test_worker_process import started
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pyte
 
-from tests.unit.cli.test_elasticrun import running
+from tests.unit.cli.test_run import running
 
 LINE = re.compile(r"^(waiting for|running|generation) .*")
 JOB = [sys.executable, "-m", "elasticstate", "-np", "1"]

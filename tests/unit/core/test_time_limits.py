@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, next_deadline, step
+from elasticstate.options import Options
 from tests.unit.core.test_membership import RUNNING, drive
 
 Wanted = Callable[[t.Effect], bool]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.config import Options, options as declared, read_options
 from elasticstate.core.types import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, host_source
 from elasticstate.discovery.host_lines import parse_hosts
 from elasticstate.discovery.script import run_script
 from elasticstate.driver.discovery import Discovery
 from elasticstate.errors import DiscoveryError
+from elasticstate.options import Options, options as declared, read_options
 
 
 def hosts(*named: tuple[str, int]) -> Hosts:

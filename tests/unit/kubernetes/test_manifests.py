@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elasticstate.cli.parser import parse_options
-from elasticstate.config import Options, declarations
+from elasticstate.options import Options, declarations
 from tests.unit.kubernetes import manifests
 from tests.unit.kubernetes.api_server import ApiServer
 from tests.unit.kubernetes.manifests import Manifest, find, pod_of

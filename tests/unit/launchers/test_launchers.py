@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.config import Options, read_options
 from elasticstate.launchers import HostLaunchers
 from elasticstate.launchers.ssh import SshLauncher
 from elasticstate.net.names import address_of, is_loopback, is_this_machine, own_addresses
+from elasticstate.options import Options, read_options
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2", "127.3.2.1", socket.gethostname()])

@@ -1,6 +1,6 @@
 """Options of torchrun, horovodrun and mpirun: accepted if they mean the same here; else the error names our option.
 
-With ``--horovod``, options of horovodrun have their meaning there. ``config`` computes the defaults that differ.
+With ``--horovod``, options of horovodrun have their meaning there. reading.py computes the defaults that differ.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from elasticstate.config.environment import inherited_environment
-from elasticstate.config.options import Options, declarations
 from elasticstate.errors import OptionError
 from elasticstate.machine import cores_of_this_machine, gpus_of_this_machine
+from elasticstate.options.environment import inherited_environment
+from elasticstate.options.options import Options, declarations
 
 _HOSTS = "name the hosts with -H, --hostfile or --host-discovery-script, or use --listen."
 _ONCE = f"elasticrun runs once per job, not once per host. Leave this option out, and {_HOSTS}"

@@ -11,22 +11,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elasticstate import config
-from elasticstate.config import (
-    Options,
-    WorkerEnvironment,
-    declarations,
-    read_options,
-    read_options_to_check,
-    worker_environment,
-)
-from elasticstate.config.kinds import parse_host
 from elasticstate.core.policy import Policy
 from elasticstate.core.types import HostSlots, WorkerId
 from elasticstate.driver.spec import job_spec
 from elasticstate.errors import OptionError
 from elasticstate.net import messages
 from elasticstate.net.launch import Launch
+from elasticstate.options import (
+    COMMIT_DEVICE_MEMORY,
+    Options,
+    WorkerEnvironment,
+    declarations,
+    read_options,
+    read_options_to_check,
+    runtime_directory,
+    usable_runtime_directory,
+    worker_environment,
+)
+from elasticstate.options.kinds import parse_host
 
 COMMAND = ["python", "train.py"]
 
@@ -199,7 +201,7 @@ def test_bytes_have_units_and_reach_the_workers() -> None:
         ):
             read(commit_device_memory=text)
     told = dict(job_spec("job", "id", 1, read(commit_device_memory="1G")).environment)
-    assert told[config.COMMIT_DEVICE_MEMORY] == str(1 << 30)
+    assert told[COMMIT_DEVICE_MEMORY] == str(1 << 30)
 
 
 def test_a_signal_that_has_a_meaning_is_refused_by_name() -> None:
@@ -334,7 +336,7 @@ WORKER = WorkerEnvironment(
 
 def test_the_record_of_a_job_is_kept_where_only_the_user_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert config.runtime_directory() == config.usable_runtime_directory() == tmp_path
+    assert runtime_directory() == usable_runtime_directory() == tmp_path
 
 
 @pytest.mark.parametrize("is_set", [True, False])
@@ -349,7 +351,7 @@ def test_a_runtime_directory_that_is_missing_is_told_by_its_name(
         monkeypatch.setattr(tempfile, "tempdir", str(missing))
         said = rf"^the directory for temporary files, '{missing}': there is no such directory\. Set TMPDIR"
     with pytest.raises(OptionError, match=said):
-        config.usable_runtime_directory()
+        usable_runtime_directory()
 
 
 def test_what_is_to_be_checked_needs_no_job() -> None:

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elasticstate.config.environment import worker_environment
 from elasticstate.errors import UsageError
+from elasticstate.options.environment import worker_environment
 
 
 @dataclass(frozen=True, slots=True)

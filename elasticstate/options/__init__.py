@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticstate.config.environment import (
+from elasticstate.options.environment import (
     ANY_NCCL,
     COMMIT_DEVICE_MEMORY,
     WorkerEnvironment,
@@ -26,7 +26,7 @@ from elasticstate.config.environment import (
     usable_runtime_directory,
     worker_environment,
 )
-from elasticstate.config.launched import (
+from elasticstate.options.launched import (
     LaunchedPlace,
     launched_local_rank,
     launched_place,
@@ -36,8 +36,8 @@ from elasticstate.config.launched import (
     slurm_node,
     slurm_tasks,
 )
-from elasticstate.config.options import CONNECT_TIMEOUT_S, PREFIX, Declaration, Options, declarations
-from elasticstate.config.reading import read_options, read_options_to_check
+from elasticstate.options.options import CONNECT_TIMEOUT_S, PREFIX, Declaration, Options, declarations
+from elasticstate.options.reading import read_options, read_options_to_check
 
 __all__ = [
     "ANY_NCCL",

@@ -306,7 +306,7 @@ def test_an_agent_that_stands_still_is_as_good_as_dead(tmp_path: Path) -> None:
 SPEAK = """
 import os, sys, time
 from elasticstate._native import ControlPage
-from elasticstate.config import worker_environment
+from elasticstate.options import worker_environment
 from elasticstate.net import messages
 from elasticstate.net.link import StorageLink, WorkerLink
 told = worker_environment()

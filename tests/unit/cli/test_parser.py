@@ -10,8 +10,8 @@ import pytest
 
 from elasticstate.cli import main
 from elasticstate.cli.parser import parse_options
-from elasticstate.config import declarations
 from elasticstate.errors import OptionError
+from elasticstate.options import declarations
 
 
 def test_options_of_the_command_are_untouched() -> None:

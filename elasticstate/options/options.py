@@ -12,8 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from elasticstate.config import kinds
 from elasticstate.core.policy import HOLD_TIMEOUT_S, Policy
+from elasticstate.options import kinds
 
 PREFIX = "ELASTICSTATE_"
 

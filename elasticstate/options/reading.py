@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from elasticstate.config import kinds
-from elasticstate.config.launched import slurm_allocation, slurm_tasks
-from elasticstate.config.options import HOROVOD, Options, declarations
 from elasticstate.core.policy import LEASE_MARGIN
 from elasticstate.errors import OptionError
+from elasticstate.options import kinds
+from elasticstate.options.launched import slurm_allocation, slurm_tasks
+from elasticstate.options.options import HOROVOD, Options, declarations
 
 _HOROVOD_TWINS = {"start_timeout_s": ("HOROVOD_START_TIMEOUT",), "elastic_timeout_s": ("HOROVOD_ELASTIC_TIMEOUT",)}
 _NO_STALL_CHECK = "HOROVOD_STALL_CHECK_DISABLE"
