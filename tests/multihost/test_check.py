@@ -21,7 +21,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
 
 def check(network: Network, *options: str) -> tuple[int, str]:
     """Run the command. Return its exit status and the part of its output about the hosts."""
-    command = network.python("d", "-m", "elasticstate", "--check", "--heartbeat-timeout", "2", *options)
+    command = network.python("d", "-m", "elasticstate", "--check", "--heartbeat-timeout", "5", *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout.partition("\nHosts:\n")[2]
 
