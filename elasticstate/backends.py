@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from elasticstate.check.report import Line
-    from elasticstate.config import Options
     from elasticstate.core.types import WorkerId, World
     from elasticstate.net.messages import FromAgent, ToAgent
     from elasticstate.net.trust import Trust
+    from elasticstate.options import Options
 
 
 class BackendParts(NamedTuple):

@@ -34,7 +34,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elasticstate import processes
-from elasticstate.config import agent_variable
+from elasticstate.options import agent_variable
 from elasticstate.private import is_private, is_still, open_directory, open_file, read_file, write_file
 
 ID_FILE = "id"

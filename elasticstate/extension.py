@@ -27,7 +27,7 @@ import os
 import time
 
 from elasticstate.compat.tensors import copy_all
-from elasticstate.config import environment_variable, launched_place, worker_environment
+from elasticstate.options import environment_variable, launched_place, worker_environment
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.channel import Channel
 from elasticstate.state.order import (

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.config import option_names, read_options, temporary_directory
 from elasticstate.driver.launch_results import OUTCOME_FILE, LaunchOutcome, result_name
 from elasticstate.driver.spec import CALL_FILE
 from elasticstate.errors import ElasticError, OptionError, UsageError, WorkerFailedError
@@ -27,6 +26,7 @@ from elasticstate.exit_status import status_of
 from elasticstate.failures import WorkerFailure
 from elasticstate.log import logger
 from elasticstate.net.messages import MAX_MESSAGE_BYTES
+from elasticstate.options import declarations, read_options, temporary_directory
 from elasticstate.private import open_directory, read_file, write_file
 from elasticstate.worker.call import pack
 
@@ -128,13 +128,13 @@ def _texts(given: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """Yield the field of each given option and its text on the command line. Raises OptionError."""
     fields = {
         name.lstrip("-").replace("-", "_"): (field, option.kind)
-        for field, option in option_names().items()
+        for field, option in declarations().items()
         for name in option.names
     }
     for name, value in given.items():
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1)
-            remedy = f"Did you mean {near[0]!r}?" if near else "elasticrun --help lists all options."
+            remedy = f"Did you mean {near[0]!r}?" if near else "elasticrun --help-all lists all options."
             raise OptionError(f"launch(): unknown option {name!r}. {remedy}")
         field, kind = fields[name]
         if isinstance(value, bool):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from elasticstate.config import Options
 from elasticstate.core.policy import Policy
+from elasticstate.options import Options
 
 
 def policy_of(np: int, min_np: int, max_np: int | None = None, **changes: Any) -> Policy:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from elasticstate.config import option_names
+from elasticstate.options import declarations
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "elasticstate"
@@ -28,7 +28,7 @@ def main() -> None:
         "Python files of the product": len(sources),
         "lines of Python of the product": sum(len(text(source).splitlines()) for source in sources),
         "options shown by --help": len(options_in_help()),
-        "options in all": len(option_names()),
+        "options in all": len(declarations()),
         "words of Markdown": sum(len(text(page).split()) for page in pages),
         "lines of DESIGN.md": len(text(ROOT / "DESIGN.md").splitlines()),
         "decisions": len(decisions),
@@ -50,7 +50,7 @@ def options_in_help() -> list[str]:
     command = [sys.executable, "-m", "elasticstate", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     names = set(re.findall(r"(?<![\w-])-[\w-]+", "\n".join(re.findall(r"^  (-.*?)(?:  |$)", shown, re.MULTILINE))))
-    return [field for field, option in option_names().items() if names.intersection(option.names)]
+    return [field for field, option in declarations().items() if names.intersection(option.names)]
 
 
 # ---------------------------------------------------------------------------------------------------- the imports

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
-from dataclasses import fields
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from elasticstate import config
+from elasticstate.options import Declaration, declarations
 
 ROOT = Path(__file__).parents[2]
 COPIES = {  # file of the repository -> page of the site with its text
@@ -73,32 +71,32 @@ def option_notes() -> dict[str, str]:
 
 
 def option_reference() -> str:
-    """Return one section for each option, made from the declarations in elasticstate/config and from the notes."""
-    options, defaults = config.option_names(), {f.name: f.default for f in fields(config.Options)}
+    """Return one section for each option, made from the declarations in elasticstate/options and from the notes."""
+    options = declarations()
     notes, lines, group = option_notes(), [], ""
     names = {option.names[0] for option in options.values()}
     for name in sorted(set(notes) - names):
         log.warning("%s: %s is no option", NOTES.name, name)
-    for field, option in options.items():
+    for option in options.values():
         if option.group != group:
             group = option.group
             lines += [f"## {group[:1].upper()}{group[1:]}", ""]
-        lines += _section(option, defaults[field], notes.get(option.names[0], ""))
+        lines += _section(option, notes.get(option.names[0], ""))
     return "\n".join(lines)
 
 
-def _section(option: Any, default: object, note: str) -> list[str]:
-    given, _, note = note.partition("\n") if note.startswith("Default: ") else ("", "", note)
+def _section(option: Declaration, note: str) -> list[str]:
     long_name = next(name for name in option.names if name.startswith("--"))
     metavar = f" {option.kind.metavar}" if option.kind.metavar else ""
-    text = re.sub(r" \(default: [^()]*\)", "", option.help).rstrip(".")  # the list below the text has it
+    given = re.search(r" \(default: ([^()]*)\)", option.help)  # the list below the text has it
+    text = option.help.replace(given[0], "") if given is not None else option.help
     return [
         f"### `{option.names[0]}{metavar}` {{ #{long_name[2:]} }}",
         "",
-        f"{text}. {note.strip()}".strip(),
+        f"{text} {note.strip()}".strip(),
         "",
         f"- Value: {_value(option.kind)}",
-        f"- Default: {given.removeprefix('Default: ') or shown(default)}",
+        f"- Default: {given[1] if given is not None else option.shown_default or 'none'}",
         *([f"- Other names: {', '.join(f'`{name}`' for name in option.names[1:])}"] if option.names[1:] else []),
         f"- In the environment: {', '.join(f'`{twin}`' for twin in option.twins)}",
         "",
@@ -107,14 +105,3 @@ def _section(option: Any, default: object, note: str) -> list[str]:
 
 def _value(kind: Any) -> str:
     return str(kind.valid).replace("|", "\\|").replace("*", "\\*") if kind.metavar else "none; it is a switch"
-
-
-def shown(default: object) -> str:
-    """Return a default as a reader types it."""
-    if default is None or default in ((), ""):
-        return "off" if default is None else "none"
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    if isinstance(default, tuple):
-        return "`" + " ".join(part.name if isinstance(part, Enum) else f"{part:g}" for part in default) + "`"
-    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"

@@ -9,8 +9,8 @@ from typing import NoReturn
 import msgspec
 
 from elasticstate.agent.serve import serve
-from elasticstate.config import ssh_client
 from elasticstate.net.launch import Launch
+from elasticstate.options import ssh_client
 from elasticstate.processes import allow_many_descriptors, keep_owner_access
 from elasticstate.terminal import complain, hold_standard_descriptors
 

@@ -48,18 +48,18 @@ from elasticstate.agent.worker_starter import WorkerStarter
 from elasticstate.agent.workers import Workers
 from elasticstate.backends import AgentBackend, AgentServices, agent_part
 from elasticstate.commits import CommitDirectory
-from elasticstate.config import Options, agent_variable
 from elasticstate.copies.service import HostCopies
 from elasticstate.core.texts import number_of
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import OptionError
-from elasticstate.kinds import split_address
 from elasticstate.net.agent_status import AgentStatus
 from elasticstate.net.launch import Launch
 from elasticstate.net.link import AgentSocket
 from elasticstate.net.messages import AgentWarning, Damaged, Dropped, JobSpec, Kept
 from elasticstate.net.names import is_loopback, outward_address
 from elasticstate.net.trust import storage_key
+from elasticstate.options import Options, agent_variable
+from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread
 
 
@@ -180,7 +180,7 @@ class Agent:
     def _start_template(self, spec: JobSpec, place: JobPlace, driver: DriverConnection) -> Template | None:
         """Start the template process early, unless it is switched off or of no use for this command."""
         options, launch = spec.options, self._launch
-        if not options.template or not is_python(options.command):
+        if options.preload is None or not is_python(options.command):
             return None
         environment = environment_of_workers(launch.environment, spec.environment)
         reason = reason_against_template(options.command, launch.directory, environment)

@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from elasticstate.commits import ID_FILE, make_agent_directory, remove_job_directory
-from elasticstate.config import temporary_directory, usable_runtime_directory
 from elasticstate.errors import OptionError
 from elasticstate.net.launch import Launch
+from elasticstate.options import temporary_directory, usable_runtime_directory
 from elasticstate.private import is_still, open_directory, write_file
 
 

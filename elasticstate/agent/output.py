@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
 from elasticstate.net.messages import OutputTail, OutputTrouble
 from elasticstate.net.output_watch import Watch
+from elasticstate.options import Options
 from elasticstate.terminal import message
 from elasticstate.writing import BLOCKED_S, Writer
 
@@ -39,8 +39,6 @@ class Tagger:
 
     def feed(self, data: bytes) -> bytes:
         """Return the lines that are complete by now."""
-        if not self._tag:
-            return data
         lines = (self._rest + data).splitlines(keepends=True)  # a progress bar ends its lines with a carriage return
         self._rest = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
         lines = [self._tag + line for line in lines]
@@ -156,7 +154,7 @@ class Outputs:
 
     def pumps(self, worker: WorkerId, options: Options, audience: Audience) -> tuple[Pump, Pump]:
         """Create the pumps for stdout and stderr of a new worker."""
-        tag = f"[{worker.slot_id}] " if options.tag_output else ""
+        tag = f"[{worker.slot_id}] "
         logs = self._open_logs(worker, options.log_dir)
         (stdout,), (stderr,) = self._writers["stdout"], self._writers["stderr"]
         self._pumps[worker] = (

@@ -6,10 +6,10 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterable, Mapping
 
-from elasticstate.config import Options, agent_variable, inherited_environment
 from elasticstate.exit_status import how_it_ended, signal_name
 from elasticstate.net import messages
 from elasticstate.net.launch import Launch
+from elasticstate.options import Options, agent_variable, inherited_environment
 from elasticstate.processes import Answer, as_command, ask
 
 HOST_VARIABLE = "ELASTICSTATE_HOST"
@@ -79,7 +79,7 @@ class PreemptionWatch:
             try:
                 answer = await ask(as_command(command, directory), options.preemption_timeout_s, environment, directory)
             except TimeoutError:
-                fault = f"took longer than --preemption-timeout of {options.preemption_timeout_s:g} s"
+                fault = f"took longer than {options.preemption_timeout_s:g} s"
             except (OSError, ValueError) as error:
                 fault = f"cannot be run: {error}"
             else:

@@ -8,10 +8,10 @@ import os
 from typing import NoReturn
 
 from elasticstate.agent.agent import Agent
-from elasticstate.config import slow_callbacks_file
 from elasticstate.loop_watch import watch_loops
 from elasticstate.net.agent_status import answering
 from elasticstate.net.launch import Launch
+from elasticstate.options import slow_callbacks_file
 from elasticstate.writing import BLOCKED_S
 
 

@@ -6,8 +6,8 @@ import asyncio
 from contextlib import suppress
 
 from elasticstate.commits import CommitDirectory, remove_agent_directories, remove_dead
-from elasticstate.config import runtime_directory
 from elasticstate.errors import OptionError
+from elasticstate.options import runtime_directory
 from elasticstate.threads import in_thread
 
 _LEAST_INTERVAL_S = 1.0

@@ -11,10 +11,10 @@ from elasticstate.agent.lease import Lease
 from elasticstate.agent.liveness import stamps_interval_s
 from elasticstate.agent.output import Outputs
 from elasticstate.agent.worker_handle import WorkerHandle
-from elasticstate.config import Options
 from elasticstate.core.copies import CopyFigures
 from elasticstate.core.types import WorkerId
 from elasticstate.net import messages
+from elasticstate.options import Options
 
 LOOK_INTERVAL_S = 0.25
 """Seconds between two looks at the workers' stamps."""
@@ -88,7 +88,7 @@ class Supervisor:
         """Return why a worker is considered hung, or "".
 
         All members of a collective stop when one of them hangs. So the generation is ended first, which gets the others
-        out of the collective. A worker that makes no progress for another --failure-grace seconds is the one that
+        out of the collective. A worker that makes no progress for another ``failure_grace_s`` is the one that
         hangs.
         """
         doubt = handle.liveness.doubt(now, self._options.hang_timeout_s)

@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol
 
 from elasticstate.agent import exec_shim
 from elasticstate.agent.output import Pump
-from elasticstate.config import inherited_environment, missing_temporary_directory
 from elasticstate.core.types import WorkerId
 from elasticstate.net.messages import STACKS_SIGNAL
+from elasticstate.options import inherited_environment, missing_temporary_directory
 from elasticstate.processes import CLEANUP_S, catches, descriptors_given, ended_child, kill_session
 from elasticstate.threads import in_thread
 

@@ -18,7 +18,6 @@ from elasticstate.agent.python_command import for_new_process
 from elasticstate.agent.template import Template, TemplateError
 from elasticstate.agent.worker_handle import WorkerHandle
 from elasticstate.agent.worker_process import Child, WorkerProcess, environment_of_workers, start_command
-from elasticstate.config import WorkerEnvironment, agent_variable, plain_variables
 from elasticstate.core.types import PlainPlace, WorkerId
 from elasticstate.errors import CommitStorageError
 from elasticstate.net.fork_link import ForkRequest
@@ -26,6 +25,7 @@ from elasticstate.net.launch import Launch
 from elasticstate.net.messages import JobSpec
 from elasticstate.net.names import is_loopback, selecting_interface
 from elasticstate.net.store_listener import StoreListener
+from elasticstate.options import WorkerEnvironment, agent_variable, plain_variables
 
 STORE_PROGRAM = str(Path(exec_shim.__file__).parents[1] / "worker" / "plain_store.py")
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from elasticstate import processes
 from elasticstate.check.report import Line, last_line
-from elasticstate.config import Options, passed_on
 from elasticstate.launchers import HostLaunchers
 from elasticstate.launchers.command import CommandLauncher
 from elasticstate.net.names import address_towards, free_port, outward_address, own_addresses
+from elasticstate.options import Options, passed_on
 from elasticstate.threads import in_thread
 
 _PROGRAM = "elasticstate.worker.probe_hosts"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,14 +13,14 @@ from elasticstate import processes
 from elasticstate.backends import driver_part
 from elasticstate.check.exchange import exchange_lines
 from elasticstate.check.report import Line, last_line
-from elasticstate.config import Options
 from elasticstate.discovery import host_source
 from elasticstate.driver.discovery import Discovery
 from elasticstate.errors import DiscoveryError
 from elasticstate.launchers import HostLaunchers
-from elasticstate.launchers.command import CommandLauncher
+from elasticstate.launchers.command import SAME_PYTHON, CommandLauncher
 from elasticstate.launchers.local import LocalLauncher
 from elasticstate.machine import version
+from elasticstate.options import Options
 
 _MOST_CONNECTIONS = 64  # connections at the same time
 _ASK = """\
@@ -80,10 +81,10 @@ async def _host_line(host: str, launchers: HostLaunchers, options: Options, log:
     try:
         answer = await processes.ask(shlex.join(command), limit_s, whole_session=True)
     except TimeoutError:
-        return Line(False, f"{host}: no answer within {limit_s:g} s", "check the network, or raise --connect-timeout")
+        return Line(False, f"{host}: no answer within {limit_s:g} s", "check the network, or raise --heartbeat-timeout")
     except OSError as error:
         return Line(False, f"{host}: {command[0]} cannot be run: {error.strerror}")
-    return judge(host, launcher.python, answer, version(), needed, lambda code: launcher.how_ended(host, code, log))
+    return judge(host, sys.executable, answer, version(), needed, lambda code: launcher.how_ended(host, code, log))
 
 
 def judge(
@@ -103,7 +104,7 @@ def judge(
         return Line(
             False,
             f"{host}: {python} on that host has no elasticstate",
-            "pip install elasticstate there, or use --remote-python",
+            "pip install elasticstate there",
         )
     if answer.exit_code != 0:
         # Exit codes from 126 on come from the shell or ssh: ``how`` explains them.
@@ -114,11 +115,11 @@ def judge(
         text = f"{host}: elasticstate {facts['version']}, Python {facts['python']}, {facts['slots']} slots"
         has_directory, absent = bool(facts["has_directory"]), [name for name in needed if not facts["has"][name]]
     except (ValueError, KeyError, TypeError):
-        return Line(False, f"{host}: {python} on that host is not a working Python", "use --remote-python")
+        return Line(False, f"{host}: {python} on that host is not a working Python", SAME_PYTHON)
     if facts["version"] != version_here:
         return Line(False, text, f"the version here is {version_here}: install the same version there")
     if absent:
-        remedy = f"pip install {needed[absent[0]]} there, or use --remote-python"
+        remedy = f"pip install {needed[absent[0]]} there"
         return Line(False, f"{text}: no {absent[0]}", remedy)
     if not has_directory:
         return Line(False, f"{text}: no {Path.cwd()}", "workers need the same working directory there")

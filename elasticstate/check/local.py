@@ -12,9 +12,9 @@ from pathlib import Path
 from elasticstate import commits, processes
 from elasticstate.check.logind import deletion_note, name_of
 from elasticstate.check.report import Line, last_line
-from elasticstate.kinds import split_address
 from elasticstate.machine import format_bytes
 from elasticstate.net.names import LOCALHOST, listen_error, own_addresses
+from elasticstate.options.kinds import split_address
 
 _SMALL_BYTES = 1 << 30
 _FEW_FILES = 4096

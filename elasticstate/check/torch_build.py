@@ -15,8 +15,8 @@ from typing import Any
 from elasticstate import processes
 from elasticstate.check.report import Line, last_line
 from elasticstate.compat.nccl_versions import known_bugs, refusal
-from elasticstate.config import ANY_NCCL, environment_variable
 from elasticstate.exit_status import how_it_ended, signal_name
+from elasticstate.options import ANY_NCCL, environment_variable
 
 _OURS = str(Path(__file__).parents[2])  # first in the path of the probe, so that the probe is part of this package
 _NO_CUDA_BUILD = "install a build of torch for CUDA: https://pytorch.org/get-started"

@@ -160,15 +160,12 @@ def count_reset(d: Draft, at: float, what: str) -> str:
     ``what``: "generation", or "world" for workers without ``run``.
     """
     policy, ended_at = d.policy, (*d.ledger.failed_at, at)
-    if policy.reset_window_s is not None:
-        ended_at = tuple(time for time in ended_at if time > d.now - policy.reset_window_s)
     d.update_ledger(failed_at=ended_at[-1 - (policy.reset_limit or 0) :])
     if policy.reset_limit is None or len(ended_at) <= policy.reset_limit:
         return ""
-    within = f" within --reset-window of {policy.reset_window_s:g} s" if policy.reset_window_s is not None else ""
     have = "has" if len(ended_at) == 1 else "have"
     how = "ended" if policy.counts_changes else "failed"
-    return f"reset limit: {number_of(len(ended_at), what)} {have} {how}{within}, --reset-limit is {policy.reset_limit}"
+    return f"reset limit: {number_of(len(ended_at), what)} {have} {how}, --reset-limit is {policy.reset_limit}"
 
 
 # ------------------------------------------------------------------------------------------ decisions by time-out
@@ -237,7 +234,7 @@ def judge(d: Draft, members: list[Worker], suspects: list[Worker]) -> None:
         d.reason = f"waiting for the exit of {names(confirmed)} after own errors"
         _stop_stuck(d, confirmed)
     elif d.now < judged_at or silent:
-        d.reason = f"waiting for --failure-grace: looking for the cause of the error of {names(suspects)}"
+        d.reason = f"looking for the cause of the error of {names(suspects)}"
         if d.now >= judged_at:
             d.reason += f"; no heartbeat since then from {names(silent)}"
     else:

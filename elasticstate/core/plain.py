@@ -324,7 +324,7 @@ def _fail(d: Draft, present: Round, failure: Failure) -> None:
 
 def restarts_are_limited(d: Draft) -> bool:
     """Return True if the user has chosen how often a script without ``run`` is started: no other limit counts then."""
-    return bool(d.policy.reset_limit) and d.policy.reset_window_s is None and d.ledger.kind != "elastic"
+    return bool(d.policy.reset_limit) and d.ledger.kind != "elastic"
 
 
 def _attempt(d: Draft, failure: Failure) -> dict[str, object]:

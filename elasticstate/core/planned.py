@@ -39,7 +39,7 @@ def planned_change(d: Draft, phase: Running, members: list[Worker]) -> None:
     elif newcomers:
         d.reason = f"{names(newcomers)} ready; waiting for --min-interrupt-distance after the last interrupt"
     else:
-        d.reason = f"draining: {names(draining)}; waiting for --preemption-window for more preemption notices"
+        d.reason = f"draining: {names(draining)}; waiting for more preemption notices"
 
 
 def planned_deadlines(d: Draft, phase: Running, members: list[Worker]) -> Iterator[tuple[str, float]]:

@@ -119,7 +119,7 @@ def _gate_end(d: Draft, phase: Running, members: list[Worker]) -> float:
 def _fail_gate(d: Draft, phase: Running, members: list[Worker]) -> None:
     outside = names([member for member in members if not member.in_gate])
     waited_s = d.now - (d.now if phase.gate_since is None else phase.gate_since)
-    limit = f"--gate-timeout of {d.policy.gate_timeout_s:g} s"
+    limit = f"--collective-timeout of {d.policy.gate_timeout_s:g} s"
     reason = (
         f"{outside} did not enter the exit gate, where the others have waited for {waited_s:.0f} s, and made no "
         f"progress for {limit}. Work after the last tick may call state.progress()"

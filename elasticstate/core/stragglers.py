@@ -2,7 +2,7 @@
 
 All ranks have equally long ticks, because each waits for the slowest one in the collectives. So the *own time* of a
 rank, the time without these waits, is compared, over ranges of ticks that are the same for all ranks. A member is a
-straggler if its own time exceeds the median of the others' by --straggler-threshold
+straggler if its own time exceeds the median of the others' by the threshold
 
 - in the sum of the last ``WINDOW`` ranges, and
 - by half of that in each of these ranges, except one: ranks that are slow in turn, and single long ticks, do not count.
@@ -159,7 +159,7 @@ def _note_end(d: Draft, straggler: Straggler, reason: str) -> None:
 def _drain_one(d: Draft, stragglers: list[Straggler], members: list[Worker]) -> None:
     """Drain the slowest straggler, unless a member drains already, or too few workers would stay.
 
-    Its slot stays empty for --preemption-cooldown, which gives way as a backoff does.
+    Its slot stays empty for the longest of --cooldown-range, which gives way as a backoff does.
     """
     if d.draining or len(members) - 1 + len(candidates(d)) < d.policy.min_np:
         return

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from elasticstate.config import Options
 from elasticstate.core.ids import HostSlots, without_case
 from elasticstate.discovery import DiscoveryFault, Hosts
-from elasticstate.kinds import parse_host
 from elasticstate.machine import slots_of_this_machine
+from elasticstate.options import Options
+from elasticstate.options.kinds import parse_host
 
 
 def default_slots(options: Options) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elasticstate.config import Options
 from elasticstate.discovery import Hosts, HostSource
 from elasticstate.discovery.host_lines import default_slots, parse_hosts
+from elasticstate.options import Options
 
 
 class HostList(HostSource):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from elasticstate.config import Options
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.discovery.host_lines import default_slots, parse_hosts
+from elasticstate.options import Options
 from elasticstate.threads import in_thread
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from elasticstate.config import Options
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.discovery.host_lines import default_slots, parse_hosts
 from elasticstate.exit_status import how_it_ended
+from elasticstate.options import Options
 from elasticstate.processes import as_command, ask
 
 
@@ -31,7 +31,7 @@ async def run_script(command: str, timeout_s: float) -> str:
         answer = await ask(as_command(command), timeout_s)
     except TimeoutError:
         raise DiscoveryFault(
-            "timeout", f"{command} did not end within --discovery-timeout of {timeout_s:g} s"
+            "timeout", f"{command} did not end within {timeout_s:g} s (see --discovery-interval)"
         ) from None
     except PermissionError as error:
         raise DiscoveryFault(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 
-from elasticstate.config import Options, slurm_allocation
 from elasticstate.core.types import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.discovery.script import run_script
 from elasticstate.errors import OptionError
+from elasticstate.options import Options, slurm_allocation
 
 _INTERVAL_S = 10.0  # each call asks slurmctld, which serves a whole cluster
 _UNUSABLE = ("drain", "drng", "down", "fail")  # beginnings of states in which a node starts nothing new

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elasticstate.config import Options
 from elasticstate.driver.counted_lines import CountedLines
 from elasticstate.errors import OptionError
-from elasticstate.kinds import split_address
 from elasticstate.machine import version
 from elasticstate.net.control import ControlServer, Owner
 from elasticstate.net.names import LOCALHOST, own_addresses
 from elasticstate.net.strangers import Strangers
 from elasticstate.net.trust import Trust
+from elasticstate.options import Options
+from elasticstate.options.kinds import split_address
 
 
 class AgentServer:

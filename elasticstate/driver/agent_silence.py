@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from elasticstate.config import Options
 from elasticstate.driver.agent_handle import AgentHandle
 from elasticstate.driver.beats import next_beat
+from elasticstate.options import Options
 
 _LOOKS_PER_TIMEOUT = 20  # checks for silent agents within --heartbeat-timeout
 _LOOKS_PER_HEARTBEAT = 5  # a heartbeat to each agent at every 5th check only, because it costs more

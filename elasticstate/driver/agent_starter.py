@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elasticstate import commits as commit_directory
-from elasticstate.config import Options, agent_variable, passed_on
 from elasticstate.driver.agent_handle import AgentHandle
 from elasticstate.driver.agent_server import AgentServer
 from elasticstate.driver.background_tasks import BackgroundTasks
@@ -19,6 +18,7 @@ from elasticstate.launchers.local import AdoptedAgent
 from elasticstate.net.launch import Launch
 from elasticstate.net.messages import JobSpec
 from elasticstate.net.names import address_of, is_this_machine
+from elasticstate.options import CONNECT_TIMEOUT_S, Options, agent_variable, passed_on
 from elasticstate.processes import kill_marked
 from elasticstate.threads import in_thread
 
@@ -78,7 +78,7 @@ class AgentStarter:
             addresses=self._server.addresses,
             token=self._token,
             connect_timeout_s=self._options.connect_timeout_s,
-            wait_s=self._options.connect_timeout_s,
+            wait_s=max(CONNECT_TIMEOUT_S, self._options.connect_timeout_s),  # several attempts, if each is short
             local_address=self._address_of(host, here),
             socket=str(self._directory / f"agent-{self._spec.epoch}-{self._started}") if here else "",
             directory=os.getcwd(),

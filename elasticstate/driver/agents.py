@@ -18,12 +18,12 @@ from elasticstate.driver.agent_server import AgentServer
 from elasticstate.driver.agent_silence import watch_silence
 from elasticstate.driver.agent_starter import AgentStarter
 from elasticstate.driver.background_tasks import BackgroundTasks
-from elasticstate.kinds import is_host_name
 from elasticstate.launchers.dial_in import DialledIn
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream
 from elasticstate.net.names import address_towards, is_this_machine, outward_address
 from elasticstate.net.strangers import Strangers
+from elasticstate.options.kinds import is_host_name
 from elasticstate.threads import in_thread
 
 _LAST_MOMENT_S = 0.1

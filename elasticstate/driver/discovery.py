@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from elasticstate.core.ids import HostSlots, without_case
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.errors import DiscoveryError
-from elasticstate.kinds import RACK_RULE, is_host_name
 from elasticstate.net.names import learn_full_name
+from elasticstate.options.kinds import RACK_RULE, is_host_name
 from elasticstate.threads import in_thread
 
 

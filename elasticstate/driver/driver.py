@@ -13,7 +13,6 @@ import msgspec
 
 from elasticstate import commits as commit_directory
 from elasticstate.backends import DriverBackend, DriverServices, driver_part
-from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
 from elasticstate.discovery import host_source
@@ -43,6 +42,7 @@ from elasticstate.driver.stop_signals import StopSignals
 from elasticstate.driver.tails import Tails
 from elasticstate.errors import OptionError
 from elasticstate.net.strangers import Strangers
+from elasticstate.options import Options
 from elasticstate.processes import allow_many_descriptors
 from elasticstate.screen.screen import Screen
 from elasticstate.threads import in_thread

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from elasticstate.config import Options
 from elasticstate.core.types import CommitId
 from elasticstate.driver.durable_plan import CopyPlan, Pace, plan_copy, plan_last
 from elasticstate.driver.job_state import JobState
@@ -23,6 +22,7 @@ from elasticstate.driver.journal import Journal
 from elasticstate.durable.copies import copy_name
 from elasticstate.durable.failure import HOST, LOST, MISSED, NOT_FAILED, TORN, UNCHANGED
 from elasticstate.net.messages import CompleteDurable, DropDurable, DurableFailed, DurableSaved, SaveDurable, ToAgent
+from elasticstate.options import Options
 
 _LOOK_INTERVAL_S = 0.25
 _FIRST_RETRY_S = 1.0

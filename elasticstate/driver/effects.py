@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from elasticstate.backends import DriverBackend
-from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.records import Running
 from elasticstate.driver import spec
@@ -15,6 +14,7 @@ from elasticstate.driver.job_state import JobState
 from elasticstate.driver.journal import Journal
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.net.messages import ForgetCopiesOrder, ReplicateOrder, StopReplicationOrder, ToWorkers
+from elasticstate.options import Options
 
 
 class Effects:

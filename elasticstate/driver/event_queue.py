@@ -58,7 +58,7 @@ class EventQueue:
     def take(self) -> list[t.Event]:
         """Remove all events, and return them in their order. READY names the present length of the worker's pause.
 
-        A driver that reattaches waits for its agents, up to --reattach-timeout, before it takes their first events.
+        A driver that reattaches waits for its agents, for a limited time, before it takes their first events.
         """
         if self._timer is not None:
             self._timer.cancel()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 
-from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.membership import next_deadline
 from elasticstate.core.texts import listed
@@ -24,6 +23,9 @@ from elasticstate.driver.replication_sums import ReplicationSums
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.errors import DiscoveryError
 from elasticstate.net.names import is_this_machine
+from elasticstate.options import Options
+
+_REATTACH_TIMEOUT_S = 60.0  # after a restart of the driver, a host without an agent then counts as lost
 
 
 class MainLoop:
@@ -136,9 +138,7 @@ class MainLoop:
 
     async def _wait_for_agents(self, reattachment: Reattachment) -> None:
         """Wait until each agent of the previous driver is back or lost, or until a signal stops the job."""
-        option, limit_s = "reattach", self._options.reattach_timeout_s
-        if limit_s > self._options.driver_timeout_s:  # by elasticrun --reattach: no agent waits for so long
-            option, limit_s = "driver", self._options.driver_timeout_s
+        limit_s = min(_REATTACH_TIMEOUT_S, self._options.driver_timeout_s)  # no agent waits for longer
         deadline = self._loop.time() + limit_s
         while awaited := reattachment.awaited(lost_hosts(self._queue.events)):
             self._state.reason = f"waiting for the agents of {listed(awaited)}, which belonged to the previous driver"
@@ -149,4 +149,4 @@ class MainLoop:
                 return
             if self._loop.time() >= deadline:
                 for host in reattachment.awaited(lost_hosts(self._queue.events)):
-                    self._agents.give_up(host, f"did not reconnect within --{option}-timeout of {limit_s:g} s")
+                    self._agents.give_up(host, f"did not reconnect within {limit_s:g} s")

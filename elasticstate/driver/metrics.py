@@ -25,12 +25,12 @@ from elasticstate.driver.job_state import JobState
 from elasticstate.driver.overview import overview_of
 from elasticstate.driver.shards_overview import ShardsOverview
 from elasticstate.errors import OptionError
-from elasticstate.kinds import split_address
 from elasticstate.net.http_server import Answer, Request, RequestHandler
 from elasticstate.net.listening import listening_socket
 from elasticstate.net.names import is_own_host
 from elasticstate.net.strangers import Strangers
 from elasticstate.net.web_port import WebPort
+from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread
 
 _PHASES = ("waiting", "forming", "running", "finishing", "finished", "failed")

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.figures import PastFigures
 from elasticstate.core.reattach import Remains
@@ -25,6 +24,7 @@ from elasticstate.errors import OptionError
 from elasticstate.net import messages
 from elasticstate.net.names import learn_full_name
 from elasticstate.net.trust import token_of_job
+from elasticstate.options import Options
 from elasticstate.threads import in_thread
 from elasticstate.writing import BLOCKED_S
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 
 from elasticstate.commits import ID_FILE
-from elasticstate.config import Options, usable_runtime_directory
 from elasticstate.core.figures import NO_PAST, PastFigures
 from elasticstate.core.layouts import ShardLayout
 from elasticstate.core.types import CommitId, HostSlots, Placement, World
 from elasticstate.errors import OptionError
+from elasticstate.options import Options, usable_runtime_directory
 from elasticstate.private import is_still, open_directory, open_file, read_file, write_file
 
 _RECORD = "driver.json"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 
-from elasticstate.config import Options
 from elasticstate.core.figures import JobFigures, losses_text
 from elasticstate.core.texts import listed, number_of, ranks_text
 from elasticstate.core.types import CommitId, RootCause, WorkerId
@@ -18,6 +17,7 @@ from elasticstate.errors import OptionError
 from elasticstate.exit_status import NO_GROUP_HINT, NO_WORLD_HINT, OUT_OF_MEMORY, status_of
 from elasticstate.failures import WorkerFailure
 from elasticstate.machine import format_bytes
+from elasticstate.options import Options
 from elasticstate.terminal import message
 from elasticstate.writing import Writer
 

@@ -10,11 +10,11 @@ from itertools import groupby
 from pathlib import Path
 
 from elasticstate import backends
-from elasticstate.config import COMMIT_DEVICE_MEMORY, Options, inherited_environment
 from elasticstate.core import types as t
 from elasticstate.core.keepers import keeper_of, keeps
 from elasticstate.net import messages
 from elasticstate.net.runs import as_runs
+from elasticstate.options import COMMIT_DEVICE_MEMORY, Options, inherited_environment
 
 _MOST_SOURCES = 1000
 CALL_FILE = "call"

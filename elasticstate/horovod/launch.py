@@ -83,7 +83,7 @@ def run(
 _REMEDIES = {
     "mpi_args": "elasticrun calls mpirun itself. Leave it out.",
     "network_interface": "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and pass them to other hosts with env=.",
-    "executable": "the workers run with this Python. On other hosts, use remote_python=.",
+    "executable": "the workers run with this Python, which other hosts must have at the same path.",
 }
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from elasticstate.config import Options
 from elasticstate.core.types import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
 from elasticstate.errors import OptionError
 from elasticstate.kubernetes.pod_watch import PodWatch
+from elasticstate.options import Options
 from elasticstate.threads import in_thread
 
 
@@ -28,7 +28,7 @@ class Pods(HostSource):
         self._watch.start()
         if not await in_thread(self._watch.has_begun.wait, self._timeout_s):
             raise DiscoveryFault(
-                "timeout", f"the API server did not answer within --discovery-timeout of {self._timeout_s:g} s"
+                "timeout", f"the API server did not answer within {self._timeout_s:g} s (see --discovery-interval)"
             )
         if fault := self._watch.fault:
             raise DiscoveryFault("failed", fault)

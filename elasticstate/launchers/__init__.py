@@ -14,10 +14,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from elasticstate.config import Options
 from elasticstate.errors import OptionError
 from elasticstate.net.launch import Launch
 from elasticstate.net.names import is_this_machine
+from elasticstate.options import Options
 from elasticstate.plug_ins import plug_in
 
 GROUP = "elasticstate.launchers"

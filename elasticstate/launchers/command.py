@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,14 +16,12 @@ from elasticstate.launchers.early_agent import AGENT
 from elasticstate.net.launch import Launch
 from elasticstate.writing import Writer
 
+SAME_PYTHON = "install it there at this path, or start the agents there with elasticrun agent (see --listen)"
+"""Remedy if a host has no Python, with elasticstate, at the path of this one."""
+
 
 class CommandLauncher(Launcher):
     """Launcher with a command. A subclass has at least the method :meth:`command`."""
-
-    @property
-    def python(self) -> str:
-        """The path of the Python that runs agents (``--remote-python``)."""
-        return self.options.remote_python or sys.executable
 
     def command(self, host: str, arguments: Sequence[str], log: Path, name: str) -> list[str]:
         """Return the command that runs Python with these ``arguments`` on a host.

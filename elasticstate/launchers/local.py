@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from elasticstate import processes
-from elasticstate.config import agent_variable
 from elasticstate.exit_status import how_it_ended
 from elasticstate.launchers import Launcher
 from elasticstate.launchers.command import send_parameters
 from elasticstate.launchers.early_agent import agent_process
 from elasticstate.net.launch import Launch
 from elasticstate.net.names import is_this_machine
+from elasticstate.options import agent_variable
 from elasticstate.threads import in_thread
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from elasticstate.config import Options, slurm_allocation
 from elasticstate.errors import OptionError
 from elasticstate.launchers.command import CommandLauncher
+from elasticstate.options import Options, slurm_allocation
 from elasticstate.processes import ask
 
 _LIMIT_S = 10.0  # of each command
@@ -42,7 +43,7 @@ class SrunLauncher(CommandLauncher):
             "--quiet",
             "--chdir=/",  # no file of the user's directory hides a module of the agent
             f"--job-name={name}",
-            *(self.python, *arguments),
+            *(sys.executable, *arguments),
         ]
 
     async def clear(self, host: str, name: str) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from elasticstate.exit_status import how_it_ended
-from elasticstate.launchers.command import CommandLauncher
+from elasticstate.launchers.command import SAME_PYTHON, CommandLauncher
 
 _SSH_FAILED = 255
 
@@ -34,8 +34,6 @@ class SshLauncher(CommandLauncher):
             "ServerAliveCountMax": "3",
             "ControlPath": "none",  # a connection of its own, whose end has a meaning
         }
-        if not options.ssh_check_host_keys:
-            settings |= {"StrictHostKeyChecking": "no", "UserKnownHostsFile": os.devnull}
         command = ["ssh", "-T", "-E", str(log)]
         for name, value in settings.items():
             command += ["-o", f"{name}={value}"]
@@ -43,13 +41,13 @@ class SshLauncher(CommandLauncher):
             command += ["-p", str(options.ssh_port)]
         if options.ssh_identity_file is not None:
             command += ["-i", options.ssh_identity_file]
-        return [*command, "--", host, f"exec {shlex.join([self.python, *arguments])}"]
+        return [*command, "--", host, f"exec {shlex.join([sys.executable, *arguments])}"]
 
     def how_ended(self, host: str, code: int, log: Path) -> str:
         if code == _SSH_FAILED:
             return f"is unreachable by ssh: {_explain(host, _last_line(log))}"
         if code in (126, 127):
-            return f"could not be started: host {host} has no {self.python}: see --remote-python"
+            return f"could not be started: host {host} has no {sys.executable}: {SAME_PYTHON}"
         return how_it_ended(code)
 
 
@@ -61,12 +59,12 @@ def _last_line(log: Path) -> str:
 
 
 _REMEDIES = {
-    "Host key verification failed": "add the host's key to known_hosts (ssh-keyscan), or, in a trusted network, give "
-    "--no-ssh-check-host-keys",
+    "Host key verification failed": "add the host's key to known_hosts (ssh-keyscan), or, in a trusted network, write "
+    "StrictHostKeyChecking no into ~/.ssh/config",
     "Permission denied": "the host accepts none of your keys: see --ssh-identity-file and ssh-copy-id",
     "Connection refused": "no ssh server listens there: see --ssh-port",
     "Could not resolve hostname": "this machine cannot resolve the name: check the list of hosts and ~/.ssh/config",
-    "timed out": "the host does not answer: see --connect-timeout",
+    "timed out": "the host does not answer: see --heartbeat-timeout",
     "No route to host": "this machine has no route to the host",
 }
 

@@ -23,11 +23,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elasticstate.config import inherited_environment
 from elasticstate.log import logger
 from elasticstate.mpi import holder
 from elasticstate.mpi.relay import Relay
 from elasticstate.net.trust import Trust, read_token
+from elasticstate.options import inherited_environment
 
 if TYPE_CHECKING:
     from elasticstate.mpi.pmix import Pmix

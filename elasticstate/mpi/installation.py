@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from elasticstate import processes
-from elasticstate.config import inherited_environment, temporary_directory
 from elasticstate.errors import OptionError
 from elasticstate.exit_status import how_it_ended
+from elasticstate.options import inherited_environment, temporary_directory
 
 INSTALL = "pip install 'elasticstate[mpi]'"
 """Remedy for most missing parts."""

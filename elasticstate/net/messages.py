@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import signal
 
-from elasticstate.config import Options
 from elasticstate.core.copies import CopyFigures
 from elasticstate.core.types import (
     CommitId,
@@ -76,6 +75,7 @@ from elasticstate.net.worker_messages import (
     WorkerPreemptionNotice as WorkerPreemptionNotice,
     WorldMessage as WorldMessage,
 )
+from elasticstate.options import Options
 
 PROTOCOL_VERSION = 14
 STACKS_SIGNAL = signal.SIGRTMIN + 9

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from elasticstate.config import Options
 from elasticstate.exit_status import how_it_ended
 from elasticstate.launchers import Launcher
 from elasticstate.net.launch import Launch
+from elasticstate.options import Options
 from elasticstate.ray.cluster import Node, connected, nodes, require_ray
 from elasticstate.threads import in_thread
 
@@ -41,7 +41,6 @@ class RayAgent:
     def __init__(self, launch: Launch, options: Options) -> None:
         self._launch = launch
         self._slots_per_host = options.slots_per_host
-        self._python = options.remote_python
         self._actor: Any = None
         self._was_killed = False
 
@@ -55,7 +54,7 @@ class RayAgent:
             return "its node has left the cluster of Ray"
         ray = connected()
         self._actor = _actor(ray, node, self._slots_per_host)
-        done = self._actor.run.remote(self._python, msgspec.json.encode(self._launch))
+        done = self._actor.run.remote(msgspec.json.encode(self._launch))
         if self._was_killed:
             ray.kill(self._actor)
         try:
@@ -88,9 +87,9 @@ def _actor(ray: Any, node: Node, slots_per_host: int | None) -> Any:
 class _Host:
     """Actor that runs the agent of its node. Ray sets CUDA_VISIBLE_DEVICES for the actor, and so for the workers."""
 
-    def run(self, python: str | None, parameters: bytes) -> int:
+    def run(self, parameters: bytes) -> int:
         """Run the agent until its end; return its exit code, negative for a signal."""
-        own = python or sys.executable
+        own = sys.executable
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         shim = [own, "-I", "-S", str(_SHIM), str(os.getpid()), str(limit)]
         agent = subprocess.Popen([*shim, own, "-m", _AGENT], stdin=subprocess.PIPE, cwd="/")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elasticstate.config import Options
 from elasticstate.core.types import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, HostSource
+from elasticstate.options import Options
 from elasticstate.ray.cluster import nodes, request, require_ray
 from elasticstate.threads import in_thread
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from elasticstate.config import Options, has_cursor_control
+from elasticstate.options import Options, has_cursor_control
 
 _LONGEST_PART = 200  # a line must fit into PIPE_BUF, so that it is written as a whole
 _ANSWER_S = 0.5  # a terminal that is read shows a line sooner
@@ -98,7 +98,7 @@ class Screen:
 @contextmanager
 def screen_for(options: Options) -> Iterator[Screen | None]:
     """Take over the terminal for a job, if there is one and ``options`` want a live line. Else yield None."""
-    if not (options.live and options.call_directory is None and os.isatty(2) and has_cursor_control()):
+    if not (options.call_directory is None and os.isatty(2) and has_cursor_control()):
         yield None
         return
     try:

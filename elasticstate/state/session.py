@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from elasticstate.config import refusal_of_other_launchers, worker_environment
 from elasticstate.core.types import CommitId, ShardSource
 from elasticstate.errors import UsageError
+from elasticstate.options import refusal_of_other_launchers, worker_environment
 from elasticstate.state.shards import CopyReader
 
 FAILED_COLLECTIVE = (

@@ -19,10 +19,10 @@ import torch
 
 from elasticstate._native import checksum, checksums, equal, fill, gather, scatter
 from elasticstate.commit_header import NO_SHARDING, Sharding
-from elasticstate.config import commit_device_memory
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError, StateError
 from elasticstate.log import logger
+from elasticstate.options import commit_device_memory
 from elasticstate.state.async_commit import Copy, CopyOutcome, Item
 from elasticstate.state.buffer import Buffer
 from elasticstate.state.copy_stream import CopyStreamOf, copy_stream_of

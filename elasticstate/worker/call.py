@@ -14,9 +14,9 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from elasticstate.config import worker_environment
 from elasticstate.errors import UsageError
 from elasticstate.net.link import Given, StorageLink
+from elasticstate.options import worker_environment
 from elasticstate.seals import RESULT_HEAD_BYTES, result_hasher
 from elasticstate.worker.record import record
 

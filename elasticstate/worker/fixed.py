@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from elasticstate import present_world
 from elasticstate._native import count_failed_collectives
-from elasticstate.config import LaunchedPlace
 from elasticstate.core.assignment import fixed_placement
 from elasticstate.core.types import CommitId
 from elasticstate.errors import CollectiveError
 from elasticstate.log import logger
+from elasticstate.options import LaunchedPlace
 from elasticstate.state.base import State, committer_of
 from elasticstate.state.session import FAILED_COLLECTIVE, HeldCommits, SoloSession
 from elasticstate.worker import contexts

@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-from elasticstate.config import tunes_malloc
+from elasticstate.options import tunes_malloc
 
 KEPT_BYTES = 1 << 30
 _LARGEST_BYTES = 32 << 20  # of a block of the heap: glibc's own limit, DEFAULT_MMAP_THRESHOLD_MAX

@@ -31,13 +31,13 @@ from enum import Enum, auto
 from typing import Any, NoReturn
 
 from elasticstate.commits import owner_of
-from elasticstate.config import WorkerEnvironment
 from elasticstate.core.types import CommitId
 from elasticstate.error_chain import error_chain
 from elasticstate.errors import CollectiveError, HostsUpdatedInterrupt, StateError, StateMisfitError, UsageError
 from elasticstate.log import logger
 from elasticstate.net import messages
 from elasticstate.net.link import StorageLink, WorkerLink
+from elasticstate.options import WorkerEnvironment
 from elasticstate.present_world import WorldView
 from elasticstate.state import durable_state
 from elasticstate.state.base import State, committer_of

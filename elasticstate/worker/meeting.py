@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from elasticstate.compat.stores import PrefixStore, Store, TCPStore, rendezvous
-from elasticstate.config import LaunchedPlace, usable_runtime_directory
 from elasticstate.errors import UsageError
 from elasticstate.net.store_listener import StoreListener
+from elasticstate.options import LaunchedPlace, usable_runtime_directory
 from elasticstate.private import open_directory, read_file, write_file
 
 TIMEOUT = timedelta(seconds=300)

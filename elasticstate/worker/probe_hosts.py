@@ -17,8 +17,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from elasticstate.config import set_unless_given
 from elasticstate.errors import ElasticError, UnreachableError
+from elasticstate.options import set_unless_given
 
 MEETING_S = 30.0  # limit until all processes have imported torch and connected to the store
 EXCHANGE_S = 10.0  # limit of the all-reduce

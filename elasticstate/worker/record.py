@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar, overload
 
 from elasticstate import error_file, present_world
-from elasticstate.config import error_file_path, worker_environment
 from elasticstate.errors import NotInWorldError
 from elasticstate.log import logger
+from elasticstate.options import error_file_path, worker_environment
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,11 +12,11 @@ from datetime import timedelta
 from elasticstate import present_world
 from elasticstate.compat import aliases
 from elasticstate.compat.stores import PrefixStore, Store, TCPStore
-from elasticstate.config import WorkerEnvironment
 from elasticstate.error_chain import error_chain
 from elasticstate.errors import CollectiveError
 from elasticstate.net import messages
 from elasticstate.net.runs import from_runs
+from elasticstate.options import WorkerEnvironment
 from elasticstate.worker.contexts import addresses
 from elasticstate.worker.contexts.context import Backend, Context, Rendezvous
 from elasticstate.worker.sentinel import Sentinel

@@ -10,9 +10,9 @@ from typing import ParamSpec, TypeVar, cast, overload
 import torch.distributed as dist
 
 from elasticstate import present_world
-from elasticstate.config import forget_plain_variables, launched_place, worker_environment
 from elasticstate.errors import UsageError
 from elasticstate.net.link import report_use_of_run
+from elasticstate.options import forget_plain_variables, launched_place, worker_environment
 from elasticstate.state.base import State
 from elasticstate.worker.alone import SoloLoop
 from elasticstate.worker.fixed import FixedLoop

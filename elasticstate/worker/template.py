@@ -28,7 +28,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from elasticstate.config import replace_environment
+from elasticstate.options import replace_environment
 from elasticstate.net.fork_link import IMPORTING, READY, AgentLink, ReceivedRequest
 from elasticstate.worker.gloo_rest import watch_models
 

@@ -101,8 +101,8 @@ def main() -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     statuses = []
     for ranks in RANKS:
-        elasticrun = [sys.executable, "-m", "elasticstate", "-np", str(ranks), "--no-tag-output"]
-        job = [*elasticrun, "--max-no-progress", "1", "--", *command]
+        elasticrun = [sys.executable, "-m", "elasticstate", "-np", str(ranks)]
+        job = [*elasticrun, "--reset-limit", "0", "--", *command]
         statuses.append(subprocess.run(job, env=environment, check=False).returncode)
     return int(any(statuses))
 

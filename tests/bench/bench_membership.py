@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterable
 
-from elasticstate.config import Options
 from elasticstate.core.membership import Membership, new_membership, step
 from elasticstate.core.types import (
     AgentJoined,
@@ -25,6 +24,7 @@ from elasticstate.core.types import (
     WorkerExited,
     WorkerReady,
 )
+from elasticstate.options import Options
 
 SIZES = (1024, 4096, 16384)
 SLOTS_PER_HOST = 8

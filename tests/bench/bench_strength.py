@@ -5,7 +5,7 @@ at every step. After step 30 the bench kills one worker, or all of them.
 
 - torchrun: one agent, all workers restarted, checkpoint in memory.
 - elasticstate: workers fork from the template process.
-- elasticstate, new processes: the same with --no-template.
+- elasticstate, new processes: the same with --preload off.
 - elasticstate, a spare: with --spares 1, on a host of five slots, and with a warmup. One worker is killed.
 
 The time ends when the last of four workers has completed a step in a world of four. The goal of the spare adds the time
@@ -52,7 +52,7 @@ def elastic(folder: Path, *options: object) -> list[object]:
 
 
 def elastic_new(folder: Path) -> list[object]:
-    return elastic(folder, "--no-template")
+    return elastic(folder, "--preload=off")
 
 
 def elastic_spare(folder: Path) -> list[object]:

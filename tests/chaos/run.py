@@ -25,12 +25,12 @@ SLOTS = {"a": 2, "b": 1, "c": 1}
 SIZE = 4  # of the world when no host is afflicted
 OPTIONS = (
     *("-np", str(SIZE), "--min-np", "1", "--max-np", str(SIZE)),
-    *("--heartbeat-timeout", str(HEARTBEAT_S), "--connect-timeout", "1", "--stop-timeout", "5"),
+    *("--heartbeat-timeout", str(HEARTBEAT_S), "--stop-timeout", "5"),
     *("--orphan-timeout", "20"),  # longer than any host is unreachable
-    *("--job-name", "chaos", "--reattach-timeout", "3"),
+    *("--job-name", "chaos"),
     *("--join-window", "2", "--min-interrupt-distance", "0.5"),
-    *("--cooldown-range", "1", "2", "--max-no-progress", "50", "--elastic-timeout", "180"),
-    *("--preemption-cooldown", "15"),  # a driver that was dead while a drained host was named anew waits for its end
+    # A driver that was dead while a drained host was named anew waits for the end of its cooldown, the longest one.
+    *("--cooldown-range", "1", "15", "--reset-limit", "1000", "--elastic-timeout", "180"),
 )
 PROOF_TIMEOUT_S = 45.0  # a drain may take --drain-timeout
 PATIENCE_S = 10.0  # how long a process fault waits for a target; a host fault waits as long as it lasts

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
-from elasticstate.cli import parse_options
-from elasticstate.config import Options, option_names
+from elasticstate.cli.parser import parse_options
+from elasticstate.options import Options, declarations
 
 ROOT = Path(__file__).parents[2]
 AT_THE_TOP = ("README.md", "DESIGN.md", "SECURITY.md", "CONTRIBUTING.md", "MIGRATION.md", "CHANGELOG.md")
@@ -162,7 +162,7 @@ def test_the_messages_in_troubleshooting_are_those_of_the_program() -> None:
 def test_the_times_of_options_on_all_pages_are_the_defaults() -> None:
     """``--x`` (10 s) in the text."""
     fields = {field.name: field.default for field in dataclasses.fields(Options)}
-    defaults = {name: fields[field] for field, option in option_names().items() for name in option.names}
+    defaults = {name: fields[field] for field, option in declarations().items() for name in option.names}
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

@@ -18,9 +18,9 @@ from job import Hosts, Job, Line
 TRAIN = Path(__file__).with_name("train.py")
 STEPS_BETWEEN = 3  # that each member of a full world has made before the next fault
 OPTIONS = (
-    *("--join-window", "0.5", "--min-interrupt-distance", "0.5", "--max-no-progress", "50"),
-    *("--heartbeat-timeout", "3", "--stop-timeout", "5", "--regroup-timeout", "30", "--cooldown-range", "0.2", "0.5"),
-    *("--start-timeout", "60", "--elastic-timeout", "60", "--preemption-cooldown", "1"),
+    *("--join-window", "0.5", "--min-interrupt-distance", "0.5", "--reset-limit", "1000"),
+    *("--heartbeat-timeout", "3", "--stop-timeout", "5", "--regroup-timeout", "30", "--cooldown-range", "0.2", "1"),
+    *("--start-timeout", "60", "--elastic-timeout", "60"),
 )
 
 

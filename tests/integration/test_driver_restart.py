@@ -19,8 +19,6 @@ from job import Job
 from elasticstate.driver.record import find_job
 
 FAST = (
-    "--failure-grace",
-    "0.5",
     "--join-window",
     "30",
     "--min-interrupt-distance",

@@ -228,7 +228,7 @@ def damage(path: Path) -> None:
 
 def test_a_job_never_begins_anew_because_its_copies_cannot_be_read(tmp_path: Path) -> None:
     place = tmp_path / "run"
-    options = ("-np", "1", "--durable-dir", str(place), "--max-no-progress", "1")
+    options = ("-np", "1", "--durable-dir", str(place), "--reset-limit", "0")
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     for folder in (first, second, third):
         folder.mkdir()

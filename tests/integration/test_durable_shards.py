@@ -296,6 +296,6 @@ def test_a_world_that_dies_while_it_attaches_never_mixes_a_copy_with_new_weights
             assert [line["generation"] for line in job.log("enter")] == [2, 2]
             check(job, 2, step)
             assert len(saved(job)) == 1
-    with small("third", "net", "", "--max-no-progress", "1") as job:
+    with small("third", "net", "", "--reset-limit", "0") as job:
         job.finish(status=1)
         assert "attach() has the values net, and the commit has model" in job.output

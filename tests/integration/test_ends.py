@@ -16,7 +16,7 @@ from forks import PACKAGE, SCRIPTS, Started, Template
 from job import Job
 from series import Series
 
-FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2")
+FAST = ("--join-window", "30", "--min-interrupt-distance", "0.2")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -186,7 +186,7 @@ def test_a_worker_with_notice_drains_and_loses_nothing(tmp_path: Path) -> None:
         job.check_survival()
 
 
-@pytest.mark.parametrize("template", ["--template", "--no-template"])
+@pytest.mark.parametrize("template", ["--preload=", "--preload=off"])
 @pytest.mark.parametrize(("number", "tracebacks"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
 def test_further_signals_to_a_worker_that_ends_print_no_traceback(
     tmp_path: Path, number: signal.Signals, tracebacks: int, template: str

@@ -19,7 +19,7 @@ from forks import SCRIPTS
 import elasticstate as elastic
 from elasticstate.failures import WorkerFailure
 
-OPTIONS: dict[str, Any] = {"np": 2, "failure_grace": 0.5, "max_no_progress": 1}
+OPTIONS: dict[str, Any] = {"np": 2, "reset_limit": 0}
 MEMORY = Path("/sys/fs/cgroup/memory")  # cgroup version 1; with version 2 only, the directory is /sys/fs/cgroup
 Fails = Callable[..., tuple[elastic.WorkerFailedError, list[str]]]
 

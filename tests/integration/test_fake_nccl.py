@@ -42,7 +42,7 @@ class FakeJob(Job):
         monkeypatch.setenv(fake_nccl.VARIABLE, json.dumps({"notes": str(self.notes), **fake}))
         command = [sys.executable, str(SCRIPTS / "fake_nccl.py"), str(SCRIPTS / script), *arguments]
         command += ["--log", str(directory / "logs"), "--steps", str(steps), *(["--fault", fault] if fault else [])]
-        super().__init__(directory, "--backend", backend, "--failure-grace", "0.5", *options, command=command)
+        super().__init__(directory, "--backend", backend, *options, command=command)
 
     def noted(self, what: str) -> list[dict[str, Any]]:
         return fake_nccl.notes(self.notes, what)

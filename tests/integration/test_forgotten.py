@@ -59,7 +59,7 @@ KEPT = {
         "state.moments = optimizer.state_dict()",
     ),
 }
-OPTIONS = ("-np", "2", "--min-np", "1", "--failure-grace", "0.5", "--join-window", "30", "--verify-sync")
+OPTIONS = ("-np", "2", "--min-np", "1", "--join-window", "30", "--verify-sync")
 
 
 def command(folder: Path, values: str, enter: str = "", commit: str = "") -> list[str]:

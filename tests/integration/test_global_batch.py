@@ -11,7 +11,7 @@ from job import Hosts, Job
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 STEPS = 200
 TOLERANCE = 1e-4
-OPTIONS = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2", "--min-np", "2")
+OPTIONS = ("--join-window", "30", "--min-interrupt-distance", "0.2", "--min-np", "2")
 
 
 def gpt(folder: Path, hosts: Hosts, *script: str) -> Job:

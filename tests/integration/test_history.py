@@ -17,8 +17,6 @@ FAST = (
     "0.1",
     "--min-interrupt-distance",
     "0.2",
-    "--failure-grace",
-    "0.5",
     "--cooldown-range",
     "0",
     "0",

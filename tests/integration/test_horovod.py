@@ -30,8 +30,6 @@ OPTIONS = (
     "3",
     "--min-np",
     "2",
-    "--failure-grace",
-    "0.5",
     "--join-window",
     "60",
     "--min-interrupt-distance",
@@ -190,7 +188,7 @@ def test_a_planned_change_at_the_tick_of_a_join_interrupts_all_ranks(tmp_path: P
     )
     stop = tmp_path / "stop"
     command = [sys.executable, "-c", program, str(stop)]
-    with Job(tmp_path, *OPTIONS, "--preemption-window", "0", command=command) as job:
+    with Job(tmp_path, *OPTIONS, command=command) as job:
         job.wait_for_event("sync", 9)
         job.kill(2, number=signal.SIGTERM)
         assert job.wait_for_event("world_formed", 2)["left"] == ["localhost:2#1"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from job import SCRIPTS, Hosts, Job
 
-OPTIONS = ("-np", "3", "--min-np", "2", "--failure-grace", "0.5", "--join-window", "60")
+OPTIONS = ("-np", "3", "--min-np", "2", "--join-window", "60")
 
 
 def script(log: Path, *arguments: str) -> list[str]:

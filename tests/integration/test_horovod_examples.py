@@ -15,7 +15,7 @@ import pytest
 from job import SCRIPTS, Hosts, Job, Line
 
 SIZES = ("-np", "3", "--min-np", "2", "--max-np", "4")
-PACE = ("--failure-grace", "0.5", "--join-window", "60", "--min-interrupt-distance", "0.2")
+PACE = ("--join-window", "60", "--min-interrupt-distance", "0.2")
 LR, WARMUP_EPOCHS, BATCHES_PER_ALLREDUCE = 0.01, 5, 2  # as in the scripts
 
 

@@ -58,7 +58,7 @@ def main():
     hvd.allreduce(torch.ones(1))
 
 try:
-    horovod.run(main, np=2, failure_grace=0.5)
+    horovod.run(main, np=2)
 except elasticstate.WorkerFailedError as error:
     print(type(error).__name__, len(error.failures), error, flush=True)
 """
@@ -99,7 +99,7 @@ def test_an_error_in_the_function_ends_run_with_it() -> None:
     [
         ({"mpi_args": "-x A"}, "mpirun"),
         ({"network_interface": "eth0"}, "GLOO_SOCKET_IFNAME"),
-        ({"executable": "python"}, "remote_python="),
+        ({"executable": "python"}, "at the same path"),
         ({"use_gloo": True, "use_mpi": True}, "Give only one"),
     ],
 )

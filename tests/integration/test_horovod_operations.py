@@ -11,7 +11,7 @@ from job import SCRIPTS, Job
 
 SCRIPT = SCRIPTS / "horovod_operation_checks.py"
 CHECKS = re.findall(r"^def (check_\w+)", SCRIPT.read_text(), re.MULTILINE)
-OPTIONS = ("-np", "3", "--min-np", "2", "--failure-grace", "0.5", "--join-window", "60")
+OPTIONS = ("-np", "3", "--min-np", "2", "--join-window", "60")
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [("gloo", 2), ("gloo", 3), ("gloo", 4), ("mpi", 3)])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from job import SCRIPTS, Job, Line
 
-OPTIONS = ("-np", "3", "--min-np", "2", "--failure-grace", "0.5", "--join-window", "60")
+OPTIONS = ("-np", "3", "--min-np", "2", "--join-window", "60")
 CHECK = ("--stall-check-time", "1")
 OF_ALL = "allreduce(name='of all 3', op=Average) of float32[1]"
 STEP = "a step of DistributedOptimizer(op=Average, compression=Unchanged, backward_passes_per_step=1)"

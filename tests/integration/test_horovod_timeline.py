@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from job import SCRIPTS, Job
 
-OPTIONS = ("--min-np", "2", "--failure-grace", "0.5", "--join-window", "60")
+OPTIONS = ("--min-np", "2", "--join-window", "60")
 Event = dict[str, Any]
 
 

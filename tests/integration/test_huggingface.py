@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 WITH_TRAINER = pytest.mark.skipif(find_spec("transformers") is None, reason="Transformers requires Python 3.11")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOLERANCE = 1e-4
-OPTIONS = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2", "--min-np", "1")
+OPTIONS = ("--join-window", "30", "--min-interrupt-distance", "0.2", "--min-np", "1")
 PRELOADED = {
     "huggingface_trainer.py": "elasticstate.huggingface.trainer",
     "huggingface_loop.py": "elasticstate.huggingface.accelerator",

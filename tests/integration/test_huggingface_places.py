@@ -12,7 +12,7 @@ from forks import SCRIPTS
 from job import Job
 
 WITH_TRAINER = pytest.mark.skipif(find_spec("transformers") is None, reason="Transformers requires Python 3.11")
-OPTIONS = ("--failure-grace", "0.5", "--join-window", "4", "--min-interrupt-distance", "0.2", "--min-np", "1")
+OPTIONS = ("--join-window", "4", "--min-interrupt-distance", "0.2", "--min-np", "1")
 
 
 @pytest.mark.parametrize("kind", ["accelerator", pytest.param("trainer", marks=WITH_TRAINER)])

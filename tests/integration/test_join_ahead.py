@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from job import SCRIPTS, Job
 
-OPTIONS = ("-np", "2", "--failure-grace", "0.5")
+OPTIONS = ("-np", "2")
 
 
 def command(log: Path, dies: str, *more: str) -> list[str]:
@@ -45,8 +45,7 @@ def test_commits_that_were_told_of_and_are_damaged_are_made_up_for(tmp_path: Pat
 
 
 def test_a_newcomer_may_not_call_collectives_at_the_top(tmp_path: Path) -> None:
-    options = (*OPTIONS, "--max-no-progress", "1")
-    with Job(tmp_path, *options, command=command(tmp_path / "logs", "in training", "--collective")) as job:
+    with Job(tmp_path, *OPTIONS, command=command(tmp_path / "logs", "in training", "--collective")) as job:
         job.finish(1)
         assert len(job.log("dies")) == 1
         assert "UsageError: A new worker called a collective before the function decorated with run" in job.output

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 SAMPLES = 1400
 EPOCH = 140  # batches of 10 samples
 TOLERANCE = 1e-4
-OPTIONS = ("--min-np", "1", "--failure-grace", "0.5", "--join-window", "60", "--min-interrupt-distance", "0.2")
+OPTIONS = ("--min-np", "1", "--join-window", "60", "--min-interrupt-distance", "0.2")
 OPTIONS += ("--verify-sync", "--preload", "lightning.pytorch")  # which takes three seconds to import
 EXAMPLE = PACKAGE / "examples" / "lightning_digits.py"
 GUIDE = PACKAGE / "docs" / "guides" / "lightning.md"

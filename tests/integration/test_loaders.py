@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from job import SCRIPTS, Hosts, Job
 
-OPTIONS = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2")
+OPTIONS = ("--join-window", "30", "--min-interrupt-distance", "0.2")
 
 
 def command(directory: Path, kind: str, **options: object) -> list[str]:

@@ -23,7 +23,7 @@ from elasticstate.mpi.messages import Applicant
 from elasticstate.mpi.mpirun import Mpirun
 from elasticstate.net.trust import make_token
 
-MPI = ("--backend", "mpi", "--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
+MPI = ("--backend", "mpi", "--join-window", "30", "--min-interrupt-distance", "0.5")
 
 
 def survived(job: Job, deaths: int, generations: int = 2) -> None:

@@ -20,7 +20,7 @@ NO_GPU = pytest.mark.skipif(HAS_NCCL, reason="there is a CUDA device")
 def lost_device(tmp_path: Path, *options: str, **script: object) -> Job:
     arguments = [part for name, value in script.items() for part in ("--" + name, str(value))]
     command = [sys.executable, str(SCRIPTS / "lost_device.py"), "--log", str(tmp_path / "logs"), *arguments]
-    return Job(tmp_path, "--failure-grace", "0.5", "--join-window", "60", *options, command=command)
+    return Job(tmp_path, "--join-window", "60", *options, command=command)
 
 
 @NO_GPU

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from job import Hosts, Job
 
-FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
+FAST = ("--join-window", "30", "--min-interrupt-distance", "0.5")
 
 
 def test_a_newcomer_knows_before_it_is_ready_how_much_a_commit_takes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from job import SCRIPTS, Hosts, Job, Line
 from series import Series, faults_file, kill
 
 MEGABYTES = 8
-FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
+FAST = ("--join-window", "30", "--min-interrupt-distance", "0.5")
 
 
 def buffers(job: Job, host: str = "localhost") -> dict[str, int]:

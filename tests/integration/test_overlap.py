@@ -10,7 +10,7 @@ import pytest
 from job import Hosts, Job
 from series import Errors, Series, faults_file, one_after_the_other
 
-FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
+FAST = ("--join-window", "30", "--min-interrupt-distance", "0.5")
 STEPS = 60
 PACE_S = 0.004  # per tensor, of eight: a commit takes as long as several steps
 

@@ -76,7 +76,7 @@ def check_variables(job: Job) -> None:
         assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("template", ["--template", "--no-template"])
+@pytest.mark.parametrize("template", ["--preload=", "--preload=off"])
 def test_after_a_kill_all_workers_restart_and_continue_from_the_snapshot(tmp_path: Path, template: str) -> None:
     options = ("-np", "2", "--job-name", "plain-variables", "--max-restarts", "4", "--start-timeout", "5", template)
     with plain(tmp_path, *options, steps=150, step_time=0.05) as job:
@@ -164,7 +164,7 @@ def test_a_member_that_finishes_early_is_awaited(tmp_path: Path) -> None:
 
 
 def test_a_preempted_host_leaves_and_the_others_restart(tmp_path: Path) -> None:
-    options = ("-H", "localhost:1,127.0.0.1:1", "-np", "2", "--min-np", "1", "--preemption-window", "0")
+    options = ("-H", "localhost:1,127.0.0.1:1", "-np", "2", "--min-np", "1")
     options += ("--join-window", "30")  # the first world has both, however late the second agent comes
     with plain(tmp_path, *options, steps=200, step_time=0.05) as job:
         trains(job, 0)
@@ -194,7 +194,7 @@ def test_a_new_driver_continues_a_job_of_plain_workers(tmp_path: Path) -> None:
     assert [e["generation"] for e in job.events("world_formed")] == [1, 2]
 
 
-@pytest.mark.parametrize("template", ["--template", "--no-template"])
+@pytest.mark.parametrize("template", ["--preload=", "--preload=off"])
 def test_a_worker_ends_although_a_collective_is_in_flight_at_its_end(tmp_path: Path, template: str) -> None:
     """With torch 2.13 alone, such a process waits for itself for ever, or aborts."""
     command = [sys.executable, str(SCRIPTS / "in_flight.py")]

@@ -13,7 +13,7 @@ from job import Hosts, Job, Line
 
 TWO = ("localhost", "127.0.0.2")
 THREE = (*TWO, "127.0.0.3")
-FAST = ("--min-np", "1", "--failure-grace", "0.5", "--min-interrupt-distance", "0.2", "--preemption-interval", "0.1")
+FAST = ("--min-np", "1", "--min-interrupt-distance", "0.2")
 
 
 def notice_command(directory: Path) -> tuple[str, str]:
@@ -54,7 +54,7 @@ def ends_well(job: Job) -> None:
 
 def test_a_notice_command_drains_its_host_and_discovery_may_name_it_anew(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path).set(*TWO)
-    options = ("-np", "2", *FAST, "--preemption-window", "0.2", *hosts.options, *notice_command(tmp_path))
+    options = ("-np", "2", *FAST, *hosts.options, *notice_command(tmp_path))
     with Job(tmp_path, *options, steps=20, until=tmp_path / "stop", commit_every=50) as job:
         all_train(job, 2)
         (tmp_path / "notice-127.0.0.2").touch()
@@ -81,15 +81,15 @@ def test_hosts_with_notice_within_a_second_cost_one_interrupt(tmp_path: Path, by
     with Job(tmp_path, *options, steps=20, until=tmp_path / "stop", commit_every=50) as job:
         all_train(job, 3)
         for host in THREE[1:]:
-            if by_command:
+            if by_command:  # it runs at nearly the same time on both hosts
                 (tmp_path / f"notice-{host}").touch()
             else:
                 os.kill(agent_of(job, host), signal.SIGTERM)
-            job.wait_for_event("host_draining", host=host)
-            time.sleep(0.3)
+                job.wait_for_event("host_draining", host=host)
+                time.sleep(0.3)
         end = drained(job, THREE, *THREE[1:])
         first, second = job.events("host_draining")
-        assert 0.25 < second["time"] - first["time"] < 1.0 < end["time"] - first["time"]
+        assert second["time"] - first["time"] < 1.0 < end["time"] - first["time"]
         ends_well(job)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from job import Hosts, Job
 
-FAST = ("--failure-grace", "0.5", "--join-window", "1", "--min-interrupt-distance", "0.2")
+FAST = ("--join-window", "1", "--min-interrupt-distance", "0.2")
 
 
 def test_1_a_joiner_holds_the_synced_state_before_its_first_commit(tmp_path: Path) -> None:

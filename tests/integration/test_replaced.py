@@ -28,7 +28,7 @@ def replaced(file: Path) -> set[str]:
     return changed | {name for name in found.keys() - plain.keys() if "elasticstate" in found[name]}
 
 
-@pytest.mark.parametrize("option", ["--tick-records", "--template", "--no-template"])
+@pytest.mark.parametrize("option", ["--tick-records", "--preload=", "--preload=off"])
 def test_only_tick_records_replace_attributes_of_torch(tmp_path: Path, option: str) -> None:
     found = tmp_path / "found.json"
     with Job(tmp_path, "-np", "2", option, command=[sys.executable, SCRIPT, str(found)]) as job:

@@ -251,7 +251,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_commit_directory_that_is_too_small_is_a_clear_error(small: Path, tmp_path: Path) -> None:
-    options = ("-np", "2", "--max-no-progress", "1", "--commit-dir", str(small))
+    options = ("-np", "2", "--reset-limit", "0", "--commit-dir", str(small))
     with Job(tmp_path, *options, steps=5, ballast=8) as job:
         job.finish(status=1)
     error = job.events("root_cause")[0]["error"]

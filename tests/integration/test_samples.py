@@ -14,7 +14,7 @@ from job import SCRIPTS, Hosts, Job
 
 SAMPLES = 301
 CHANGES = 10
-OPTIONS = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2")
+OPTIONS = ("--join-window", "30", "--min-interrupt-distance", "0.2")
 
 
 def trained_once(job: Job) -> int:

@@ -19,7 +19,7 @@ from series import Errors, Recovery, Series, faults_file, one_after_the_other
 SCRIPT = Path(__file__).parents[1] / "multihost" / "scripts" / "sharded_faults.py"
 OPTIONS = (
     *("-np", "3", "--min-np", "2", "--max-np", "3", "-H", "localhost:1,127.0.0.2:1,127.0.0.3:1", "--replicas", "1"),
-    *("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.2", "--max-no-progress", "20"),
+    *("--join-window", "30", "--min-interrupt-distance", "0.2", "--reset-limit", "1000"),
     *("--cooldown-range", "0.2", "0.4"),
 )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from job import Hosts, Job
 
-FAST = ("--failure-grace", "0.5", "--min-interrupt-distance", "0.5")
+FAST = ("--min-interrupt-distance", "0.5")
 
 
 def test_a_spare_replaces_a_killed_worker_and_another_one_is_started(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from job import SCRIPTS, Job
 GENERATIONS = 101
 WINDOW = 20
 POOL = 3  # asyncio's thread pool starts another thread when all of its threads are at work, up to the cores plus 4
-FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0")
+FAST = ("--join-window", "30", "--min-interrupt-distance", "0")
 
 
 def test_a_hundred_commits_cost_no_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from job import SCRIPTS, Job, Line
 
 EVEN, IN_TURN = 600, 45
-OPTIONS = ("-np", "3", "--min-np", "2", "--straggler-action", "drain", "--preemption-window", "0")
+OPTIONS = ("-np", "3", "--min-np", "2", "--straggler-action", "drain")
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from series import (
     three_are_killed,
 )
 
-FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
+FAST = ("--join-window", "30", "--min-interrupt-distance", "0.5")
 SECOND = (
     "kill@init:rank=1:generation={next}",
     "kill@store:rank=1:generation={next}",
@@ -166,7 +166,7 @@ def test_hosts_come_and_go_while_workers_die(start: str, tmp_path: Path, monkeyp
     Each new process takes seconds to import torch, so that variant ends before the death of an agent, after which
     workers start in the same way as before.
     """
-    monkeypatch.setenv("ELASTICSTATE_TEMPLATE", "1" if start == "forked" else "0")
+    monkeypatch.setenv("ELASTICSTATE_PRELOAD", "" if start == "forked" else "off")
     hosts = Hosts(tmp_path).set("localhost:2")
     options = ("-np", "2", "--min-np", "1", *hosts.options, *FAST, "--cooldown-range", "1", "2")
     faults = ["kill@leave:rank=1:generation=1"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job import SCRIPTS, Hosts, Job
 
-OPTIONS = ("--failure-grace", "0.5", "--min-interrupt-distance", "0.2", "--min-np", "2", "--join-window", "30")
+OPTIONS = ("--min-interrupt-distance", "0.2", "--min-np", "2", "--join-window", "30")
 
 
 def start(folder: Path, hosts: Hosts, *batches: int, throw: bool = False, step_s: float = 0.02, epochs: int = 1) -> Job:

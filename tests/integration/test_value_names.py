@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from job import Job
 
-FAST = ("--failure-grace", "0.5", "--join-window", "30", "--min-interrupt-distance", "0.5")
+FAST = ("--join-window", "30", "--min-interrupt-distance", "0.5")
 REMEDY = "Construct the state with the same names and kinds of values on every rank."
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
 
 def check(network: Network, *options: str) -> tuple[int, str]:
     """Run the command. Return its exit status and the part of its output about the hosts."""
-    command = network.python("d", "-m", "elasticstate", "--check", "--connect-timeout", "2", *options)
+    command = network.python("d", "-m", "elasticstate", "--check", "--heartbeat-timeout", "5", *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout.partition("\nHosts:\n")[2]
 
@@ -42,22 +41,7 @@ def test_a_host_that_does_not_answer_is_told_of(network: Network) -> None:
     first, second = said.splitlines()
     assert first.startswith("    [X] a: ")
     assert second.startswith("    [ ] b: is unreachable by ssh: ")
-    assert "see --connect-timeout" in second
-
-
-def test_a_python_that_is_not_there(network: Network) -> None:
-    status, said = check(network, "-H", "a:1", "--remote-python", "/no/such/python")
-    assert status == 1
-    assert said == "    [ ] a: could not be started: host a has no /no/such/python: see --remote-python\n"
-
-
-def test_a_python_without_elasticstate(network: Network, tmp_path: Path) -> None:
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # runs Python without site-packages
-    bare.chmod(0o755)
-    status, said = check(network, "-H", "a:1", "--remote-python", str(bare))
-    assert status == 1
-    assert said.startswith(f"    [ ] a: {bare} on that host has no elasticstate: pip install elasticstate there")
+    assert "see --heartbeat-timeout" in second
 
 
 def test_hosts_are_told_whether_they_reach_each_other(network: Network) -> None:

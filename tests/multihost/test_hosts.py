@@ -24,7 +24,7 @@ MISSED_S = 1.25 * HEARTBEAT_S  # of silence, at most: the driver looks 20 times 
 NEXT_STEP_S = 0.5  # from the detection of a host's loss to the survivors' next step
 QUICK = (
     *("--heartbeat-timeout", str(HEARTBEAT_S), "--min-interrupt-distance", "0.1", "--join-window", "5"),
-    *("--cooldown-range", "0.2", "0.4", "--connect-timeout", "1", "--orphan-timeout", "20"),
+    *("--cooldown-range", "0.2", "0.4", "--orphan-timeout", "20"),
 )
 
 
@@ -239,7 +239,7 @@ FAULTS: dict[str, Callable[[Scene], None]] = {
 def struck(tmp_path_factory: pytest.TempPathFactory) -> Errors:
     """Let all faults strike at one job. A job that has ended well is a part of the last one."""
     folder = tmp_path_factory.mktemp("series")
-    options = ("--job-name", "again", "--reattach-timeout", "3")
+    options = ("--job-name", "again")
     with Network(folder, "a", "b", "c") as network, job_on(network, folder, *options, step_seconds=0.03) as job:
         scene = Scene(network, job)
 
@@ -322,8 +322,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Errors:
     script = folder / "notice.sh"
     script.write_text(NOTICE.format(folder=folder))
     script.chmod(0o755)
-    options = ("--preemption-command", str(script), "--preemption-interval", "0.1", "--env", "MY_*")
-    options += ("--heartbeat-timeout", "10", "--job-name", "calm")
+    options = ("--preemption-command", str(script), "--env", "MY_*")
+    options += ("--heartbeat-timeout", "10", "--job-name", "calm", "--cooldown-range", "0.2", "600")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)

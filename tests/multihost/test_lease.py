@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "alone.py"
 LEASE_S = 3.0
 OPTIONS = (
     *("-np", "2", "--min-np", "1", "-H", "a:1,b:1", "--heartbeat-timeout", "2", "--min-interrupt-distance", "0.1"),
-    *("--cooldown-range", "0.2", "0.4", "--connect-timeout", "1", "--orphan-timeout", "60", "--lease", f"{LEASE_S:g}"),
+    *("--cooldown-range", "0.2", "0.4", "--orphan-timeout", "60", "--lease", f"{LEASE_S:g}"),
     *("--join-window", "30"),
 )
 

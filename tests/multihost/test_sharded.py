@@ -18,7 +18,7 @@ STEPS = 200
 TOLERANCE = 1e-4
 QUICK = (
     *("--heartbeat-timeout", "2", "--min-interrupt-distance", "0.1", "--join-window", "5"),
-    *("--cooldown-range", "0.2", "0.4", "--connect-timeout", "1", "--orphan-timeout", "20", "--failure-grace", "0.5"),
+    *("--cooldown-range", "0.2", "0.4", "--orphan-timeout", "20"),
 )
 
 

@@ -24,7 +24,7 @@ HELD_BACK = 1_000_000  # bytes that pass before the others of a copy are dropped
 SILENCE_S = 10.0  # after which a worker reads another copy
 HOSTS = ("a", "b", "c")
 BALLAST_MB = 4  # much more of them in each worker's shards
-OPTIONS = ("-np", "3", "--min-np", "2", "-H", "a:1,b:1,c:1", *QUICK, "--replicas", "2", "--max-no-progress", "20")
+OPTIONS = ("-np", "3", "--min-np", "2", "-H", "a:1,b:1,c:1", *QUICK, "--replicas", "2", "--reset-limit", "1000")
 
 
 @pytest.fixture

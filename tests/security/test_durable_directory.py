@@ -139,7 +139,7 @@ def test_a_job_runs_no_pickle_of_another_user(tmp_path: Path, public: Path) -> N
     marker, refused, first, second = public / "executed", *(tmp_path / name for name in ("refused", "first", "second"))
     for folder in (refused, first, second):
         folder.mkdir()
-    options = ("-np", "1", "--durable-dir", str(public), "--max-no-progress", "1")
+    options = ("-np", "1", "--durable-dir", str(public), "--reset-limit", "0")
     forged = as_planted(save(public, FAR, commit_of({"step": Payload(marker)}, pickle.dumps(Payload(marker)))))
     with Job(refused, *options, steps=3) as job:
         job.finish(status=1)

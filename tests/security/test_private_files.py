@@ -31,7 +31,7 @@ from elasticstate.errors import WorkerFailedError
 def f(x):
     return x + 1
 try:
-    print(launch(f, args=(41,), np=1, tag_output=False))
+    print(launch(f, args=(41,), np=1))
 except WorkerFailedError as error:
     sys.exit(f"failed: {error}")
 """

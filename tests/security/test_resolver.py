@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare")
 
 PROGRAM = """
 import asyncio, sys, time
-from elasticstate.config import Options
+from elasticstate.options import Options
 from elasticstate.discovery import host_source
 from elasticstate.driver.discovery import Discovery
 from elasticstate.launchers import HostLaunchers

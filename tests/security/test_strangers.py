@@ -60,7 +60,7 @@ class Door(NamedTuple):
 
 @contextmanager
 def job_that_trains(tmp_path: Path) -> Iterator[tuple[Job, Door]]:
-    options = ("-np", "2", "--connect-timeout", "1")
+    options = ("-np", "2", "--heartbeat-timeout", "1")
     with Job(tmp_path, *options, until=tmp_path / "stop", steps=10, step_seconds=0.03) as job:
         job.wait_for_step(3)
         record = json.loads(next(Path(os.environ["XDG_RUNTIME_DIR"]).glob("*/driver.json")).read_text())

@@ -47,7 +47,7 @@ class Ports:
         limits = ("prlimit", f"--nofile={DESCRIPTORS}:{DESCRIPTORS}")
         within = (*limits, "sh", "-c", f'exec "$@" 2> {fifo}', "sh")
         options = ("-np", "2", "--min-np", "1", *Hosts(tmp_path).set("localhost:2").options, *FAST)
-        options = (*options, "--connect-timeout", "3", "--dashboard", f"0.0.0.0:{self.dashboard}")
+        options = (*options, "--heartbeat-timeout", "3", "--dashboard", f"0.0.0.0:{self.dashboard}")
         options = (*options, "--metrics", f"0.0.0.0:{self.metrics}")
         self.job = Job(tmp_path, *options, within=within, until=tmp_path / "stop", steps=10, step_seconds=0.03)
         self.restarts = 0

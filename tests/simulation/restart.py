@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.reattach import reattach
 from elasticstate.driver.reattach import Reattachment, newer
 from elasticstate.driver.record import Record
 from elasticstate.net import messages
+from elasticstate.options import Options
 from tests.simulation.partition import Cut
 
 if TYPE_CHECKING:

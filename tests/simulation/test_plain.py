@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import msgspec
 from hypothesis import given, strategies as st
 
-from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.membership import new_membership, next_deadline, step
 from elasticstate.core.reattach import reattach
@@ -18,6 +17,7 @@ from elasticstate.core.records import Over
 from elasticstate.driver.reattach import Reattachment, newer
 from elasticstate.driver.record import Record
 from elasticstate.net import messages
+from elasticstate.options import Options
 from tests.policy import policy_of
 
 HOSTS = ("a", "b", "c")

@@ -43,7 +43,6 @@ SCENARIOS = (
     "preemption_notices_of_several_hosts",
     "rank_0_dies",
     "reset_limit",
-    "reset_window",
     "retained_commit_awaited",
     "retained_commit_lost",
     "sharded_host_joins",

@@ -16,11 +16,10 @@ from tests.sources import PACKAGE, ROOT, SOURCES, of_each, text_of, tree_of
 
 PARTS = {
     "agent",
-    "agent_cli",
     "allocation",
     "backends",
     "check",
-    "config",
+    "options",
     "cli",
     "commit_header",
     "commits",
@@ -39,7 +38,6 @@ PARTS = {
     "history",
     "horovod",
     "huggingface",
-    "kinds",
     "launchers",
     "launching",
     "lightning",
@@ -48,7 +46,6 @@ PARTS = {
     "loop_watch",
     "machine",
     "net",
-    "other_launchers",
     "plug_ins",
     "present_world",
     "private",
@@ -56,7 +53,6 @@ PARTS = {
     "screen",
     "seals",
     "state",
-    "status_cli",
     "terminal",
     "threads",
     "tracebacks",
@@ -67,7 +63,7 @@ PARTS = {
 PLUG_INS = {"kubernetes", "mpi", "mpi.worker", "ray"}  # tables name them; no other part may import them
 
 LIBRARIES = {"horovod", "huggingface", "lightning", "loggers"}
-COMMANDS = {"agent_cli", "cli", "history", "status_cli"}
+COMMANDS = {"cli", "history"}
 ON_TOP = {*LIBRARIES, "extension"}
 
 # The other parts that a part may import. The command line may import all parts except plug-ins.
@@ -77,7 +73,7 @@ ALLOWED = {
     "compat": {"_native", "errors", "log"},
     "copies": {"_native", "allocation", "commits", "core", "errors", "net", "private", "seals"},
     "core": {"exit_status"},
-    "kubernetes": {"config", "core", "discovery", "errors", "threads"},
+    "kubernetes": {"options", "core", "discovery", "errors", "threads"},
     "error_chain": set[str](),
     "error_file": {"error_chain", "tracebacks"},
     "exit_status": set[str](),
@@ -86,39 +82,35 @@ ALLOWED = {
     "log": {"terminal"},
     "loop_watch": {"compat"},
     "machine": set[str](),
-    "mpi": {"backends", "check", "config", "core", "errors", "exit_status", "log", "net"}
+    "mpi": {"backends", "check", "options", "core", "errors", "exit_status", "log", "net"}
     | {"private", "processes", "threads"},
-    "mpi.worker": {"_native", "compat", "config", "errors", "log", "mpi", "net", "private", "worker"},
+    "mpi.worker": {"_native", "compat", "options", "errors", "log", "mpi", "net", "private", "worker"},
     "private": set[str](),
     "processes": set[str](),
-    "ray": {"compat", "config", "core", "discovery", "errors", "exit_status", "launchers", "net", "threads"},
-    "screen": {"config"},
+    "ray": {"compat", "options", "core", "discovery", "errors", "exit_status", "launchers", "net", "threads"},
+    "screen": {"options"},
     "seals": set[str](),
     "terminal": set[str](),
     "threads": {"compat"},
     "tracebacks": {"errors"},
     "writing": set[str](),
-    "net": {"compat", "config", "core", "errors", "writing"},
+    "net": {"compat", "options", "core", "errors", "writing"},
     "commit_header": set[str](),
-    "commits": {"config", "private", "processes"},
-    "kinds": {"backends", "core"},
-    "config": {"core", "errors", "kinds"},
+    "commits": {"options", "private", "processes"},
+    "options": {"core", "errors", "machine"},
     "durable": {"_native", "core", "errors", "machine", "private", "terminal"},
     "driver": PARTS - {"agent", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP},
     "check": PARTS - {"agent", "worker", "state", *COMMANDS, "launching", *ON_TOP},
     "agent": PARTS - {"driver", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP} | {"_native"},
-    "present_world": {"config", "core", "errors"},
+    "present_world": {"options", "core", "errors"},
     "worker": PARTS - {"driver", "agent", "check", *COMMANDS, "launching", *ON_TOP} | {"_native"},
     "state": PARTS - {"driver", "agent", "check", *COMMANDS, "launching", "worker", *ON_TOP} | {"_native"},
-    "agent_cli": {"agent", "cli", "config", "errors", "kinds", "machine", "net", "processes", "terminal"},
-    "status_cli": {"cli", "config", "driver", "errors", "kinds", "net", "terminal"},
     "cli": PARTS,
-    "discovery": {"config", "core", "errors", "exit_status", "kinds", "machine", "plug_ins", "processes", "threads"},
-    "launchers": {"config", "errors", "exit_status", "net", "plug_ins", "processes", "threads", "writing"},
+    "discovery": {"options", "core", "errors", "exit_status", "machine", "plug_ins", "processes", "threads"},
+    "launchers": {"options", "errors", "exit_status", "net", "plug_ins", "processes", "threads", "writing"},
     "plug_ins": {"errors"},
-    "other_launchers": {"config", "errors", "machine"},
     "launching": PARTS - {"agent", "check", "state", *COMMANDS, *ON_TOP},
-    "extension": {"compat", "config", "errors", "state", "worker"},
+    "extension": {"compat", "options", "errors", "state", "worker"},
     "history": {"core", "errors", "exit_status", "private", "terminal"},
     "horovod": {"errors", "extension"},
     "huggingface": {"compat", "errors", "extension"},
@@ -128,7 +120,7 @@ ALLOWED = {
 }
 WITH_TORCH = {"compat", "mpi.worker", "present_world", "worker", "state", *ON_TOP}
 BY_PUBLIC_NAMES = LIBRARIES  # written as packages of third parties would be: with the public names and extension.py
-WITHOUT_CONFIG = {"elasticstate.mpi.holder"}  # passes its environment on, and imports no module of this package
+WITHOUT_OPTIONS = {"elasticstate.mpi.holder"}  # passes its environment on, and imports no module of this package
 WITH_SOCKETS = {
     "elasticstate.copies.client",  # these four use threads, and no event loop
     "elasticstate.copies.pusher",
@@ -179,7 +171,7 @@ def _imports(source: Path) -> Iterator[str]:
 
 
 def test_the_sources_are_found() -> None:
-    assert {part(source) for source in SOURCES} >= {"core", "errors", "kinds", "net"}
+    assert {part(source) for source in SOURCES} >= {"core", "errors", "options", "net"}
 
 
 def test_a_rule_names_each_source_that_breaks_it() -> None:
@@ -244,7 +236,7 @@ def test_the_library_of_the_metrics_is_imported_only_with_their_option(source: P
 @of_each()
 def test_the_library_for_terminals_is_imported_only_to_show_something_there(source: Path) -> None:
     found = {imported for imported in imports(source) if imported.split(".")[0] == "rich"}
-    shown = {"elasticstate.durable.command", "elasticstate.screen.painter", "elasticstate.status_cli"}
+    shown = {"elasticstate.cli.export", "elasticstate.cli.status", "elasticstate.screen.painter"}
     assert not found or name(source) in shown
     users = {imported for imported in imports(source) if imported.startswith("elasticstate.screen.painter.")}
     assert not users or name(source) == "elasticstate.screen.__main__"
@@ -281,7 +273,7 @@ def test_sockets_are_opened_only_in_net(source: Path) -> None:
 
 @of_each()
 def test_the_environment_is_read_only_in_config(source: Path) -> None:
-    if part(source) == "config" or name(source) in WITHOUT_CONFIG:
+    if part(source) == "options" or name(source) in WITHOUT_OPTIONS:
         return
     nodes = list(ast.walk(tree_of(source)))
     # Writing is allowed: each world sets RANK, WORLD_SIZE, … for the libraries that look there.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.config import option_names
+from elasticstate.options import declarations
 from tests.sources import ROOT, of_each, tree_of
 
 DOCUMENTED = [path for name in ("elasticstate", "tests", "examples") for path in sorted((ROOT / name).rglob("*.py"))]
@@ -24,9 +24,9 @@ def docstrings(tree: ast.Module) -> Iterator[str]:
             yield node.value.value
 
 
-@pytest.mark.parametrize("name", option_names())
+@pytest.mark.parametrize("name", declarations())
 def test_the_help_of_an_option_is_made_of_sentences(name: str) -> None:
-    text = option_names()[name].help
+    text = declarations()[name].help
     assert text[0].isupper()
     assert text.endswith(".")
 

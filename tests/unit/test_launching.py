@@ -22,9 +22,9 @@ def nothing() -> None: ...
         ({"np": 2, "min_np": 3}, r"^--min-np: 3: must be at most -np"),
         ({"np": 2, "hosts": ["a:2", "b:x"]}, r"^-H/--hosts: 'a:2,b:x': must be host or host:slots"),
         ({"np": 2, "elastic_timout": 3}, r"unknown option 'elastic_timout'\. Did you mean 'elastic_timeout'\?$"),
-        ({"np": 2, "qqq": 3}, r"unknown option 'qqq'\. elasticrun --help lists all options\.$"),
+        ({"np": 2, "qqq": 3}, r"unknown option 'qqq'\. elasticrun --help-all lists all options\.$"),
         ({"np": 2, "cooldown_range": (5, 1)}, r"^--cooldown-range/.*: '5 1': must be two times"),
-        ({"np": 2, "tag_output": "perhaps"}, r"^--tag-output: 'perhaps': must be"),
+        ({"np": 2, "verbose": "perhaps"}, r"^--verbose: 'perhaps': must be"),
         ({"np": 2, "commit_dir": "/no/such/directory"}, r"^--commit-dir: '/no/such/directory': cannot hold commits"),
     ],
 )

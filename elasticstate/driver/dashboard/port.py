@@ -14,9 +14,9 @@ from elasticstate.driver.record import JobDirectory
 from elasticstate.driver.report import Report
 from elasticstate.errors import OptionError
 from elasticstate.failures import WorkerFailure
-from elasticstate.kinds import split_address
 from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.net.strangers import Strangers
+from elasticstate.options.kinds import split_address
 from elasticstate.threads import in_thread
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from elasticstate.config import WorkerEnvironment
 from elasticstate.errors import UsageError
 from elasticstate.mpi.messages import Applicant, IdentityRequest, as_request
 from elasticstate.mpi.worker.context import MpiContext
@@ -21,6 +20,7 @@ from elasticstate.mpi.worker.identity import forget_identity
 from elasticstate.mpi.worker.library import MPI
 from elasticstate.mpi.worker.world import WorldBuilder
 from elasticstate.net.messages import FromWorkerBody
+from elasticstate.options import WorkerEnvironment
 
 
 class MpiBackend:

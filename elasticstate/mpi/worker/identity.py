@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from elasticstate.config import inherited_environment
 from elasticstate.errors import CollectiveError
 from elasticstate.mpi.worker.library import MPI
 from elasticstate.net.names import interface_of, is_loopback
+from elasticstate.options import inherited_environment
 from elasticstate.private import open_directory, read_file
 
 _LOOK_INTERVAL_S = 0.002

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from elasticstate._native import GlooSockets
 from elasticstate.compat.stores import Store
-from elasticstate.config import WorkerEnvironment
 from elasticstate.net.messages import FromWorkerBody
+from elasticstate.options import WorkerEnvironment
 
 
 @dataclass(frozen=True, slots=True)

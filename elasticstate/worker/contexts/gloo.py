@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from elasticstate._native import count_failed_collectives, measure_waits
 from elasticstate.compat.process_groups import set_default_group_timeout
-from elasticstate.config import WorkerEnvironment
 from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
+from elasticstate.options import WorkerEnvironment
 from elasticstate.worker.contexts import addresses
 from elasticstate.worker.contexts.context import Fault, Rendezvous
 from elasticstate.worker.contexts.gloo_groups import GlooGroups

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from elasticstate._native import count_failed_collectives
 from elasticstate.compat import process_groups
-from elasticstate.config import WorkerEnvironment
 from elasticstate.errors import UsageError
 from elasticstate.log import logger
 from elasticstate.net.messages import FromWorkerBody
+from elasticstate.options import WorkerEnvironment
 from elasticstate.worker.contexts import addresses, device as devices, nccl_settings
 from elasticstate.worker.contexts.context import Fault, Rendezvous
 from elasticstate.worker.contexts.gloo_groups import GlooGroups

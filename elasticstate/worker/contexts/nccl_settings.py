@@ -13,8 +13,8 @@ import torch
 
 from elasticstate.compat import process_groups
 from elasticstate.compat.nccl_versions import refusal
-from elasticstate.config import ANY_NCCL, environment_variable, set_unless_given
 from elasticstate.errors import UsageError
+from elasticstate.options import ANY_NCCL, environment_variable, set_unless_given
 
 
 class Setting(NamedTuple):

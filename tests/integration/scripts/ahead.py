@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import elasticstate as elastic
-from elasticstate.config import worker_environment
+from elasticstate.options import worker_environment
 from elasticstate.worker.run import join
 
 parser = argparse.ArgumentParser()

@@ -36,10 +36,10 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional
 from collectives import check_all
 
-from elasticstate.config import WorkerEnvironment
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import CollectiveError
 from elasticstate.mpi.messages import decode_request
+from elasticstate.options import WorkerEnvironment
 from elasticstate.worker import contexts
 from elasticstate.worker.contexts.context import Context, Rendezvous
 

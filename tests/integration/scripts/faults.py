@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 import elasticstate as elastic
-from elasticstate.config import worker_environment
+from elasticstate.options import worker_environment
 from elasticstate.state.channel import Channel
 from elasticstate.state.peer import PeerReader
 from elasticstate.worker import contexts

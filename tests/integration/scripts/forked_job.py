@@ -27,7 +27,7 @@ from typing import IO, Any, NoReturn
 
 import elasticstate
 from elasticstate._native import exit_after_finalization
-from elasticstate.config import replace_environment
+from elasticstate.options import replace_environment
 from elasticstate.worker import script, template
 
 PACKAGE = Path(elasticstate.__file__).parents[1]

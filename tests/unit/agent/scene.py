@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -12,12 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
 from elasticstate.net import codec, messages
 from elasticstate.net.control import AgentStream, ControlServer
 from elasticstate.net.launch import Launch
 from elasticstate.net.trust import Trust
+from elasticstate.options import Options
 
 W = WorkerId("h", 0, 1)
 JOB_ID = "c0ffee"
@@ -33,7 +34,6 @@ SPEC = messages.JobSpec(
         start_timeout_s=60.0,
         stop_timeout_s=60.0,
         driver_timeout_s=60.0,
-        tag_output=False,
         preemption_interval_s=0.05,
     ),
     environment=(("GIVEN", "1"),),
@@ -43,7 +43,7 @@ SPEC = messages.JobSpec(
 SPEAK = """
 import os, sys, time
 from elasticstate._native import ControlPage
-from elasticstate.config import worker_environment
+from elasticstate.options import worker_environment
 from elasticstate.net import messages
 from elasticstate.net.link import StorageLink, WorkerLink
 told = worker_environment()
@@ -69,9 +69,10 @@ while True:
 
 SEAL = """
 import os
+import re
 from elasticstate._native import ControlPage
 from elasticstate.commits import owner_of
-from elasticstate.config import worker_environment
+from elasticstate.options import worker_environment
 from elasticstate.net.link import StorageLink
 told = worker_environment()
 page = ControlPage(StorageLink(told.socket, told.worker).ask().page)
@@ -206,15 +207,19 @@ class Scene:
         await self.until(lambda: bool(self._streams), "the agent once more")
 
     async def line(self) -> str:
-        """Return the next line that a worker prints."""
+        """Return the next line that a worker prints, without its tag."""
         assert self.agent.stdout is not None
-        return (await asyncio.wait_for(self.agent.stdout.readline(), 60)).decode().strip()
+        return _untagged((await asyncio.wait_for(self.agent.stdout.readline(), 60)).decode().strip())
 
     async def end(self) -> tuple[int, str]:
         """Wait for the end of the agent. Return its exit status, and its remaining output with that of its workers."""
         stdout, stderr = await asyncio.wait_for(self.agent.communicate(), 60)
         assert self.agent.returncode is not None
-        return self.agent.returncode, (stdout + stderr).decode()
+        return self.agent.returncode, _untagged((stdout + stderr).decode())
+
+
+def _untagged(text: str) -> str:
+    return re.sub(r"^\[h:\d+\] ", "", text, flags=re.MULTILINE)
 
 
 def play(directory: Path, scenario: Callable[[Scene], Awaitable[None]]) -> None:

@@ -255,7 +255,7 @@ def test_an_agent_after_one_that_was_killed_tells_what_that_has_left(tmp_path: P
 # A worker that requests commit storage twice, and prints the answers.
 ASK = """
 import os
-from elasticstate.config import worker_environment
+from elasticstate.options import worker_environment
 from elasticstate.net import messages, worker_codec
 from elasticstate.net.link import WorkerLink
 told = worker_environment()

@@ -37,12 +37,6 @@ def test_a_line_without_end_is_not_kept_for_ever() -> None:
     assert tagger.feed(b"x" * 70_000) == b"[t] " + b"x" * 70_000 + b"\n"
 
 
-def test_without_a_tag_bytes_pass_as_they_are() -> None:
-    tagger = Tagger(b"")
-    assert tagger.feed(b"no end") == b"no end"
-    assert tagger.end() == b""
-
-
 EVERYBODY = Audience(())
 
 

@@ -80,7 +80,7 @@ def test_a_signal_ends_the_asking(tmp_path: Path) -> None:
         ("echo one >&2; echo two >&2; exit 3", 5.0, "exited with 3: two"),
         ("exit 4", 5.0, "exited with 4: nothing on stderr"),
         ("kill -KILL $$", 5.0, "was killed by SIGKILL: nothing on stderr"),
-        ("sleep 100", 0.1, "took longer than --preemption-timeout of 0.1 s"),
+        ("sleep 100", 0.1, "took longer than 0.1 s"),
     ],
 )
 def test_any_other_answer_is_warned_of_once_and_asking_goes_on(

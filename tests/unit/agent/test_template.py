@@ -113,7 +113,8 @@ def all_ways(directory: Path, command: list[str], cases: Iterable[str]) -> None:
     for way in ("fork", "new process", "plain"):
 
         async def scenario(scene: Scene, way: str = way) -> None:
-            run = await begin(scene, *(["env"] if way == "plain" else []), *command, template=way == "fork")
+            words = ["env", *command] if way == "plain" else command
+            run = await begin(scene, *words, preload=() if way == "fork" else None)
             for case in cases:
                 ended, out, err = await run.case(case)
                 out = out.replace(scene_name(scene), "")

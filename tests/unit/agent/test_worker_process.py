@@ -14,8 +14,8 @@ import pytest
 
 from elasticstate.agent.output import Audience, Outputs, Pump
 from elasticstate.agent.worker_process import Ending, WorkerProcess, start_command
-from elasticstate.config import Options
 from elasticstate.core.types import WorkerId
+from elasticstate.options import Options
 from elasticstate.processes import session_members
 
 W = WorkerId("h", 1, 1)
@@ -156,13 +156,13 @@ def test_a_worker_dies_with_its_agent(tmp_path: Path) -> None:
 import asyncio, os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from elasticstate.agent.output import Audience, Outputs
-from elasticstate.config import Options
+from elasticstate.options import Options
 from elasticstate.core.types import WorkerId
 from test_worker_process import started
 
 async def main():
     worker = WorkerId("h", 0, 1)
-    pumps = Outputs("h").pumps(worker, Options(command=(), tag_output=False), Audience(()))
+    pumps = Outputs("h").pumps(worker, Options(command=()), Audience(()))
     process = started(worker, ["sh", "-c", "echo $$; exec sleep 100"], {str(tmp_path)!r}, *pumps)
     await process.ended()
 
@@ -172,7 +172,7 @@ asyncio.run(main())
     async def scenario() -> None:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", agent, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
-        worker = int(await process.stdout.readline())
+        worker = int((await process.stdout.readline()).removeprefix(b"[h:0] "))
         assert session_members(worker) == {worker}
         process.kill()
         await process.wait()

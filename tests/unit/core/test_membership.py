@@ -137,7 +137,7 @@ def test_the_gate_time_out_ends_the_generation() -> None:
     assert isinstance(end, t.End)
     assert end.cause == (
         "a:1#1 (rank 1), a:2#1 (rank 2) did not enter the exit gate, where the others have waited for 3 s, and made no "
-        "progress for --gate-timeout of 3 s. Work after the last tick may call state.progress()"
+        "progress for --collective-timeout of 3 s. Work after the last tick may call state.progress()"
     )
     assert warnings_of(effects) == [f"generation 1 ends: {end.cause}"], "no worker has died, which would be a reason"
 

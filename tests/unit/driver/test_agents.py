@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from elasticstate.config import read_options
 from elasticstate.core import types as t
 from elasticstate.driver.agents import Agents
 from elasticstate.net import messages
 from elasticstate.net.control import DriverStream, Refused
 from elasticstate.net.trust import Trust
+from elasticstate.options import read_options
 from tests.unit.agent.scene import SPEC as FIRST_SPEC, TOKEN
 
 SPEC = structs.replace(FIRST_SPEC, epoch=2)

@@ -15,7 +15,6 @@ import pytest
 from aiohttp import ClientSession, ClientTimeout
 from hypothesis import given, strategies as st
 
-from elasticstate.config import read_options
 from elasticstate.core.types import SlotId, WorkerId
 from elasticstate.driver.dashboard.guard import Guard, Visit, is_from_proxy
 from elasticstate.driver.dashboard.history import History, decoded
@@ -32,6 +31,7 @@ from elasticstate.net import messages
 from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.net.names import own_addresses
 from elasticstate.net.strangers import Strangers
+from elasticstate.options import read_options
 from tests.policy import policy_of
 from tests.unit.core.test_membership import drive
 from tests.unit.driver.clock import Clock

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.config import Options, read_options
 from elasticstate.core.types import HostSlots
 from elasticstate.discovery import DiscoveryFault, Hosts, host_source
 from elasticstate.discovery.host_lines import parse_hosts
 from elasticstate.discovery.script import run_script
 from elasticstate.driver.discovery import Discovery
 from elasticstate.errors import DiscoveryError
+from elasticstate.options import Options, options as declared, read_options
 
 
 def hosts(*named: tuple[str, int]) -> Hosts:
@@ -140,16 +140,20 @@ def test_a_name_in_other_case_is_no_other_host(tmp_path: Path) -> None:
     [
         ("echo a:1; echo no luck >&2; exit 3", 60, r"exited with 3: no luck$"),
         ("echo 'a:1:2'", 60, "'a:1:2' is not a host: must be host or host:slots"),
-        ("sleep 100", 0.5, "did not end within --discovery-timeout of 0.5 s"),
+        ("sleep 100", 0.5, "did not end within 0.5 s"),
         ("echo far:1", 60, "far is refused"),
     ],
 )
-def test_the_first_answer_must_be_good(tmp_path: Path, body: str, timeout_s: float, said: str) -> None:
+def test_the_first_answer_must_be_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, timeout_s: float, said: str
+) -> None:
+    monkeypatch.setattr(declared, "_SHORTEST_DISCOVERY_S", timeout_s)
+
     async def never(_: Watch) -> None:
         pytest.fail("the first answer was taken")
 
     path = script(tmp_path / "discover.sh", body)
-    watch = Watch(options(host_discovery_script=path, discovery_timeout_s=str(timeout_s)), refused="far")
+    watch = Watch(options(host_discovery_script=path), refused="far")
     with pytest.raises(DiscoveryError, match=said):
         asyncio.run(watch.run(never))
 
@@ -159,13 +163,14 @@ def test_the_first_answer_must_be_good(tmp_path: Path, body: str, timeout_s: flo
     [
         ("exit 3", 60, "exited with 3: no output on stderr"),
         ("echo 'x y z'", 60, "'x y z' is not a host"),
-        ("sleep 100", 2, "did not end within --discovery-timeout of 2 s"),
+        ("sleep 100", 2, "did not end within 2 s"),
         ("echo far:1", 60, "far is refused"),
     ],
 )
 def test_a_bad_answer_later_changes_nothing_and_is_logged_once(
-    tmp_path: Path, body: str, timeout_s: float, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, timeout_s: float, said: str
 ) -> None:
+    monkeypatch.setattr(declared, "_SHORTEST_DISCOVERY_S", timeout_s)
     path = tmp_path / "discover.sh"
     script(path, "echo a:1")
     calls = tmp_path / "calls"
@@ -177,7 +182,7 @@ def test_a_bad_answer_later_changes_nothing_and_is_logged_once(
         script(path, "echo b:1")
         await watch.until(lambda: len(watch.answers) == 2)
 
-    watch = Watch(options(host_discovery_script=str(path), discovery_timeout_s=str(timeout_s)), refused="far")
+    watch = Watch(options(host_discovery_script=str(path)), refused="far")
     asyncio.run(watch.run(spoil))
     assert watch.answers == [hosts(("a", 1)), hosts(("b", 1))]
     assert len(watch.warnings) == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elasticstate.cli import parse_options
+from elasticstate.cli.parser import parse_options
 from elasticstate.core.types import CommitId, SlotId
 from elasticstate.driver.durable_copies import DurableCopies
 from elasticstate.driver.job_state import JobState

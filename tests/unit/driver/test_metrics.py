@@ -17,7 +17,6 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticstate.config import read_options
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.copies import CopyFigures
 from elasticstate.core.membership import Membership
@@ -29,6 +28,7 @@ from elasticstate.driver.metrics_port import metrics_served
 from elasticstate.driver.overview import overview_of
 from elasticstate.errors import OptionError
 from elasticstate.net.strangers import Strangers
+from elasticstate.options import read_options
 from tests.policy import policy_of
 from tests.prometheus import CONFIG, DASHBOARD, PROMTOOL, RULES, WHY, promtool
 from tests.unit.core.test_membership import RUNNING, drive

@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elasticstate.config import Options
 from elasticstate.core.assignment import assign
 from elasticstate.core.membership import new_membership, step
 from elasticstate.core.types import CommitId, HostsDiscovered, HostSlots, WorkerId, World
 from elasticstate.driver.reattach import Keeper, first_record, next_record
 from elasticstate.driver.record import JobDirectory, Record, find_job
 from elasticstate.errors import OptionError
+from elasticstate.options import Options
 
 OPTIONS = Options(command=("python", "train.py"), np=2, min_np=1, hosts=("a:2",), cooldown_range_s=(1.0, 2.0))
 

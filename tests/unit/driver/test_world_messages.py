@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.driver.spec import world_messages
 from elasticstate.net import messages, worker_codec
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
+from elasticstate.options import Options
 
 HOST = "node-0123.cluster.example.org"
 LINE = t.CommitId(100, 123_456)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from elasticstate.cli import parse_options
-from elasticstate.config import Options, option_names
+from elasticstate.cli.parser import parse_options
+from elasticstate.options import Options, declarations
 from tests.unit.kubernetes import manifests
 from tests.unit.kubernetes.api_server import ApiServer
 from tests.unit.kubernetes.manifests import Manifest, find, pod_of
@@ -109,7 +109,7 @@ def test_the_values_fit_each_other(directory: Path, name: str) -> None:
     assert agents is not None
     options = options_of(driver)
     assert options.drain_timeout_s == 30
-    needed = options.preemption_window_s + options.drain_timeout_s + options.stop_timeout_s
+    needed = options.policy().preemption_window_s + options.drain_timeout_s + options.stop_timeout_s
     assert agents["spec"]["terminationGracePeriodSeconds"] > needed
     assert driver["spec"]["terminationGracePeriodSeconds"] > options.stop_timeout_s + options.heartbeat_timeout_s
     assert stateful["spec"]["podManagementPolicy"] == "Parallel"
@@ -145,7 +145,7 @@ def test_the_values_fit_each_other(directory: Path, name: str) -> None:
 def options_of(driver: Manifest) -> Options:
     (container,) = driver["spec"]["containers"]
     assert container["command"] == ["elasticrun"]
-    twins = {twin: option.names[-1] for option in option_names().values() for twin in option.twins}
+    twins = {twin: option.names[-1] for option in declarations().values() for twin in option.twins}
     given = {twins[each["name"]]: each["value"] for each in container["env"] if each["name"] in twins}
     return parse_options([*(f"{name}={value}" for name, value in given.items()), *container["args"]])
 

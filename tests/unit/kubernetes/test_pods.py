@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.config import Options, read_options
 from elasticstate.core.types import HostSlots
 from elasticstate.discovery import host_source
 from elasticstate.driver.discovery import Discovery
 from elasticstate.errors import DiscoveryError, OptionError
+from elasticstate.options import Options, read_options
 from tests.unit.kubernetes.api_server import ApiServer
 
 pytest.importorskip("kubernetes", reason="the client of Kubernetes is not installed")

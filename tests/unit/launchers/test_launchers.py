@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
-from elasticstate.config import Options, read_options
 from elasticstate.launchers import HostLaunchers
 from elasticstate.launchers.ssh import SshLauncher
 from elasticstate.net.names import address_of, is_loopback, is_this_machine, own_addresses
+from elasticstate.options import Options, read_options
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2", "127.3.2.1", socket.gethostname()])
@@ -47,16 +48,14 @@ def ssh_command(chosen: Options) -> list[str]:
     return SshLauncher(chosen).command("far", ("-m", "elasticstate.agent"), Path("log"), "start")
 
 
-def test_the_ssh_command_checks_host_keys_unless_told_not_to() -> None:
-    command = ssh_command(options(remote_python="/a python"))
+def test_the_ssh_command_leaves_host_keys_port_and_key_to_the_configuration_of_ssh() -> None:
+    command = ssh_command(options())
     assert command[0] == "ssh"
-    assert command[-3:] == ["--", "far", "exec '/a python' -m elasticstate.agent"]
+    assert command[-3:] == ["--", "far", f"exec {sys.executable} -m elasticstate.agent"]
     assert "BatchMode=yes" in command
     assert "ConnectTimeout=10" in command
     assert not [word for word in command if "HostKey" in word or "KnownHosts" in word or word in ("-p", "-i")]
-    careless = ssh_command(options(ssh_check_host_keys="off", connect_timeout_s="0.3"))
-    assert "StrictHostKeyChecking=no" in careless
-    assert "ConnectTimeout=1" in careless
+    assert "ConnectTimeout=1" in ssh_command(options(heartbeat_timeout_s="0.5"))
 
 
 def test_port_and_key_are_passed_on_to_ssh() -> None:

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from elasticstate.backends import DriverServices
-from elasticstate.config import Options
 from elasticstate.core.types import CommitId, Placement, WorkerId, World
 from elasticstate.mpi.driver import MpiDriver
 from elasticstate.net import messages
+from elasticstate.options import Options
 
 DEAD, LIVING = WorkerId("b", 0, 1), WorkerId("b", 1, 1)
 MEMBERS = tuple(Placement(WorkerId(host, 0, 1), rank, 0, 1, True, rank, 2) for rank, host in enumerate("ab"))

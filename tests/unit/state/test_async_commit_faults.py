@@ -13,9 +13,9 @@ import pytest
 import torch
 from scripts.slow_device import SlowDevice
 
-from elasticstate import config
 from elasticstate.core.types import CommitId
 from elasticstate.errors import OptionError
+from elasticstate.options import COMMIT_DEVICE_MEMORY
 from elasticstate.state import async_commit
 from elasticstate.state.async_commit import Copy
 from elasticstate.state.base import committer_of
@@ -156,7 +156,7 @@ def test_memory_that_a_parameter_leaves_is_kept_until_it_is_copied(job: Job) -> 
 
 
 def test_with_memory_to_spare_nobody_waits(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(config.COMMIT_DEVICE_MEMORY, "1M")
+    monkeypatch.setenv(COMMIT_DEVICE_MEMORY, "1M")
     held_back = job.device.held_back
     commit = job.commit()
     for _ in range(2):
@@ -169,7 +169,7 @@ def test_with_memory_to_spare_nobody_waits(job: Job, monkeypatch: pytest.MonkeyP
 
 def test_memory_to_spare_goes_first_to_what_is_waited_for_at_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = sum(buffer.nbytes for buffer in job.state.model.buffers())
-    monkeypatch.setenv(config.COMMIT_DEVICE_MEMORY, str(buffers))
+    monkeypatch.setenv(COMMIT_DEVICE_MEMORY, str(buffers))
     held_back = job.device.held_back
     commit = job.commit()
     job.forward().backward()
@@ -181,7 +181,7 @@ def test_memory_to_spare_goes_first_to_what_is_waited_for_at_once(job: Job, monk
 
 
 def test_bytes_to_spare_that_are_no_number_are_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(config.COMMIT_DEVICE_MEMORY, "much")
+    monkeypatch.setenv(COMMIT_DEVICE_MEMORY, "much")
     with pytest.raises(OptionError, match="ELASTICSTATE_COMMIT_DEVICE_MEMORY: 'much': must be a number of bytes"):
         job.commit()
 
@@ -234,7 +234,7 @@ def test_whatever_the_order_each_commit_that_is_held_is_what_it_was(
 ) -> None:
     chance = random.Random(seed)
     monkeypatch.setattr(async_commit, "CHUNK_BYTES", chance.choice([40, 200, 1 << 20]))
-    monkeypatch.setenv(config.COMMIT_DEVICE_MEMORY, str(chance.choice([0, 0, 100, 400, 1 << 20])))
+    monkeypatch.setenv(COMMIT_DEVICE_MEMORY, str(chance.choice([0, 0, 100, 400, 1 << 20])))
     job = Job(device, file_storage(), member(world(1)), own=torch.zeros(7))
     for _ in range(60):
         match chance.choice(

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from elasticstate.compat import process_groups
-from elasticstate.config import WorkerEnvironment, set_unless_given
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import CollectiveError, UsageError
+from elasticstate.options import WorkerEnvironment, set_unless_given
 from elasticstate.worker import contexts
 from elasticstate.worker.contexts import device, nccl, nccl_settings
 from elasticstate.worker.contexts.context import Context, Fault

@@ -1,6 +1,6 @@
 """Options of torchrun, horovodrun and mpirun: accepted if they mean the same here; else the error names our option.
 
-With ``--horovod``, options of horovodrun have their meaning there. ``config`` computes the defaults that differ.
+With ``--horovod``, options of horovodrun have their meaning there. reading.py computes the defaults that differ.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import textwrap
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from elasticstate.config import Options, inherited_environment, option_names
 from elasticstate.errors import OptionError
 from elasticstate.machine import cores_of_this_machine, gpus_of_this_machine
+from elasticstate.options.environment import inherited_environment
+from elasticstate.options.options import Options, declarations
 
 _HOSTS = "name the hosts with -H, --hostfile or --host-discovery-script, or use --listen."
 _ONCE = f"elasticrun runs once per job, not once per host. Leave this option out, and {_HOSTS}"
@@ -23,16 +25,25 @@ _LEFT_OUT = "elasticrun has no such option and does not need it. Leave this opti
 _OUTPUT = "elasticrun has no such option. Use --log-dir, and --tee for the streams that the terminal gets."
 _CHECK = "elasticrun has no such option. Use --check."
 
-_TAKEN = (
-    "--nproc-per-node",
-    "--nnodes",
-    "--max-restarts",
-    "--output-filename",
-    "--log-level",
-    "-hostfile",
-    "--gloo-timeout-seconds",
-)
-_TAKEN_FLAGS = ("--standalone", "--gloo", "--mpi", "--stall-check", "--no-stall-check", "--no-timeline-mark-cycles")
+# Other spellings, with their values, and what they mean here.
+_TAKEN = {
+    "--nproc-per-node": ("N|gpu|cpu|auto", "-np, on this machine alone"),
+    "--nnodes": ("1", "this machine alone"),
+    "--max-restarts": ("N", "--reset-limit, on this machine alone"),
+    "-hostfile": ("PATH", "--hostfile"),
+    "--output-filename": ("PATH", "--log-dir"),
+    "--gloo-timeout-seconds": ("S", "--collective-timeout"),
+    "--log-level": ("L", "--verbose if L is debug or trace"),
+}
+_TAKEN_FLAGS = {
+    "--standalone": "this machine alone",
+    "--gloo": "--backend gloo",
+    "--mpi": "--backend mpi",
+    "--stall-check": "the default",
+    "--no-stall-check": "--stall-check-time off",
+    "--timeline-mark-cycles": "HOROVOD_TIMELINE_MARK_CYCLES=1",
+    "--no-timeline-mark-cycles": "the default",
+}
 _REFUSED = {
     "--rdzv-backend": _ONCE,
     "--rdzv-endpoint": _ONCE,
@@ -104,7 +115,7 @@ class _Refuse(argparse.Action):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of other launchers, which the help does not list. Underscores work as well, as in torchrun."""
+    """Add the options of other launchers. Underscores work as well, as in torchrun."""
     add = parser.add_argument
     add("-n", dest="-n", default=None, help=argparse.SUPPRESS)
     for name in (*_TAKEN, *_TUNES):
@@ -113,6 +124,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         add(*_spellings(name), dest=name, action="store_true", default=None, help=argparse.SUPPRESS)
     for name in _REFUSED:
         add(*_spellings(name), dest=argparse.SUPPRESS, nargs="?", action=_Refuse, help=argparse.SUPPRESS)
+
+
+def help_text(width: int) -> str:
+    """Return the section of ``--help-all`` about the options of other launchers."""
+    meant = ["-n N: -np", *(f"{name} {value}: {ours}" for name, (value, ours) in _TAKEN.items())]
+    meant += [f"{name}: {ours}" for name, ours in _TAKEN_FLAGS.items()]
+    tunes = ", ".join((*_TUNES, *_TUNES_FLAGS, "--log-level warning"))
+    paragraphs = ("; ".join(meant), f"With --horovod these are accepted, without effect: {tunes}.")
+    filled = (
+        textwrap.fill(text, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        for text in paragraphs
+    )
+    return "\n".join(("other spellings, of torchrun and horovodrun:", *filled))
 
 
 def _spellings(name: str) -> list[str]:
@@ -144,6 +168,8 @@ def translate(given: dict[str, Any], texts: dict[str, str | None]) -> None:
     ):
         if value is not None:
             _put(texts, name, field, value)
+    if given["--timeline-mark-cycles"]:
+        texts["timeline_mark_cycles"] = "1"
     level = (given["--log-level"] or "").lower()
     if level in ("debug", "trace"):
         texts["verbose"] = "1"
@@ -191,7 +217,7 @@ def _refuse_tuning(given: dict[str, Any]) -> None:
 
 def _put(texts: dict[str, str | None], name: str, field: str, value: str) -> None:
     if texts[field] is not None:
-        raise OptionError(f"{name} and {option_names()[field].names[0]} exclude each other. Give only one of them.")
+        raise OptionError(f"{name} and {declarations()[field].names[0]} exclude each other. Give only one of them.")
     texts[field] = value
 
 
@@ -229,5 +255,5 @@ def unknown(text: str, names: Iterable[str]) -> OptionError:
     """Return the error for an unknown option; it names the nearest option that exists."""
     name = text.partition("=")[0]
     nearest = difflib.get_close_matches(name.replace("_", "-"), list(names), n=1, cutoff=0.75)
-    remedy = f"Did you mean {nearest[0]}?" if nearest else "elasticrun --help lists all options."
+    remedy = f"Did you mean {nearest[0]}?" if nearest else "elasticrun --help-all lists all options."
     return OptionError(f"unknown option {name!r}. {remedy}")

@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticstate.backends import BACKENDS
 from elasticstate.core.ids import HostSlots
 
 _HOST_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}"
@@ -244,6 +243,7 @@ STRAGGLER_ACTION = _one_of("warn", "drain")
 HOSTS = Kind("H1:4,H2:4", "host or host:slots, perhaps with rack=NAME, separated by commas", _hosts)
 SLOTS = Kind("N|auto", "a whole number, at least 1, or auto", lambda t: 0 if t == "auto" else _whole(t, 1))  # auto: 0
 PATH = Kind("PATH", "a path", _matching(re.compile(r".+")))
+BACKENDS = ("nccl", "nccl2", "gloo", "mpi")  # the table of their parts is in backends.py
 BACKEND = _one_of("auto", *BACKENDS)
 RANGE = Kind("MIN MAX", "two times in seconds, the smaller one first", _range)
 SIGNALS = Kind(
@@ -255,7 +255,7 @@ SIGNALS = Kind(
 COMMAND = Kind("COMMAND", "a command with its arguments, quoted as for a shell", _command)
 FLAG = Kind("", "1 or 0", _yes_or_no)
 PORT = Kind("PORT", "a port number from 1 to 65535", _port)
-MODULES = Kind("MODULES", "names of Python modules, separated by commas", _modules)
+MODULES_OR_OFF = Kind("MODULES|off", "names of Python modules, separated by commas, or off", _or_off(_modules))
 NAMES = Kind("NAMES", "names of environment variables, separated by commas; * matches any characters", _patterns)
 ADDRESS = Kind("ADDR[:PORT]", "an IP address of this machine (0.0.0.0: all), with or without a port", _address)
 PAGE = Kind(

@@ -11,22 +11,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elasticstate import config
-from elasticstate.config import (
-    Options,
-    WorkerEnvironment,
-    option_names,
-    read_options,
-    read_options_to_check,
-    worker_environment,
-)
 from elasticstate.core.policy import Policy
 from elasticstate.core.types import HostSlots, WorkerId
 from elasticstate.driver.spec import job_spec
 from elasticstate.errors import OptionError
-from elasticstate.kinds import parse_host
 from elasticstate.net import messages
 from elasticstate.net.launch import Launch
+from elasticstate.options import (
+    COMMIT_DEVICE_MEMORY,
+    Options,
+    WorkerEnvironment,
+    declarations,
+    read_options,
+    read_options_to_check,
+    runtime_directory,
+    usable_runtime_directory,
+    worker_environment,
+)
+from elasticstate.options.kinds import parse_host
 
 COMMAND = ["python", "train.py"]
 
@@ -41,7 +43,6 @@ def test_what_is_not_given_has_the_default_of_the_contract() -> None:
     assert options.heartbeat_timeout_s == 10
     assert options.hang_timeout_s is None
     assert options.cooldown_range_s == (10, 600)
-    assert options.tag_output
 
 
 def test_a_discovery_script_sets_no_limit_unless_one_is_given() -> None:
@@ -50,40 +51,38 @@ def test_a_discovery_script_sets_no_limit_unless_one_is_given() -> None:
 
 
 def test_every_option_has_a_line_of_help_and_a_twin_for_each_long_name() -> None:
-    for option in option_names().values():
+    for option in declarations().values():
         assert option.help
         assert option.help == option.help.strip()
         assert len(option.twins) == sum(name.startswith("--") for name in option.names) >= 1
 
 
-@pytest.mark.parametrize("name", option_names())
+@pytest.mark.parametrize("name", declarations())
 def test_the_twin_of_an_option_is_read(name: str) -> None:
     samples = {
         "hosts": "a:3",
         "backend": "gloo",
         "cooldown_range_s": "1 2",
-        "tag_output": "0",
-        "live": "0",
         "verbose": "yes",
     }
-    samples |= {"verify_sync": "on", "ssh_check_host_keys": "off", "env": "HF_TOKEN,NCCL_*"}
+    samples |= {"verify_sync": "on", "env": "HF_TOKEN,NCCL_*"}
     samples |= {"horovod": "1", "tick_records": "on", "min_np": "1", "max_np": "7", "job_name": "j"}
     samples |= {"preemption_signals": "USR1,SIGTERM"}
-    samples |= {"tee": "1", "only_ranks": "0,4-7", "template": "0", "preload": "json,os.path"}
-    samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90", "timeline_mark_cycles": "1"}
+    samples |= {"tee": "1", "only_ranks": "0,4-7", "preload": "json,os.path"}
+    samples |= {"listen": "0.0.0.0:7000", "token_file": "f", "stall_shutdown_s": "90"}
     samples |= {"straggler_action": "drain", "one_copy_per_host": "1", "dashboard_require_token": "1"}
     text = samples.get(name, "6")
     given = {} if name == "np" else {"np": "2"}
     given |= {"pod_selector": {"listen": "[::1]", "token_file": "f"}}.get(name, {})
     given |= {"listen": {"token_file": "f"}, "token_file": {"listen": "[::1]"}, "tee": {"log_dir": "d"}}.get(name, {})
-    values = [getattr(read_options(given, COMMAND, {twin: text}), name) for twin in option_names()[name].twins]
+    values = [getattr(read_options(given, COMMAND, {twin: text}), name) for twin in declarations()[name].twins]
     plain = getattr(read_options({"np": "9"}, COMMAND, {}), name)
     assert all(value != plain for value in values)
 
 
 def test_the_command_line_has_precedence_over_the_environment() -> None:
-    assert read({"ELASTICSTATE_HOLD_TIMEOUT": "7"}).hold_timeout_s == 7
-    assert read({"ELASTICSTATE_HOLD_TIMEOUT": "7"}, hold_timeout_s="3").hold_timeout_s == 3
+    assert read({"ELASTICSTATE_DRAIN_TIMEOUT": "7"}).drain_timeout_s == 7
+    assert read({"ELASTICSTATE_DRAIN_TIMEOUT": "7"}, drain_timeout_s="3").drain_timeout_s == 3
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def test_the_command_line_has_precedence_over_the_environment() -> None:
         ("reset_limit", "-1"),
         ("cooldown_range_s", "5"),
         ("cooldown_range_s", "5 1"),
-        ("tag_output", "maybe"),
+        ("verbose", "maybe"),
         ("tee", "4"),
         ("only_ranks", "0,"),
         ("only_ranks", "4-2"),
@@ -117,8 +116,6 @@ def test_the_command_line_has_precedence_over_the_environment() -> None:
         ("preemption_signals", ""),
         ("preemption_command", "'unclosed"),
         ("preemption_command", " "),
-        ("preemption_interval_s", "0"),
-        ("preemption_timeout_s", "off"),
         ("job_name", "a/b"),
         ("job_name", ".."),
     ],
@@ -127,7 +124,7 @@ def test_a_bad_value_names_option_value_and_valid_values(name: str, text: str) -
     with pytest.raises(OptionError) as caught:
         read(**{name: text})
     said = str(caught.value)
-    option = option_names()[name]
+    option = declarations()[name]
     assert said == f"{'/'.join(option.names)}: {text!r}: must be {option.kind.valid}"
     assert "\n" not in said
 
@@ -204,7 +201,7 @@ def test_bytes_have_units_and_reach_the_workers() -> None:
         ):
             read(commit_device_memory=text)
     told = dict(job_spec("job", "id", 1, read(commit_device_memory="1G")).environment)
-    assert told[config.COMMIT_DEVICE_MEMORY] == str(1 << 30)
+    assert told[COMMIT_DEVICE_MEMORY] == str(1 << 30)
 
 
 def test_a_signal_that_has_a_meaning_is_refused_by_name() -> None:
@@ -219,14 +216,24 @@ def test_np_and_command_are_needed() -> None:
         read_options({"np": "2"}, [], {})
 
 
-def test_the_exit_gate_waits_as_long_as_a_collective_unless_it_has_a_limit_of_its_own() -> None:
-    for given, expected in (
-        ({}, 1800.0),
-        ({"collective_timeout_s": "60"}, 60.0),
-        ({"collective_timeout_s": "60", "gate_timeout_s": "9"}, 9.0),
-        ({"gate_timeout_s": "off"}, None),
-    ):
-        assert read_options({"np": "1", **given}, ["train.py"], {}).gate_timeout_s == expected
+@pytest.mark.parametrize(
+    ("given", "follows"),
+    [
+        ({}, {"gate_timeout_s": 1800, "connect_timeout_s": 10, "failure_grace_s": 2, "hold_timeout_s": 2}),
+        ({}, {"discovery_timeout_s": 10, "preemption_cooldown_s": 600, "max_no_progress": 3}),
+        ({"collective_timeout_s": "60"}, {"gate_timeout_s": 60}),
+        ({"heartbeat_timeout_s": "2"}, {"connect_timeout_s": 2, "failure_grace_s": 0.4}),
+        ({"heartbeat_timeout_s": "60"}, {"connect_timeout_s": 60, "failure_grace_s": 2}),
+        ({"drain_timeout_s": "1"}, {"hold_timeout_s": 1}),
+        ({"discovery_interval_s": "60"}, {"discovery_timeout_s": 60}),
+        ({"cooldown_range_s": "1 20"}, {"preemption_cooldown_s": 20}),
+        ({"reset_limit": "0"}, {"max_no_progress": 3}),
+        ({"reset_limit": "9"}, {"max_no_progress": 10}),
+    ],
+)
+def test_values_that_follow_from_options(given: dict[str, str], follows: dict[str, float]) -> None:
+    options = read(**given)
+    assert {name: getattr(options, name) for name in follows} == follows
 
 
 def test_a_python_file_runs_with_this_python_unbuffered() -> None:
@@ -234,21 +241,19 @@ def test_a_python_file_runs_with_this_python_unbuffered() -> None:
 
 
 def test_the_policy_is_made_of_the_options() -> None:
-    options = read(
-        min_np="1", max_np="4", failure_grace_s="0.5", reset_limit="2", gate_timeout_s="9", cooldown_range_s="1 2"
-    )
+    options = read(min_np="1", max_np="4", reset_limit="2", collective_timeout_s="9", cooldown_range_s="1 2")
     policy = options.policy()
-    names = {each.name for each in fields(Policy)} - {"waiting_notice_s", "no_tick_notice_s"}
+    names = {each.name for each in fields(Policy)} - NO_OPTIONS
     assert {name: getattr(policy, name) for name in names} == {name: getattr(options, name) for name in names}
     assert (policy.np, policy.min_np, policy.max_np, policy.cooldown_range_s) == (2, 1, 4, (1.0, 2.0))
 
 
+NO_OPTIONS = {"preemption_window_s", "straggler_threshold", "waiting_notice_s", "no_tick_notice_s"}
+
+
 def test_only_the_options_declare_defaults() -> None:
     """The notice times are no options. The sizes of buffers and the like are no options, either."""
-    assert [each.name for each in fields(Policy) if each.default is not MISSING] == [
-        "waiting_notice_s",
-        "no_tick_notice_s",
-    ]
+    assert {each.name for each in fields(Policy) if each.default is not MISSING} == {*NO_OPTIONS, "hold_timeout_s"}
     names = {each.name for each in fields(Options)}
     carriers = (messages.JobSpec, messages.WorldMessage, Launch)
     carried = [(f.name, f.default) for kind in carriers for f in msgspec.structs.fields(kind) if f.name in names]
@@ -331,7 +336,7 @@ WORKER = WorkerEnvironment(
 
 def test_the_record_of_a_job_is_kept_where_only_the_user_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert config.runtime_directory() == config.usable_runtime_directory() == tmp_path
+    assert runtime_directory() == usable_runtime_directory() == tmp_path
 
 
 @pytest.mark.parametrize("is_set", [True, False])
@@ -346,7 +351,7 @@ def test_a_runtime_directory_that_is_missing_is_told_by_its_name(
         monkeypatch.setattr(tempfile, "tempdir", str(missing))
         said = rf"^the directory for temporary files, '{missing}': there is no such directory\. Set TMPDIR"
     with pytest.raises(OptionError, match=said):
-        config.usable_runtime_directory()
+        usable_runtime_directory()
 
 
 def test_what_is_to_be_checked_needs_no_job() -> None:
@@ -392,16 +397,6 @@ def test_workers_get_the_absolute_path_of_the_timeline(monkeypatch: pytest.Monke
     ("given", "message"),
     [
         (
-            {"reattach_timeout_s": "60", "driver_timeout_s": "30"},
-            "--reattach-timeout: 60: must be at most --driver-timeout, which is 30: no agent is left after that time",
-        ),
-        ({"hold_timeout_s": "9", "drain_timeout_s": "3"}, "--hold-timeout: 9: must be at most --drain-timeout, which"),
-        (
-            {"connect_timeout_s": "9", "start_timeout_s": "3"},
-            "--connect-timeout: 9: must be at most --start-timeout, which is 3: .* Lower --connect-timeout, or raise "
-            "--start-timeout",
-        ),
-        (
             {"lease_s": "8", "elastic_timeout_s": "9"},
             "--lease: 8: must be at most 7.2, as --elastic-timeout is 9: the others wait 1.25 times the lease",
         ),
@@ -425,15 +420,6 @@ def test_times_that_contradict_each_other_are_refused(given: dict[str, str], mes
 @pytest.mark.parametrize(
     ("given", "follows"),
     [
-        ({"reattach_timeout_s": "900"}, {"driver_timeout_s": 900}),
-        ({"driver_timeout_s": "5"}, {"reattach_timeout_s": 5}),
-        ({"driver_timeout_s": "0"}, {"reattach_timeout_s": 0}),
-        ({"driver_timeout_s": "900"}, {"reattach_timeout_s": 60}),
-        ({"hold_timeout_s": "40"}, {"drain_timeout_s": 80}),
-        ({"hold_timeout_s": "10"}, {"drain_timeout_s": 30}),
-        ({"drain_timeout_s": "1"}, {"hold_timeout_s": 1}),
-        ({"connect_timeout_s": "900"}, {"start_timeout_s": 900}),
-        ({"start_timeout_s": "0"}, {"connect_timeout_s": 10}),
         ({"lease_s": "800"}, {"elastic_timeout_s": 1000}),
         ({"elastic_timeout_s": "1"}, {"lease_s": None}),
         ({"hostfile": "f", "discovery_interval_s": "900"}, {"elastic_timeout_s": 900, "start_timeout_s": 900}),
@@ -448,11 +434,11 @@ def test_the_default_of_a_time_follows_the_other_one(given: dict[str, str], foll
 
 
 @pytest.mark.parametrize("text", ["0", "0.1", "1", "10", "99999"])
-@pytest.mark.parametrize("name", [name for name in option_names() if name.endswith("_s")])
+@pytest.mark.parametrize("name", [name for name in declarations() if name.endswith("_s")])
 def test_no_time_is_refused_because_of_the_default_of_another_one(name: str, text: str) -> None:
     """The message of the only exception names both."""
     try:
-        option_names()[name].kind.parse(text)
+        declarations()[name].kind.parse(text)
     except ValueError:
         return
     if (name, text) in (("stall_shutdown_s", "1"), ("stall_shutdown_s", "10")):

@@ -1,28 +1,24 @@
-"""The commands about one agent: ``elasticrun agent --join`` and ``elasticrun status --agent``."""
+"""``elasticrun agent --join``: run workers on this machine for the job of an ``elasticrun --listen``."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from elasticstate.cli import DEFAULTS, Parser, value_of
-from elasticstate.config import option_names, slots_of_step, slurm_node
+from elasticstate.cli.parser import CommandParser, value_of
 from elasticstate.errors import OptionError
-from elasticstate.kinds import RACK_RULE, SECONDS, SLOTS, Kind, is_host_name, split_address
 from elasticstate.machine import host_name
-from elasticstate.terminal import complain, printable
+from elasticstate.options import CONNECT_TIMEOUT_S, slots_of_step, slurm_node
+from elasticstate.options.kinds import RACK_RULE, SECONDS, SLOTS, Kind, is_host_name, split_address
 
 
-def run_agent(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Serve a driver that listens, until the end of its job (``elasticrun agent``)."""
-    parser = Parser(
+    parser = CommandParser(
         prog="elasticrun agent",
         usage="elasticrun agent --join HOST:PORT --token-file F [options]",
         description="Run workers on this machine for the job of an elasticrun --listen. Run the same command on each "
         "machine, in any order, at any time.\nThe agent ends with the job. Ctrl-C drains this host first, as SIGTERM "
         "does; a second Ctrl-C kills its workers at once.",
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--join", required=True, metavar="HOST:PORT", help="Host name and port where the driver listens.")
@@ -49,12 +45,6 @@ def run_agent(argv: Sequence[str]) -> int:
         help="Seconds to wait for a driver. After that the agent gives up (default: 600).",
     )
     add(
-        "--connect-timeout",
-        default=f"{DEFAULTS['connect_timeout_s']:g}",
-        metavar="S",
-        help="Seconds one attempt to connect to the driver may take (default: %(default)s).",
-    )
-    add(
         "--status-socket",
         default="",
         metavar="PATH",
@@ -64,7 +54,6 @@ def run_agent(argv: Sequence[str]) -> int:
     host, port = value_of("--join", given.join, _JOIN)
     slots = value_of("--slots", given.slots, SLOTS) or slots_of_step()
     wait_s = value_of("--wait", given.wait, SECONDS)
-    connect_timeout_s = value_of("--connect-timeout", given.connect_timeout, option_names()["connect_timeout_s"].kind)
     if not is_host_name(given.name):
         raise OptionError(
             f"--name: {given.name!r}: must be letters, digits, dots, dashes and underscores, and not begin with a dot. "
@@ -84,7 +73,7 @@ def run_agent(argv: Sequence[str]) -> int:
         given.name,
         slots,
         wait_s=wait_s,
-        connect_timeout_s=connect_timeout_s,
+        connect_timeout_s=CONNECT_TIMEOUT_S,
         status_socket=given.status_socket,
         rack=given.rack,
     )
@@ -98,24 +87,3 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 _JOIN = Kind("HOST:PORT", "HOST:PORT, with a port number from 1 to 65535", _host_and_port)
-
-
-def agent_status(argv: Sequence[str]) -> int:
-    """Print the status of an agent of this machine. Exit status 1: it does not answer; with --ready also: no driver."""
-    parser = Parser(prog="elasticrun status", allow_abbrev=False)
-    parser.add_argument("--agent", required=True, metavar="PATH", help="The agent's --status-socket.")
-    parser.add_argument("--ready", action="store_true", help="Exit status 1 also if the agent serves no driver.")
-    given = parser.parse_args(argv)
-    from elasticstate.net.agent_status import ask_agent
-
-    timeout_s: float = DEFAULTS["connect_timeout_s"]
-    try:
-        status = ask_agent(given.agent, timeout_s)
-    except TimeoutError:
-        complain("elasticrun", f"the agent at {given.agent} does not answer within {timeout_s:g} s")
-        return 1
-    except OSError as error:
-        complain("elasticrun", f"no agent answers at {given.agent}: {error.strerror}")
-        return 1
-    print(printable(status.text))
-    return 1 if given.ready and not status.is_ready else 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elasticstate.config import Options, read_options, slots_of_step, slurm_allocation, slurm_node
 from elasticstate.errors import OptionError
+from elasticstate.options import Options, read_options, slots_of_step, slurm_allocation, slurm_node
 
 # As salloc -N3 -n5 of Slurm 22.05 sets them
 ALLOCATION = {

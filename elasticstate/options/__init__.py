@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticstate.config.environment import (
+from elasticstate.options.environment import (
     ANY_NCCL,
     COMMIT_DEVICE_MEMORY,
     WorkerEnvironment,
@@ -26,22 +26,31 @@ from elasticstate.config.environment import (
     usable_runtime_directory,
     worker_environment,
 )
-from elasticstate.config.launchers import LaunchedPlace, launched_local_rank, launched_place, refusal_of_other_launchers
-from elasticstate.config.option import PREFIX, Names
-from elasticstate.config.options import Options, option_names
-from elasticstate.config.reading import read_options, read_options_to_check
-from elasticstate.config.slurm import slots_of_step, slurm_allocation, slurm_node, slurm_tasks
+from elasticstate.options.launched import (
+    LaunchedPlace,
+    launched_local_rank,
+    launched_place,
+    refusal_of_other_launchers,
+    slots_of_step,
+    slurm_allocation,
+    slurm_node,
+    slurm_tasks,
+)
+from elasticstate.options.options import CONNECT_TIMEOUT_S, PREFIX, Declaration, Options, declarations
+from elasticstate.options.reading import read_options, read_options_to_check
 
 __all__ = [
     "ANY_NCCL",
     "COMMIT_DEVICE_MEMORY",
+    "CONNECT_TIMEOUT_S",
     "PREFIX",
+    "Declaration",
     "LaunchedPlace",
-    "Names",
     "Options",
     "WorkerEnvironment",
     "agent_variable",
     "commit_device_memory",
+    "declarations",
     "environment_variable",
     "error_file_path",
     "forget_plain_variables",
@@ -50,7 +59,6 @@ __all__ = [
     "launched_local_rank",
     "launched_place",
     "missing_temporary_directory",
-    "option_names",
     "passed_on",
     "plain_variables",
     "read_options",

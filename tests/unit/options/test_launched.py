@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from elasticstate.config import LaunchedPlace, WorkerEnvironment, launched_place, refusal_of_other_launchers
 from elasticstate.core.types import WorkerId
 from elasticstate.errors import UsageError
+from elasticstate.options import LaunchedPlace, WorkerEnvironment, launched_place, refusal_of_other_launchers
 
 WORKER = WorkerEnvironment("/s", "mark", WorkerId("localhost", 0, 1), "job", "id", "127.0.0.1", "/c", (), "gloo")
 TORCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h1", "MASTER_PORT": "29500"}

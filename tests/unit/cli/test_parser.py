@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticstate.cli import main, parse_options
-from elasticstate.config import option_names
+from elasticstate.cli import main
+from elasticstate.cli.parser import parse_options
 from elasticstate.errors import OptionError
+from elasticstate.options import declarations
 
 
 def test_options_of_the_command_are_untouched() -> None:
@@ -27,16 +28,12 @@ def test_both_values_of_a_range_are_taken() -> None:
     assert parse_options(["-np", "1", "--cooldown-range", "1", "2.5", "x"]).cooldown_range_s == (1, 2.5)
 
 
-def test_tags_are_turned_off() -> None:
-    assert not parse_options(["-np", "1", "--no-tag-output", "x"]).tag_output
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["-np", "x", "c"], "-np/--num-proc: 'x': must be a whole number, at least 1"),
         (["-np"], "-np/--num-proc: expected one argument: must be a whole number, at least 1"),
-        (["--frobnicate", "-np", "1", "c"], "unknown option '--frobnicate'. elasticrun --help lists all options"),
+        (["--frobnicate", "-np", "1", "c"], "unknown option '--frobnicate'. elasticrun --help-all lists all options"),
         (["--min", "1", "-np", "1", "c"], "unknown option '--min'. Did you mean --min-np?"),
         (["--host-file", "f", "-np", "1", "c"], "unknown option '--host-file'. Did you mean --hostfile?"),
         (["--min_np=1", "-np", "1", "c"], "unknown option '--min_np'. Did you mean --min-np?"),
@@ -71,16 +68,29 @@ def test_a_program_with_the_name_of_a_misspelled_command_is_run(
     assert "-np/--num-proc is missing" in capsys.readouterr().err
 
 
-def test_help_names_every_option_with_its_default_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def shown_by(option: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as caught:
-        main(["--help"])
+        main([option])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for option in option_names().values():
-        assert all(name in text for name in option.names)
-    assert "elasticrun -np 4 python train.py" in text
-    assert "(default: 10 600)" in text
     assert max(map(len, text.splitlines())) <= 120
+    return text
+
+
+def test_help_names_each_everyday_option_with_its_default_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown_by("--help", capsys)
+    for option in declarations().values():
+        assert (f"  {', '.join(option.names)}" in text) is not option.is_rare
+    assert "elasticrun -np 4 train.py" in text
+    assert "(default: 10 600)" in text
+
+
+def test_help_of_all_options_names_those_of_other_launchers_too(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown_by("--help-all", capsys)
+    for option in declarations().values():
+        assert f"  {', '.join(option.names)}" in text
+    assert "--nproc-per-node" in text
+    assert "--fusion-threshold-mb" in text
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

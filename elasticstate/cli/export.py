@@ -1,14 +1,13 @@
-"""The command ``elasticrun export``."""
+"""``elasticrun export PLACE``: the tensors of a durable copy, in one safetensors file."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
+from elasticstate.cli.parser import CommandParser
 from elasticstate.durable.copies import DamagedCopyError, Manifest, milliseconds_of
 from elasticstate.durable.export import NothingToExportError, export
 from elasticstate.durable.failure import failure_of
@@ -37,19 +36,12 @@ examples:
 Exit status: 0 written; 1 there is no complete copy, or it cannot be read; 2 usage."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise OptionError(f"export: {message}. {self.prog} --help explains the command.")
-
-
-def export_command(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Export a copy (``elasticrun export``). Return the exit status. Raises OptionError."""
-    parser = _Parser(
+    parser = CommandParser(
         prog="elasticrun export",
         description=_DESCRIPTION,
         epilog=_END,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
-        allow_abbrev=False,
     )
     parser.add_argument("place", metavar="PLACE", help="Directory or URL of the copies, or of one copy.")
     parser.add_argument(

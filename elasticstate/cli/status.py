@@ -1,8 +1,7 @@
-"""``elasticrun status JOB``: the status of a job, once or again and again."""
+"""``elasticrun status``: the status of a job, once or again and again, or of one agent (``--agent``)."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import sys
@@ -11,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from elasticstate.cli import DEFAULTS, Parser, value_of
-from elasticstate.config import has_cursor_control
+from elasticstate.cli.parser import CommandParser, value_of
 from elasticstate.driver.record import Record, find_job
 from elasticstate.errors import OptionError
-from elasticstate.kinds import at_least_s
 from elasticstate.net.control import ask_status
+from elasticstate.options import CONNECT_TIMEOUT_S, has_cursor_control
+from elasticstate.options.kinds import at_least_s
 from elasticstate.terminal import complain, printable
 
 if TYPE_CHECKING:
@@ -26,17 +25,20 @@ _INTERVAL_S = 1.0
 _INTERRUPTED = 130
 
 
-def job_status(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
+    """Print the status of a job or of an agent. Return the exit status. Raises OptionError."""
+    return _agent_status(argv) if "--agent" in argv else _job_status(argv)
+
+
+def _job_status(argv: Sequence[str]) -> int:
     """Print the status of a job. Exit status 1: there is no such job, or its driver does not answer."""
-    parser = Parser(
+    parser = CommandParser(
         prog="elasticrun status",
         usage="elasticrun status JOB [--json] [--watch [S]]\n       elasticrun status JOB --token\n"
         "       elasticrun status --agent PATH [--ready]",
         description="Print the world of a running job of this user on this machine, its figures, the missing workers, "
         "and what the job waits for.",
         epilog="Exit status: 0 printed, with --watch: the job has ended; 1 no such job, or no answer; 130 Ctrl-C.",
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("job", nargs="*", metavar="JOB", help="Name of the job (elasticrun --job-name; its first line shows it, too).")
@@ -78,7 +80,7 @@ def job_status(argv: Sequence[str]) -> int:
 
 def _ask(record: Record, as_json: bool) -> str:
     """Return the status for a terminal. Raises ConnectionError."""
-    return printable(asyncio.run(ask_status(record.address, record.token, DEFAULTS["connect_timeout_s"], as_json)))
+    return printable(asyncio.run(ask_status(record.address, record.token, CONNECT_TIMEOUT_S, as_json)))
 
 
 def _no_answer(job: str, error: ConnectionError) -> str:
@@ -138,3 +140,24 @@ class _Watch:
             sys.stdout.write(separator + text)
             sys.stdout.flush()
             self._has_printed = True
+
+
+def _agent_status(argv: Sequence[str]) -> int:
+    """Print the status of an agent of this machine. Exit status 1: it does not answer; with --ready also: no driver."""
+    parser = CommandParser(prog="elasticrun status")
+    parser.add_argument("--agent", required=True, metavar="PATH", help="The agent's --status-socket.")
+    parser.add_argument("--ready", action="store_true", help="Exit status 1 also if the agent serves no driver.")
+    given = parser.parse_args(argv)
+    from elasticstate.net.agent_status import ask_agent
+
+    timeout_s = CONNECT_TIMEOUT_S
+    try:
+        status = ask_agent(given.agent, timeout_s)
+    except TimeoutError:
+        complain("elasticrun", f"the agent at {given.agent} does not answer within {timeout_s:g} s")
+        return 1
+    except OSError as error:
+        complain("elasticrun", f"no agent answers at {given.agent}: {error.strerror}")
+        return 1
+    print(printable(status.text))
+    return 1 if given.ready and not status.is_ready else 0

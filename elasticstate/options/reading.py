@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from elasticstate import kinds
-from elasticstate.config.horovod_options import STALL_CHECK_S, horovod_text
-from elasticstate.config.options import COLLECTIVE_TIMEOUT_S, Options, option_names
-from elasticstate.config.slurm import slurm_allocation, slurm_tasks
-from elasticstate.config.time_limits import settle_time_limits
+from elasticstate.core.policy import LEASE_MARGIN
 from elasticstate.errors import OptionError
+from elasticstate.options import kinds
+from elasticstate.options.launched import slurm_allocation, slurm_tasks
+from elasticstate.options.options import HOROVOD, Options, declarations
 
 _HOROVOD_TWINS = {"start_timeout_s": ("HOROVOD_START_TIMEOUT",), "elastic_timeout_s": ("HOROVOD_ELASTIC_TIMEOUT",)}
+_NO_STALL_CHECK = "HOROVOD_STALL_CHECK_DISABLE"
 
 
 def read_options(
@@ -29,7 +29,7 @@ def read_options(
     if not command:
         raise OptionError("COMMAND is missing. Add the command of the workers: elasticrun -np 2 python train.py")
     if "np" not in values:
-        behind = next((word for word in command if word.partition("=")[0] in option_names()["np"].names), None)
+        behind = next((word for word in command if word.partition("=")[0] in declarations()["np"].names), None)
         if behind is not None:
             raise OptionError(
                 f"-np/--num-proc is missing: {behind!r} after COMMAND belongs to COMMAND. Write options before COMMAND."
@@ -55,20 +55,35 @@ def _parse(given: Mapping[str, str | None], environ: Mapping[str, str] | None) -
     """Return the values of the options that were given. Raises OptionError."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
-    for name, option in option_names().items():
+    for name, option in declarations().items():
         source, text = "/".join(option.names), given.get(name)
         if text is None:
             twins = [*option.twins, *(_HOROVOD_TWINS.get(name, ()) if values.get("horovod") else ())]
             source = next((twin for twin in twins if environ.get(twin)), "")
             text = environ.get(source)
         if text is None:
-            source, text = horovod_text(name, environ)
+            source, text = _horovod_text(name, environ)
         if text is not None:
-            try:
-                values[name] = option.kind.parse(text)
-            except ValueError:
-                raise OptionError(f"{source}: {text!r}: must be {option.kind.valid}") from None
+            values[name] = _value(source, text, option.kind)
+    variable, text = _horovod_text("timeline_mark_cycles", environ)
+    if (text := given.get("timeline_mark_cycles") or text) is not None:
+        values["timeline_mark_cycles"] = _value(variable, text, kinds.FLAG)
     return values
+
+
+def _horovod_text(name: str, environ: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return Horovod's variable for a field, and the text that it gives; None: it is not set."""
+    if name == "stall_check_s" and environ.get(_NO_STALL_CHECK, "0") not in ("", "0"):
+        return _NO_STALL_CHECK, "off"
+    variable = HOROVOD.get(name, "")
+    return variable, environ.get(variable) or None
+
+
+def _value(source: str, text: str, kind: kinds.Kind) -> Any:
+    try:
+        return kind.parse(text)
+    except ValueError:
+        raise OptionError(f"{source}: {text!r}: must be {kind.valid}") from None
 
 
 def _use_allocation(values: dict[str, Any], environ: Mapping[str, str] | None) -> None:
@@ -125,7 +140,6 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
     if is_horovod and not is_elastic:
         values.setdefault("reset_limit", 0)
     values.setdefault("min_np", np)
-    values.setdefault("gate_timeout_s", values.get("collective_timeout_s", COLLECTIVE_TIMEOUT_S))
     values.setdefault("max_np", None if is_elastic else np)
     if values["min_np"] > np:
         raise OptionError(
@@ -146,7 +160,7 @@ def _complete(values: dict[str, Any], command: list[str]) -> Options:
             "--one-copy-per-host and --backend mpi: not tested together. Use --backend gloo or nccl, or leave "
             "--one-copy-per-host out."
         )
-    settle_time_limits(values, hosts_may_change or "hostfile" in values)
+    _settle_time_limits(values, hosts_may_change or "hostfile" in values)
     _refuse_early_shutdown(values)
     _refuse_too_few_slots(values)
     return Options(command=tuple(command), **values)
@@ -174,7 +188,7 @@ def _refuse_unfit_source(values: Mapping[str, Any]) -> None:
     if discovery is None:
         return
     for source, name in _SOURCES.items():
-        option = "/".join(option_names()[name].names)
+        option = "/".join(declarations()[name].names)
         if name in values and discovery != source and (name, discovery) != ("listen", "kubernetes"):
             raise OptionError(f"--discovery: {discovery!r}: excludes {option}. Give only one of them.")
         if name not in values and discovery == source and source != "list":
@@ -183,7 +197,7 @@ def _refuse_unfit_source(values: Mapping[str, Any]) -> None:
 
 def _refuse_early_shutdown(values: Mapping[str, Any]) -> None:
     """Raise OptionError if a stall would end the job before it is reported."""
-    check_s = values.get("stall_check_s", STALL_CHECK_S)
+    check_s = values.get("stall_check_s", declarations()["stall_check_s"].default)
     shutdown_s = values.get("stall_shutdown_s")
     if check_s is not None and shutdown_s is not None and shutdown_s < check_s:
         raise OptionError(
@@ -205,3 +219,49 @@ def _refuse_too_few_slots(values: Mapping[str, Any]) -> None:
             f"-H/--hosts: the hosts have {slots} slots, fewer than {least}, which is {fewest}. Add hosts or "
             f"slots (host:slots, --slots-per-host), or lower {least}."
         )
+
+
+# ------------------------------------------------------------------- time limits that contradict each other
+
+
+class _Pair(NamedTuple):
+    """``short`` times ``factor`` must be at most ``long``."""
+
+    short: str
+    long: str
+    reason: str
+    factor: float = 1.0
+
+
+_LEASE = _Pair(
+    "lease_s",
+    "elastic_timeout_s",
+    f"the others wait {LEASE_MARGIN:g} times the lease for an unreachable host, and the job would end before",
+    factor=LEASE_MARGIN,
+)
+_DISCOVERY = "the job would end before it asks for hosts again"
+_PAIRS_OF_DISCOVERY = tuple(
+    _Pair("discovery_interval_s", long, _DISCOVERY) for long in ("start_timeout_s", "elastic_timeout_s")
+)
+
+
+def _settle_time_limits(values: dict[str, Any], hosts_may_change: bool) -> None:
+    """Let defaults follow the time limits that were given. Raises OptionError if two that were given contradict.
+
+    If only the short one of two is given, the default of the long one follows it. So no single option is refused.
+    """
+    given = dict(values)
+    for pair in (_LEASE, *(_PAIRS_OF_DISCOVERY if hosts_may_change else ())):
+        short, long = given.get(pair.short), given.get(pair.long)
+        if short is not None and long is not None and short * pair.factor > long:
+            raise OptionError(_refusal(pair, short, long))
+        if short is not None and long is None:
+            values[pair.long] = max(values.get(pair.long, declarations()[pair.long].default), short * pair.factor)
+
+
+def _refusal(pair: _Pair, short: float, long: float) -> str:
+    short_name, long_name = declarations()[pair.short].names[0], declarations()[pair.long].names[0]
+    most = f"{long_name}, which is {long:g}"
+    if pair.factor != 1.0:
+        most = f"{long / pair.factor:g}, as {long_name} is {long:g}"
+    return f"{short_name}: {short:g}: must be at most {most}: {pair.reason}. Lower {short_name}, or raise {long_name}."

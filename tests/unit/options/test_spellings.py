@@ -6,9 +6,10 @@ import shlex
 
 import pytest
 
-from elasticstate.cli import main, parse_options
-from elasticstate.config import read_options
+from elasticstate.cli import main
+from elasticstate.cli.parser import parse_options
 from elasticstate.errors import OptionError
+from elasticstate.options import read_options
 
 MEANT = [
     ("--num-proc 4", "-np 4"),

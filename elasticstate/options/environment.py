@@ -11,10 +11,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elasticstate import kinds
-from elasticstate.config.option import PREFIX
 from elasticstate.core.ids import WorkerId
 from elasticstate.errors import OptionError
+from elasticstate.options import kinds
+from elasticstate.options.options import PREFIX
 
 if TYPE_CHECKING:
     from elasticstate.core.types import PlainPlace
