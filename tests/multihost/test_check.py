@@ -35,7 +35,7 @@ def test_hosts_are_reached(network: Network) -> None:
 
 def test_a_host_that_does_not_answer_is_told_of(network: Network) -> None:
     network["b"].cut()
-    status, said = check(network, "-H", "a:1,b:1")
+    status, said = check(network, "-H", "a:1,b:1", "--heartbeat-timeout", "2")  # the kernel gives up after 3 s
     assert network["b"].is_cut()
     assert status == 1
     first, second = said.splitlines()
