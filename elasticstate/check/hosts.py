@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -84,7 +83,7 @@ async def _host_line(host: str, launchers: HostLaunchers, options: Options, log:
         return Line(False, f"{host}: no answer within {limit_s:g} s", "check the network, or raise --heartbeat-timeout")
     except OSError as error:
         return Line(False, f"{host}: {command[0]} cannot be run: {error.strerror}")
-    return judge(host, sys.executable, answer, version(), needed, lambda code: launcher.how_ended(host, code, log))
+    return judge(host, launcher.python, answer, version(), needed, lambda code: launcher.how_ended(host, code, log))
 
 
 def judge(

@@ -69,7 +69,9 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **settings)
 
     def error(self, message: str) -> Any:
-        raise OptionError(f"{self.prog.split()[-1]}: {message}. {self.prog} --help explains the command.")
+        raise OptionError(
+            f"{self.prog.split()[-1]}: {message.removeprefix('argument ')}. {self.prog} --help explains the command."
+        )
 
 
 class Parser(CommandParser):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,9 @@ SAME_PYTHON = "install it there at this path, or start the agents there with ela
 
 class CommandLauncher(Launcher):
     """Launcher with a command. A subclass has at least the method :meth:`command`."""
+
+    python = sys.executable
+    """The path of the Python that runs agents; a subclass may have another one."""
 
     def command(self, host: str, arguments: Sequence[str], log: Path, name: str) -> list[str]:
         """Return the command that runs Python with these ``arguments`` on a host.

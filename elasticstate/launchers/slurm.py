@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,7 +42,7 @@ class SrunLauncher(CommandLauncher):
             "--quiet",
             "--chdir=/",  # no file of the user's directory hides a module of the agent
             f"--job-name={name}",
-            *(sys.executable, *arguments),
+            *(self.python, *arguments),
         ]
 
     async def clear(self, host: str, name: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -41,13 +40,13 @@ class SshLauncher(CommandLauncher):
             command += ["-p", str(options.ssh_port)]
         if options.ssh_identity_file is not None:
             command += ["-i", options.ssh_identity_file]
-        return [*command, "--", host, f"exec {shlex.join([sys.executable, *arguments])}"]
+        return [*command, "--", host, f"exec {shlex.join([self.python, *arguments])}"]
 
     def how_ended(self, host: str, code: int, log: Path) -> str:
         if code == _SSH_FAILED:
             return f"is unreachable by ssh: {_explain(host, _last_line(log))}"
         if code in (126, 127):
-            return f"could not be started: host {host} has no {sys.executable}: {SAME_PYTHON}"
+            return f"could not be started: host {host} has no {self.python}: {SAME_PYTHON}"
         return how_it_ended(code)
 
 

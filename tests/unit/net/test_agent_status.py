@@ -71,7 +71,7 @@ def test_an_agent_that_stands_still_does_not_answer(agent: subprocess.Popen[str]
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["status", "--agent"], "--agent: expected one argument"),
+        (["status", "--agent"], "status: --agent: expected one argument"),
         (["agent", "--join", "h:1", "--token-file", "token", "--status-socket", "no/agent"], "--status-socket: 'no/ag"),
     ],
 )
