@@ -15,10 +15,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import forks
 import hypothesis
 import pytest
 import tqdm
+
+from tests.kit import forks
 
 # "make test &" in a script ignores SIGINT, and jobs under test would inherit that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

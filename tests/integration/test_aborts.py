@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import Template
-from ranks import SOON_S, Rank, Ranks
+
+from tests.kit.forks import Template
+from tests.kit.ranks import SOON_S, Rank, Ranks
 
 from elasticstate.worker.contexts.nccl_settings import torch_name
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from forks import Template
-from ranks import SOON_S, Rank, Ranks
 
 from elasticstate.mpi.messages import Applicant
 from elasticstate.mpi.mpirun import Mpirun
 from elasticstate.private import open_directory, write_file
 from elasticstate.worker.contexts.nccl_settings import torch_name
+from tests.kit.forks import Template
+from tests.kit.ranks import SOON_S, Rank, Ranks
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU, and torch sees none here")
 NO_NCCL2 = pytest.mark.skipif(not torch_name("nccl2"), reason="this torch has no nccl2")

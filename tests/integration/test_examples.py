@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forks import Started, Template
-from job import Job
+
+from tests.kit.forks import Started, Template
+from tests.kit.job import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = ["minimal.py", "custom_state.py", "lr_scaling.py", "stream.py", "uneven.py"]

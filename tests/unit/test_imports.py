@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import PACKAGE, ROOT, SOURCES, of_each, text_of, tree_of
+from tests.kit.sources import PACKAGE, ROOT, SOURCES, of_each, text_of, tree_of
 
 PARTS = {
     "agent",

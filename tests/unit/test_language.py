@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.config import option_names
-from tests.sources import ROOT, of_each, tree_of
+from tests.kit.sources import ROOT, of_each, tree_of
 
 DOCUMENTED = [path for name in ("elasticstate", "tests", "examples") for path in sorted((ROOT / name).rglob("*.py"))]
 

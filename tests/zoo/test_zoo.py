@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import forks
 import programs
 import pytest
 import torch
-from job import Job
 from keeper import FULL, Plan, Strike, write_plan
+
+from tests.kit import forks
+from tests.kit.job import Job
 
 ZOO = Path(__file__).parent
 NAMES = sorted(programs.PROGRAMS)

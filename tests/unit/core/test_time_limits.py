@@ -13,7 +13,7 @@ import pytest
 from elasticstate.config import Options
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, next_deadline, step
-from tests.unit.core.test_membership import RUNNING, drive
+from tests.kit.core import RUNNING, drive
 
 Wanted = Callable[[t.Effect], bool]
 DEFAULTS = Options(command=("train",))

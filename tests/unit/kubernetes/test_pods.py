@@ -14,7 +14,7 @@ from elasticstate.core.types import HostSlots
 from elasticstate.discovery import host_source
 from elasticstate.driver.discovery import Discovery
 from elasticstate.errors import DiscoveryError, OptionError
-from tests.unit.kubernetes.api_server import ApiServer
+from tests.kit.kubernetes import ApiServer
 
 pytest.importorskip("kubernetes", reason="the client of Kubernetes is not installed")
 

@@ -19,7 +19,7 @@ from elasticstate.state import ElasticDataLoader, State, TorchState, repeat_chec
 from elasticstate.state.base import committer_of
 from elasticstate.state.repeat_check import RepeatCheck
 from elasticstate.worker.regroup import release_exception
-from tests.unit.state.conftest import Member, World
+from tests.kit.state import Member, World
 
 DATA = TensorDataset(torch.arange(64.0).unsqueeze(1))
 EPOCHS = 20

@@ -25,7 +25,7 @@ from elasticstate import TorchState
 from elasticstate.core.types import CommitId
 from elasticstate.state.base import committer_of
 from elasticstate.state.containers import flatten
-from tests.unit.state.conftest import Member, World
+from tests.kit.state import Member, World
 
 PROGRAMS = 250
 DEVIOUS = 0.35  # share of the programs whose writes between tick and failure are of all kinds

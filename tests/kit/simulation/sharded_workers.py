@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from elasticstate.core import types as t
 from elasticstate.core.layouts import ShardLayout
-from tests.simulation.workers import Content, Failed, Group, Retained, Worker
+from tests.kit.simulation.workers import Content, Failed, Group, Retained, Worker
 
 Held = tuple[Content, int]
 """Content of a commit, and the digest of its shards."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from elasticstate.core import types as t
 from elasticstate.core.keepers import keeper_of, keeps
-from tests.simulation.job import HOSTS, Job
-from tests.simulation.workers import Content, Failed, Group, OwnError, Retained, Worker
+from tests.kit.simulation.job import HOSTS, Job
+from tests.kit.simulation.workers import Content, Failed, Group, OwnError, Retained, Worker
 
 
 @dataclass(eq=False)

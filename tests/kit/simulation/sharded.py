@@ -15,11 +15,11 @@ from elasticstate.core import types as t
 from elasticstate.core.layouts import ShardLayout
 from elasticstate.core.membership import Transition
 from elasticstate.core.policy import Policy
-from tests.simulation.job import HOSTS, Job
-from tests.simulation.judge import Judge
-from tests.simulation.sharded_workers import ShardedWorker, Stores
-from tests.simulation.test_core import stale_facts_have_no_effect
-from tests.simulation.workers import Content, Retained, Worker
+from tests.kit.simulation.job import HOSTS, Job
+from tests.kit.simulation.judge import Judge
+from tests.kit.simulation.recovery import stale_facts_have_no_effect
+from tests.kit.simulation.sharded_workers import ShardedWorker, Stores
+from tests.kit.simulation.workers import Content, Retained, Worker
 
 
 class LineJudge(Judge):

@@ -13,10 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import forks
 import psutil
-from forks import SCRIPTS, Forked
-from scripts.forked_job import is_as_imported
+
+from tests.kit import forks
+from tests.kit.forks import SCRIPTS, Forked
+from tests.kit.forks.forked_job import is_as_imported
 
 Line = dict[str, Any]
 

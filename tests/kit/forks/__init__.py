@@ -15,13 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from scripts.forked_job import OF_WORKERS
-
 import elasticstate
 from elasticstate.net.fork_link import PADDING_VARIABLE
+from tests.kit.forks.forked_job import OF_WORKERS
 
-SCRIPTS = Path(__file__).parent / "scripts"
-PROGRAM = SCRIPTS / "script_template.py"
+SCRIPTS = Path(__file__).parents[2] / "integration" / "scripts"
+PROGRAM = Path(__file__).with_name("script_template.py")
 PACKAGE = Path(elasticstate.__file__).parents[1]  # the package under test, installed or not
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -15,7 +15,7 @@ import torch
 from elasticstate.commits import buffer_file, control_file, owner_of
 from elasticstate.core.types import CommitId
 from elasticstate.state.snapshot import Snapshot
-from tests.pages import page_at
+from tests.kit.pages import page_at
 
 NOBODY = 65534
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")

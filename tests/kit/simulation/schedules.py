@@ -16,7 +16,7 @@ from hypothesis import Phase, given, seed, settings
 from elasticstate.core import types as t
 from elasticstate.core.policy import Policy
 from elasticstate.core.records import Finishing, Forming, Membership, Running, Stopping, Worker
-from tests.policy import policy_of
+from tests.kit.policy import policy_of
 
 HOSTS = ("a", "b", "c", "d")
 

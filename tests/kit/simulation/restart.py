@@ -15,11 +15,11 @@ from elasticstate.core.reattach import reattach
 from elasticstate.driver.reattach import Reattachment, newer
 from elasticstate.driver.record import Record
 from elasticstate.net import messages
-from tests.simulation.partition import Cut
+from tests.kit.simulation.partition import Cut
 
 if TYPE_CHECKING:
-    from tests.simulation.job import Job
-    from tests.simulation.workers import Worker
+    from tests.kit.simulation.job import Job
+    from tests.kit.simulation.workers import Worker
 
 NOBODY = Options(command=("train",), np=1, min_np=1)
 

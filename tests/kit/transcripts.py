@@ -1,8 +1,9 @@
 """Golden transcripts of the core: ``python -m tests.simulation.transcripts --update`` writes the answers again.
 
-A transcript (``*.txt`` here) begins with comments that name the property it shows, and a line ``policy``. Then follows
-``> t=SECONDS EVENT`` (``EVENT + EVENT``: they arrive together), and below it the core's answer: one line for each
-effect, and ``= PHASE: reason``, with the next deadline. Lines with ``>`` are written by hand, answers are generated.
+A transcript (``tests/simulation/transcripts/*.txt``) begins with comments that name the property it shows, and a line
+``policy``. Then follows ``> t=SECONDS EVENT`` (``EVENT + EVENT``: they arrive together), and below it the core's
+answer: one line for each effect, and ``= PHASE: reason``, with the next deadline. Lines with ``>`` are written by
+hand, answers are generated.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 
 from elasticstate.core import types as t
 from elasticstate.core.membership import new_membership, next_deadline, step
-from tests.policy import policy_of
+from tests.kit.policy import policy_of
 
-TRANSCRIPTS = Path(__file__).parent
+TRANSCRIPTS = Path(__file__).parents[1] / "simulation" / "transcripts"
 
 
 def replay(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from elasticstate.core import types as t
 
 if TYPE_CHECKING:
-    from tests.simulation.job import Job
+    from tests.kit.simulation.job import Job
 
 
 @dataclass

@@ -17,7 +17,7 @@ from elasticstate.core.policy import Policy
 from elasticstate.core.reattach import Remains
 from elasticstate.core.records import Count, Finishing, Host, Over, Running, Waiting
 from elasticstate.core.slots import is_restarting
-from tests.simulation.oracle import naive_placements
+from tests.kit.simulation.oracle import naive_placements
 
 ENDS = (
     *("StateLostError", "no progress", "reset limit", "--elastic-timeout", "--start-timeout"),

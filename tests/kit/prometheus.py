@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from tests.kit.job import Job
+
+ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "prometheus"
 CONFIG, RULES, DASHBOARD = (DEPLOY / name for name in ("prometheus.yml", "alerts.yml", "dashboard.json"))
 WHY = "prometheus is not installed (make hosts)"
@@ -115,3 +117,22 @@ def wait_for(what: str, condition: Callable[[], Any], about: Callable[[], str], 
         assert time.monotonic() < deadline, f"no {what} within {timeout} s: {about()}"
         time.sleep(0.05)
     return found
+
+
+def page_of(job: Job) -> str:
+    """Return the address of the metrics, which ``elasticrun`` has printed."""
+    pattern = r"^elasticrun: metrics: (http://127\.0\.0\.1:\d+/metrics)$"
+    (url,) = job.wait_for("address", lambda: re.findall(pattern, job.output, re.MULTILINE))
+    return str(url)
+
+
+def each_panel_has_data(prometheus: Prometheus, sharded: bool) -> None:
+    """Check the queries of the Grafana dashboard: those of a sharded job, or all others."""
+    ((labels, _),) = prometheus.query("elasticstate_generation")
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    panels = [panel for panel in panels if sharded == panel["description"].startswith("Only of a sharded job")]
+    assert panels
+    for panel in panels:
+        for target in panel["targets"]:
+            query = target["expr"].replace("$instance", labels["instance"])
+            assert prometheus.query(query), (panel["title"], query)

@@ -8,13 +8,12 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from forks import Forked, Template
 
-SCRIPTS = Path(__file__).parent / "scripts"
+from tests.kit.forks import SCRIPTS, Forked, Template
+
 SOON_S = float(os.environ.get("RANKS_SOON_S", "30"))  # a wait that is not cut takes 120 s, or five times as long
 Asked = Callable[[Any], None]
 

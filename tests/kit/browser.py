@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Locator, Page, expect, sync_playwright
+
+from tests.kit.job import Job
 
 CHROMIUM = shutil.which("chromium")
 NO_CHROMIUM = CHROMIUM is None
@@ -32,3 +35,14 @@ def opened(url: str, errors: list[str]) -> Iterator[Page]:
             yield page
         finally:
             browser.close()
+
+
+def url_of(job: Job, count: int = 1) -> str:
+    """Return the address that this start of ``elasticrun`` has printed among its first lines."""
+    pattern = r"^elasticrun: dashboard: (http://127\.0\.0\.1:\d+/)$"
+    urls: list[str] = job.wait_for("address", lambda: (u := re.findall(pattern, job.output, re.M))[count - 1 :] and u)
+    return urls[count - 1]
+
+
+def soon(locator: Locator, text: str | re.Pattern[str]) -> None:
+    expect(locator).to_contain_text(text, timeout=TIMEOUT_MS)

@@ -9,7 +9,7 @@ from elasticstate.core.membership import Transition
 from elasticstate.core.records import Waiting
 
 if TYPE_CHECKING:
-    from tests.simulation.job import Job
+    from tests.kit.simulation.job import Job
 
 
 class Judge:

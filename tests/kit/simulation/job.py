@@ -11,13 +11,13 @@ from collections import Counter
 
 from elasticstate.core import types as t
 from elasticstate.core.membership import Transition, new_membership, next_deadline, step
-from tests.policy import policy_of
-from tests.simulation.books import Books
-from tests.simulation.invariants import Checker, each
-from tests.simulation.judge import Judge
-from tests.simulation.partition import Partition
-from tests.simulation.restart import Restart
-from tests.simulation.workers import Content, Group, Retained, Script, Worker
+from tests.kit.policy import policy_of
+from tests.kit.simulation.books import Books
+from tests.kit.simulation.invariants import Checker, each
+from tests.kit.simulation.judge import Judge
+from tests.kit.simulation.partition import Partition
+from tests.kit.simulation.restart import Restart
+from tests.kit.simulation.workers import Content, Group, Retained, Script, Worker
 
 HOSTS = ("a", "b", "c")
 FAULTS = (

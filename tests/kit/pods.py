@@ -28,8 +28,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tests.multihost.network import Host
-from tests.unit.kubernetes.manifests import Manifest, find
+from tests.kit.kubernetes import Manifest, find
+from tests.kit.network import Host
 
 ACCOUNT = "/run/secrets/kubernetes.io/serviceaccount"
 # The package under test may be in a directory that only root can read, unlike in an image. All else is as in the pod.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from job import Job, Line
+from tests.kit.job import Job, Line
 
 
 class Errors(dict[str, str]):
