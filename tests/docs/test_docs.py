@@ -21,7 +21,15 @@ from elasticstate.cli import parse_options
 from elasticstate.config import Options, option_names
 
 ROOT = Path(__file__).parents[2]
-AT_THE_TOP = ("README.md", "DESIGN.md", "SECURITY.md", "CONTRIBUTING.md", "MIGRATION.md", "CHANGELOG.md")
+AT_THE_TOP = (
+    "README.md",
+    "DESIGN.md",
+    "SECURITY.md",
+    "CONTRIBUTING.md",
+    "MIGRATION.md",
+    "CHANGELOG.md",
+    "tests/README.md",
+)
 PAGES = [*(ROOT / name for name in AT_THE_TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 MAX_LINE = 100  # characters, outside tables and code
 MAX_README_LINES = 120
