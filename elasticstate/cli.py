@@ -15,7 +15,6 @@ from elasticstate.config import (
     option_names,
     read_options,
     read_options_to_check,
-    slow_callbacks_file,
 )
 from elasticstate.core.ids import without_case
 from elasticstate.errors import OptionError
@@ -92,7 +91,6 @@ def _drive(options: Options, must_reattach: bool, screen: Screen | None) -> int:
     from elasticstate.backends import driver_part
     from elasticstate.driver.driver import Driver
     from elasticstate.durable.storage import refuse
-    from elasticstate.loop_watch import watch_loops
 
     if not must_reattach:
         driver_part(options.backend).require_installation(options.start_timeout_s)
@@ -103,8 +101,7 @@ def _drive(options: Options, must_reattach: bool, screen: Screen | None) -> int:
         return await Driver(options, must_reattach, screen).run()
 
     gc.freeze()  # modules stay for ever: no collection examines them again, so none takes long
-    with watch_loops(slow_callbacks_file()):
-        return asyncio.run(run())
+    return asyncio.run(run())
 
 
 def _check(given: dict[str, Any]) -> int:

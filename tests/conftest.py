@@ -43,6 +43,9 @@ hypothesis.settings.register_profile("elasticstate", derandomize=True, database=
 hypothesis.settings.load_profile("elasticstate")
 
 
+# Drivers and agents of the tests watch their event loops (startup/sitecustomize.py).
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(forks.STARTUP), os.environ.get("PYTHONPATH", ""))))
+
 # Mark of all processes that the tests of this process start. With -n, each process of pytest-xdist has its own.
 os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
 
@@ -187,13 +190,13 @@ def slow_callbacks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """File in which drivers and agents of this test run record the callbacks that blocked their event loops."""
     path = tmp_path_factory.mktemp("loops") / "slow-callbacks"
     path.touch()
-    os.environ["ELASTICSTATE_SLOW_CALLBACKS"] = str(path)
+    os.environ["ELASTICSTATE_TEST_SLOW_CALLBACKS"] = str(path)
     return path
 
 
 @pytest.fixture(autouse=True)
 def _no_event_loop_is_held_up(slow_callbacks_file: Path) -> Iterator[None]:
-    """Fail if a callback computed or blocked for 100 ms. Delays by other load do not count (loop_watch.py).
+    """Fail if a callback computed or blocked for 100 ms. Delays by other load do not count (kit/startup/loop_watch.py).
 
     Callbacks during the fixtures of a module count, too, for its first test.
     """

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 
-from tests.kit.forks import PACKAGE, SCRIPTS
+from tests.kit import forks
 from tests.kit.job import Job, Line
 from tests.kit.network import Network
 
@@ -70,7 +69,7 @@ def agent(network: Network, name: str, token: Path, *options: str) -> Iterator[s
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}"},
+        env=forks.environment(),
     )
     try:
         yield process

@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from tests.kit.forks import STARTUP
 from tests.kit.kubernetes import Manifest, find
 from tests.kit.network import Host
 
@@ -191,10 +192,10 @@ def _command(pid: int) -> str:
 
 def environment(scripts: Path, package: Path, **options: object) -> dict[str, str]:
     """Return the environment of an image with the package under test. ``options``: of elasticrun, by their twins."""
-    kept = ("ELASTICSTATE_TEST_RUN", "ELASTICSTATE_SLOW_CALLBACKS", "OMP_WAIT_POLICY")
+    kept = ("ELASTICSTATE_TEST_RUN", "ELASTICSTATE_TEST_SLOW_CALLBACKS", "OMP_WAIT_POLICY")
     return {
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), "/usr/bin", "/bin")),
-        "PYTHONPATH": f"{scripts}{os.pathsep}{package}",
+        "PYTHONPATH": os.pathsep.join(map(str, (scripts, package, STARTUP))),
         "OMP_NUM_THREADS": "1",
         **{name: os.environ[name] for name in kept if name in os.environ},
         **{f"ELASTICSTATE_{name.upper()}": str(value) for name, value in options.items()},

@@ -45,7 +45,6 @@ PARTS = {
     "lightning",
     "log",
     "loggers",
-    "loop_watch",
     "machine",
     "net",
     "other_launchers",
@@ -84,7 +83,6 @@ ALLOWED = {
     "errors": set[str](),
     "failures": {"exit_status", "terminal"},
     "log": {"terminal"},
-    "loop_watch": {"compat"},
     "machine": set[str](),
     "mpi": {"backends", "check", "config", "core", "errors", "exit_status", "log", "net"}
     | {"private", "processes", "threads"},

@@ -20,6 +20,7 @@ from elasticstate.net.fork_link import PADDING_VARIABLE
 from tests.kit.forks.forked_job import OF_WORKERS
 
 SCRIPTS = Path(__file__).parents[2] / "integration" / "scripts"
+STARTUP = Path(__file__).parents[1] / "startup"  # has a sitecustomize.py
 PROGRAM = Path(__file__).with_name("script_template.py")
 PACKAGE = Path(elasticstate.__file__).parents[1]  # the package under test, installed or not
 _PR_SET_CHILD_SUBREAPER = 36

@@ -90,6 +90,15 @@ def prepare(agents: int) -> None:
             child.communicate()
 
     atexit.register(end)
+    _watch_loops()
+
+
+def _watch_loops() -> None:
+    """Do what startup/sitecustomize.py does in a new process of a driver or agent."""
+    if path := os.environ.get("ELASTICSTATE_TEST_SLOW_CALLBACKS"):
+        from loop_watch import watch_loops
+
+        watch_loops(path)
 
 
 def _agent() -> tuple[int, int]:
@@ -120,6 +129,7 @@ def _become_agent(stdin: int) -> NoReturn:
     starter.subprocess.Popen = prepared.popen  # type: ignore[assignment, misc]
     os.chdir(PACKAGE)
     gc.enable()
+    _watch_loops()
     script.run([sys.executable, "-m", "elasticstate.agent"])
 
 

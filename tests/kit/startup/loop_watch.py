@@ -1,4 +1,4 @@
-"""Report of callbacks that block an event loop, apart from those that a loaded machine delays. For tests only.
+"""Report of callbacks that block an event loop, apart from those that a loaded machine delays.
 
 asyncio's own ``slow_callback_duration`` measures wall-clock time, which includes the load of the machine. Here a
 callback is slow if its thread computed, or slept in a blocking call, for longer than the limit. The kernel reports how
@@ -13,6 +13,7 @@ does the work of waitpid(2): the kernel removes the files of the ended process i
 
 from __future__ import annotations
 
+import _thread
 import os
 import resource
 import signal
@@ -21,11 +22,8 @@ import sys
 import threading
 import time
 from asyncio import Handle, Task
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-
-from elasticstate.compat.standard_library import callback_of, callback_runner, set_callback_runner, thread_starter
 
 SLOW_S = 0.1
 """Limit in seconds: a longer callback is reported."""
@@ -33,13 +31,12 @@ SLOW_S = 0.1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-@contextmanager
-def watch_loops(path: str) -> Iterator[None]:
-    """Append a line to the file at ``path`` for each slow callback of this thread's event loops. No effect without."""
-    run = callback_runner() if path else None
-    if run is None:
-        yield
-        return
+def watch_loops(path: str) -> None:
+    """Append a line to the file at ``path`` for each slow callback of this thread's event loops, from now on.
+
+    No public hook surrounds the callbacks of an event loop: this replaces ``asyncio.Handle._run`` (Python 3.11).
+    """
+    run = Handle._run  # type: ignore[attr-defined]
     schedule = _Schedule()
     cores = os.open("/proc/stat", os.O_RDONLY | os.O_CLOEXEC)
     report = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -89,22 +86,12 @@ def watch_loops(path: str) -> Iterator[None]:
                 process = f"{os.getpid()} {' '.join(sys.argv)[-200:]}"
                 os.write(report, f"{times} in {process}: {_named(handle)}\n".encode())
 
-    starters = ((subprocess.Popen, "__init__"), (threading.Thread, "start"), thread_starter(), (os, "waitpid"))
-    originals: list[tuple[Any, str, Any]] = [(kind, name, getattr(kind, name)) for kind, name in starters]
-    previous = signal.signal(signal.SIGCONT, note_continued)
-    for kind, name, start in originals:
-        setattr(kind, name, timed(start, its_waits=kind is not os))
-    set_callback_runner(watched)
-    try:
-        yield
-    finally:
-        set_callback_runner(run)
-        for kind, name, start in originals:
-            setattr(kind, name, start)
-        signal.signal(signal.SIGCONT, previous)
-        schedule.close()
-        os.close(cores)
-        os.close(report)
+    starters: list[tuple[Any, str]] = [(subprocess.Popen, "__init__"), (threading.Thread, "start")]
+    starters += [(_thread, "start_new_thread"), (os, "waitpid")]
+    for kind, name in starters:
+        setattr(kind, name, timed(getattr(kind, name), its_waits=kind is not os))
+    signal.signal(signal.SIGCONT, note_continued)
+    Handle._run = watched  # type: ignore[attr-defined]
 
 
 class _Schedule:
@@ -134,10 +121,6 @@ class _Schedule:
         except OSError:  # the thread has just ended
             return 0.0
 
-    def close(self) -> None:
-        for file in self._files.values():
-            os.close(file)
-
 
 def _increase_of_all(before: dict[int, float], after: dict[int, float]) -> float:
     return sum(max(0.0, seconds - before.get(thread, 0.0)) for thread, seconds in after.items())
@@ -150,5 +133,5 @@ def _major_page_faults() -> int:
 
 def _named(handle: Handle) -> str:
     """Return a description of the callback; of a step of a task, that of the task."""
-    task = getattr(callback_of(handle), "__self__", None)
+    task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
     return repr(task if isinstance(task, Task) else handle)
