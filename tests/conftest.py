@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-minutes", type=float, default=0.5, help="least time of tests/chaos")
     parser.addoption("--chaos-seed", type=int, default=1, help="what tests/chaos draws its faults from")
-    parser.addoption("--schedules", type=int, default=1000, help="random schedules of each long simulation")
+    parser.addoption("--schedules", type=int, default=400, help="random schedules of each long simulation")
     parser.addoption("--failures-file", type=Path, help="file to which each failed test appends one line")
 
 
