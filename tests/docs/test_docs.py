@@ -32,7 +32,6 @@ AT_THE_TOP = (
 )
 PAGES = [*(ROOT / name for name in AT_THE_TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 MAX_LINE = 100  # characters, outside tables and code
-MAX_README_LINES = 120
 FENCE = re.compile(r"^( *)```(\w*)\s*$")
 LINK = re.compile(r"(?<!!)\[[^][]*(?:\[[^][]*\][^][]*)*\]\(([^()\s]+)\)")
 
@@ -102,10 +101,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_no_line_is_too_long() -> None:
     long = [f"{page.relative_to(ROOT)}:{n}" for page in PAGES for n, line in prose(page) if len(line) > MAX_LINE]
     assert not long
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
 
 
 def test_links_to_files_of_the_repository_have_a_target() -> None:

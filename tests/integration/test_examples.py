@@ -139,9 +139,3 @@ def test_the_discovery_script_prints_its_hosts_file(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:2\n")
     assert run(EXAMPLES / "discover.sh", HOSTS_FILE=str(hosts)) == "localhost:2\n"
-
-
-@pytest.mark.parametrize("example", sorted(EXAMPLES.rglob("*")), ids=lambda path: path.name)
-def test_an_example_is_read_in_a_minute(example: Path) -> None:
-    if example.suffix in (".py", ".sh"):
-        assert len(example.read_text(encoding="utf-8").splitlines()) < 80
