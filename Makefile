@@ -31,28 +31,11 @@ hosts:  ## Debian packages for the tests on several hosts, with Slurm, kubectl, 
 	  && dpkg --fsys-tarfile prometheus_*.deb | tar -x --strip-components=3 ./usr/bin && rm prometheus_*.deb \
 	  || echo "cannot be installed: the tests on several hosts are skipped"; fi
 
-# Jobs wait often, for each other and for faults to be detected: three of them run at a time. Simulations, unit tests and
-# lint mostly compute: they run beside the jobs, with what the jobs leave of the processors, and so do jobs that mostly
-# compute and have no fault by time. The longest files come first (tests/conftest.py). All tests of a file run in one
-# process, as they share jobs. Each part gets SIGINT from the trap, as the shell starts background commands with SIGINT
-# ignored. Compiled Python files are kept, because each job starts many processes.
-STEADY := $(patsubst %,tests/integration/test_%.py,steady huggingface lightning horovod_examples)
-JOBS := tests/chaos tests/security tests/multihost tests/integration tests/zoo tests/docs
-LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-BESIDE := setsid env --default-signal=INT
-PYTEST := $(BIN)/python -m pytest --failures-file .failures.log --dist loadfile --no-loadscope-reorder
-unexport PYTHONDONTWRITEBYTECODE
 test: setup  ## lint and all tests; the last lines name what failed
-	@rm -f .failures.log; \
-	$(BESIDE) $(PYTEST) -n 3 $(JOBS) $(STEADY:%=--ignore=%) & jobs=$$!; \
-	$(BESIDE) nice -n 10 $(PYTEST) -n 2 tests/simulation $(STEADY) tests/unit > .unit.log 2>&1 & unit=$$!; \
-	$(BESIDE) nice -n 10 sh -c "$(LINT)" > .lint.log 2>&1 & lint=$$!; \
-	trap 'kill -INT $$jobs $$unit -$$lint; wait; exit 130' INT TERM; \
-	status=; for each in $$jobs $$unit $$lint; do wait $$each; status=$$status$$?; done; \
-	cat .unit.log .lint.log; if test -f .failures.log; then cat .failures.log; fi; test $$status = 000
+	@$(BIN)/python tests/run.py
 
 chaos: setup  ## 10,000 simulated schedules; all faults at a job (odd seeds: with a spare): make chaos MINUTES=30 SEED=7
-	$(BIN)/python -m pytest -q tests/simulation --schedules 10000
+	$(BIN)/python -m pytest -q tests/simulation tests/unit/state/test_tick_programs.py tests/unit/state/test_commit_programs.py --schedules 10000
 	$(BIN)/python -m pytest -q tests/chaos --chaos-minutes $(or $(MINUTES),10) --chaos-seed $(or $(SEED),$(shell date +%s))
 
 bench: setup  ## recovery, scale-up, commits, sharded state, sync, start, sampling next to the bare thing; the control plane at scale
@@ -79,7 +62,7 @@ check-gpu: setup  ## the NCCL path on one GPU, in 8 minutes, with a report; exit
 	$(BIN)/python tests/gpu/check_gpu.py $(if $(FAKE),--fake) $(if $(BACKEND),--backend $(BACKEND)) --out $(or $(OUT),build/check-gpu)
 
 lint: setup  ## ruff and mypy --strict
-	$(LINT)
+	@$(BIN)/python tests/run.py lint
 
 size: setup  ## counts: files, lines, options, words of documentation, import circles
 	@$(BIN)/python tests/size.py

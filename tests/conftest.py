@@ -15,10 +15,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import forks
 import hypothesis
 import pytest
 import tqdm
+
+from tests.kit import forks
 
 # "make test &" in a script ignores SIGINT, and jobs under test would inherit that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -41,6 +42,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 hypothesis.settings.register_profile("elasticstate", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("elasticstate")
 
+
+# Drivers and agents of the tests watch their event loops (startup/sitecustomize.py).
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(forks.STARTUP), os.environ.get("PYTHONPATH", ""))))
 
 # Mark of all processes that the tests of this process start. With -n, each process of pytest-xdist has its own.
 os.environ["ELASTICSTATE_TEST_RUN"] = str(os.getpid())
@@ -68,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-minutes", type=float, default=0.5, help="least time of tests/chaos")
     parser.addoption("--chaos-seed", type=int, default=1, help="what tests/chaos draws its faults from")
-    parser.addoption("--schedules", type=int, default=1000, help="random schedules of each long simulation")
+    parser.addoption("--schedules", type=int, default=400, help="random schedules of each long simulation")
     parser.addoption("--failures-file", type=Path, help="file to which each failed test appends one line")
 
 
@@ -186,13 +190,13 @@ def slow_callbacks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """File in which drivers and agents of this test run record the callbacks that blocked their event loops."""
     path = tmp_path_factory.mktemp("loops") / "slow-callbacks"
     path.touch()
-    os.environ["ELASTICSTATE_SLOW_CALLBACKS"] = str(path)
+    os.environ["ELASTICSTATE_TEST_SLOW_CALLBACKS"] = str(path)
     return path
 
 
 @pytest.fixture(autouse=True)
 def _no_event_loop_is_held_up(slow_callbacks_file: Path) -> Iterator[None]:
-    """Fail if a callback computed or blocked for 100 ms. Delays by other load do not count (loop_watch.py).
+    """Fail if a callback computed or blocked for 100 ms. Delays by other load do not count (kit/startup/loop_watch.py).
 
     Callbacks during the fixtures of a module count, too, for its first test.
     """

@@ -8,10 +8,8 @@ import os
 from typing import NoReturn
 
 from elasticstate.agent.agent import Agent
-from elasticstate.loop_watch import watch_loops
 from elasticstate.net.agent_status import answering
 from elasticstate.net.launch import Launch
-from elasticstate.options import slow_callbacks_file
 from elasticstate.writing import BLOCKED_S
 
 
@@ -29,6 +27,5 @@ def serve(launch: Launch, status_socket: str = "") -> NoReturn:
         os._exit(status)
 
     gc.freeze()  # modules stay for ever: no collection examines them again, so none takes long
-    with watch_loops(slow_callbacks_file()):
-        asyncio.run(run())
+    asyncio.run(run())
     raise AssertionError("unreachable")

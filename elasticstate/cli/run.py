@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from elasticstate.cli.parser import Parser, options_of, parse, texts_of
 from elasticstate.core.ids import without_case
 from elasticstate.errors import OptionError
-from elasticstate.options import Options, slow_callbacks_file
+from elasticstate.options import Options
 from elasticstate.options.kinds import parse_host
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def _drive(options: Options, must_reattach: bool, screen: Screen | None) -> int:
     from elasticstate.backends import driver_part
     from elasticstate.driver.driver import Driver
     from elasticstate.durable.storage import refuse
-    from elasticstate.loop_watch import watch_loops
 
     if not must_reattach:
         driver_part(options.backend).require_installation(options.start_timeout_s)
@@ -60,8 +59,7 @@ def _drive(options: Options, must_reattach: bool, screen: Screen | None) -> int:
         return await Driver(options, must_reattach, screen).run()
 
     gc.freeze()  # modules stay for ever: no collection examines them again, so none takes long
-    with watch_loops(slow_callbacks_file()):
-        return asyncio.run(run())
+    return asyncio.run(run())
 
 
 def _launched(directory: str) -> int:

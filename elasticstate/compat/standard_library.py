@@ -1,7 +1,6 @@
 """Private names of Python's standard library. Checked with Python 3.11.
 
 - ``_thread.start_new_thread`` is documented, in spite of its name.
-- ``asyncio.Handle._run`` and ``_callback``: no public hook surrounds the callbacks of an event loop. For tests only.
 - ``runpy._run_module_as_main`` is what ``python -m`` calls. ``run_module``, which is public, removes ``__main__`` again
   when the module has ended.
 - ``asyncio.sslproto.SSLProtocol.max_size``: asyncio fills a buffer of this size for each TLS connection (from Python
@@ -16,12 +15,11 @@ import runpy
 import sys
 import threading
 import traceback
-from asyncio import Handle, sslproto
+from asyncio import sslproto
 from collections.abc import Callable
 
 from elasticstate.compat.absent_names import warn_absent
 
-_RUN = "_run"
 _MAX_SIZE = "max_size"
 
 
@@ -42,33 +40,10 @@ def start_thread(function: Callable[..., object], *arguments: object) -> None:
     _thread.start_new_thread(function, arguments)
 
 
-def thread_starter() -> tuple[object, str]:
-    """Return the module and the name of the function with which ``start_thread`` starts threads."""
-    return _thread, "start_new_thread"
-
-
 def set_tls_buffer_bytes(size: int) -> None:
     """Set the size of the buffer of each new TLS connection. No effect if asyncio has none."""
     if hasattr(sslproto.SSLProtocol, _MAX_SIZE):
         setattr(sslproto.SSLProtocol, _MAX_SIZE, size)
-
-
-def callback_runner() -> Callable[[Handle], None] | None:
-    """Return the method by which event loops run a callback; None, with one warning, if Python has no such method."""
-    run: Callable[[Handle], None] | None = getattr(Handle, _RUN, None)
-    if run is None:
-        warn_absent("Python", f"asyncio.Handle.{_RUN}", "slow callbacks are not reported")
-    return run
-
-
-def set_callback_runner(run: Callable[[Handle], None]) -> None:
-    """Replace the method by which all event loops of this process run a callback."""
-    setattr(Handle, _RUN, run)
-
-
-def callback_of(handle: Handle) -> object:
-    """Return the callback of a handle; None if it has none, or this Python hides it."""
-    return getattr(handle, "_callback", None)
 
 
 def main_module_runner() -> Callable[[str], object]:

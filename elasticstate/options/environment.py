@@ -216,11 +216,6 @@ def environment_variable(name: str) -> str:
     return os.environ.get(name, "")
 
 
-def slow_callbacks_file() -> str:
-    """Return the path of the file for callbacks that block this process's event loop; "" outside of tests."""
-    return os.environ.get(PREFIX + "SLOW_CALLBACKS", "")
-
-
 def ssh_client() -> str:
     """Return the address of the ssh client, from SSH_CONNECTION (ssh(1)); "" if ssh did not start this process."""
     return os.environ.get("SSH_CONNECTION", "").partition(" ")[0]

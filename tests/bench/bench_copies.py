@@ -30,8 +30,7 @@ from elasticstate.copies.client import CopyClient  # noqa: E402
 from elasticstate.copies.pusher import Target  # noqa: E402
 from elasticstate.core.copies import CopyOf  # noqa: E402
 from elasticstate.core.ids import CommitId, SlotId  # noqa: E402
-from tests.unit.copies.hosts import Host  # noqa: E402
-from tests.unit.copies.made import KEY  # noqa: E402
+from tests.kit.commits import KEY, Host  # noqa: E402
 
 MB = 1 << 20
 PIECE = MB

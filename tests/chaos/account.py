@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from job import Job, Line
+
+from tests.kit.job import Job, Line
 
 SHARE = 0.01  # of the wall time, that two measures of the same time may differ by
 

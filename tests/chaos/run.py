@@ -13,13 +13,12 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from job import Hosts, Job, Line
-
 from tests.chaos.account import check_the_account
 from tests.chaos.plan import HEARTBEAT_S, KINDS, Fault, make_plan, tally
 from tests.chaos.strikes import SCRIPT, NobodyThere, Strike, Strikes
-from tests.multihost.network import Network
-from tests.multihost.test_hosts import check_no_two_worlds
+from tests.kit.hosts import check_no_two_worlds
+from tests.kit.job import Hosts, Job, Line
+from tests.kit.network import Network
 
 SLOTS = {"a": 2, "b": 1, "c": 1}
 SIZE = 4  # of the world when no host is afflicted

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from job import Hosts, Job
 
 from elasticstate.agent.liveness import sealed_commits
 from elasticstate.commits import owner_of
 from elasticstate.core.types import CommitId
 from tests.chaos.plan import KINDS, Fault
-from tests.multihost.network import Host, Network
-from tests.pages import page_at
+from tests.kit.job import Hosts, Job
+from tests.kit.network import Host, Network
+from tests.kit.pages import page_at
 
 NOTHING = CommitId(0, 0)  # older than every commit
 SCRIPT = Path(__file__).parent / "train.py"

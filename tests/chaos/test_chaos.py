@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from job import Job, Line
 
 from tests.chaos.plan import KINDS, MOST_AFFLICTED, make_plan, tally
 from tests.chaos.run import Chaos, check_no_tick_is_counted_twice, check_the_result
 from tests.chaos.strikes import Strikes
-from tests.multihost.network import missing
-from tests.multihost.test_hosts import check_no_two_worlds
+from tests.kit.hosts import check_no_two_worlds
+from tests.kit.job import Job, Line
+from tests.kit.network import missing
 
 HOSTS = 3
 

@@ -21,7 +21,15 @@ from elasticstate.cli.parser import parse_options
 from elasticstate.options import Options, declarations
 
 ROOT = Path(__file__).parents[2]
-AT_THE_TOP = ("README.md", "DESIGN.md", "SECURITY.md", "CONTRIBUTING.md", "MIGRATION.md", "CHANGELOG.md")
+AT_THE_TOP = (
+    "README.md",
+    "DESIGN.md",
+    "SECURITY.md",
+    "CONTRIBUTING.md",
+    "MIGRATION.md",
+    "CHANGELOG.md",
+    "tests/README.md",
+)
 PAGES = [*(ROOT / name for name in AT_THE_TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 MAX_LINE = 100  # characters, outside tables and code
 FENCE = re.compile(r"^( *)```(\w*)\s*$")

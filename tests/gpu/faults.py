@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from job import Hosts, Job, Line
+from tests.kit.job import Hosts, Job, Line
 
 TRAIN = Path(__file__).with_name("train.py")
 STEPS_BETWEEN = 3  # that each member of a full world has made before the next fault

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import forks
 import pytest
+
+from tests.kit import forks
 
 
 @pytest.fixture

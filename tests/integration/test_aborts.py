@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import Template
-from ranks import SOON_S, Rank, Ranks
 
 from elasticstate.worker.contexts.nccl_settings import torch_name
+from tests.kit.forks import Template
+from tests.kit.ranks import SOON_S, Rank, Ranks
 
 INIT_S = 10  # limit of an init
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -11,8 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from job import Hosts, Job, Line
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.kit.job import Hosts, Job, Line
 
 STEP_S = 0.05
 FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2", "--job-name")

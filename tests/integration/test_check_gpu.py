@@ -46,7 +46,7 @@ if __name__ == "__main__":
 
 def check(script: Path, out: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     """Run the script. Return its exit status, and its report as JSON and Markdown."""
-    variables = {name: value for name, value in os.environ.items() if name != "ELASTICSTATE_SLOW_CALLBACKS"}
+    variables = {name: value for name, value in os.environ.items() if name != "ELASTICSTATE_TEST_SLOW_CALLBACKS"}
     command = [sys.executable, str(script), "--out", str(out), *options]
     ran = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, timeout=300)
     json_file, markdown = out / "check-gpu.json", out / "check-gpu.md"

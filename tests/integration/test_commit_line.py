@@ -7,54 +7,11 @@ import signal
 import sys
 import uuid
 from pathlib import Path
-from typing import Any
 
 import pytest
-from job import Job
 
-SCRIPT = """
-import json, os, sys, time
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-import elasticstate as elastic
-from elasticstate.state.base import committer_of
-
-logs = sys.argv[1]
-state = elastic.TorchState(step=0)
-
-@elastic.run
-def train(state):
-    model = torch.nn.Linear(2, 4)
-    fully_shard(model, mesh=init_device_mesh("cpu", (elastic.size(),)))
-    state.attach(model=model, init=lambda: None)
-    session = committer_of(state).session
-    sources = [(s.digest, s.copy.host, s.copy.slot, s.copy.commit, address) for s, address in session.sources]
-    line = {"what": "attached", "time": time.time(), "generation": elastic.generation(), "rank": elastic.rank(),
-            "size": elastic.size(), "pid": os.getpid(), "line": session.line, "sources": sources}
-    with open(os.path.join(logs, f"{os.getpid()}.jsonl"), "a") as file:
-        print(json.dumps(line), file=file)
-    while True:
-        dist.barrier()
-        state.step += 1
-        state.commit()
-        time.sleep(0.02)
-train(state)
-"""
-
-
-def attached(job: Job, generation: int, size: int) -> list[dict[str, Any]]:
-    """Return what the members of a world wrote, by rank, when all have attached."""
-    lines: list[dict[str, Any]] = job.wait_for(
-        f"generation {generation} with {size} members",
-        lambda: (
-            [line for line in job.log("attached") if line["generation"] == generation][size - 1 : size]
-            and sorted(
-                (line for line in job.log("attached") if line["generation"] == generation), key=lambda x: x["rank"]
-            )
-        ),
-    )
-    return lines
+from tests.kit.job import Job
+from tests.kit.sharded_job import ATTACHING, attached
 
 
 @pytest.fixture
@@ -63,7 +20,7 @@ def name() -> str:
 
 
 def test_each_world_starts_from_the_line_also_with_a_new_driver(tmp_path: Path, name: str) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(ATTACHING)
     command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "logs")]
     hosts = (
         "-np",

@@ -18,10 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import NO_CHROMIUM, TIMEOUT_MS, WHY, opened
-from job import Hosts, Job
-from playwright.sync_api import Locator, Page, expect
-from series import Series, faults_file
+from playwright.sync_api import Page, expect
 
 from elasticstate.core.copies import CopyFigures
 from elasticstate.core.phases import Running, Straggler
@@ -37,27 +34,18 @@ from elasticstate.net import messages
 from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.net.names import own_addresses
 from elasticstate.net.strangers import Strangers
-from tests.policy import policy_of
-from tests.unit.core.test_membership import drive
-from tests.unit.core.test_replication import ALL_KEPT, NEWER, attach
-from tests.unit.driver.test_dashboard import state_after
+from tests.kit.browser import NO_CHROMIUM, TIMEOUT_MS, WHY, opened, soon, url_of
+from tests.kit.core import ALL_KEPT, NEWER, attach, drive
+from tests.kit.driver import state_after
+from tests.kit.job import Hosts, Job
+from tests.kit.policy import policy_of
+from tests.kit.series import Series, faults_file
 
 pytestmark = pytest.mark.skipif(NO_CHROMIUM, reason=WHY)
 
 FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2", "--heartbeat-timeout", "2")
 FAST = (*FAST, "--cooldown-range", "0", "0", "--hang-timeout", "5")
 SCRIPT = {"steps": 10, "step_seconds": 0.05}
-
-
-def url_of(job: Job, count: int = 1) -> str:
-    """Return the address that this start of ``elasticrun`` has printed among its first lines."""
-    pattern = r"^elasticrun: dashboard: (http://127\.0\.0\.1:\d+/)$"
-    urls: list[str] = job.wait_for("address", lambda: (u := re.findall(pattern, job.output, re.M))[count - 1 :] and u)
-    return urls[count - 1]
-
-
-def soon(locator: Locator, text: str | re.Pattern[str]) -> None:
-    expect(locator).to_contain_text(text, timeout=TIMEOUT_MS)
 
 
 def members(page: Page, count: int) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import Job
 
 from elasticstate.driver.record import find_job
+from tests.kit.job import Job
 
 FAST = (
     "--join-window",

@@ -16,24 +16,13 @@ from pathlib import Path
 
 import psutil
 import torch
-from job import Job, Line
 from safetensors.torch import load_file
 
 from elasticstate.durable.copies import MANIFEST, milliseconds_of
+from tests.kit.durable_job import FAST, damage, processes_of, saved, wait_for_copies
+from tests.kit.job import Job, Line
 
-FAST = ("--durable-interval", "0.5", "--durable-keep", "2", "--durable-timeout", "1")
 COMMIT_BYTES = 20_000  # at least, of a copy of train.py
-
-
-def saved(job: Job) -> list[Line]:
-    return [event for event in job.events("durable_copy") if event["state"] == "saved"]
-
-
-def wait_for_copies(job: Job, count: int) -> Line:
-    """Wait until so many more copies are saved. Return the last event."""
-    before = len(saved(job))
-    found: Line = job.wait_for(f"{count} copies", lambda: len(saved(job)) >= before + count and saved(job)[-1])
-    return found
 
 
 def newest_step(job: Job) -> int:
@@ -111,10 +100,6 @@ def lose_the_newest_file(place: Path) -> tuple[Callable[[], None], Callable[[], 
         (newest / "part-1.safetensors").unlink()
 
     return begin, lambda: None
-
-
-def processes_of(job: Job) -> list[psutil.Process]:
-    return [psutil.Process(job.process.pid), *psutil.Process(job.process.pid).children(recursive=True)]
 
 
 def commits_of(job: Job) -> Path:
@@ -218,12 +203,6 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     names = [f"model.parameters.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
     names += [f"optimizer.state.{number}.momentum_buffer" for number in range(4)]
     return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in names)).hexdigest()
-
-
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-9] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_job_never_begins_anew_because_its_copies_cannot_be_read(tmp_path: Path) -> None:

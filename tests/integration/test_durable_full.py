@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from job import Job, Line
 
 from elasticstate.durable.copies import MANIFEST
+from tests.kit.job import Job, Line
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted by root")
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import psutil
 import torch
-from job import Job, Line
 from safetensors.torch import load_file
-from test_durable import FAST, damage, processes_of, saved, wait_for_copies
 
 from elasticstate.durable.copies import MANIFEST, milliseconds_of
+from tests.kit.durable_job import FAST, damage, processes_of, saved, wait_for_copies
+from tests.kit.job import Job, Line
 
 SCRIPT = Path(__file__).parents[1] / "multihost" / "scripts" / "sharded.py"
 PARAMETERS = ("scale", "frozen", "tokens.weight", "up.weight", "up.bias", "down.weight", "down.bias")

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forks import PACKAGE, SCRIPTS, Started, Template
-from job import Job
-from series import Series
+
+from tests.kit.forks import PACKAGE, SCRIPTS, Started, Template
+from tests.kit.job import Job
+from tests.kit.series import Series
 
 FAST = ("--join-window", "30", "--min-interrupt-distance", "0.2")
 

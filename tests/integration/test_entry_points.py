@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from forks import PACKAGE, SCRIPTS
-from job import Job
+
+from tests.kit.forks import PACKAGE, SCRIPTS
+from tests.kit.job import Job
 
 ENTRY_POINTS = """
 [elasticstate.discovery]

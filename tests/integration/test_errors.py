@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
-from forks import SCRIPTS
 
 import elasticstate as elastic
 from elasticstate.failures import WorkerFailure
+from tests.kit import forks
+from tests.kit.forks import SCRIPTS
 
 OPTIONS: dict[str, Any] = {"np": 2, "reset_limit": 0}
 MEMORY = Path("/sys/fs/cgroup/memory")  # cgroup version 1; with version 2 only, the directory is /sys/fs/cgroup

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import SCRIPTS, Template
-from job import Hosts, Job
-from ranks import Ranks
-from scripts import fake_nccl
+
+from tests.integration.scripts import fake_nccl
+from tests.kit.forks import SCRIPTS, Template
+from tests.kit.job import Hosts, Job
+from tests.kit.ranks import Ranks
 
 TORCH_2_15 = {"names": ["nccl-legacy", "nccl2", "nccl"], "nccl_is": "nccl2"}
 

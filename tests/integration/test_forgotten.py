@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import Job
+
+from tests.kit.job import Job
 
 SCRIPT = """
 import os, signal, torch, elasticstate as elastic

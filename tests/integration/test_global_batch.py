@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from job import Hosts, Job
+from tests.kit.job import Hosts, Job
 
 GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
 STEPS = 200

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from job import Job, Line
-from series import Errors, Recovery, Series, faults_file, one_after_the_other
+
+from tests.kit.job import Job, Line
+from tests.kit.series import Errors, Recovery, Series, faults_file, one_after_the_other
 
 TWO = ("-np", "2", "--min-np", "1")
 

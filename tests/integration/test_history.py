@@ -5,12 +5,11 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from job import Hosts, Job
-
 from elasticstate.cli import main
 from elasticstate.core.texts import number_of
 from elasticstate.history.page import duration
-from tests.unit.history.chrome_format import checked, lanes
+from tests.kit.chrome_format import checked, lanes
+from tests.kit.job import Hosts, Job
 
 FAST = (
     "--join-window",

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Job
+
+from tests.kit.job import SCRIPTS, Job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod_style.py"
 SOURCES = [

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Hosts, Job
+
+from tests.kit.job import SCRIPTS, Hosts, Job
 
 OPTIONS = ("-np", "3", "--min-np", "2", "--join-window", "60")
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from job import SCRIPTS, Hosts, Job, Line
+
+from tests.kit.job import SCRIPTS, Hosts, Job, Line
 
 SIZES = ("-np", "3", "--min-np", "2", "--max-np", "4")
 PACE = ("--join-window", "60", "--min-interrupt-distance", "0.2")

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import Hosts, Job
 
 import elasticstate.horovod as horovod
 from elasticstate import UsageError
+from tests.kit.job import Hosts, Job
 
 INELASTIC = """
 import json, elasticstate.horovod as horovod

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Job
+
+from tests.kit.job import SCRIPTS, Job
 
 SCRIPT = SCRIPTS / "horovod_operation_checks.py"
 CHECKS = re.findall(r"^def (check_\w+)", SCRIPT.read_text(), re.MULTILINE)

@@ -10,7 +10,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Job, Line
+
+from tests.kit.job import SCRIPTS, Job, Line
 
 OPTIONS = ("-np", "3", "--min-np", "2", "--join-window", "60")
 CHECK = ("--stall-check-time", "1")

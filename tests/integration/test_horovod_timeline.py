@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import SCRIPTS, Job
+
+from tests.kit.job import SCRIPTS, Job
 
 OPTIONS = ("--min-np", "2", "--join-window", "60")
 Event = dict[str, Any]

@@ -16,10 +16,11 @@ from statistics import mean
 
 import pytest
 import torch
-from forks import PACKAGE, SCRIPTS
-from job import Hosts, Job, Line
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.kit.forks import PACKAGE, SCRIPTS
+from tests.kit.job import Hosts, Job, Line
 
 WITH_TRAINER = pytest.mark.skipif(find_spec("transformers") is None, reason="Transformers requires Python 3.11")
 EXAMPLES = Path(__file__).parents[2] / "examples"

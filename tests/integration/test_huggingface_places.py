@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from forks import SCRIPTS
-from job import Job
+
+from tests.kit.forks import SCRIPTS
+from tests.kit.job import Job
 
 WITH_TRAINER = pytest.mark.skipif(find_spec("transformers") is None, reason="Transformers requires Python 3.11")
 OPTIONS = ("--join-window", "4", "--min-interrupt-distance", "0.2", "--min-np", "1")

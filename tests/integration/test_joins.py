@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from job import Hosts, Job
+from tests.kit.job import Hosts, Job
 
 FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2")
 

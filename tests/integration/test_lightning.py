@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forks import PACKAGE, SCRIPTS
-from job import Hosts, Job, Line
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.kit.forks import PACKAGE, SCRIPTS
+from tests.kit.job import Hosts, Job, Line
 
 SAMPLES = 1400
 EPOCH = 140  # batches of 10 samples

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.unit.cli.test_live_line import Terminal
+from tests.kit.terminal import Terminal
 
 SCRIPT = """
 import time, torch, elasticstate as elastic

@@ -10,7 +10,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Hosts, Job
+
+from tests.kit.job import SCRIPTS, Hosts, Job
 
 OPTIONS = ("--join-window", "30", "--min-interrupt-distance", "0.2")
 

@@ -11,12 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from forks import PACKAGE, SCRIPTS
-from job import Hosts, Job
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from elasticstate.loggers.transaction_log import TransactionLog
+from tests.kit.forks import PACKAGE, SCRIPTS
+from tests.kit.job import Hosts, Job
 
 KILL_AT = 37  # after an exchange at 30 and a commit at 35
 OPTIONS = ("-np", "3", "--min-np", "1", "--join-window", "30", "--min-interrupt-distance", "0.2")

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import psutil
-from job import Job
 
 from elasticstate.core.types import CommitId
-from tests.pages import page_at
+from tests.kit.job import Job
+from tests.kit.pages import page_at
 
 EVERY = 3  # ticks between two commits
 

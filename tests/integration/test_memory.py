@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from job import Job
+
+from tests.kit.job import Job
 
 PLAIN = """
 import sys

@@ -16,12 +16,20 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import Hosts, Job
-from series import Errors, Series, a_second_dies, faults_file, one_after_the_other, one_is_killed, three_are_killed
 
 from elasticstate.mpi.messages import Applicant
 from elasticstate.mpi.mpirun import Mpirun
 from elasticstate.net.trust import make_token
+from tests.kit.job import Hosts, Job
+from tests.kit.series import (
+    Errors,
+    Series,
+    a_second_dies,
+    faults_file,
+    one_after_the_other,
+    one_is_killed,
+    three_are_killed,
+)
 
 MPI = ("--backend", "mpi", "--join-window", "30", "--min-interrupt-distance", "0.5")
 

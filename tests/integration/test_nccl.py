@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from job import SCRIPTS, Job
+
+from tests.kit.job import SCRIPTS, Job
 
 HAS_NCCL = dist.is_nccl_available() and torch.cuda.is_available()
 GPU = pytest.mark.skipif(not HAS_NCCL, reason="needs a CUDA device, and a torch with NCCL")

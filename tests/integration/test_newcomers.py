@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from job import Hosts, Job
+from tests.kit.job import Hosts, Job
 
 FAST = ("--join-window", "30", "--min-interrupt-distance", "0.5")
 

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Hosts, Job, Line
-from series import Series, faults_file, kill
+
+from tests.kit.job import SCRIPTS, Hosts, Job, Line
+from tests.kit.series import Series, faults_file, kill
 
 MEGABYTES = 8
 FAST = ("--join-window", "30", "--min-interrupt-distance", "0.5")

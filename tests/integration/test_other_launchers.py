@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Started, Template
 
 from elasticstate.mpi.installation import AS_ROOT
+from tests.kit.forks import Started, Template
 
 SCRIPTS = Path(__file__).parent / "scripts"
 BIN = Path(sys.executable).parent

@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from job import Hosts, Job
-from series import Errors, Series, faults_file, one_after_the_other
+
+from tests.kit.job import Hosts, Job
+from tests.kit.series import Errors, Series, faults_file, one_after_the_other
 
 FAST = ("--join-window", "30", "--min-interrupt-distance", "0.5")
 STEPS = 60

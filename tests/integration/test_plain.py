@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.forks import PACKAGE, SCRIPTS
-from tests.integration.job import Hosts, Job
+from tests.kit.forks import PACKAGE, SCRIPTS
+from tests.kit.job import Hosts, Job
 
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),

@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from forks import PACKAGE, SCRIPTS
-from job import Job
+from tests.kit.forks import PACKAGE, SCRIPTS
+from tests.kit.job import Job
 
 # Each Python process of the job imports it at its start. At its end it writes the names of all imported modules. Agents
 # end with os._exit().

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from job import Hosts, Job, Line
+
+from tests.kit.job import Hosts, Job, Line
 
 TWO = ("localhost", "127.0.0.2")
 THREE = (*TWO, "127.0.0.3")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from random import Random
 
-from job import SCRIPTS, Hosts, Job, Line
+from tests.kit.job import SCRIPTS, Hosts, Job, Line
 
 HOSTS = ("localhost:2", "127.0.0.2:1")
 SIZE = 3

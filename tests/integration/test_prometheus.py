@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 import urllib.request
 from pathlib import Path
 
 import pytest
-from job import Hosts, Job
 
-from tests.prometheus import DASHBOARD, PROMETHEUS, WHY, Prometheus, promtool
+from tests.kit.job import Hosts, Job
+from tests.kit.prometheus import PROMETHEUS, WHY, Prometheus, each_panel_has_data, page_of, promtool
 
 pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason=WHY)
 
 FAST = ("--join-window", "0.1", "--min-interrupt-distance", "0.2", "--cooldown-range", "0", "0")
-
-
-def page_of(job: Job) -> str:
-    """Return the address of the metrics, which ``elasticrun`` has printed."""
-    pattern = r"^elasticrun: metrics: (http://127\.0\.0\.1:\d+/metrics)$"
-    (url,) = job.wait_for("address", lambda: re.findall(pattern, job.output, re.MULTILINE))
-    return str(url)
 
 
 def test_prometheus_sees_a_killed_worker_and_an_alert_fires(tmp_path: Path) -> None:
@@ -69,15 +60,3 @@ def the_account_adds_up(prometheus: Prometheus) -> None:
     assert prometheus.value(f"({parts}) / elasticstate_wall_seconds") == pytest.approx(1)
     ratio = prometheus.value("elasticstate_goodput_ratio - elasticstate_goodput_seconds / elasticstate_wall_seconds")
     assert ratio == pytest.approx(0, abs=1e-6)
-
-
-def each_panel_has_data(prometheus: Prometheus, sharded: bool) -> None:
-    """Check the queries of the Grafana dashboard: those of a sharded job, or all others."""
-    ((labels, _),) = prometheus.query("elasticstate_generation")
-    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
-    panels = [panel for panel in panels if sharded == panel["description"].startswith("Only of a sharded job")]
-    assert panels
-    for panel in panels:
-        for target in panel["targets"]:
-            query = target["expr"].replace("$instance", labels["instance"])
-            assert prometheus.query(query), (panel["title"], query)

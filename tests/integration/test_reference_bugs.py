@@ -11,7 +11,7 @@ import os
 import signal
 from pathlib import Path
 
-from job import Hosts, Job
+from tests.kit.job import Hosts, Job
 
 FAST = ("--join-window", "1", "--min-interrupt-distance", "0.2")
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Job
+
+from tests.kit.job import SCRIPTS, Job
 
 SCRIPT = str(SCRIPTS / "replaced.py")
 OF_EACH_WORLD = {

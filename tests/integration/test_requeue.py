@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import SCRIPTS, Job
 
 from elasticstate.driver.record import find_job
+from tests.kit.job import SCRIPTS, Job
 
 
 @pytest.mark.parametrize("moment", ["agents", "directory"])

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Job
+
+from tests.kit.job import SCRIPTS, Job
 
 
 def run(directory: Path, damaged: str, *options: str) -> Job:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import Job
-from series import Errors, Recovery, Series, faults_file, one_after_the_other
+
+from tests.kit.job import Job
+from tests.kit.series import Errors, Recovery, Series, faults_file, one_after_the_other
 
 FIXED = ("--join-window", "60")  # the world size is fixed: the first world waits for all workers
 

@@ -10,7 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Hosts, Job
+
+from tests.kit.job import SCRIPTS, Hosts, Job
 
 SAMPLES = 301
 CHANGES = 10

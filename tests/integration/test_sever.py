@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from forks import Template
-from ranks import SOON_S, Rank, Ranks
+
+from tests.kit.forks import Template
+from tests.kit.ranks import SOON_S, Rank, Ranks
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from job import Job, Line
-from series import Errors, Recovery, Series, faults_file, one_after_the_other
+
+from tests.kit.job import Job, Line
+from tests.kit.series import Errors, Recovery, Series, faults_file, one_after_the_other
 
 SCRIPT = Path(__file__).parents[1] / "multihost" / "scripts" / "sharded_faults.py"
 OPTIONS = (

@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from job import Hosts, Job
+from tests.kit.job import Hosts, Job
 
 FAST = ("--min-interrupt-distance", "0.5")
 

@@ -9,7 +9,8 @@ from statistics import fmean
 
 import psutil
 import pytest
-from job import SCRIPTS, Job
+
+from tests.kit.job import SCRIPTS, Job
 
 GENERATIONS = 101
 WINDOW = 20

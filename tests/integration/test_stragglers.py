@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Job, Line
+
+from tests.kit.job import SCRIPTS, Job, Line
 
 EVEN, IN_TURN = 600, 45
 OPTIONS = ("-np", "3", "--min-np", "2", "--straggler-action", "drain")

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from job import Hosts, Job
-from series import (
+
+from tests.kit.job import Hosts, Job
+from tests.kit.series import (
     Errors,
     Series,
     a_second_dies,

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Job
+
+from tests.kit.job import SCRIPTS, Job
 
 STEPS = 20
 COLLECTIVES = ("backward", "reduce", "late", "subgroup", "objects", "monitored", "thread", "point")

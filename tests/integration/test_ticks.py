@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Job
+
+from tests.kit.job import SCRIPTS, Job
 
 EVERY = 7
 KILLS = (

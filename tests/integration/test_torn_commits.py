@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from scripts.torn_writers import OWNER, FileStorage
 
 from elasticstate import TorchState
 from elasticstate._native import checksum
@@ -25,7 +24,8 @@ from elasticstate.state import rng
 from elasticstate.state.base import committer_of
 from elasticstate.state.layout import digest
 from elasticstate.state.snapshot import Snapshot
-from tests.pages import page_at
+from tests.integration.scripts.torn_writers import OWNER, FileStorage
+from tests.kit.pages import page_at
 
 WRITERS = Path(__file__).parent / "scripts" / "torn_writers.py"
 KILLS = 320

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Hosts, Job
+
+from tests.kit.job import SCRIPTS, Hosts, Job
 
 OPTIONS = ("--min-interrupt-distance", "0.2", "--min-np", "2", "--join-window", "30")
 

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import SCRIPTS, Hosts, Job
+
+from tests.kit.job import SCRIPTS, Hosts, Job
 
 CHANGES = ("finally", "numpy", "random", "collective", "weights", "generator", "cycle", "again")
 CATCHES = ("swallowed", "return")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from job import Job
+
+from tests.kit.job import Job
 
 FAST = ("--join-window", "30", "--min-interrupt-distance", "0.5")
 REMEDY = "Construct the state with the same names and kinds of values on every rank."

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import NO_CHROMIUM, WHY as WHY_NOT, opened
-from job import Job, Line
 from playwright.sync_api import Page, expect
-from test_commit_line import SCRIPT, attached
-from test_dashboard import soon, url_of
-from test_durable import saved, wait_for_copies
-from test_prometheus import each_panel_has_data, page_of
 
 from elasticstate.cli import main
-from tests.prometheus import PROMETHEUS, WHY, Prometheus
+from tests.kit.browser import NO_CHROMIUM, WHY as WHY_NOT, opened, soon, url_of
+from tests.kit.durable_job import saved, wait_for_copies
+from tests.kit.job import Job, Line
+from tests.kit.prometheus import PROMETHEUS, WHY, Prometheus, each_panel_has_data, page_of
+from tests.kit.sharded_job import ATTACHING, attached
 
 pytestmark = [
     pytest.mark.skipif(NO_CHROMIUM, reason=WHY_NOT),
@@ -36,7 +34,7 @@ SHARD_BYTES = 1024 * 1024 * 2  # of float32 in one of two shards
 
 def test_line_replicas_memory_and_bandwidth_of_a_sharded_job_are_shown(tmp_path: Path) -> None:
     changes = (("torch.nn.Linear(2, 4)", "torch.nn.Linear(1024, 1024)"), ("state.commit()", "state.commit(every=100)"))
-    script = SCRIPT
+    script = ATTACHING
     for old, new in changes:
         assert old in script
         script = script.replace(old, new)

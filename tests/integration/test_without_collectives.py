@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from job import SCRIPTS, Job
+from tests.kit.job import SCRIPTS, Job
 
 
 def test_a_newcomer_does_not_wait_for_a_commit_that_is_gone(tmp_path: Path) -> None:

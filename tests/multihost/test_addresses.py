@@ -9,11 +9,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from job import Job
 
-from tests.multihost.network import Host, Network, missing
-from tests.multihost.test_dial_in import PORT, agent
-from tests.multihost.test_hosts import QUICK, ends_well, trains_with
+from tests.kit.hosts import PORT, QUICK, agent, ends_well, trains_with
+from tests.kit.job import Job
+from tests.kit.network import Host, Network, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multihost.network import Network, missing
+from tests.kit.network import Network, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from forks import PACKAGE, SCRIPTS
-from job import Job
 
-from tests.multihost.network import Network, missing
-from tests.multihost.test_hosts import QUICK, ends_well, trains_with
+from tests.kit.hosts import PORT, QUICK, agent, ends_well, trains_with
+from tests.kit.job import Job
+from tests.kit.network import Network, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
-
-PORT = 7077
 
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Network]:
     with Network(tmp_path, "a", "b", "c") as network:
         yield network
-
-
-@contextmanager
-def agent(network: Network, name: str, token: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """Run ``elasticrun agent`` on a host, as a batch system does."""
-    command = ("-m", "elasticstate", "agent", "--join", f"d:{PORT}", "--token-file", str(token), *options)
-    process = subprocess.Popen(
-        network.python(name, *command),
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{PACKAGE}"},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        print(f"agent of host {name}:", process.communicate()[1])
 
 
 def listening_job(network: Network, tmp_path: Path, token: Path, *more: str, **script: object) -> Job:

@@ -8,68 +8,25 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from math import inf
 from pathlib import Path
 
 import pytest
-from job import Job, Line
-from series import Errors, one_after_the_other
 
-from tests.multihost.network import Network, missing
+from tests.kit.hosts import HEARTBEAT_S, QUICK, ends_well, job_on, trains_with
+from tests.kit.job import Job, Line
+from tests.kit.network import Network, missing
+from tests.kit.series import Errors, one_after_the_other
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-HEARTBEAT_S = 2.0
 MISSED_S = 1.25 * HEARTBEAT_S  # of silence, at most: the driver looks 20 times in a heartbeat time-out
 NEXT_STEP_S = 0.5  # from the detection of a host's loss to the survivors' next step
-QUICK = (
-    *("--heartbeat-timeout", str(HEARTBEAT_S), "--min-interrupt-distance", "0.1", "--join-window", "5"),
-    *("--cooldown-range", "0.2", "0.4", "--orphan-timeout", "20"),
-)
 
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Network]:
     with Network(tmp_path, "a", "b", "c") as network:
         yield network
-
-
-def job_on(network: Network, tmp_path: Path, *options: str, **script: object) -> Job:
-    """Run a job with a worker on each of the hosts a, b and c. It trains until the file ``stop`` exists."""
-    hosts = ("-np", "3", "--min-np", "1", "-H", "a:1,b:1,c:1")
-    within = network["d"].storage.enter()
-    return Job(tmp_path, *hosts, *QUICK, *options, within=within, until=tmp_path / "stop", steps=10, **script)
-
-
-def trains_with(job: Job, size: int, count: int = 1) -> Line:
-    """Wait until the ``count``-th world of this size has completed a tick."""
-    event = job.wait_for_event("world_formed", count, size=size)
-    generation = event["generation"]
-    job.wait_for(
-        f"a tick of generation {generation}", lambda: any(c["generation"] >= generation for c in job.log("commit"))
-    )
-    return event
-
-
-def ends_well(job: Job) -> None:
-    job.stop_file.touch()
-    job.finish()
-    job.check_survival()
-    check_no_two_worlds(job)
-
-
-def check_no_two_worlds(job: Job, what: str = "commit") -> None:
-    """Check that after the first tick of a later world, an older world ended at most the tick that was in progress."""
-    ticks: dict[int, dict[int, float]] = {}  # generation -> step -> time at which the last member ended it
-    first: dict[int, float] = {}
-    for line in job.log(what):  # ordered by time
-        ticks.setdefault(line["generation"], {})[line["step"]] = line["time"]
-        first.setdefault(line["generation"], line["time"])
-    later = inf
-    for generation in sorted(ticks, reverse=True):
-        side_by_side = [step for step, last in ticks[generation].items() if last > later]
-        assert len(side_by_side) <= 1, f"generation {generation} went on beside a later one: {side_by_side}"
-        later = min(later, first[generation])
 
 
 def next_step_after(job: Job, lost: Line) -> float:

@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from forks import PACKAGE, SCRIPTS
-from job import Job
 
-from tests.multihost import kubernetes
-from tests.multihost.kubernetes import Pod
-from tests.multihost.network import Host, Network, missing
-from tests.multihost.test_hosts import HEARTBEAT_S, trains_with
+from tests.kit import pods as kubernetes
+from tests.kit.forks import PACKAGE, SCRIPTS
+from tests.kit.hosts import HEARTBEAT_S, trains_with
+from tests.kit.job import Job
+from tests.kit.network import Host, Network, missing
+from tests.kit.pods import Pod
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 pytest.importorskip("kubernetes", reason="the client of Kubernetes is not installed")
-from tests.unit.kubernetes import manifests  # noqa: E402
-from tests.unit.kubernetes.api_server import ApiServer  # noqa: E402
+from tests.kit import kubernetes as manifests  # noqa: E402
+from tests.kit.kubernetes import ApiServer  # noqa: E402
 
 REASON = missing() or kubernetes.missing()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import Job, Line
 
-from tests.multihost.network import Network, missing
+from tests.kit.job import Job, Line
+from tests.kit.network import Network, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from job import Job
 
-from tests.multihost.network import Network, missing
-from tests.multihost.test_hosts import ends_well, job_on, trains_with
+from tests.kit.hosts import ends_well, job_on, trains_with
+from tests.kit.job import Job
+from tests.kit.network import Network, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from job import Job
 
-from tests.multihost.test_hosts import QUICK, trains_with
+from tests.kit.hosts import QUICK, trains_with
+from tests.kit.job import Job
 
 pytest.importorskip("ray", reason="Ray is not installed")
 

@@ -2,82 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from job import Hosts, Job, Line
 
-from tests.multihost.network import Network, missing
+from tests.kit.job import Hosts
+from tests.kit.network import Network, missing
+from tests.kit.sharded_job import QUICK, STEPS, ShardedJob
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-SCRIPT = Path(__file__).parent / "scripts" / "sharded.py"
-STEPS = 200
 TOLERANCE = 1e-4
-QUICK = (
-    *("--heartbeat-timeout", "2", "--min-interrupt-distance", "0.1", "--join-window", "5"),
-    *("--cooldown-range", "0.2", "0.4", "--orphan-timeout", "20"),
-)
 
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Network]:
     with Network(tmp_path, "a", "b", "c", "e", "f") as network:
         yield network
-
-
-class ShardedJob(Job):
-    """Job whose script trains a sharded model until the file ``stop`` exists, and at least some steps."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *options: str,
-        how: str = "fsdp",
-        within: tuple[str, ...] = (),
-        pace: float = 0.0,
-        steps: int = STEPS,
-    ):
-        folder.mkdir(exist_ok=True)
-        self.steps = steps
-        script = ["--log", str(folder / "logs"), "--how", how, "--steps", str(steps), "--step-seconds", str(pace)]
-        until = ["--until", str(folder / "stop")] if pace else []
-        super().__init__(folder, *options, within=within, command=[sys.executable, str(SCRIPT), *script, *until])
-
-    def losses(self) -> dict[int, float]:
-        """Return the loss of each step. For a step that was trained again, the last loss counts."""
-        return {line["step"]: line["loss"] for line in self.log("step")}
-
-    def trains_with(self, size: int, after: int = 0, steps: int = 10) -> int:
-        """Wait until a world of this size, later than generation ``after``, has committed some steps."""
-
-        def found() -> int:
-            worlds = [e["generation"] for e in self.events("world_formed") if e["size"] == size]
-            late = [g for g in worlds if g > after]
-            counts = {g: len({c["step"] for c in self.log("commit") if c["generation"] == g}) for g in late}
-            return next((g for g in late if counts[g] >= steps), 0)
-
-        return int(self.wait_for(f"{steps} steps with {size} workers after generation {after}", found, timeout=120))
-
-    def check_shards(self) -> None:
-        """Check that each world begins with the full tensors of the step that it begins from, equal on all ranks."""
-        begun: dict[int, list[Line]] = {}
-        for line in self.log("enter"):
-            begun.setdefault(line["generation"], []).append(line)
-        for generation, lines in begun.items():
-            assert len({(line["step"], line["digest"]) for line in lines}) == 1, lines
-            step = lines[0]["step"]
-            if not step:
-                continue
-            known = [e["digest"] for e in self.log("step") if e["step"] == step and e["generation"] < generation]
-            assert lines[0]["digest"] in known, f"generation {generation} does not begin with the state of step {step}"
-
-    def check_losses(self, undisturbed: dict[int, float]) -> float:
-        """Return the largest deviation from the losses of an undisturbed run."""
-        found = self.losses()
-        return max(abs(found[step] / undisturbed[step] - 1) for step in range(1, self.steps + 1))
 
 
 @pytest.fixture(scope="module")

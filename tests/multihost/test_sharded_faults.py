@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from elasticstate.commits import owner_of
-from tests.multihost.network import Host, Network, missing
-from tests.multihost.test_sharded import QUICK, ShardedJob
+from tests.kit.network import Host, Network, missing
+from tests.kit.sharded_job import QUICK, ShardedJob
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forks import PACKAGE
-from job import Job
 
-from tests.multihost import slurm as real
-from tests.multihost.slurm import Slurm, free_ports, wait_for
-from tests.multihost.test_hosts import QUICK, trains_with
+from tests.kit import slurm as real
+from tests.kit.forks import PACKAGE
+from tests.kit.hosts import QUICK, trains_with
+from tests.kit.job import Job
+from tests.kit.slurm import Slurm, free_ports, wait_for
 
 pytestmark = pytest.mark.skipif(bool(real.missing()), reason=real.missing())
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from job import Job
 
-from tests.multihost.network import Network, missing
+from tests.kit.job import Job
+from tests.kit.network import Network, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

@@ -10,11 +10,11 @@ import uuid
 from pathlib import Path
 
 import psutil
-from job import Job
 
 from elasticstate.driver.record import find_job
-from tests.security.attack import logind_deletes
-from tests.security.calm import Calm
+from tests.kit.job import Job
+from tests.kit.second_user import logind_deletes
+from tests.kit.strangers import Calm
 
 
 def commit_directory(job: Job) -> Path:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import Hosts, Job
 
 from elasticstate.net.control import ask_status
-from tests.security.attackers import STRANGER, Attacker, idle
+from tests.kit.job import Hosts, Job
+from tests.kit.strangers import STRANGER, Attacker, idle
 
 SOFT, HARD, CROWD = 200, 400, 1500
 WORKER = """

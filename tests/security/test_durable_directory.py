@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from job import Job
 from msgspec.structs import replace
 
 from elasticstate import private
@@ -35,8 +34,9 @@ from elasticstate.durable.copies import (
 from elasticstate.durable.storage import open_storage
 from elasticstate.durable.upload import StagedPart, upload
 from elasticstate.private import PlantedFileError
-from tests.security.attack import NOBODY, Payload, as_nobody, why_not
-from tests.unit.durable.commit_files import Sent, commit_of, order, shard_file
+from tests.kit.durable import Sent, commit_of, order, shard_file
+from tests.kit.job import Job
+from tests.kit.second_user import NOBODY, Payload, as_nobody, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 

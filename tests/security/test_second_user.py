@@ -12,13 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import Job
 
 from elasticstate.commits import CommitDirectory
 from elasticstate.net.link import WorkerLink
 from elasticstate.private import make_file, open_directory, open_file, read_file, write_file
-from tests.security.attack import AS_NOBODY, as_nobody, forge, logind_deletes, take_name, why_not
-from tests.security.calm import Calm
+from tests.kit.job import Job
+from tests.kit.second_user import AS_NOBODY, as_nobody, forge, logind_deletes, take_name, why_not
+from tests.kit.strangers import Calm
 
 REFUSED = "is not a private|[Ss]ymbolic|[Dd]irectory"
 

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from job import Job
 
 from elasticstate.net import codec, messages, trust
 from elasticstate.net.control import ask_status
 from elasticstate.net.strangers import MAX_UNAUTHENTICATED
 from elasticstate.net.stream import dial
 from elasticstate.net.trust import NAME, Trust
-from tests.security.attackers import (
+from tests.kit.job import Job
+from tests.kit.strangers import (
     Attacker,
     client_hello,
     connect,

@@ -22,11 +22,11 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from job import Hosts, Job
 
 from elasticstate.net.control import ask_status
 from elasticstate.net.names import free_port, own_addresses
-from tests.security.attackers import STRANGER, Attack, Attacker, connect
+from tests.kit.job import Hosts, Job
+from tests.kit.strangers import STRANGER, Attack, Attacker, connect
 
 DESCRIPTORS = 4096
 MALFORMED, HALF, VIEWERS, STREAMS = 2000, 5000, 40, 1000  # of all strangers at all ports together

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import Phase, given, settings, strategies as st
 
 from elasticstate.core.cooldown import JITTER, MAX_BACKOFF_S
-from tests.policy import policy_of
-from tests.simulation.fleet import Fleet, Machine
+from tests.kit.policy import policy_of
+from tests.kit.simulation.fleet import Fleet, Machine
 
 Way = Literal["named", "refuse", "hang"]
 WAYS: tuple[Way, ...] = ("named", "refuse", "hang")

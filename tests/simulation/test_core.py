@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from math import inf
 
 from hypothesis import strategies as st
 
@@ -16,10 +15,10 @@ from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, new_membership, next_deadline, step
 from elasticstate.core.records import Over
 from elasticstate.core.time_account import Times
-from tests.simulation.books import Books
-from tests.simulation.invariants import ENDS, Checker
-from tests.simulation.recovery import world_or_end_is_reached
-from tests.simulation.schedules import EventMaker, explore_all, random_policy, rubbish
+from tests.kit.simulation.books import Books
+from tests.kit.simulation.invariants import ENDS, Checker
+from tests.kit.simulation.recovery import stale_facts_have_no_effect, world_or_end_is_reached
+from tests.kit.simulation.schedules import EventMaker, explore_all, random_policy
 
 MUST_BE_REACHED = (
     *("world", "start", "stop", "hold", "release", "interrupt", "escalation", "failure", "drain", "leave", "gate"),
@@ -89,45 +88,6 @@ def _next_time(rng: random.Random, m: Membership, now: float) -> float:
     if deadline is None:
         return later
     return deadline if kind > 0.96 else min(later, deadline)
-
-
-def stale_facts_have_no_effect(rng: random.Random, m: Membership, now: float) -> None:
-    """Check I1: events of older incarnations, other generations and unknown workers have no effect. Nor has
-    TimePassed before the deadline."""
-    again = step(m, t.TimePassed(), now)
-    assert not again.effects, again.effects
-    assert replace(again.next, deadlines=m.deadlines) == m
-    assert (next_deadline(m) or inf) <= (next_deadline(again.next) or inf), "a deadline was missed"
-    deadline = next_deadline(m)
-    early = now + 0.999 * rng.random() * ((now + 100 if deadline is None else deadline) - now)
-    if deadline is None or early < deadline:  # they are equal if the deadline is one rounding error away
-        before = step(m, t.TimePassed(), early)
-        assert not before.effects, f"before the deadline: {before.effects}"
-        assert replace(before.next, deadlines=m.deadlines) == m, "the state changes before its deadline"
-    worker = rng.choice(list(m.workers) or [t.WorkerId("a", 0, 1)])
-    stranger = rng.choice((worker._replace(incarnation=worker.incarnation - 1), t.WorkerId("z", 0, 1)))
-    was_member = m.world is not None and any(placement.worker == stranger for placement in m.world.members)
-    for event in rubbish(stranger, m.generation, t.CommitId(m.generation, 1)):
-        if was_member and isinstance(event, t.ShardsAttached):
-            continue  # others may have committed since its report, which is late
-        stale = step(m, event, now)
-        if isinstance(event, t.AgentJoined) and not isinstance(m.phase, Over):  # an agent of no host must be stopped
-            assert [(type(effect), getattr(effect, "host", "")) for effect in stale.effects] == [(t.StopAgent, "z")]
-        else:
-            assert not stale.effects, (event, stale.effects)
-        assert replace(stale.next, deadlines=m.deadlines) == m, event
-    for event in rubbish(worker, m.generation + 1, t.CommitId(1, 0)):
-        if isinstance(
-            event,
-            t.WorkerReady
-            | t.HoldAnswered
-            | t.FailureReported
-            | t.GateEntered
-            | t.FirstTick
-            | t.ShardsAttached
-            | t.CallReported,
-        ):
-            assert replace(step(m, event, now).next, deadlines=m.deadlines) == m, event
 
 
 def explore(seed: int, length: int) -> None:

@@ -6,8 +6,8 @@ from collections import Counter
 
 from hypothesis import strategies as st
 
-from tests.simulation.one_copy import play
-from tests.simulation.schedules import explore_all
+from tests.kit.simulation.one_copy import play
+from tests.kit.simulation.schedules import explore_all
 
 MUST_BE_REACHED = (
     *("follower", "read from the keeper", "no keeper survived", "keeper beside a draining root"),

@@ -18,7 +18,7 @@ from elasticstate.driver.reattach import Reattachment, newer
 from elasticstate.driver.record import Record
 from elasticstate.net import messages
 from elasticstate.options import Options
-from tests.policy import policy_of
+from tests.kit.policy import policy_of
 
 HOSTS = ("a", "b", "c")
 STEPS_OF_FAULTS, MOST_STEPS = 150, 3_000

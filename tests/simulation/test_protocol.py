@@ -9,8 +9,8 @@ from collections import Counter
 
 from hypothesis import strategies as st
 
-from tests.simulation.job import FAULTS, play
-from tests.simulation.schedules import explore_all
+from tests.kit.simulation.job import FAULTS, play
+from tests.kit.simulation.schedules import explore_all
 
 MUST_BE_REACHED = (
     *(

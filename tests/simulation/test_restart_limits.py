@@ -16,8 +16,8 @@ from hypothesis import Phase, given, settings, strategies as st
 
 from elasticstate.core import types as t
 from elasticstate.core.records import Waiting
-from tests.policy import policy_of
-from tests.simulation.fleet import Fleet, Machine, Slots
+from tests.kit.policy import policy_of
+from tests.kit.simulation.fleet import Fleet, Machine, Slots
 
 SCHEDULES = 1_000
 FAULTS_SHARE = 0.2  # the part of the time-out in which good machines fail, too

@@ -13,7 +13,7 @@ from itertools import repeat
 from hypothesis import strategies as st
 
 from elasticstate.state import ElasticDataLoader, TorchState
-from tests.simulation.schedules import explore_all
+from tests.kit.simulation.schedules import explore_all
 
 MUST_BE_REACHED = ("death", "interrupt", "join", "rollback", "tail", "stand-in", "micro-batch", "epoch", "dropped")
 reached: Counter[str] = Counter()

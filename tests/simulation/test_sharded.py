@@ -6,8 +6,8 @@ from collections import Counter
 
 from hypothesis import strategies as st
 
-from tests.simulation.schedules import explore_all
-from tests.simulation.sharded import play
+from tests.kit.simulation.schedules import explore_all
+from tests.kit.simulation.sharded import play
 
 MUST_BE_REACHED = (
     *("line", "newest line", "line from a kept copy", "line from a slot that left", "line awaited", "line lost"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.transcripts import TRANSCRIPTS, replay
+from tests.kit.transcripts import TRANSCRIPTS, replay
 
 SCENARIOS = (
     "all_but_one_die",

@@ -1,4 +1,4 @@
-"""Allowed imports between the parts of the package (DESIGN.md, Where to look). Imports inside functions count, too."""
+"""Rules for imports between the parts of the package. Imports inside functions count, too; those for types do not."""
 
 from __future__ import annotations
 
@@ -10,145 +10,63 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.kit.sources import PACKAGE, SOURCES, of_each, text_of, tree_of
 
-from tests.sources import PACKAGE, ROOT, SOURCES, of_each, text_of, tree_of
-
-PARTS = {
-    "agent",
-    "allocation",
-    "backends",
-    "check",
-    "options",
-    "cli",
-    "commit_header",
-    "commits",
-    "compat",
-    "copies",
-    "core",
-    "discovery",
-    "driver",
-    "durable",
-    "error_chain",
-    "error_file",
-    "exit_status",
-    "errors",
-    "extension",
-    "failures",
-    "history",
-    "horovod",
-    "huggingface",
-    "launchers",
-    "launching",
-    "lightning",
-    "log",
-    "loggers",
-    "loop_watch",
-    "machine",
-    "net",
-    "plug_ins",
-    "present_world",
-    "private",
-    "processes",
-    "screen",
-    "seals",
-    "state",
-    "terminal",
-    "threads",
-    "tracebacks",
-    "worker",
-    "writing",
+PURE = {"__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math"}
+PURE |= {"hashlib", "json", "msgspec", "operator", "re", "signal", "statistics", "string", "types", "typing", "zlib"}
+COMMANDS = {"cli", "launching"}
+LIBRARIES = {"horovod", "huggingface", "lightning", "loggers"}  # on public names and extension.py, as others' packages
+PLUG_INS = {"kubernetes", "mpi", "ray"}  # tables name them; no other part imports them
+PROCESSES = {"agent", "check", "driver", "state", "worker"}
+# The processes that a part may know of; by default, a part knows of none, of no command, library or plug-in.
+KNOWN = {
+    "agent": set[str](),
+    "check": {"driver"},
+    "driver": set[str](),
+    "extension": {"state", "worker"},
+    "history": COMMANDS,
+    "launching": {"driver", "worker"} | COMMANDS,
+    "state": set[str](),
+    "worker": {"state"},
+    "mpi": {"check"},
+    "mpi.worker": {"worker"},
 }
-
-PLUG_INS = {"kubernetes", "mpi", "mpi.worker", "ray"}  # tables name them; no other part may import them
-
-LIBRARIES = {"horovod", "huggingface", "lightning", "loggers"}
-COMMANDS = {"cli", "history"}
-ON_TOP = {*LIBRARIES, "extension"}
-
-# The other parts that a part may import. The command line may import all parts except plug-ins.
-ALLOWED = {
-    "allocation": set[str](),
-    "backends": {"plug_ins"},
-    "compat": {"_native", "errors", "log"},
-    "copies": {"_native", "allocation", "commits", "core", "errors", "net", "private", "seals"},
-    "core": {"exit_status"},
-    "kubernetes": {"options", "core", "discovery", "errors", "threads"},
-    "error_chain": set[str](),
-    "error_file": {"error_chain", "tracebacks"},
-    "exit_status": set[str](),
-    "errors": set[str](),
-    "failures": {"exit_status", "terminal"},
-    "log": {"terminal"},
-    "loop_watch": {"compat"},
-    "machine": set[str](),
-    "mpi": {"backends", "check", "options", "core", "errors", "exit_status", "log", "net"}
-    | {"private", "processes", "threads"},
-    "mpi.worker": {"_native", "compat", "options", "errors", "log", "mpi", "net", "private", "worker"},
-    "private": set[str](),
-    "processes": set[str](),
-    "ray": {"compat", "options", "core", "discovery", "errors", "exit_status", "launchers", "net", "threads"},
-    "screen": {"options"},
-    "seals": set[str](),
-    "terminal": set[str](),
-    "threads": {"compat"},
-    "tracebacks": {"errors"},
-    "writing": set[str](),
-    "net": {"compat", "options", "core", "errors", "writing"},
-    "commit_header": set[str](),
-    "commits": {"options", "private", "processes"},
-    "options": {"core", "errors", "machine"},
-    "durable": {"_native", "core", "errors", "machine", "private", "terminal"},
-    "driver": PARTS - {"agent", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP},
-    "check": PARTS - {"agent", "worker", "state", *COMMANDS, "launching", *ON_TOP},
-    "agent": PARTS - {"driver", "check", "worker", "state", *COMMANDS, "launching", *ON_TOP} | {"_native"},
-    "present_world": {"options", "core", "errors"},
-    "worker": PARTS - {"driver", "agent", "check", *COMMANDS, "launching", *ON_TOP} | {"_native"},
-    "state": PARTS - {"driver", "agent", "check", *COMMANDS, "launching", "worker", *ON_TOP} | {"_native"},
-    "cli": PARTS,
-    "discovery": {"options", "core", "errors", "exit_status", "machine", "plug_ins", "processes", "threads"},
-    "launchers": {"options", "errors", "exit_status", "net", "plug_ins", "processes", "threads", "writing"},
-    "plug_ins": {"errors"},
-    "launching": PARTS - {"agent", "check", "state", *COMMANDS, *ON_TOP},
-    "extension": {"compat", "options", "errors", "state", "worker"},
-    "history": {"core", "errors", "exit_status", "private", "terminal"},
-    "horovod": {"errors", "extension"},
-    "huggingface": {"compat", "errors", "extension"},
-    "lightning": {"compat", "errors", "extension"},
-    "loggers": {"errors", "extension"},
-    "__main__": {"cli"},
+WITH_TORCH = {"compat", "extension", "mpi.worker", "present_world", "state", "worker", *LIBRARIES}
+WITH_SOCKETS = {"copies", "net", "mpi.relay"}
+SOCKETS = {"socket", "socketserver", "ssl", "http", "urllib"}
+WITH_ENVIRONMENT = {"options", "mpi.holder"}
+ONLY_IN = {  # libraries that an option or a command needs: they are imported only for it
+    "aiohttp": {"driver.dashboard.server"},
+    "jinja2": {"history.page"},
+    "lightning": {"lightning"},
+    "matplotlib": {"history.copy_plots", "history.drawing", "history.plots"},
+    "prometheus_client": {"driver.metrics"},
+    "rich": {"cli.export", "cli.status", "screen.painter"},
 }
-WITH_TORCH = {"compat", "mpi.worker", "present_world", "worker", "state", *ON_TOP}
-BY_PUBLIC_NAMES = LIBRARIES  # written as packages of third parties would be: with the public names and extension.py
-WITHOUT_OPTIONS = {"elasticstate.mpi.holder"}  # passes its environment on, and imports no module of this package
-WITH_SOCKETS = {
-    "elasticstate.copies.client",  # these four use threads, and no event loop
-    "elasticstate.copies.pusher",
-    "elasticstate.copies.server",
-    "elasticstate.copies.wire",
-    "elasticstate.mpi.relay",  # carries the bytes of a protocol of others
-}
-SOCKET_MODULES = {"socket", "socketserver", "ssl", "asyncio.streams", "http", "urllib"}
 
 
 def name(source: Path) -> str:
-    return ".".join(source.relative_to(PACKAGE.parent).with_suffix("").parts)
+    """Return the dotted name of a source within the package."""
+    return ".".join(source.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
-def part(source: Path) -> str:
-    return part_of(name(source))
+def is_in(module: str, parts: set[str]) -> bool:
+    return any(module == part or module.startswith(part + ".") for part in parts)
 
 
 def part_of(module: str) -> str:
-    """Return the part of a module, or of a name in a module."""
-    words = module.split(".")[1:]
-    return ".".join(words[:2]) if ".".join(words[:2]) in PLUG_INS else words[0]
+    return "mpi.worker" if is_in(module, {"mpi.worker"}) else module.partition(".")[0]
 
 
 @functools.cache
 def imports(source: Path) -> tuple[str, ...]:
-    """Return the dotted names that a source imports, except imports for type checkers."""
+    """Return the dotted names that a source imports."""
     return tuple(_imports(source))
+
+
+def own_imports(source: Path) -> list[str]:
+    """Return the imported names of this package, without its name."""
+    return [imported.partition(".")[2] for imported in imports(source) if imported.split(".")[0] == "elasticstate"]
 
 
 def _imports(source: Path) -> Iterator[str]:
@@ -170,94 +88,52 @@ def _imports(source: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_the_sources_are_found() -> None:
-    assert {part(source) for source in SOURCES} >= {"core", "errors", "options", "net"}
-
-
-def test_a_rule_names_each_source_that_breaks_it() -> None:
-    @of_each(SOURCES[:3])
-    def is_the_second(source: Path) -> None:
-        assert source == SOURCES[1]
-
-    with pytest.raises(AssertionError) as raised:
-        is_the_second()
-    assert [line.split(":")[0] for line in str(raised.value).splitlines() if line.startswith("elasticstate/")] == [
-        str(source.relative_to(ROOT)) for source in (SOURCES[0], SOURCES[2])
-    ]
-
-
-@of_each()
-def test_a_module_imports_only_the_parts_it_may(source: Path) -> None:
-    if part(source) == "__init__":
-        return  # the public names of every part, loaded lazily: another test checks that
-    assert part(source) in ALLOWED, f"{name(source)}: a new part needs its line in ALLOWED"
-    allowed = ALLOWED[part(source)] | {part(source)}
+@of_each([source for source in SOURCES if name(source).startswith("core")])
+def test_the_core_is_pure(source: Path) -> None:
+    """No clock, no file, no thread: it imports itself, exit_status, and modules that compute."""
     for imported in imports(source):
-        if imported == "elasticstate" and part(source) in BY_PUBLIC_NAMES:
-            continue
-        assert imported != "elasticstate", f"{name(source)} imports the public names: they hide what it depends on"
-        if imported.startswith("elasticstate."):
-            assert part_of(imported) in allowed, f"{name(source)} imports {imported}"
+        first, _, rest = imported.partition(".")
+        assert first in PURE or (first == "elasticstate" and is_in(rest, {"core", "exit_status"})), imported
 
 
 @of_each()
-def test_only_the_table_of_backends_names_a_plug_in(source: Path) -> None:
+def test_a_part_knows_only_of_the_processes_it_may(source: Path) -> None:
+    part = part_of(name(source))
+    if part in {"", "__init__", "__main__", *COMMANDS - {"launching"}}:
+        return  # these start everything
+    foreign = PROCESSES | COMMANDS | LIBRARIES | PLUG_INS | {"extension"}
+    known = KNOWN.get(part, set[str]()) | {part, part.partition(".")[0]}
+    if part in LIBRARIES:
+        known |= {"extension"}
+    for imported in own_imports(source):
+        assert not is_in(imported, foreign - known), f"imports {imported}"
+
+
+@of_each([source for source in SOURCES if part_of(name(source)) in LIBRARIES])
+def test_a_drop_in_uses_public_names(source: Path) -> None:
+    for imported in own_imports(source):
+        allowed = {part_of(name(source)), "compat", "errors", "extension"}
+        assert "." not in imported or is_in(imported, allowed), f"imports {imported}"
+
+
+@of_each()
+def test_only_the_table_of_backends_names_mpi(source: Path) -> None:
     """Also as a text, for example for importlib."""
-    if part(source) not in PLUG_INS and part(source) != "backends":
+    if not is_in(name(source), {*PLUG_INS, "backends"}):
         assert not re.search(r"elasticstate[./]mpi\b", text_of(source))
 
 
 @of_each()
 def test_torch_is_imported_only_where_workers_run(source: Path) -> None:
-    if part(source) not in WITH_TORCH:
+    if not is_in(name(source), WITH_TORCH):
         assert not [imported for imported in imports(source) if imported.split(".")[0] in {"torch", "numpy"}]
-
-
-@of_each()
-def test_a_library_for_training_is_imported_only_by_its_plug_in(source: Path) -> None:
-    if part(source) != "lightning":
-        assert not [imported for imported in imports(source) if imported.split(".")[0] == "lightning"]
-
-
-@of_each()
-def test_a_library_for_reports_is_imported_only_for_a_report(source: Path) -> None:
-    if name(source).removeprefix("elasticstate.history.") not in ("page", "drawing", "plots", "copy_plots"):
-        assert not [imported for imported in imports(source) if imported.split(".")[0] in {"jinja2", "matplotlib"}]
-
-
-@of_each()
-def test_the_library_of_the_metrics_is_imported_only_with_their_option(source: Path) -> None:
-    found = {imported for imported in imports(source) if "prometheus_client" in imported}
-    users = {imported for imported in imports(source) if imported.startswith("elasticstate.driver.metrics.")}
-    assert not found or name(source) == "elasticstate.driver.metrics"
-    assert not users or name(source) == "elasticstate.driver.metrics_port"
-
-
-@of_each()
-def test_the_library_for_terminals_is_imported_only_to_show_something_there(source: Path) -> None:
-    found = {imported for imported in imports(source) if imported.split(".")[0] == "rich"}
-    shown = {"elasticstate.cli.export", "elasticstate.cli.status", "elasticstate.screen.painter"}
-    assert not found or name(source) in shown
-    users = {imported for imported in imports(source) if imported.startswith("elasticstate.screen.painter.")}
-    assert not users or name(source) == "elasticstate.screen.__main__"
-
-
-@of_each()
-def test_the_library_of_the_dashboard_is_imported_only_with_its_option(source: Path) -> None:
-    server = "elasticstate.driver.dashboard.server"
-    found = {imported for imported in imports(source) if imported.split(".")[0] == "aiohttp"}
-    tree = tree_of(source)
-    at_once = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
-    at_once |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
-    assert not found or name(source) == server
-    assert server not in at_once
 
 
 def test_driver_agent_and_command_line_run_without_torch() -> None:
     modules = [
-        name(source).removesuffix(".__init__")
+        f"elasticstate.{name(source)}"
         for source in SOURCES
-        if part(source) not in WITH_TORCH and source.stem != "__main__"
+        if source != PACKAGE / "__init__.py" and not is_in(name(source), WITH_TORCH) and source.stem != "__main__"
     ]
     program = (
         f"import importlib, sys\nfor m in {modules}: importlib.import_module(m)\nassert 'torch' not in sys.modules"
@@ -266,14 +142,27 @@ def test_driver_agent_and_command_line_run_without_torch() -> None:
 
 
 @of_each()
-def test_sockets_are_opened_only_in_net(source: Path) -> None:
-    if part(source) != "net" and name(source) not in WITH_SOCKETS:
-        assert not SOCKET_MODULES.intersection(imported.split(".")[0] for imported in imports(source))
+def test_a_library_that_is_not_always_there_is_imported_only_for_its_purpose(source: Path) -> None:
+    for imported in imports(source):
+        library = imported.partition(".")[0]
+        assert library not in ONLY_IN or is_in(name(source), ONLY_IN[library]), f"imports {imported}"
+
+
+def test_a_job_that_asks_for_none_of_these_libraries_imports_none() -> None:
+    program = "import sys, elasticstate.cli, elasticstate.driver.driver, elasticstate.agent.serve\n"
+    program += f"assert not {{*sys.modules}} & {set(ONLY_IN)}, {{*sys.modules}} & {set(ONLY_IN)}"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@of_each()
+def test_sockets_are_opened_only_in_net_and_copies(source: Path) -> None:
+    if not is_in(name(source), WITH_SOCKETS):
+        assert not SOCKETS.intersection(imported.split(".")[0] for imported in imports(source))
 
 
 @of_each()
 def test_the_environment_is_read_only_in_config(source: Path) -> None:
-    if part(source) == "options" or name(source) in WITHOUT_OPTIONS:
+    if is_in(name(source), WITH_ENVIRONMENT):
         return
     nodes = list(ast.walk(tree_of(source)))
     # Writing is allowed: each world sets RANK, WORLD_SIZE, … for the libraries that look there.
@@ -283,9 +172,4 @@ def test_the_environment_is_read_only_in_config(source: Path) -> None:
     written |= {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in {"update", "pop"}}
     for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}:
-            assert id(node) in written, f"{name(source)}:{node.lineno} reads the environment"
-
-
-@of_each()
-def test_a_name_says_what_a_module_is_for(source: Path) -> None:
-    assert not {"util", "utils", "common", "helpers"}.intersection(name(source).split("."))
+            assert id(node) in written, f"line {node.lineno} reads the environment"

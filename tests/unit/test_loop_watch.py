@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import _thread, asyncio, os, signal, subprocess, sys, threading, time
 from elasticstate.compat.standard_library import start_thread
-from elasticstate.loop_watch import watch_loops
+from loop_watch import watch_loops
 
 def sleeps():
     time.sleep(0.15)
@@ -117,8 +117,8 @@ async def main():
         await asyncio.sleep(0)
 
 is_reported = threading.Event()
-with watch_loops(sys.argv[1]):
-    asyncio.run(main())
+watch_loops(sys.argv[1])
+asyncio.run(main())
 is_reported.set()
 """
 

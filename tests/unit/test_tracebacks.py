@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from elasticstate import TorchState, error_file, kinds, tracebacks
+from elasticstate import TorchState, error_file, tracebacks
 from elasticstate.errors import UsageError
+from elasticstate.options import kinds
 from elasticstate.present_world import world
 from elasticstate.state.step_check import StepCheck
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -179,6 +180,8 @@ def _content(value: Any) -> Any:
         return {"value": value.detach().clone(), "trained": value.requires_grad}
     if hasattr(value, "state_dict"):
         return value.state_dict()
+    if isinstance(value, random.Random):
+        return value.getstate()
     return list(value) if isinstance(value, collections.deque) else value
 
 

@@ -1,7 +1,8 @@
 """The zoo: ordinary programs of many kinds. ``python programs.py NAME DIRECTORY`` runs one of them.
 
 Each is what a user would write, except for its calls of the keeper ``z``: ``z.goes_on`` instead of a condition,
-``z.commit`` instead of ``state.commit``, and ``z.at`` where a worker may die.
+``z.commit`` instead of ``state.commit``, and ``z.at`` where a worker may die. Programs that share a job (``GROUPS``)
+are parts of one training function, with one state, and train in turns.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import elasticstate as elastic
 
-Program = Callable[[Keeper], None]
+Program = Callable[[Any], None]
 PROGRAMS: dict[str, Program] = {}
-PLACES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # of the first and of the second strike
+PLACES: dict[str, tuple[tuple[str, ...], ...]] = {}  # of each strike
 BASE = ("forward", "backward", "before commit", "after commit")
 
 
@@ -59,7 +60,7 @@ def ddp_of(module: nn.Module, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(module, init_sync=False, **options)
 
 
-def descend(z: Keeper, model: nn.Module, optimizer: Any, step: int, scheduler: Any = None) -> torch.Tensor:
+def descend(z: Keeper | Part, model: nn.Module, optimizer: Any, step: int, scheduler: Any = None) -> torch.Tensor:
     """Make the usual step. Return the loss."""
     optimizer.zero_grad()
     z.at("forward")
@@ -72,12 +73,53 @@ def descend(z: Keeper, model: nn.Module, optimizer: Any, step: int, scheduler: A
     return loss.detach()
 
 
-def loop(z: Keeper, state: Any, step: Callable[[Any], None], wrap: bool = True) -> None:
+class Part:
+    """A keeper for one of several programs that share a job. It keeps what the program gives to :func:`loop`."""
+
+    def __init__(self, z: Keeper, name: str) -> None:
+        self._z, self.name = z, name
+        self.values: dict[str, Any] = {}
+        self.step: Callable[[Any], None]
+        self.state: Any = None  # of all parts
+
+    def at(self, place: str) -> None:
+        self._z.at(place)
+        self._z.at(f"{self.name}, {place}")
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        return self._z.backward(loss)
+
+
+class StateOfPart:
+    """The values of one part in the state of all parts."""
+
+    def __init__(self, part: Part) -> None:
+        self.__dict__["part"] = part
+
+    def __getattr__(self, name: str) -> Any:
+        return self.part.state.step if name == "step" else getattr(self.part.state, f"{self.part.name}_{name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.part.state, f"{self.part.name}_{name}", value)
+
+
+def state_of(z: Keeper | Part, **values: Any) -> Any:
+    """Return a state with these values, and with ``step``."""
+    if isinstance(z, Keeper):
+        return elastic.TorchState(**values, step=0)
+    z.values = values
+    return StateOfPart(z)
+
+
+def loop(z: Keeper | Part, state: Any, step: Callable[[Any], None]) -> None:
     """Train a state with a ``model``. ``step`` gets the wrapped model."""
+    if isinstance(z, Part):
+        z.step = step
+        return
 
     @elastic.run
     def train(state: Any) -> None:
-        model = ddp_of(state.model) if wrap else state.model
+        model = ddp_of(state.model)
         while z.goes_on(state):
             step(model)
             state.step += 1
@@ -87,10 +129,35 @@ def loop(z: Keeper, state: Any, step: Callable[[Any], None], wrap: bool = True) 
     z.finish(state)
 
 
-def with_optimizer(z: Keeper, make: Callable[[list[nn.Parameter]], Any], model: nn.Module | None = None) -> None:
+def together(z: Keeper, names: Sequence[str]) -> None:
+    """Run several programs as parts of one training function. Another one begins in each step."""
+    parts = [Part(z, name) for name in names]
+    for part in parts:
+        PROGRAMS[part.name](part)
+    state = elastic.TorchState(
+        step=0, **{f"{part.name}_{name}": value for part in parts for name, value in part.values.items()}
+    )
+
+    @elastic.run
+    def train(state: Any) -> None:
+        models = [ddp_of(getattr(state, f"{part.name}_model")) for part in parts]
+        while z.goes_on(state):
+            for number in range(len(parts)):
+                turn = (number + state.step) % len(parts)
+                parts[turn].step(models[turn])
+            state.step += 1
+            z.commit(state)
+
+    for part in parts:
+        part.state = state
+    train(state)
+    z.finish(state)
+
+
+def with_optimizer(z: Keeper | Part, make: Callable[[list[nn.Parameter]], Any], model: nn.Module | None = None) -> None:
     model = net() if model is None else model
     optimizer = make(list(model.parameters()))
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer)
     loop(z, state, lambda ddp: void(descend(z, ddp, optimizer, state.step)))
 
 
@@ -99,11 +166,6 @@ def void(_: object) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- optimizers
-
-
-@program()
-def sgd(z: Keeper) -> None:
-    with_optimizer(z, lambda p: torch.optim.SGD(p, lr=0.05))
 
 
 @program()
@@ -157,10 +219,10 @@ def own_optimizer(z: Keeper) -> None:
 
 
 @program("closure")
-def lbfgs(z: Keeper) -> None:
+def lbfgs(z: Keeper | Part) -> None:
     model = net(4)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer)
 
     def step(ddp: nn.Module) -> None:
         def closure() -> torch.Tensor:
@@ -177,11 +239,11 @@ def lbfgs(z: Keeper) -> None:
 
 
 @program()
-def sparse_embedding(z: Keeper) -> None:
+def sparse_embedding(z: Keeper | Part) -> None:
     torch.manual_seed(0)
     model = nn.EmbeddingBag(50, 4, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.01)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer)
 
     def step(ddp: nn.Module) -> None:
         optimizer.zero_grad()
@@ -194,12 +256,12 @@ def sparse_embedding(z: Keeper) -> None:
 
 
 @program("between")
-def dense_and_sparse(z: Keeper) -> None:
+def dense_and_sparse(z: Keeper | Part) -> None:
     """Two optimizers for the parts of one model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.EmbeddingBag(50, 4), nn.Linear(4, 1))
     rows, dense = torch.optim.Adagrad(model[0].parameters()), torch.optim.AdamW(model[1].parameters())
-    state = elastic.TorchState(model=model, rows=rows, dense=dense, step=0)
+    state = state_of(z, model=model, rows=rows, dense=dense)
 
     def step(ddp: nn.Module) -> None:
         rows.zero_grad()
@@ -217,11 +279,11 @@ def dense_and_sparse(z: Keeper) -> None:
 # ---------------------------------------------------------------------------------------------------------- schedulers
 
 
-def with_scheduler(z: Keeper, make: Callable[[Any], Any]) -> None:
+def with_scheduler(z: Keeper | Part, make: Callable[[Any], Any]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = make(optimizer)
-    state = elastic.TorchState(model=model, optimizer=optimizer, scheduler=scheduler, step=0)
+    state = state_of(z, model=model, optimizer=optimizer, scheduler=scheduler)
     loop(z, state, lambda ddp: void(descend(z, ddp, optimizer, state.step, scheduler)))
 
 
@@ -250,11 +312,11 @@ def scheduler_of_a_lambda(z: Keeper) -> None:
 
 
 @program("validation")
-def plateau(z: Keeper) -> None:
+def plateau(z: Keeper | Part) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0.5)
-    state = elastic.TorchState(model=model, optimizer=optimizer, scheduler=scheduler, step=0)
+    state = state_of(z, model=model, optimizer=optimizer, scheduler=scheduler)
 
     def step(ddp: nn.Module) -> None:
         loss = descend(z, ddp, optimizer, state.step)
@@ -276,10 +338,10 @@ class Halved(nn.Module):
 
 
 @program("validation")
-def validation_in_eval_mode(z: Keeper) -> None:
+def validation_in_eval_mode(z: Keeper | Part) -> None:
     model = nn.Sequential(*net(), Halved())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, best=float("inf"))
+    state = state_of(z, model=model, optimizer=optimizer, best=float("inf"))
 
     def step(ddp: nn.Module) -> None:
         descend(z, ddp, optimizer, state.step)
@@ -296,11 +358,11 @@ def validation_in_eval_mode(z: Keeper) -> None:
 
 
 @program("validation")
-def validation_without_gradients(z: Keeper) -> None:
+def validation_without_gradients(z: Keeper | Part) -> None:
     """Gradients are switched off by a function, not by a context."""
     model = nn.Sequential(*net(), Halved())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer)
 
     def step(ddp: nn.Module) -> None:
         descend(z, ddp, optimizer, state.step)
@@ -316,13 +378,13 @@ def validation_without_gradients(z: Keeper) -> None:
 
 
 @program("validation")
-def frozen_statistics(z: Keeper) -> None:
+def frozen_statistics(z: Keeper | Part) -> None:
     """One batch norm stays in eval mode while the rest trains; validations switch the other one."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8))
     model[1].eval().requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer)
 
     def step(ddp: nn.Module) -> None:
         descend(z, ddp, optimizer, state.step)
@@ -417,29 +479,6 @@ def networks_in_containers(z: Keeper) -> None:
     train(state)
     contents = [each.state_dict() for each in (*parts, *optimizers, *schedulers)]
     z.finish(state, omit=("models", "optimizers", "schedulers"), contents=contents)
-
-
-@program()
-def unfrozen_layer(z: Keeper) -> None:
-    model = net()
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.05, momentum=0.9)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
-
-    @elastic.run
-    def train(state: Any) -> None:
-        ddp = ddp_of(model)
-        while z.goes_on(state):
-            if state.step == 9 and len(optimizer.param_groups) == 1:
-                model[0].requires_grad_(True)
-                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
-                ddp = ddp_of(model)
-            descend(z, ddp, optimizer, state.step)
-            state.step += 1
-            z.commit(state)
-
-    train(state)
-    z.finish(state)
 
 
 @program()
@@ -539,12 +578,12 @@ def wrapped_layer_of_low_rank(z: Keeper) -> None:
 
 
 @program("validation")
-def writable_buffer_with_gradients(z: Keeper) -> None:
+def writable_buffer_with_gradients(z: Keeper | Part) -> None:
     """A buffer is trained, except during a validation."""
     model = net()
     model.register_buffer("scale", torch.ones(1, requires_grad=True))
     optimizer = torch.optim.SGD([*model.parameters(), model.scale], lr=0.05, momentum=0.9)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer)
 
     def step(ddp: nn.Module) -> None:
         optimizer.zero_grad()
@@ -567,10 +606,10 @@ def writable_buffer_with_gradients(z: Keeper) -> None:
 
 
 @program("accumulated")
-def accumulated_gradients(z: Keeper) -> None:
+def accumulated_gradients(z: Keeper | Part) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer)
 
     def step(ddp: Any) -> None:
         for part in range(3):
@@ -586,10 +625,10 @@ def accumulated_gradients(z: Keeper) -> None:
 
 
 @program("clipped")
-def clipped_gradients(z: Keeper) -> None:
+def clipped_gradients(z: Keeper | Part) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, norms=[])
+    state = state_of(z, model=model, optimizer=optimizer, norms=[])
 
     def step(ddp: nn.Module) -> None:
         optimizer.zero_grad()
@@ -603,10 +642,10 @@ def clipped_gradients(z: Keeper) -> None:
 
 
 @program()
-def bfloat16_autocast(z: Keeper) -> None:
+def bfloat16_autocast(z: Keeper | Part) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer)
 
     def step(ddp: nn.Module) -> None:
         with torch.autocast("cpu", torch.bfloat16):
@@ -616,11 +655,11 @@ def bfloat16_autocast(z: Keeper) -> None:
 
 
 @program("unscaled")
-def scaled_gradients(z: Keeper) -> None:
+def scaled_gradients(z: Keeper | Part) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=5)
-    state = elastic.TorchState(model=model, optimizer=optimizer, scaler=scaler, step=0)
+    state = state_of(z, model=model, optimizer=optimizer, scaler=scaler)
 
     def step(ddp: nn.Module) -> None:
         optimizer.zero_grad()
@@ -635,12 +674,12 @@ def scaled_gradients(z: Keeper) -> None:
 
 
 @program("swapped", "finally")
-def weights_swapped_for_a_validation(z: Keeper) -> None:
+def weights_swapped_for_a_validation(z: Keeper | Part) -> None:
     """An average of the weights takes their place inside a context."""
     model = net()
     average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state = elastic.TorchState(model=model, average=average, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, average=average, optimizer=optimizer)
 
     @contextmanager
     def averaged() -> Iterator[None]:
@@ -689,11 +728,11 @@ def a_finally_that_changes_a_value(z: Keeper) -> None:
 
 
 @program()
-def skipped_bad_batches(z: Keeper) -> None:
+def skipped_bad_batches(z: Keeper | Part) -> None:
     """A loop that catches the errors of a step, and counts the steps that were trained."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, trained=[])
+    state = state_of(z, model=model, optimizer=optimizer, trained=[])
 
     def step(ddp: nn.Module) -> None:
         try:
@@ -709,11 +748,11 @@ def skipped_bad_batches(z: Keeper) -> None:
 
 
 @program()
-def best_weights(z: Keeper) -> None:
+def best_weights(z: Keeper | Part) -> None:
     """Early stopping: the best weights so far are a value of their own."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, best={}, score=float("inf"), patience=0)
+    state = state_of(z, model=model, optimizer=optimizer, best={}, score=float("inf"), patience=0)
 
     def step(ddp: nn.Module) -> None:
         score = descend(z, ddp, optimizer, state.step).item()
@@ -725,12 +764,12 @@ def best_weights(z: Keeper) -> None:
 
 
 @program("counted")
-def counts_in_numpy(z: Keeper) -> None:
+def counts_in_numpy(z: Keeper | Part) -> None:
     """A confusion matrix of more than 256 KB that numpy fills and resets."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     counts = np.zeros((300, 300), np.int64)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, counts=torch.from_numpy(counts), sums=[])
+    state = state_of(z, model=model, optimizer=optimizer, counts=torch.from_numpy(counts), sums=[])
 
     def step(ddp: nn.Module) -> None:
         counts[state.step % 300] += 1
@@ -744,12 +783,12 @@ def counts_in_numpy(z: Keeper) -> None:
 
 
 @program("counted")
-def table_written_through_data(z: Keeper) -> None:
+def table_written_through_data(z: Keeper | Part) -> None:
     """A large buffer that is written in a way that torch does not count."""
     model = net()
     model.register_buffer("table", torch.zeros(300, 300))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer)
 
     def step(ddp: nn.Module) -> None:
         model.table.data.fill_(state.step)
@@ -761,13 +800,11 @@ def table_written_through_data(z: Keeper) -> None:
 
 
 @program()
-def replay_buffer(z: Keeper) -> None:
+def replay_buffer(z: Keeper | Part) -> None:
     """Experiences in a deque, drawn with a random generator that is a value of the state."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    state = elastic.TorchState(
-        model=model, optimizer=optimizer, step=0, buffer=collections.deque(maxlen=9), dice=random.Random(3)
-    )
+    state = state_of(z, model=model, optimizer=optimizer, buffer=collections.deque(maxlen=9), dice=random.Random(3))
 
     def step(ddp: nn.Module) -> None:
         state.buffer.append(inputs(state.step))
@@ -777,25 +814,15 @@ def replay_buffer(z: Keeper) -> None:
         z.backward(ddp(batch).square().mean()).backward()
         optimizer.step()
 
-    @elastic.run
-    def train(state: Any) -> None:
-        ddp = ddp_of(model)
-        while z.goes_on(state):
-            step(ddp)
-            state.step += 1
-            z.commit(state)
-
-    train(state)
-    state.dice = state.dice.random()
-    z.finish(state)
+    loop(z, state, step)
 
 
 @program()
-def hidden_state_of_a_recurrent_net(z: Keeper) -> None:
+def hidden_state_of_a_recurrent_net(z: Keeper | Part) -> None:
     torch.manual_seed(0)
     model = nn.GRUCell(4, 8)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, hidden=torch.zeros(8, 8))
+    state = state_of(z, model=model, optimizer=optimizer, hidden=torch.zeros(8, 8))
 
     def step(ddp: nn.Module) -> None:
         optimizer.zero_grad()
@@ -809,12 +836,12 @@ def hidden_state_of_a_recurrent_net(z: Keeper) -> None:
 
 
 @program()
-def loss_weights(z: Keeper) -> None:
+def loss_weights(z: Keeper | Part) -> None:
     """A parameter of the state that belongs to no module, in an optimizer of its own."""
     model = net()
     weights = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([*model.parameters(), weights], lr=0.05)
-    state = elastic.TorchState(model=model, optimizer=optimizer, weights=weights, step=0)
+    state = state_of(z, model=model, optimizer=optimizer, weights=weights)
 
     def step(ddp: nn.Module) -> None:
         optimizer.zero_grad()
@@ -849,10 +876,10 @@ class Normalizer:
 
 
 @program()
-def normalized_inputs(z: Keeper) -> None:
+def normalized_inputs(z: Keeper | Part) -> None:
     model, normalizer = net(), Normalizer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state = elastic.TorchState(model=model, optimizer=optimizer, normalizer=normalizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer, normalizer=normalizer)
 
     def step(ddp: nn.Module) -> None:
         optimizer.zero_grad()
@@ -864,11 +891,11 @@ def normalized_inputs(z: Keeper) -> None:
 
 
 @program()
-def curriculum(z: Keeper) -> None:
+def curriculum(z: Keeper | Part) -> None:
     """Nested plain values that are changed in place."""
     model = net()
     optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.05)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0, plan={"level": 1, "history": [[0, 1.0]]})
+    state = state_of(z, model=model, optimizer=optimizer, plan={"level": 1, "history": [[0, 1.0]]})
 
     def step(ddp: nn.Module) -> None:
         loss = descend(z, ddp, optimizer, state.step).item()
@@ -952,11 +979,11 @@ def batch_norm(z: Keeper) -> None:
 
 
 @program()
-def dropout_with_a_seed_for_each_step(z: Keeper) -> None:
+def dropout_with_a_seed_for_each_step(z: Keeper | Part) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer)
 
     def step(ddp: nn.Module) -> None:
         torch.manual_seed(state.step)
@@ -966,11 +993,11 @@ def dropout_with_a_seed_for_each_step(z: Keeper) -> None:
 
 
 @program()
-def transformer_layer(z: Keeper) -> None:
+def transformer_layer(z: Keeper | Part) -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer)
 
     def step(ddp: nn.Module) -> None:
         optimizer.zero_grad()
@@ -982,11 +1009,11 @@ def transformer_layer(z: Keeper) -> None:
 
 
 @program()
-def compiled_model(z: Keeper) -> None:
+def compiled_model(z: Keeper | Part) -> None:
     """The compiler's first stage only: compiling for real would take most of the time of the tests."""
     model = torch.compile(net(), backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    state = state_of(z, model=model, optimizer=optimizer)
     loop(z, state, lambda ddp: void(descend(z, ddp, optimizer, state.step)))
 
 
@@ -1168,10 +1195,44 @@ def yielding_method(z: Keeper) -> None:
     z.finish(state, omit=("stream",))
 
 
+GROUPS = {
+    "optimizers": (
+        *("sgd_with_nesterov", "adamw_foreach", "adam_fused", "rmsprop_centred", "adagrad", "averaged_sgd"),
+        "own_optimizer",
+    ),
+    "closures_and_sparse_gradients": ("lbfgs", "sparse_embedding", "dense_and_sparse", "loss_weights"),
+    "schedulers": ("one_cycle", "warm_restarts", "warmup_then_steps", "scheduler_of_a_lambda", "plateau"),
+    "modes": (
+        *("validation_in_eval_mode", "validation_without_gradients", "frozen_statistics"),
+        *("writable_buffer_with_gradients", "weights_swapped_for_a_validation"),
+    ),
+    "steps": (
+        *("accumulated_gradients", "clipped_gradients", "bfloat16_autocast", "scaled_gradients"),
+        "skipped_bad_batches",
+    ),
+    "values": (
+        *("best_weights", "counts_in_numpy", "table_written_through_data", "replay_buffer"),
+        *("hidden_state_of_a_recurrent_net", "normalized_inputs", "curriculum"),
+    ),
+    "modules": (
+        *("tied_weights", "parametrized_weights", "batch_norm", "dropout_with_a_seed_for_each_step"),
+        "transformer_layer",
+    ),
+}
+"""Programs that share a job. Each place of their own gets a strike, and the last strike is at a usual place."""
+for group, names in GROUPS.items():
+    PLACES[group] = (*((f"{n}, {place}",) for n in names for place in PLACES[n][0] if place not in BASE), BASE, BASE)
+TESTED = sorted({*PROGRAMS, *GROUPS} - set(itertools.chain(*GROUPS.values())))
+
+
 def main() -> None:
     name, directory = sys.argv[1:]
     warnings.simplefilter("default")
-    PROGRAMS[name](Keeper(Path(directory), read_plan(Path(directory) / "plan.json")))
+    keeper = Keeper(Path(directory), read_plan(Path(directory) / "plan.json"))
+    if name in GROUPS:
+        together(keeper, GROUPS[name])
+    else:
+        PROGRAMS[name](keeper)
 
 
 if __name__ == "__main__":

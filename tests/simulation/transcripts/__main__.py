@@ -2,6 +2,6 @@ from __future__ import annotations
 
 import sys
 
-from tests.simulation.transcripts import main
+from tests.kit.transcripts import main
 
 sys.exit(main())

@@ -12,7 +12,7 @@ import msgspec
 
 from elasticstate.core.types import CommitId, WorkerId
 from elasticstate.net import messages
-from tests.unit.agent.scene import SEAL, SPEAK, Scene, W, play
+from tests.kit.agent import SEAL, SPEAK, Scene, W, play
 
 LEAVE = """
     if isinstance(order, messages.Leave):

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from elasticstate.core.types import CommitId
 from elasticstate.net import codec, messages
-from tests.unit.agent.scene import SEAL, SPEAK, Scene, W, play
+from tests.kit.agent import SEAL, SPEAK, Scene, W, play
 
 
 def tells_of_a_commit(message: object) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from elasticstate.agent.liveness import Liveness, stamps_interval_s
 from elasticstate.core.types import CommitId
 from elasticstate.net.messages import Place, Stamp
-from tests.pages import page_at
+from tests.kit.pages import page_at
 
 OWNER = b"o" * 16
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from elasticstate.net import messages
-from tests.unit.agent.scene import Scene, play
+from tests.kit.agent import Scene, play
 
 
 def script(directory: Path, body: str) -> str:

@@ -17,7 +17,7 @@ from elasticstate.copies.store import CopyStore
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CommitStorageError
 from elasticstate.machine import format_bytes
-from tests.unit.copies.made import JOB, KEY, put
+from tests.kit.commits import JOB, KEY, put
 
 MB = 1 << 20
 

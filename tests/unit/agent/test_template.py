@@ -21,8 +21,8 @@ import pytest
 
 from elasticstate.core.types import WorkerId
 from elasticstate.net import messages
-from tests.sources import ROOT
-from tests.unit.agent.scene import Scene, play
+from tests.kit.agent import Scene, play
+from tests.kit.sources import ROOT
 
 CASES = Path(__file__).with_name("template_cases.py")
 ENDS = ("text", "code", "error", "interrupt", "signal", "term", "exec", "library", "stdio", "object", "none")

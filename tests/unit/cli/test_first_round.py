@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.test_run import running
+from tests.kit.elasticrun import running
 
 NEEDS_MOUNTS = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts need root and unshare"

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.unit.cli.test_run import running
+from tests.kit.elasticrun import running
 
 LINES = 30_000
 NOISY = f"for _ in range({LINES}): print('x' * 99)"

@@ -39,7 +39,7 @@ train(elasticstate.TorchState(model=torch.nn.Linear(1, 1), step=0))
 def run(directory: Path, mounts: str, *options: str, script: str = SCRIPT, **variables: str) -> tuple[int, str]:
     """Run a script where only the given mounts can be written to. Return the status of elasticrun, and its output."""
     (directory / "train.py").write_text(script)
-    files = ("TMPDIR", "TEMP", "TMP", "XDG_RUNTIME_DIR", "ELASTICSTATE_SLOW_CALLBACKS")
+    files = ("TMPDIR", "TEMP", "TMP", "XDG_RUNTIME_DIR", "ELASTICSTATE_TEST_SLOW_CALLBACKS")
     unset = ("HOME", "USER", "LOGNAME", *files)
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     begin = ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{READ_ONLY}{mounts}exec "$@"', "sh"]

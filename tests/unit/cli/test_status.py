@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elasticstate.cli import main
-from tests.unit.cli.test_live_line import Terminal
-from tests.unit.cli.test_run import running, started
+from tests.kit.elasticrun import running, started
+from tests.kit.terminal import Terminal
 
 STATUS = [sys.executable, "-m", "elasticstate", "status"]
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.sources import PACKAGE, SOURCES, of_each, tree_of
+from tests.kit.sources import PACKAGE, SOURCES, of_each, tree_of
 
 OUTSIDE = [path for path in SOURCES if path.relative_to(PACKAGE).parts[0] != "compat"]
 DOCUMENTED = {"__future__", "os._exit"}

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from elasticstate.copies.pusher import Target
 from elasticstate.core.ids import CommitId
-from tests.unit.copies.hosts import Host
+from tests.kit.commits import Host
 
 
 def say(text: object) -> None:

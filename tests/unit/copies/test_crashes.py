@@ -17,10 +17,8 @@ import pytest
 from elasticstate.copies.client import CopyClient
 from elasticstate.core.copies import CopyOf
 from elasticstate.core.ids import CommitId, SlotId
-from tests.unit.copies.hosts import Host
-from tests.unit.copies.made import KEY, content
-from tests.unit.copies.proxy import Proxy
-from tests.unit.copies.waiting import wait_until
+from tests.kit.commits import KEY, Host, content, wait_until
+from tests.kit.proxy import Proxy
 
 SIZE = 8 << 20
 C1, SLOT = CommitId(1, 1), SlotId("a", 0)

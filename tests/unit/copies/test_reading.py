@@ -17,10 +17,8 @@ from elasticstate.copies.client import CopyClient
 from elasticstate.core.copies import CopyOf
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CollectiveError, CopyError
-from tests.unit.copies.hosts import Host
-from tests.unit.copies.made import KEY, Worker
-from tests.unit.copies.proxy import Proxy, flip_once
-from tests.unit.copies.waiting import wait_until
+from tests.kit.commits import KEY, Host, Worker, wait_until
+from tests.kit.proxy import Proxy, flip_once
 
 C1, C2, C3 = CommitId(1, 1), CommitId(1, 2), CommitId(1, 3)
 

@@ -18,10 +18,8 @@ from elasticstate.copies.client import CopyClient
 from elasticstate.copies.pusher import Target
 from elasticstate.core.copies import CopyOf
 from elasticstate.core.ids import CommitId, SlotId
-from tests.unit.copies.hosts import Host
-from tests.unit.copies.made import KEY
-from tests.unit.copies.proxy import Proxy, flip_once
-from tests.unit.copies.waiting import wait_until
+from tests.kit.commits import KEY, Host, wait_until
+from tests.kit.proxy import Proxy, flip_once
 
 C1, C2, C3 = CommitId(1, 1), CommitId(1, 2), CommitId(1, 3)
 

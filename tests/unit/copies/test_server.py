@@ -16,8 +16,7 @@ from elasticstate.copies.server import MAX_UNAUTHENTICATED
 from elasticstate.core.copies import CopyOf
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import CopyError
-from tests.unit.copies.hosts import Host
-from tests.unit.copies.made import KEY
+from tests.kit.commits import KEY, Host
 
 C1 = CommitId(1, 1)
 

@@ -19,8 +19,7 @@ from elasticstate.commits import CommitDirectory, remove_dead
 from elasticstate.copies.store import CopyStore
 from elasticstate.core.ids import CommitId, SlotId
 from elasticstate.errors import CopyError
-from tests.unit.copies.hosts import Host
-from tests.unit.copies.made import JOB, KEY, content, put, seal_of
+from tests.kit.commits import JOB, KEY, Host, content, put, seal_of
 
 C1, C2 = CommitId(1, 1), CommitId(1, 2)
 SLOT = SlotId("a", 0)

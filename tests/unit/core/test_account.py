@@ -11,28 +11,7 @@ from elasticstate.core.accounting import figures_of
 from elasticstate.core.figures import PastFigures
 from elasticstate.core.membership import Membership
 from elasticstate.core.reattach import Remains, reattach
-from tests.unit.core.test_membership import POLICY, drive
-
-TWO = {"np": 2, "min_np": 1, "max_np": 2}
-# 1 s of boot. The world exists at 1.0; its groups at 1.2 (0.2 s), the state at 1.5 (0.3 s), the first tick at 2.0.
-START = """
-0.0 hosts a:2
-0.1 agent-joined a
-1.0 ready a:0#1 + ready a:1#1
-2.0 first a:0#1 in=1 train=0.5 sync=0.3
-"""
-STARTED = {"boot": 1.0, "world_formation": 0.2, "sync": 0.3}
-
-
-def after(script: str, m: Membership | None = None, **policy: object) -> tuple[Membership, list[t.Effect]]:
-    return drive("\n".join(filter(str.strip, script.splitlines())), m, **{**TWO, **policy})
-
-
-def times(m: Membership, now: float) -> dict[str, float]:
-    """Return the parts that have any time, rounded."""
-    found = figures_of(m, now).times
-    parts: dict[str, float] = {"goodput": found.goodput} | dict(found.badput().items())
-    return {part: round(seconds, 6) for part, seconds in parts.items() if seconds > 1e-9}
+from tests.kit.core import POLICY, START, STARTED, TWO, after, times
 
 
 def test_the_first_tick_divides_the_time_since_the_world_was_published() -> None:

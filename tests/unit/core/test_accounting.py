@@ -11,7 +11,7 @@ from elasticstate.core.accounting import figures_of
 from elasticstate.core.figures import Losses
 from elasticstate.core.membership import Membership
 from elasticstate.core.reattach import Remains, reattach
-from tests.unit.core.test_membership import POLICY, drive
+from tests.kit.core import POLICY, drive
 
 START = """
 0.0 hosts a:2

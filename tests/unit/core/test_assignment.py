@@ -6,7 +6,7 @@ import random
 
 from elasticstate.core.assignment import NEWCOMER, assign
 from elasticstate.core.types import WorkerId
-from tests.simulation.oracle import naive_placements
+from tests.kit.simulation.oracle import naive_placements
 
 
 def test_ranks_agree_with_a_naive_second_implementation() -> None:

@@ -7,7 +7,7 @@ import pytest
 from elasticstate.core import types as t
 from elasticstate.core.cooldown import JITTER, backoff_s, cooldown_s, patience_s
 from elasticstate.core.membership import Membership, next_deadline
-from tests.unit.core.test_membership import RUNNING, drive
+from tests.kit.core import RUNNING, drive
 
 
 def is_about(seconds: float, expected: float, limit_s: float) -> bool:

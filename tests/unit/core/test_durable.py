@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from elasticstate.core import types as t
-from tests.unit.core.test_line import DISTINCT, SIZES
-from tests.unit.core.test_membership import drive, ended, published
+from tests.kit.core import DISTINCT, FOUR, drive, ended, published
 
 NAMES = ("a:0#1", "a:1#1", "b:0#1", "b:1#1")
 
@@ -68,7 +67,7 @@ def world_of(effects: list[t.Effect]) -> list[t.World]:
 
 
 def test_an_unreachable_line_is_awaited_then_a_copy_decides() -> None:
-    m, _ = drive(COMMITTED, **SIZES, durable_dir="/copies", regroup_timeout_s=30.0)
+    m, _ = drive(COMMITTED, **FOUR, durable_dir="/copies", regroup_timeout_s=30.0)
     m, _ = drive(HOST_LOST + "32.9 time", m)
     assert m.generation == 1, "the host may return"
     m, effects = drive("33.2 time", m)
@@ -85,7 +84,7 @@ def test_an_unreachable_line_is_awaited_then_a_copy_decides() -> None:
 
 
 def test_without_a_place_for_copies_the_error_names_the_host() -> None:
-    m, _ = drive(COMMITTED, **SIZES, regroup_timeout_s=30.0)
+    m, _ = drive(COMMITTED, **FOUR, regroup_timeout_s=30.0)
     _, effects = drive(HOST_LOST + "33.2 time", m)
     cause = ended(effects).root_cause
     assert cause is not None
@@ -94,14 +93,14 @@ def test_without_a_place_for_copies_the_error_names_the_host() -> None:
 
 
 def test_a_line_that_is_back_in_time_needs_no_copy() -> None:
-    m, _ = drive(COMMITTED, **SIZES, durable_dir="/copies", regroup_timeout_s=30.0)
+    m, _ = drive(COMMITTED, **FOUR, durable_dir="/copies", regroup_timeout_s=30.0)
     m, _ = drive(HOST_LOST + "9.0 agent-joined b 0=1.40,1.39 1=1.40,1.39", m)
     assert m.world is not None
     assert (m.world.generation, m.world.line, m.world.durable) == (2, t.CommitId(1, 40), None)
 
 
 def test_a_world_that_fails_before_it_has_attached_reads_the_copy_again() -> None:
-    m, _ = drive(COMMITTED, **SIZES, durable_dir="/copies", regroup_timeout_s=30.0)
+    m, _ = drive(COMMITTED, **FOUR, durable_dir="/copies", regroup_timeout_s=30.0)
     m, _ = drive(HOST_LOST + "33.2 time\n33.5 exit a:1#1 signal=9", m)
     m, _ = drive("33.6 ready a:0#1 in=2 commit=2.0 previous=1.40 + ready a:1#2 commit=1.40\n70.0 time", m)
     world = m.world
@@ -113,7 +112,7 @@ def test_a_world_that_fails_before_it_has_attached_reads_the_copy_again() -> Non
 
 def test_shards_of_an_incomplete_first_attach_are_no_state() -> None:
     first = "\n".join(line for line in DISTINCT.splitlines() if "attached" not in line)
-    m, _ = drive(first + "\n2.0 exit b:1#1 signal=9", **SIZES, durable_dir="/copies")
+    m, _ = drive(first + "\n2.0 exit b:1#1 signal=9", **FOUR, durable_dir="/copies")
     ready = " + ".join(f"ready {name} in=1 commit=1.0 shards=yes" for name in NAMES[:3])
     m, effects = drive(f"2.1 {ready}", m)
     world = world_of(effects)[0]

@@ -6,7 +6,7 @@ import pytest
 
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, next_deadline
-from tests.unit.core.test_membership import drive, ended
+from tests.kit.core import drive, ended
 
 TWO_START = "0.0 hosts a:2\n0.1 agent-joined a\n"
 SIZE = {"np": 2, "min_np": 2, "max_np": 2}

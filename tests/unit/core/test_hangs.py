@@ -6,7 +6,7 @@ from elasticstate.core import types as t
 from elasticstate.core.collectives import Collective, CollectivesReport
 from elasticstate.core.hangs import DEFAULT_GROUP, compare
 from elasticstate.core.membership import Membership, step
-from tests.unit.core.test_membership import RUNNING, drive, kinds, only
+from tests.kit.core import RUNNING, drive, kinds, only
 
 HANG = t.FailureReported(t.WorkerId("a", 0, 1), 1, True, "no tick for --hang-timeout of 3 s", hang=True)
 

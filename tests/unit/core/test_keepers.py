@@ -12,7 +12,7 @@ from elasticstate.core.keepers import choose_keepers, keeper_of, keeps
 from elasticstate.core.membership import new_membership
 from elasticstate.core.records import Draft, Worker
 from elasticstate.core.retained import has_job_state
-from tests.policy import policy_of
+from tests.kit.policy import policy_of
 
 OLD, NEW, NONE = t.CommitId(1, 4), t.CommitId(2, 9), t.CommitId(0, 0)
 Member = tuple[str, int, t.CommitId, bool]

@@ -12,7 +12,7 @@ from elasticstate.core.limits import MAX_SLOTS, MAX_SLOTS_OF_HOST, within_limits
 from elasticstate.core.membership import Membership, new_membership, step
 from elasticstate.core.policy import Policy
 from elasticstate.driver.status import status_text
-from tests.policy import policy_of
+from tests.kit.policy import policy_of
 
 POLICY = policy_of(np=2, min_np=1, max_np=2)
 

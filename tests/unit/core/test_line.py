@@ -7,16 +7,7 @@ import pytest
 from elasticstate.core import types as t
 from elasticstate.core.line import find_line
 from elasticstate.core.membership import Membership, waiting_for
-from tests.unit.core.test_membership import drive, ended, kinds, published
-
-TWO_HOSTS = """
-0.0 hosts a:2 b:2
-0.1 agent-joined a + agent-joined b
-1.0 ready a:0#1 + ready a:1#1 + ready b:0#1 + ready b:1#1
-"""
-HSDP = TWO_HOSTS + "1.1 attached a:0#1 in=1 digests=7,8,7,8\n1.2 first a:0#1 in=1\n"
-DISTINCT = HSDP.replace("7,8,7,8", "7,8,9,3")
-SIZES = {"np": 4, "min_np": 1, "max_np": 4, "replicas": 0}
+from tests.kit.core import DISTINCT, FOUR, HSDP, TWO_HOSTS, drive, ended, kinds, published
 
 
 def line_of(m: Membership) -> t.CommitId | None:
@@ -31,7 +22,7 @@ def reason_of(effects: list[t.Effect]) -> str:
 
 
 def test_a_job_is_sharded_when_all_members_have_attached() -> None:
-    m, _ = drive(TWO_HOSTS, **SIZES)
+    m, _ = drive(TWO_HOSTS, **FOUR)
     for report in ("b:1#1 in=2 digests=7,8,7,8", "b:1#2 in=1 digests=7,8,7,8", "b:1#1 in=1 digests=7,8"):
         m, _ = drive(f"1.1 attached {report}", m)
         assert not m.shards.layouts, "a report counts for its generation, from a member of it"
@@ -43,7 +34,7 @@ def test_a_job_is_sharded_when_all_members_have_attached() -> None:
 
 
 def test_the_report_of_one_agent_is_enough_and_the_others_may_have_died_before_theirs() -> None:
-    m, _ = drive(TWO_HOSTS + "1.1 agent-lost b exited\n1.2 attached a:1#1 in=1 digests=7,8,9,3", **SIZES)
+    m, _ = drive(TWO_HOSTS + "1.1 agent-lost b exited\n1.2 attached a:1#1 in=1 digests=7,8,9,3", **FOUR)
     assert line_of(m) is None, "host b is away"
     ready = " + ".join(f"ready {name} in=1 commit=1.0" for name in ("a:0#1", "a:1#1"))
     m, effects = drive(f"2.1 {ready}", m)
@@ -56,7 +47,7 @@ def test_the_report_of_one_agent_is_enough_and_the_others_may_have_died_before_t
 def test_a_damaged_commit_counts_as_not_held_whatever_later_reports_say() -> None:
     names = ("a:0#1", "a:1#1", "b:0#1")
     beats = " + ".join(f"heartbeat {name} in=1 ticks=4 commit=1.4 previous=1.3" for name in names)
-    m, _ = drive(f"{DISTINCT}2.0 exit b:1#1 signal=9 held=1.4,1.3 + {beats}", **SIZES)
+    m, _ = drive(f"{DISTINCT}2.0 exit b:1#1 signal=9 held=1.4,1.3 + {beats}", **FOUR)
     assert line_of(m) == t.CommitId(1, 4)
     m, effects = drive("2.1 damaged b:1 1.4", m)
     assert line_of(m) == t.CommitId(1, 3)
@@ -75,18 +66,18 @@ def test_replicas_of_a_mesh_dimension_make_a_commit_whole_that_not_all_have_seal
     held = {"a": "commit=1.4 previous=1.3", "b": "commit=1.3 previous=1.2"}
     names = ("a:0#1", "a:1#1", "b:0#1", "b:1#1")
     beats = "2.0 " + " + ".join(f"heartbeat {name} in=1 ticks=4 {held[name[0]]}" for name in names)
-    m, _ = drive(HSDP + beats, **SIZES)
+    m, _ = drive(HSDP + beats, **FOUR)
     assert line_of(m) == t.CommitId(1, 4)
     m, _ = drive("2.1 agent-lost b exited", m)
     assert line_of(m) == t.CommitId(1, 4), "host a has all shards"
-    m, _ = drive(DISTINCT + beats, **SIZES)
+    m, _ = drive(DISTINCT + beats, **FOUR)
     assert line_of(m) == t.CommitId(1, 3)
     m, _ = drive("2.1 agent-lost b exited", m)
     assert line_of(m) is None
 
 
 def test_a_generation_in_which_not_all_have_attached_has_no_commits() -> None:
-    m, _ = drive(DISTINCT + "2.0 exit b:1#1 signal=9 held=1.4,1.3 + exit b:0#1 signal=9 held=1.4,1.3", **SIZES)
+    m, _ = drive(DISTINCT + "2.0 exit b:1#1 signal=9 held=1.4,1.3 + exit b:0#1 signal=9 held=1.4,1.3", **FOUR)
     m, effects = drive("2.1 ready a:0#1 in=1 commit=1.4 previous=1.3 + ready a:1#1 in=1 commit=1.4 previous=1.3", m)
     world = published(effects)
     assert (world.line, world.lacking, world.near) == (t.CommitId(1, 4), (), ())
@@ -96,7 +87,7 @@ def test_a_generation_in_which_not_all_have_attached_has_no_commits() -> None:
 
 
 def test_sources_name_own_buffers_first_and_kept_copies_after_them() -> None:
-    m, _ = drive(DISTINCT + "2.0 kept a b:0 1.0 + kept a a:0 1.0 + kept z a:0 1.0", **SIZES)
+    m, _ = drive(DISTINCT + "2.0 kept a b:0 1.0 + kept a a:0 1.0 + kept z a:0 1.0", **FOUR)
     found = find_line(m)
     assert found is not None
     copies = [(source.digest, source.copy.host, str(source.copy.slot)) for source in found[1]]
@@ -105,7 +96,7 @@ def test_sources_name_own_buffers_first_and_kept_copies_after_them() -> None:
 
 
 def test_the_job_waits_for_the_exit_report_of_a_killed_worker() -> None:
-    m, effects = drive(DISTINCT + "2.0 unresponsive b:1#1", **SIZES)
+    m, effects = drive(DISTINCT + "2.0 unresponsive b:1#1", **FOUR)
     ready = " + ".join(f"ready {name} in=1 commit=1.4 previous=1.3" for name in ("a:0#1", "a:1#1", "b:0#1"))
     m, effects = drive(f"2.1 {ready}", m)
     assert "PublishWorld" not in kinds(effects), "its last report says (1, 0)"
@@ -114,7 +105,7 @@ def test_the_job_waits_for_the_exit_report_of_a_killed_worker() -> None:
 
 
 def test_the_job_waits_for_hosts_with_missing_shards_and_names_them() -> None:
-    m, _ = drive(DISTINCT + "2.0 agent-lost b exited", **SIZES)
+    m, _ = drive(DISTINCT + "2.0 agent-lost b exited", **FOUR)
     ready = " + ".join(f"ready {name} in=1 commit=1.4 previous=1.3" for name in ("a:0#1", "a:1#1"))
     m, effects = drive(f"2.1 {ready}", m)
     assert "PublishWorld" not in kinds(effects)
@@ -146,7 +137,7 @@ def test_the_loss_of_a_host_with_shards_ends_a_world_that_may_be_reading_them(fi
 
 @pytest.mark.parametrize("first_tick", [False, True])
 def test_a_host_that_leaves_keeps_its_agent_until_the_first_tick(first_tick: bool) -> None:
-    m, _ = drive(DISTINCT + "2.0 hosts a:2\n2.1 failure a:0#1 in=1", **SIZES)
+    m, _ = drive(DISTINCT + "2.0 hosts a:2\n2.1 failure a:0#1 in=1", **FOUR)
     names = ("a:0#1", "a:1#1", "b:0#1", "b:1#1")
     m, effects = drive("2.2 " + " + ".join(f"ready {name} in=1 commit=1.4 previous=1.3" for name in names), m)
     assert {p.worker.host for p in published(effects).members} == {"a"}

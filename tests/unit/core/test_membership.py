@@ -8,28 +8,8 @@ import msgspec
 import pytest
 
 from elasticstate.core import types as t
-from elasticstate.core.membership import Membership, new_membership, next_deadline, step, waiting_for
-from tests.policy import policy_of
-from tests.simulation.transcripts import parse_event
-
-POLICY = policy_of(np=3, min_np=2, max_np=3, preemption_window_s=0.0)
-RUNNING = """
-0.0 hosts a:3
-0.1 agent-joined a
-1.0 ready a:0#1 + ready a:1#1 + ready a:2#1
-1.1 first a:0#1 in=1
-"""
-
-
-def drive(script: str, m: Membership | None = None, **policy: object) -> tuple[Membership, list[t.Effect]]:
-    """Return the membership after the script, and all effects of its last line."""
-    m = m or new_membership(replace(POLICY, **policy))  # type: ignore[arg-type]
-    effects: tuple[t.Effect, ...] = ()
-    for line in script.strip().splitlines():
-        at, _, events = line.strip().partition(" ")
-        parts = tuple(parse_event(event.split()) for event in events.split(" + "))
-        m, effects, _ = step(m, t.Several(parts), float(at))
-    return m, list(effects)
+from elasticstate.core.membership import Membership, next_deadline, step, waiting_for
+from tests.kit.core import RUNNING, drive, ended, kinds, only, published
 
 
 def elastic(m: Membership) -> Membership:
@@ -37,29 +17,8 @@ def elastic(m: Membership) -> Membership:
     return replace(m, ledger=msgspec.structs.replace(m.ledger, kind="elastic"))
 
 
-def kinds(effects: list[t.Effect]) -> list[str]:
-    return [effect.event if isinstance(effect, t.Note) else type(effect).__name__ for effect in effects]
-
-
 def warnings_of(effects: list[t.Effect]) -> list[str]:
     return [str(e.get("text")) for e in effects if isinstance(e, t.Note) and e.event == "warning"]
-
-
-def only(effects: list[t.Effect], kind: type[t.Effect]) -> t.Effect:
-    (found,) = [effect for effect in effects if isinstance(effect, kind)]
-    return found
-
-
-def ended(effects: list[t.Effect]) -> t.EndJob:
-    found = only(effects, t.EndJob)
-    assert isinstance(found, t.EndJob)
-    return found
-
-
-def published(effects: list[t.Effect]) -> t.World:
-    found = only(effects, t.PublishWorld)
-    assert isinstance(found, t.PublishWorld)
-    return found.world
 
 
 def test_an_exit_with_0_in_mid_training_is_a_failure() -> None:

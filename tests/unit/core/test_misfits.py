@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticstate.core import types as t
-from tests.unit.core.test_membership import RUNNING, drive, ended, kinds
+from tests.kit.core import RUNNING, drive, ended, kinds
 
 MISFIT = "error=elasticstate.errors.StateMisfitError"
 TRAINED = RUNNING + "1.2 heartbeat a:0#1 in=1 ticks=9 commit=1.9 + heartbeat a:1#1 in=1 ticks=9 commit=1.9\n"

@@ -8,21 +8,11 @@ from dataclasses import replace
 import pytest
 
 from elasticstate.core import types as t
-from elasticstate.core.membership import Membership, new_membership
+from elasticstate.core.membership import new_membership
 from elasticstate.core.phases import Running
 from elasticstate.core.replica_hosts import ReplicaHosts
-from tests.policy import policy_of
-from tests.unit.core.test_membership import drive
-
-THREE_HOSTS = """
-0.0 hosts a:1 b:1 c:1
-0.1 agent-joined a + agent-joined b + agent-joined c
-1.0 ready a:0#1 + ready b:0#1 + ready c:0#1
-"""
-ATTACHED = THREE_HOSTS + "1.1 attached a:0#1 in=1 digests=7,8,{}\n"
-ALL_KEPT = "kept a a:0 {0} + kept b b:0 {0} + kept c c:0 {0} + kept b a:0 {0} + kept c b:0 {0} + kept a c:0 {0}"
-NEWER = " + ".join(f"heartbeat {host}:0#1 in=1 ticks=5 commit=1.5 previous=1.4" for host in "abc")
-SIZES = {"np": 3, "min_np": 1, "max_np": 3}
+from tests.kit.core import ALL_KEPT, ATTACHED, NEWER, THREE, THREE_HOSTS, attach, drive
+from tests.kit.policy import policy_of
 
 
 def copies(effects: list[t.Effect]) -> list[str]:
@@ -36,11 +26,6 @@ def forgotten(effects: list[t.Effect]) -> list[tuple[t.CommitId, t.CommitId | No
 
 def is_stopped(effects: list[t.Effect]) -> bool:
     return any(isinstance(effect, t.StopReplication) for effect in effects)
-
-
-def attach(last_digest: int = 9, **changes: object) -> tuple[Membership, list[t.Effect]]:
-    m, _ = drive(THREE_HOSTS, **{**SIZES, **changes})
-    return drive(ATTACHED.format(last_digest), m)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +131,7 @@ def test_of_several_own_hosts_those_in_different_racks_keep_the_copies() -> None
 
 def test_replicas_lie_in_the_other_rack_that_discovery_names() -> None:
     script = ATTACHED.format(9).replace("a:1 b:1 c:1", "a:1/x b:1/x c:1/y")
-    m, effects = drive(script, new_membership(policy_of(**SIZES)))
+    m, effects = drive(script, new_membership(policy_of(**THREE)))
     assert copies(effects) == ["a:0 on a", "a:0 on c", "b:0 on b", "b:0 on c", "c:0 on b", "c:0 on c"]
     assert {host.name: host.rack for host in m.hosts.values()} == {"a": "x", "b": "x", "c": "y"}
     m, _ = drive("2.0 hosts a:1/x b:1/z c:1/y", m)
@@ -307,7 +292,7 @@ def test_a_host_that_returns_with_older_copies_forgets_them() -> None:
 
 
 def test_copies_that_are_there_already_are_not_awaited() -> None:
-    m, _ = drive(THREE_HOSTS, **SIZES)
+    m, _ = drive(THREE_HOSTS, **THREE)
     m, _ = drive("1.05 kept b a:0 1.0 + kept c b:0 1.0", m)
     m, effects = drive(ATTACHED.format(9), m)
     assert copies(effects) == ["a:0 on a", "b:0 on b", "c:0 on a", "c:0 on c"], "the others exist"

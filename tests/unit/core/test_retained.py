@@ -5,7 +5,7 @@ from __future__ import annotations
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.membership import next_deadline, waiting_for
-from tests.unit.core.test_membership import RUNNING, drive, ended, kinds, only, published
+from tests.kit.core import RUNNING, drive, ended, kinds, only, published
 
 HELD = RUNNING + "1.2 heartbeat a:0#1 in=1 ticks=9 commit=1.9 + heartbeat a:1#1 in=1 ticks=9 commit=1.9\n"
 ALL_DIE = "2.0 exit a:0#1 signal=9 + exit a:1#1 signal=9 + exit a:2#1 signal=9\n"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from elasticstate.core import types as t
-from elasticstate.core.membership import Membership, waiting_for
+from elasticstate.core.membership import waiting_for
 from elasticstate.core.standstill import ANSWER_S, no_tick_text
-from tests.unit.core.test_account import START, STARTED, TWO, times
-from tests.unit.core.test_membership import drive, kinds
+from tests.kit.core import START, STARTED, after, kinds, notes, times
 
 BOTH = ("a:0#1", "a:1#1")
 
@@ -19,14 +15,6 @@ def beat(at: float, ticks: int, still: float, *workers: str, place: str = "train
     """Return a line in which members report that they have stood still for so long."""
     beats = (f"heartbeat {w} in=1 ticks={ticks} place={place} still={still} commits=1e-10" for w in workers or BOTH)
     return f"{at} {' + '.join(beats)}\n"
-
-
-def after(script: str, m: Membership | None = None, **policy: object) -> tuple[Membership, list[t.Effect]]:
-    return drive("\n".join(filter(str.strip, script.splitlines())), m, **{**TWO, **policy})
-
-
-def notes(effects: Sequence[t.Effect], event: str) -> list[t.Note]:
-    return [effect for effect in effects if isinstance(effect, t.Note) and effect.event == event]
 
 
 # Five ticks of about a second, the last one at 6.0; then nothing.

@@ -14,7 +14,7 @@ from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, step
 from elasticstate.core.phases import Running
 from elasticstate.core.stragglers import WINDOW, factors, slow_members, straggler_lines, window_of
-from tests.unit.core.test_membership import RUNNING, drive, kinds
+from tests.kit.core import RUNNING, drive, kinds
 
 Own = Callable[[int, int], float]  # own time in microseconds of a rank in a tick
 THRESHOLD = 0.2

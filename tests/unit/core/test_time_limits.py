@@ -13,7 +13,7 @@ import pytest
 from elasticstate.core import types as t
 from elasticstate.core.membership import Membership, next_deadline, step
 from elasticstate.options import Options
-from tests.unit.core.test_membership import RUNNING, drive
+from tests.kit.core import RUNNING, drive
 
 Wanted = Callable[[t.Effect], bool]
 DEFAULTS = Options(command=("train",))
@@ -52,7 +52,6 @@ def fails_the_generation(effect: t.Effect) -> bool:
     return isinstance(effect, t.End) and effect.at_tick is None
 
 
-GONE = RUNNING + "2.0 exit a:1#1 signal=9 + exit a:2#1 signal=9\n"
 CASES = [
     Case("start_timeout_s", "0.0 hosts a:1", is_a(t.EndJob)),
     Case(

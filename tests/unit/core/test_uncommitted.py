@@ -6,8 +6,7 @@ import pytest
 
 from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
-from tests.unit.core.test_account import START
-from tests.unit.core.test_standstill import after, notes
+from tests.kit.core import START, after, notes
 
 
 def beat(at: float, ticks: int, more: str = "") -> str:

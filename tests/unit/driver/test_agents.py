@@ -14,7 +14,7 @@ from elasticstate.net import messages
 from elasticstate.net.control import DriverStream, Refused
 from elasticstate.net.trust import Trust
 from elasticstate.options import read_options
-from tests.unit.agent.scene import SPEC as FIRST_SPEC, TOKEN
+from tests.kit.agent import SPEC as FIRST_SPEC, TOKEN
 
 SPEC = structs.replace(FIRST_SPEC, epoch=2)
 

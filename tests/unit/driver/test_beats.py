@@ -6,7 +6,7 @@ import asyncio
 from contextlib import closing
 
 from elasticstate.driver.beats import next_beat
-from tests.unit.driver.clock import Clock
+from tests.kit.driver import Clock
 
 
 def test_looks_come_at_multiples_of_their_interval_and_none_twice() -> None:

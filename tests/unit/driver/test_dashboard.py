@@ -22,7 +22,6 @@ from elasticstate.driver.dashboard.merge_patch import difference
 from elasticstate.driver.dashboard.server import Controls, DashboardServer
 from elasticstate.driver.dashboard.view import view_of
 from elasticstate.driver.dashboard.viewers import INTERVAL_S, QUIET_INTERVAL_S, Viewers
-from elasticstate.driver.job_state import JobState
 from elasticstate.driver.overview import overview_of
 from elasticstate.driver.tails import Tails
 from elasticstate.errors import OptionError
@@ -32,10 +31,7 @@ from elasticstate.net.listening import listening_socket, port_of
 from elasticstate.net.names import own_addresses
 from elasticstate.net.strangers import Strangers
 from elasticstate.options import read_options
-from tests.policy import policy_of
-from tests.unit.core.test_membership import drive
-from tests.unit.driver.clock import Clock
-from tests.unit.driver.test_figures import SCRIPT
+from tests.kit.driver import Clock, state_after
 
 TOKEN = "t" * 40
 VALUES = st.recursive(
@@ -64,13 +60,6 @@ def test_a_patch_changes_the_old_view_to_the_new_one(old: dict[str, Any], new: d
     patch = json.loads(json.dumps(difference(old, new)))
     assert merged(old, patch) == new
     assert (patch == {}) == (old == new)
-
-
-def state_after(lines: int) -> JobState:
-    state = JobState(policy_of(np=2, min_np=1, max_np=2), 0.0)
-    script = "\n".join(SCRIPT.strip().splitlines()[:lines])
-    state.membership, state.reason = drive(script, np=2, min_np=1, max_np=2)[0], "training"
-    return state
 
 
 @pytest.mark.parametrize("lines", range(1, 14))

@@ -6,61 +6,23 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from elasticstate.cli.parser import parse_options
 from elasticstate.core.types import CommitId, SlotId
-from elasticstate.driver.durable_copies import DurableCopies
-from elasticstate.driver.job_state import JobState
-from elasticstate.driver.journal import Journal
-from elasticstate.driver.report import Report
 from elasticstate.durable.failure import ABSENT, BUSY, FULL, HUNG, UNCHANGED
-from elasticstate.net.messages import DurableFailed, DurablePart, DurableSaved, SaveDurable, ToAgent
-from tests.unit.core.test_membership import RUNNING, drive
+from elasticstate.net.messages import DurableFailed, DurablePart, DurableSaved
+from tests.kit.core import RUNNING
+from tests.kit.driver import DurableScene
 
 COMMITTED = RUNNING + "1.2 heartbeat a:1#1 in=1 ticks=9 commit=1.9"
-OPTIONS = ["-np", "3", "--durable-dir", "/copies", "--durable-interval", "0", "--driver-timeout", "1", "train.py"]
-
-
-class Scene:
-    """The part of a driver that orders copies, and the agents' ends of it."""
-
-    def __init__(self, events: Path, script: str, **policy: Any) -> None:
-        options = parse_options(OPTIONS)
-        self.report = Report("j", str(events), verbose=False)
-        self.state = JobState(options.policy(), 0.0)
-        self.state.membership, _ = drive(script, durable_dir="/copies", **policy)
-        self.orders: list[tuple[str, SaveDurable]] = []
-        self.others: list[tuple[str, ToAgent]] = []
-        self.copies = DurableCopies(options, self.state, Journal(self.report, self.state), self._sent)
-        self._ordered = asyncio.Event()
-        self.running = asyncio.ensure_future(self.copies.run())
-
-    def _sent(self, host: str, message: ToAgent) -> None:
-        if not isinstance(message, SaveDurable):
-            self.others.append((host, message))
-            return
-        self.orders.append((host, message))
-        self._ordered.set()
-
-    async def order(self) -> SaveDurable:
-        """Wait for the next order."""
-        await asyncio.wait_for(self._ordered.wait(), 30)
-        self._ordered.clear()
-        return self.orders[-1][1]
-
-    async def close(self) -> None:
-        self.running.cancel()
-        await self.report.close(60)
 
 
 def test_failures_are_reported_once_for_each_kind_and_retried(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def run() -> None:
-        scene = Scene(tmp_path / "events", COMMITTED)
+        scene = DurableScene(tmp_path / "events", COMMITTED)
         figures = scene.state.durable
         first = await scene.order()
         assert scene.orders == [("a", first)]
@@ -100,7 +62,7 @@ def test_failures_are_reported_once_for_each_kind_and_retried(
 
 def test_a_job_without_a_commit_saves_nothing(tmp_path: Path) -> None:
     async def run() -> None:
-        scene = Scene(tmp_path / "events", RUNNING)
+        scene = DurableScene(tmp_path / "events", RUNNING)
         await scene.copies.finish(asyncio.Event())
         assert scene.orders == []
         await scene.close()
@@ -110,7 +72,7 @@ def test_a_job_without_a_commit_saves_nothing(tmp_path: Path) -> None:
 
 def test_the_end_of_a_job_waits_for_its_last_copy_until_it_is_hurried(tmp_path: Path) -> None:
     async def run() -> None:
-        scene = Scene(tmp_path / "events", COMMITTED)
+        scene = DurableScene(tmp_path / "events", COMMITTED)
         folder = (await scene.order()).folder
         hurry = asyncio.Event()
         ending = asyncio.ensure_future(scene.copies.finish(hurry))
@@ -124,7 +86,7 @@ def test_the_end_of_a_job_waits_for_its_last_copy_until_it_is_hurried(tmp_path: 
     asyncio.run(run())
 
 
-async def answers_at_the_end(scene: Scene, hurry: asyncio.Event, *kinds: str) -> None:
+async def answers_at_the_end(scene: DurableScene, hurry: asyncio.Event, *kinds: str) -> None:
     """Answer the orders of the end of a job, the last kind again and again. Kind "": the copy is saved."""
     folder = (await scene.order()).folder
     scene.running.cancel()
@@ -167,7 +129,7 @@ def test_the_last_commit_is_tried_again_and_the_end_says_what_is_not_saved(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], kinds: tuple[str, ...], warnings: list[str]
 ) -> None:
     async def run() -> None:
-        scene = Scene(tmp_path / "events", COMMITTED)
+        scene = DurableScene(tmp_path / "events", COMMITTED)
         await answers_at_the_end(scene, asyncio.Event(), *kinds)
         unsaved = CommitId(1, 9) if kinds[-1] in (FULL, ABSENT, "hurry") else None
         assert scene.state.durable.unsaved == unsaved

@@ -12,9 +12,8 @@ from elasticstate.core.types import CommitId, SlotId
 from elasticstate.driver.durable_plan import CopyPlan, Pace, plan_copy, plan_last
 from elasticstate.durable.failure import FULL
 from elasticstate.net.messages import CompleteDurable, DropDurable, DurableFailed, DurablePart, DurableSaved
-from tests.unit.core.test_line import DISTINCT, HSDP, SIZES
-from tests.unit.core.test_membership import drive
-from tests.unit.driver.test_durable_copies import Scene
+from tests.kit.core import DISTINCT, FOUR, HSDP, drive
+from tests.kit.driver import DurableScene
 
 NAMES = ("a:0#1", "a:1#1", "b:0#1", "b:1#1")
 
@@ -31,7 +30,7 @@ def plan(m: Membership, ticks_per_s: float = 0.0, now: float = 3.0, saved: Commi
 
 
 def test_rare_commits_are_saved_as_they_are_and_once() -> None:
-    m, _ = drive(DISTINCT + beats(2.0, 40, 40, 20), **SIZES)
+    m, _ = drive(DISTINCT + beats(2.0, 40, 40, 20), **FOUR)
     found = plan(m, ticks_per_s=1.0)
     assert found.first == CommitId(1, 40)
     assert found.total == 4
@@ -43,7 +42,7 @@ def test_rare_commits_are_saved_as_they_are_and_once() -> None:
 
 
 def test_replicas_of_a_mesh_dimension_are_saved_once_and_by_different_hosts() -> None:
-    m, _ = drive(HSDP + beats(2.0, 40, 40, 20), **SIZES)
+    m, _ = drive(HSDP + beats(2.0, 40, 40, 20), **FOUR)
     assert plan(m, ticks_per_s=1.0).parts == {
         "a": (DurablePart(SlotId("a", 0), 1, 7),),
         "b": (DurablePart(SlotId("b", 1), 2, 8),),
@@ -51,21 +50,21 @@ def test_replicas_of_a_mesh_dimension_are_saved_once_and_by_different_hosts() ->
 
 
 def test_frequent_commits_are_saved_at_one_that_is_to_come() -> None:
-    m, _ = drive(DISTINCT + beats(2.0, 240, 240, 239), **SIZES)
+    m, _ = drive(DISTINCT + beats(2.0, 240, 240, 239), **FOUR)
     found = plan(m, ticks_per_s=100.0, now=2.25)
     assert found.first == CommitId(1, 241 + 75), "0.25 s after the report, and 0.5 s for the orders"
     assert sum(map(len, found.parts.values())) == found.total == 4
 
 
 def test_a_job_that_has_not_committed_has_nothing_to_save() -> None:
-    m, _ = drive(DISTINCT, **SIZES)
+    m, _ = drive(DISTINCT, **FOUR)
     assert plan_copy(m, 0.0, 12.0, 0.5, None) is None
     assert plan_last(m) is None
 
 
 @pytest.mark.parametrize(("now", "first"), [(8.0, None), (15.0, CommitId(2, 0))])
 def test_a_world_that_has_just_begun_may_commit_soon(now: float, first: CommitId | None) -> None:
-    m, _ = drive(DISTINCT + beats(2.0, 40, 40, 20) + "3.0 exit b:1#1 signal=9 held=1.40,1.20\n", **SIZES)
+    m, _ = drive(DISTINCT + beats(2.0, 40, 40, 20) + "3.0 exit b:1#1 signal=9 held=1.40,1.20\n", **FOUR)
     ready = " + ".join(f"ready {name} in=1 ticks=40 commit=1.40 previous=1.20" for name in NAMES[:3])
     m, _ = drive(f"3.1 {ready}\n3.5 attached {NAMES[0]} in=2 digests=20,21,22\n", m)
     assert m.shards.line == CommitId(2, 0)
@@ -75,14 +74,14 @@ def test_a_world_that_has_just_begun_may_commit_soon(now: float, first: CommitId
 
 def test_a_world_that_has_not_attached_or_has_lost_a_member_saves_nothing() -> None:
     attached = DISTINCT.splitlines()[:-1]
-    m, _ = drive("\n".join(attached) + "\n" + beats(2.0, 40, 40, 20) + "3.0 exit b:1#1 signal=9\n", **SIZES)
+    m, _ = drive("\n".join(attached) + "\n" + beats(2.0, 40, 40, 20) + "3.0 exit b:1#1 signal=9\n", **FOUR)
     assert plan_copy(m, 1.0, 3.0, 0.5, None) is None
-    m, _ = drive("\n".join(attached) + "\n" + beats(2.0, 0, 0, 0), **SIZES)
+    m, _ = drive("\n".join(attached) + "\n" + beats(2.0, 0, 0, 0), **FOUR)
     assert plan_copy(m, 1.0, 3.0, 0.5, None) is None, "a commit of a slot may have shards"
 
 
 def test_the_last_copy_is_that_of_the_commit_line_also_from_kept_copies() -> None:
-    m, _ = drive(DISTINCT + beats(2.0, 40, 40, 20) + "2.5 kept a b:0 1.40 + kept a b:1 1.40\n", **SIZES)
+    m, _ = drive(DISTINCT + beats(2.0, 40, 40, 20) + "2.5 kept a b:0 1.40 + kept a b:1 1.40\n", **FOUR)
     m, _ = drive("3.0 agent-lost b exited\n", m)
     found = plan_last(m)
     assert found is not None
@@ -93,7 +92,7 @@ def test_the_last_copy_is_that_of_the_commit_line_also_from_kept_copies() -> Non
 
 
 def test_the_pace_is_that_of_the_last_second() -> None:
-    m, _ = drive(DISTINCT + beats(2.0, 40, 40, 20), **SIZES)
+    m, _ = drive(DISTINCT + beats(2.0, 40, 40, 20), **FOUR)
     pace = Pace()
     pace.look(m, 2.0)
     assert pace.ticks_per_s == 0.0
@@ -106,7 +105,7 @@ def test_the_pace_is_that_of_the_last_second() -> None:
 
 def test_one_agent_completes_a_copy_and_the_failure_of_one_part_is_that_of_the_copy(tmp_path: Path) -> None:
     async def run() -> None:
-        scene = Scene(tmp_path / "events", DISTINCT + beats(2.0, 40, 40, 20), **SIZES)
+        scene = DurableScene(tmp_path / "events", DISTINCT + beats(2.0, 40, 40, 20), **FOUR)
         copies, figures = scene.copies, scene.state.durable
         folder = (await scene.order()).folder
         assert {host for host, _ in scene.orders} == {"a", "b"}

@@ -13,30 +13,13 @@ from elasticstate.core.accounting import figures_of
 from elasticstate.core.membership import Membership
 from elasticstate.driver.report import Outcome, Report
 from elasticstate.driver.status import status_text
-from tests.unit.core.test_membership import drive
-
-# All workers die, and the job resumes from an older commit. Then one worker dies, and the other one finishes.
-SCRIPT = """
-0.0 hosts a:2
-0.1 agent-joined a
-1.0 ready a:0#1 + ready a:1#1
-1.1 first a:0#1 in=1
-4.0 heartbeat a:0#1 in=1 ticks=10 commit=1.10 + heartbeat a:1#1 in=1 ticks=11 commit=1.10
-5.0 exit a:0#1 signal=9 + exit a:1#1 signal=9
-7.0 ready a:0#2 commit=1.7 + ready a:1#2 commit=1.7
-7.5 first a:0#2 in=2
-9.0 exit a:1#2 signal=9
-9.1 ready a:0#2 in=2 commit=2.3 ticks=5
-9.4 first a:0#2 in=3
-20.0 gate a:0#2 in=3
-20.1 exit a:0#2 code=0
-"""
+from tests.kit.core import WHOLE_JOB, drive
 
 
 def test_summary_event_and_status_show_the_same_figures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     report = Report("j", str(tmp_path / "events"), verbose=False)
     m: Membership | None = None
-    for line in SCRIPT.strip().splitlines():
+    for line in WHOLE_JOB.strip().splitlines():
         m, effects = drive(line, m, np=2, min_np=1, max_np=2)
         for effect in effects:
             if isinstance(effect, t.Note):

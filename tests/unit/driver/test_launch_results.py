@@ -16,7 +16,7 @@ from elasticstate.driver.report import Outcome
 from elasticstate.failures import WorkerFailure
 from elasticstate.net import messages
 from elasticstate.seals import result_hasher
-from tests.policy import policy_of
+from tests.kit.policy import policy_of
 
 SUCCEEDED = Outcome(0, "succeeded")
 KEY = b"the key of the job"

@@ -29,11 +29,9 @@ from elasticstate.driver.overview import overview_of
 from elasticstate.errors import OptionError
 from elasticstate.net.strangers import Strangers
 from elasticstate.options import read_options
-from tests.policy import policy_of
-from tests.prometheus import CONFIG, DASHBOARD, PROMTOOL, RULES, WHY, promtool
-from tests.unit.core.test_membership import RUNNING, drive
-from tests.unit.core.test_replication import ALL_KEPT, attach
-from tests.unit.driver.test_figures import SCRIPT
+from tests.kit.core import ALL_KEPT, RUNNING, WHOLE_JOB, attach, drive
+from tests.kit.policy import policy_of
+from tests.kit.prometheus import CONFIG, DASHBOARD, PROMTOOL, RULES, WHY, promtool
 
 Samples = dict[tuple[str, str], float]
 
@@ -45,7 +43,7 @@ def job_state(m: Membership) -> JobState:
 
 
 def over() -> Membership:
-    return drive(SCRIPT, np=2, min_np=1, max_np=2)[0]
+    return drive(WHOLE_JOB, np=2, min_np=1, max_np=2)[0]
 
 
 def scraped(m: Membership) -> str:
@@ -62,7 +60,7 @@ def samples(text: str) -> Samples:
 
 
 def test_metrics_have_the_numbers_of_the_status() -> None:
-    m, _ = drive("\n".join(SCRIPT.strip().splitlines()[:-4]), np=2, min_np=1, max_np=2)
+    m, _ = drive("\n".join(WHOLE_JOB.strip().splitlines()[:-4]), np=2, min_np=1, max_np=2)
     overview, _ = overview_of("j", m, "training", 9.0)
     found = samples(scraped(m))
     assert found["elasticstate_job_info", "j"] == 1
@@ -81,7 +79,7 @@ def test_metrics_have_the_numbers_of_the_status() -> None:
 
 def test_durable_copies_are_shown_with_their_age() -> None:
     assert not [name for name, _ in samples(scraped(over())) if "durable" in name], "the job has no --durable-dir"
-    state = job_state(drive(SCRIPT, np=2, min_np=1, max_np=2, durable_dir="/copies")[0])
+    state = job_state(drive(WHOLE_JOB, np=2, min_np=1, max_np=2, durable_dir="/copies")[0])
     registry = CollectorRegistry()
     registry.register(JobCollector("j", state))
     found = samples(generate_latest(registry).decode())
@@ -102,7 +100,7 @@ def test_durable_copies_are_shown_with_their_age() -> None:
 
 def test_goodput_and_badput_are_the_wall_time() -> None:
     m = over()
-    at = next(float(line.split()[0]) for line in SCRIPT.strip().splitlines() if " gate " in line)
+    at = next(float(line.split()[0]) for line in WHOLE_JOB.strip().splitlines() if " gate " in line)
     found = samples(scraped(m))
     badput = {cause: value for (name, cause), value in found.items() if name == "elasticstate_badput_seconds"}
     assert found["elasticstate_goodput_seconds", ""] == pytest.approx(figures_of(m, at).times.goodput)

@@ -8,8 +8,7 @@ from elasticstate.core.copies import CopyFigures
 from elasticstate.core.layouts import Shards
 from elasticstate.driver.copy_totals import CopyTotals
 from elasticstate.driver.replication_sums import ReplicationSums
-from tests.unit.core.test_membership import drive
-from tests.unit.core.test_replication import ALL_KEPT, NEWER, attach
+from tests.kit.core import ALL_KEPT, NEWER, attach, drive
 
 
 def test_an_event_sums_up_the_replications_of_ten_seconds() -> None:

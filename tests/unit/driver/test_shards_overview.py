@@ -8,8 +8,7 @@ from elasticstate.core.copies import CopyFigures
 from elasticstate.driver.copy_totals import CopyTotals
 from elasticstate.driver.overview import overview_of
 from elasticstate.driver.shards_overview import shards_of
-from tests.unit.core.test_membership import RUNNING, drive
-from tests.unit.core.test_replication import ALL_KEPT, NEWER, attach
+from tests.kit.core import ALL_KEPT, NEWER, RUNNING, attach, drive
 
 
 def test_counters_of_an_agent_continue_after_a_lost_connection_and_begin_anew_with_another_agent() -> None:

@@ -6,7 +6,7 @@ from elasticstate.core import types as t
 from elasticstate.core.accounting import figures_of
 from elasticstate.core.membership import Membership, new_membership, step
 from elasticstate.driver.status import status_text
-from tests.policy import policy_of
+from tests.kit.policy import policy_of
 
 A, B = t.WorkerId("a", 0, 1), t.WorkerId("a", 1, 1)
 

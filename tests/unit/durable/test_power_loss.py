@@ -11,7 +11,7 @@ from elasticstate.durable.copies import DamagedCopyError, copy_name, millisecond
 from elasticstate.durable.parts import cut
 from elasticstate.durable.storage import Directory
 from elasticstate.durable.upload import upload
-from tests.unit.durable.commit_files import Sent, commit_of, order
+from tests.kit.durable import Sent, commit_of, order
 from tests.unit.durable.disk import Disk, PowerLoss
 
 COMMITS = [commit_of({"weight": torch.full((3,), float(n)), "step": n}) for n in range(8)]

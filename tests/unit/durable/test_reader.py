@@ -18,7 +18,7 @@ from elasticstate.durable.part_reader import PartReader
 from elasticstate.durable.reader import StorageHangsError, StoredCopies
 from elasticstate.durable.storage import absolute, open_storage, refuse
 from elasticstate.durable.upload import upload
-from tests.unit.durable.commit_files import Sent, commit_of, order
+from tests.kit.durable import Sent, commit_of, order
 
 COMMIT = commit_of({"weight": torch.arange(5_000_000, dtype=torch.float32), "step": 1})
 

@@ -29,7 +29,7 @@ from elasticstate.durable.failure import ShardedCommitError
 from elasticstate.durable.parts import write_part
 from elasticstate.durable.storage import Directory, Files
 from elasticstate.durable.upload import StagedPart, UploadOrder, upload
-from tests.unit.durable.commit_files import Sent, commit_of, order, shard_file
+from tests.kit.durable import Sent, commit_of, order, shard_file
 
 READER = """
 import sys, torch

@@ -20,8 +20,8 @@ from elasticstate.errors import CollectiveError
 from elasticstate.state.durable_parts import StoredParts
 from elasticstate.state.shards import Piece, digest_of
 from elasticstate.state.snapshot import Snapshot
-from tests.unit.durable.commit_files import Sent
-from tests.unit.state.test_reshard import COMMIT, Mesh, committed, local, mesh, whole_tensors
+from tests.kit.durable import Sent
+from tests.kit.sharded import COMMIT, Mesh, committed, local, mesh, whole_tensors
 
 PIECES = list[dict[str, Piece]]
 

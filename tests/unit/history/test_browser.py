@@ -16,7 +16,7 @@ import pytest
 from elasticstate.history.event_files import read_events
 from elasticstate.history.job_history import histories
 from elasticstate.history.page import page
-from tests.unit.history.event_lines import killed_and_restarted
+from tests.kit.events import killed_and_restarted
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from elasticstate.cli import main
-from tests.unit.history.chrome_format import checked
-from tests.unit.history.event_lines import killed_and_restarted
+from tests.kit.chrome_format import checked
+from tests.kit.events import killed_and_restarted
 
 COMMANDS = {"trace": "trace.json", "report": "report.html"}
 

@@ -10,7 +10,7 @@ import pytest
 
 from elasticstate.errors import OptionError
 from elasticstate.history.event_files import read_events
-from tests.unit.history.event_lines import EventLines, killed_and_restarted
+from tests.kit.events import EventLines, killed_and_restarted
 
 GOOD = '{"time": 1.0, "event": "warning", "job": "j", "generation": 0, "text": "t"}\n'
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import NO_CHROMIUM, WHY, opened
 from playwright.sync_api import Page
 
 from elasticstate.history.event_files import read_events
 from elasticstate.history.trace import ChromeTrace
-from tests.unit.history.chrome_format import checked, lanes
-from tests.unit.history.event_lines import killed_and_restarted
+from tests.kit.browser import NO_CHROMIUM, WHY, opened
+from tests.kit.chrome_format import checked, lanes
+from tests.kit.events import killed_and_restarted
 
 pytestmark = pytest.mark.skipif(NO_CHROMIUM, reason=WHY)
 

@@ -12,7 +12,7 @@ import pytest
 from elasticstate.history.event_files import read_events
 from elasticstate.history.job_history import histories
 from elasticstate.history.page import duration, page
-from tests.unit.history.event_lines import EventLines, big_job, killed_and_restarted, with_copies
+from tests.kit.events import EventLines, big_job, killed_and_restarted, with_copies
 
 ALONE = {"meta", "link", "br", "img", "input", "path", "use", "rect", "line", "circle", "stop"}
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 9\nValueError: <b>bold</b> & </pre>'

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from elasticstate.history.event_files import read_events
 from elasticstate.history.trace import ChromeTrace
-from tests.unit.history.chrome_format import Event, checked, lanes
-from tests.unit.history.event_lines import BEGAN, EventLines, big_job, killed_and_restarted
+from tests.kit.chrome_format import Event, checked, lanes
+from tests.kit.events import BEGAN, EventLines, big_job, killed_and_restarted
 
 
 def traced(lines: EventLines) -> list[Event]:

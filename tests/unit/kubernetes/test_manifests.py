@@ -14,9 +14,8 @@ import pytest
 
 from elasticstate.cli.parser import parse_options
 from elasticstate.options import Options, declarations
-from tests.unit.kubernetes import manifests
-from tests.unit.kubernetes.api_server import ApiServer
-from tests.unit.kubernetes.manifests import Manifest, find, pod_of
+from tests.kit import kubernetes as manifests
+from tests.kit.kubernetes import ApiServer, Manifest, find, pod_of
 
 validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
 pytest.importorskip("kubernetes", reason="the client of Kubernetes is not installed")

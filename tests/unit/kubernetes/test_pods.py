@@ -14,7 +14,7 @@ from elasticstate.discovery import host_source
 from elasticstate.driver.discovery import Discovery
 from elasticstate.errors import DiscoveryError, OptionError
 from elasticstate.options import Options, read_options
-from tests.unit.kubernetes.api_server import ApiServer
+from tests.kit.kubernetes import ApiServer
 
 pytest.importorskip("kubernetes", reason="the client of Kubernetes is not installed")
 

@@ -10,7 +10,7 @@ from elasticstate.mpi.messages import Identity, as_order
 from elasticstate.mpi.relay import Relay, port_of
 from elasticstate.net import messages
 from elasticstate.net.trust import Trust
-from tests.unit.agent.scene import TOKEN, Scene, play
+from tests.kit.agent import TOKEN, Scene, play
 
 SERVER = (("PMIX_SERVER_URI41", "job@0.0;tcp4://127.0.0.1:4711"), ("PMIX_RANK", "3"))
 SOON_S = 30.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate._native import ControlPage
-from tests.pages import page_at
+from tests.kit.pages import page_at
 
 ME, OTHER = b"job, host, slot!", b"another job's..."
 NO_TAG = bytes(16)

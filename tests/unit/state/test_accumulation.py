@@ -14,7 +14,7 @@ from elasticstate import TorchState
 from elasticstate.state import accumulation
 from elasticstate.state.base import committer_of
 from elasticstate.state.step_check import StepCheck
-from tests.unit.state.conftest import Member, World
+from tests.kit.state import Member, World
 
 STEPS = 4
 

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from scripts.slow_device import SlowDevice
 
 from elasticstate.commit_header import NO_SHARDING
 from elasticstate.core.types import CommitId
@@ -22,7 +21,8 @@ from elasticstate.state import TorchState, async_commit
 from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.storage import PrivateStorage
-from tests.unit.state.overlapping import CommitStorage, Job, contents, found, note_of, parts
+from tests.integration.scripts.slow_device import SlowDevice
+from tests.kit.state import CommitStorage, Job, contents, found, note_of, parts
 
 # ---------------------------------------------------------------------------------------------------- normal operation
 

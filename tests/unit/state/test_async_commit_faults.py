@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from scripts.slow_device import SlowDevice
 
 from elasticstate.core.types import CommitId
 from elasticstate.errors import OptionError
@@ -21,7 +20,8 @@ from elasticstate.state.async_commit import Copy
 from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.state.storage import PrivateStorage
-from tests.unit.state.overlapping import CommitStorage, Job, found, note_of
+from tests.integration.scripts.slow_device import SlowDevice
+from tests.kit.state import CommitStorage, Job, found, note_of
 
 # ------------------------------------------------------------------------------------------------------------- faults
 

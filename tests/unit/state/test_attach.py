@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from scripts.slow_device import SlowDevice
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -24,8 +23,9 @@ from elasticstate.errors import CollectiveError, StateError, UsageError
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.snapshot import Snapshot
-from tests.unit.state.conftest import FileStorage, Member, World
-from tests.unit.state.sharded import SnapshotCopies, source
+from tests.integration.scripts.slow_device import SlowDevice
+from tests.kit.sharded import SnapshotCopies, source
+from tests.kit.state import FileStorage, Member, World
 
 LINE = CommitId(1, 2)
 

@@ -33,7 +33,6 @@ from elasticstate.net.messages import BufferGrown, GrowBuffer
 from elasticstate.state.snapshot import Snapshot
 from elasticstate.worker.storage import AgentStorage
 
-PROGRAMS = 120
 OPERATIONS = 25
 SLOT = 0
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -222,11 +221,12 @@ class Slot:
 
 
 def test_the_newest_sealed_commit_is_restored_after_any_program(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number_of_schedules: int
 ) -> None:
+    programs = number_of_schedules // 8
     crashes = resumed = 0
     with caplog.at_level(logging.WARNING, "elasticstate"):
-        for seed in range(PROGRAMS):
+        for seed in range(programs):
             slot = Slot(tmp_path, seed)
             try:
                 slot.run()
@@ -236,5 +236,5 @@ def test_the_newest_sealed_commit_is_restored_after_any_program(
                 slot.close()
             crashes, resumed = crashes + slot.crashes, resumed + slot.resumed
     assert not caplog.text, "no commit is found damaged"
-    assert crashes > PROGRAMS, "crashes did happen"
-    assert resumed > PROGRAMS, "new workers found a commit"
+    assert crashes > programs, "crashes did happen"
+    assert resumed > programs, "new workers found a commit"

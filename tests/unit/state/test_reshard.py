@@ -5,83 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from elasticstate.commit_header import Shard as Place, Sharding, read
-from elasticstate.compat.dtensors import Split
-from elasticstate.core.types import CommitId
+from elasticstate.commit_header import Shard as Place, read
 from elasticstate.errors import CollectiveError, StateError
 from elasticstate.state import blocks, reshard_check
 from elasticstate.state.reshard import CommitCopies
 from elasticstate.state.reshard_check import content_sum
 from elasticstate.state.shards import Piece, chunk_of, digest_of
-from elasticstate.state.snapshot import Snapshot
-from tests.unit.state.sharded import SnapshotCopies, source
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.float64)
-COMMIT = CommitId(1, 1)
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """A mesh, and the placements of each tensor on it."""
-
-    shape: tuple[int, ...]
-    splits: dict[str, tuple[Split, ...]]
-
-    def coordinates(self) -> Iterator[tuple[int, ...]]:
-        return itertools.product(*map(range, self.shape))
-
-
-def whole_tensors(draw: random.Random) -> dict[str, torch.Tensor]:
-    found = {}
-    for i in range(draw.randint(1, 5)):
-        shape = [draw.choice((0, 1, 2, 3, 5, 7, 8)) for _ in range(draw.randint(0, 4))]
-        content = torch.randint(0, 256, (math.prod(shape) * 8,), dtype=torch.uint8)
-        dtype = draw.choice(DTYPES)
-        values = content[: math.prod(shape) * dtype.itemsize]
-        values = values % 2 if dtype is torch.bool else values
-        found[f"model.{i}"] = values.view(dtype).view(shape)
-    return found
-
-
-def mesh(draw: random.Random, tensors: dict[str, torch.Tensor]) -> Mesh:
-    shape = tuple(draw.choice(((1,), (2,), (3,), (5,), (2, 2), (3, 2), (2, 3), (1, 4), (2, 2, 2))))
-
-    def split(tensor: torch.Tensor) -> Split:
-        return (draw.randrange(tensor.ndim), 0) if tensor.ndim and draw.random() < 0.7 else None
-
-    splits = {}
-    for name, tensor in tensors.items():
-        chosen = [split(tensor) for _ in shape]
-        if len(shape) == 2 and chosen[0] is not None and chosen[1] is not None and chosen[0][0] == chosen[1][0]:
-            chosen[0] = draw.choice((chosen[0], (chosen[0][0], shape[1])))  # FSDP2 after tensor parallelism
-        splits[name] = tuple(chosen)
-    return Mesh(shape, splits)
-
-
-def local(tensors: dict[str, torch.Tensor], mesh: Mesh, coordinate: tuple[int, ...]) -> dict[str, Piece]:
-    found = {}
-    for name, tensor in tensors.items():
-        offsets, sizes = chunk_of(tuple(tensor.shape), mesh.shape, coordinate, mesh.splits[name])
-        part = tensor[tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))]
-        found[name] = Piece(part.clone(memory_format=torch.contiguous_format), Place(tuple(tensor.shape), offsets))
-    return found
-
-
-def committed(pieces: dict[str, Piece]) -> Snapshot:
-    snapshot = Snapshot()
-    sharding = Sharding(("model",), {name: piece.shard for name, piece in pieces.items()})
-    captured = {**{name: piece.local for name, piece in pieces.items()}, "model": "a tree", "plain": torch.ones(3)}
-    snapshot.begin(captured, b"random", COMMIT, sharding=sharding)
-    snapshot.finish()
-    return snapshot
+from tests.kit.sharded import COMMIT, DTYPES, SnapshotCopies, committed, local, mesh, source, whole_tensors
 
 
 def copies_of(worlds: Sequence[dict[str, Piece]]) -> tuple[CommitCopies, SnapshotCopies]:

@@ -25,8 +25,8 @@ from elasticstate.errors import StateDivergedError
 from elasticstate.state import TorchState
 from elasticstate.state.base import committer_of
 from elasticstate.state.restore_targets import RestoreTargets
-from tests.unit.state.conftest import FileStorage
-from tests.unit.state.sharded import FileCopies, GroupMember, WorldServer, keepers, source
+from tests.kit.sharded import FileCopies, GroupMember, WorldServer, keepers, source
+from tests.kit.state import FileStorage
 
 Tensors = dict[str, torch.Tensor]
 

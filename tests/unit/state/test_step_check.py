@@ -17,7 +17,7 @@ from elasticstate import ObjectState, State, TorchState, UsageError
 from elasticstate.state import step_check
 from elasticstate.state.base import committer_of
 from elasticstate.state.step_check import StepCheck
-from tests.unit.state.conftest import Member, World
+from tests.kit.state import Member, World
 
 FORGOTTEN = "but is in no value of the state: a worker that is restarted would continue with a new optimizer"
 MISSING = "that is in no value of the state: a worker that is restarted would continue with other weights"

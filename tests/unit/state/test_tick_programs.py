@@ -25,9 +25,8 @@ from elasticstate import TorchState
 from elasticstate.core.types import CommitId
 from elasticstate.state.base import committer_of
 from elasticstate.state.containers import flatten
-from tests.unit.state.conftest import Member, World
+from tests.kit.state import Member, World
 
-PROGRAMS = 250
 DEVIOUS = 0.35  # share of the programs whose writes between tick and failure are of all kinds
 AGAIN = 0.2  # share of those that write back what was there before the tick
 
@@ -360,14 +359,15 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_one_thread")
-def test_a_record_is_the_state_of_the_last_tick_or_is_refused() -> None:
+def test_a_record_is_the_state_of_the_last_tick_or_is_refused(number_of_schedules: int) -> None:
+    programs = number_of_schedules // 4
     outcomes: Counter[str] = Counter()
-    for seed in range(PROGRAMS):
+    for seed in range(programs):
         program = Program(seed)
         try:
             outcomes[program.run()] += 1
         except Exception as error:
             raise AssertionError(f"program {seed}: {error}") from error
     print(outcomes)
-    assert outcomes["recorded"] > PROGRAMS / 3
-    assert outcomes["refused"] > PROGRAMS / 20
+    assert outcomes["recorded"] > programs / 3
+    assert outcomes["refused"] > programs / 20

@@ -19,7 +19,7 @@ from elasticstate.compat import aliases
 from elasticstate.core.types import CommitId
 from elasticstate.state import tick_plan, tick_record
 from elasticstate.state.base import committer_of
-from tests.unit.state.conftest import Member, World
+from tests.kit.state import Member, World
 
 
 def trained(member: Member, **more: Any) -> TorchState:

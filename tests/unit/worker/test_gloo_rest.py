@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticstate.worker import new_process
+from tests.kit import forks
 
 SCRIPT = """
 import gc, os, sys, torch, torch.distributed as dist
@@ -65,11 +66,18 @@ LATE_PEER = """if child:
 
 
 def run(directory: Path, end: str) -> tuple[int, str, str]:
+    """Run the script in a process that forks from one that has imported torch, as workers do."""
     script = directory / "script.py"
-    script.write_text(SCRIPT.format(end=end))
+    script.write_text("from elasticstate.worker.gloo_rest import watch_models\nwatch_models()" + SCRIPT.format(end=end))
+    return forks.Started(forks.template(), directory / "output", [script], forks.environment()).finish(100)
+
+
+def test_a_new_process_ends_although_a_collective_is_in_flight(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(end=ENDS["the function returns"]))
     command = [sys.executable, new_process.__file__, str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    return ended.returncode, ended.stdout, ended.stderr
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "0\n", "")
 
 
 @pytest.mark.parametrize("end", ENDS)

@@ -15,8 +15,7 @@ from elasticstate.core.copies import CopyOf
 from elasticstate.core.ids import CommitId
 from elasticstate.errors import CollectiveError, CopyError
 from elasticstate.worker.local_copies import LocalCopies
-from tests.unit.copies.hosts import Host
-from tests.unit.copies.made import KEY, content, seal_of
+from tests.kit.commits import KEY, Host, content, seal_of
 
 C1, C2 = CommitId(1, 1), CommitId(1, 2)
 SIZE = 3 << 20

@@ -18,7 +18,7 @@ import pytest
 from elasticstate.core.types import WorkerId
 from elasticstate.net import codec, messages, worker_codec
 from elasticstate.net.link import MAX_DATAGRAM_BYTES
-from tests.pages import page_at
+from tests.kit.pages import page_at
 
 GENERATION = 3
 ME = WorkerId("h", 0, 1)

@@ -1,0 +1,160 @@
+"""Scripts that fork from one process that has imported torch, as workers do. A new process would import torch anew."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import elasticstate
+from elasticstate.net.fork_link import PADDING_VARIABLE
+from tests.kit.forks.forked_job import OF_WORKERS
+
+SCRIPTS = Path(__file__).parents[2] / "integration" / "scripts"
+STARTUP = Path(__file__).parents[1] / "startup"  # has a sitecustomize.py
+PROGRAM = Path(__file__).with_name("script_template.py")
+PACKAGE = Path(elasticstate.__file__).parents[1]  # the package under test, installed or not
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+_PADDING = " " * 8192  # space for the command lines and variables of processes that fork, as /proc shows them
+
+
+_templates: list[Template] = []
+_lasting: list[set[int]] = []
+_before_the_tests: dict[str, str] = {}
+
+
+def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of scripts and jobs. ``variables``: those of the caller."""
+    paths = [str(SCRIPTS), str(PACKAGE), variables.get("PYTHONPATH", "")]  # the rest of the packages may be there
+    return {**variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+class Forked:
+    """The process of a script: a child of this process that this process has not forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle = os.pidfd_open(pid)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._handle, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._handle], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a script", timeout or 0)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            os.close(self._handle)
+        return self.returncode
+
+
+class Template:
+    """The process from which scripts and jobs fork. It imports torch once for all tests of this process."""
+
+    def __init__(self) -> None:
+        self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program = [sys.executable, str(PROGRAM), str(end.fileno()), str(os.getpid()), _PADDING]
+        self.environment = environment(_before_the_tests)
+        with end:
+            self._process = subprocess.Popen(
+                program,
+                stdout=subprocess.DEVNULL,  # no terminal, as the files of scripts and jobs: Python looks at its start
+                pass_fds=[end.fileno()],
+                env={**self.environment, **OF_WORKERS, PADDING_VARIABLE: _PADDING},
+            )
+        self.pid = self._process.pid
+
+    def close(self) -> None:
+        self._link.close()
+        self._process.wait()
+
+    def fork(
+        self,
+        command: Sequence[object],
+        environment: Mapping[str, str] = os.environ,
+        descriptors: tuple[int, int, int] = (0, 1, 2),
+        agents: int = 0,
+    ) -> Forked:
+        """Start a script. ``command``: its path and arguments. ``descriptors``: its stdin, stdout and stderr.
+
+        ``agents``: the number of agents that elasticrun may start in the same way.
+        """
+        request = json.dumps([list(map(str, command)), dict(environment), agents]).encode()
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            socket.send_fds(self._link, [request], list(descriptors))
+            pid = int(self._link.recv(100))
+            while _parent(pid) != os.getpid():
+                time.sleep(0.0005)
+        finally:
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        return Forked(pid)
+
+
+class Started:
+    """A script that a template has started. It writes into the files ``output``.out and ``output``.err."""
+
+    def __init__(
+        self,
+        template: Template,
+        output: Path,
+        command: Sequence[object],
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._stdout, self._stderr = output.with_suffix(".out"), output.with_suffix(".err")
+        with open(os.devnull) as nothing, self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
+            descriptors = (nothing.fileno(), stdout.fileno(), stderr.fileno())
+            self._process = template.fork(command, environment, descriptors)
+
+    def finish(self, timeout: float) -> tuple[int, str, str]:
+        """Wait for the end. Return the exit status, or -N after signal N, and what the script has printed."""
+        return self._process.wait(timeout), self._stdout.read_text(), self._stderr.read_text()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def template_in_use(lasting: set[int]) -> Iterator[None]:
+    """Let :func:`template` start a template. ``lasting``: the processes that the check after each test leaves alone."""
+    _lasting.append(lasting)
+    _before_the_tests.update(os.environ)
+    yield
+    _lasting.clear()
+    for each in _templates:
+        each.close()
+    _templates.clear()
+
+
+def template() -> Template:
+    """Return the template of this process."""
+    if not _templates:
+        _templates.append(Template())
+        _lasting[0].add(_templates[0].pid)
+    return _templates[0]
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])

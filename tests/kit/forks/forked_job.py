@@ -1,0 +1,210 @@
+"""Agents and template processes of a job that fork instead of importing everything anew, once for each job and host.
+
+They run the project's own programs, and have the same parents as ever: a driver forks its agents, and an agent its
+template process, before they have imported anything or started a thread. Only the starts are replaced: an agent's by
+``early_agent``, a template process's in ``elasticstate.agent.template``. Processes that start later are new ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import json
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import elasticstate
+from elasticstate._native import exit_after_finalization
+from elasticstate.options import replace_environment
+from elasticstate.worker import script, template
+
+PACKAGE = Path(elasticstate.__file__).parents[1]
+_PR_SET_PDEATHSIG = 1
+OF_WORKERS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+"""Variables that the agent sets for its template process, and that are read when that starts."""
+_READ_BY_OTHERS = ("MPI4PY_RC_INITIALIZE", "MPI4PY_RC_FINALIZE", "HF_HUB_OFFLINE", r"AWS_\w+", r"FSSPEC_\w+")
+"""Variables of modules that no template has imported."""
+_READ_LATER = re.compile(
+    "|".join(
+        [
+            *(r"ELASTICSTATE_\w+", r"HOROVOD_\w+", r"PYTEST_\w+", "XDG_RUNTIME_DIR", "TMPDIR", "HOME", "PATH"),
+            *OF_WORKERS,
+            *_READ_BY_OTHERS,
+        ]
+    )
+)
+
+
+def is_as_imported(environment: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Return True if modules that were imported in one environment are the same in the other."""
+    names = environment.keys() | other.keys()
+    return all(environment.get(n) == other.get(n) or _READ_LATER.fullmatch(n) for n in names)
+
+
+class Child:
+    """A child that this process has forked, in place of a ``subprocess.Popen``."""
+
+    def __init__(self, pid: int, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def communicate(self) -> None:
+        """Wait for the end of a process that prints nothing to this one."""
+        if self.stdin is not None:
+            self.stdin.close()
+        self.wait()
+
+
+def prepare(agents: int) -> None:
+    """Fork agents, and let the driver, which this process becomes, start these before others."""
+    started = [_agent() for _ in range(agents)]
+    waiting = [Child(pid, os.fdopen(stdin, "wb", buffering=0)) for pid, stdin in started]
+    from elasticstate.launchers import early_agent
+
+    start = early_agent._start
+    early_agent._start = lambda: waiting.pop() if waiting else start()  # type: ignore[assignment, return-value]
+
+    def end() -> None:
+        for child in waiting:
+            child.communicate()
+
+    atexit.register(end)
+    _watch_loops()
+
+
+def _watch_loops() -> None:
+    """Do what startup/sitecustomize.py does in a new process of a driver or agent."""
+    if path := os.environ.get("ELASTICSTATE_TEST_SLOW_CALLBACKS"):
+        from loop_watch import watch_loops
+
+        watch_loops(path)
+
+
+def _agent() -> tuple[int, int]:
+    """Fork a process that becomes an agent as soon as parameters come to its stdin. Return its id, and its stdin.
+
+    The descriptor has no owner yet: a file object that the next agent inherits would close a descriptor of another file
+    there.
+    """
+    read, write = os.pipe()
+    pid = _fork()
+    if pid == 0:
+        _become_agent(read)
+    os.close(read)
+    return pid, write
+
+
+def _become_agent(stdin: int) -> NoReturn:
+    """Do what ``python -m elasticstate.agent`` does in a new process."""
+    os.setsid()
+    os.dup2(stdin, 0)
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    prepared = _Prepared()
+    if _is_closed(0):
+        os._exit(2)
+    import elasticstate.agent.template as starter
+
+    starter.subprocess = types.SimpleNamespace(**vars(subprocess))  # type: ignore[assignment]
+    starter.subprocess.Popen = prepared.popen  # type: ignore[assignment, misc]
+    os.chdir(PACKAGE)
+    gc.enable()
+    _watch_loops()
+    script.run([sys.executable, "-m", "elasticstate.agent"])
+
+
+def _is_closed(pipe: int) -> bool:
+    """Wait for data in a pipe or its end. Return True if it has ended."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return not poll.poll()[0][1] & select.POLLIN
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of OpenBLAS's threads
+        return os.fork()
+
+
+class _Prepared:
+    """A process that becomes the template process of this agent when the agent starts one."""
+
+    def __init__(self) -> None:
+        agent = os.getpid()
+        self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = _fork()
+        if self._pid == 0:
+            self._link.close()
+            _become_template(end, agent)
+        end.close()
+
+    def popen(self, arguments: list[str], **options: Any) -> Child | subprocess.Popen[bytes]:
+        """Start the template process: the prepared one, if it still lives and has imported the same modules."""
+        pid, self._pid = self._pid, 0
+        with self._link:
+            if pid and is_as_imported(os.environ, options["env"]):
+                read, write = os.pipe()
+                request = json.dumps([arguments, options["env"], options["cwd"]]).encode()
+                try:
+                    socket.send_fds(self._link, [request], [*options["pass_fds"], write])
+                    return Child(pid, stdout=os.fdopen(read, "rb", buffering=0))
+                except OSError:  # it was killed
+                    os.close(read)
+                finally:
+                    os.close(write)
+        return subprocess.Popen(arguments, **options)
+
+
+def _end_worker(code: int) -> None:
+    """End a worker. Only the first one of a job takes its modules down: that means to copy those of torch first."""
+    worker = os.environ.get("ELASTICSTATE_WORKER", "")
+    end = exit_after_finalization if worker.startswith("localhost:0#") else os._exit
+    end(code)
+
+
+def _become_template(link: socket.socket, agent: int) -> NoReturn:
+    """Wait for the start, then do what exec_shim.py and worker/template.py do in a new process."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != agent:
+        os._exit(1)
+    os.setsid()
+    request, descriptors, _, _ = socket.recv_fds(link, 1 << 17, 2)
+    if not request:
+        os._exit(0)  # the agent needs no template process, or has ended
+    end, stdout = descriptors
+    arguments, environment, directory = json.loads(request)
+    *_, limit = arguments[: arguments.index(sys.executable, 1)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(limit), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(stdout, 1)
+    os.dup2(stdout, 2)
+    os.close(stdout)
+    link.close()
+    replace_environment(environment)
+    os.chdir(directory)
+    program, _, *rest = arguments[arguments.index(sys.executable, 1) + 1 :]
+    script.show_command([sys.executable, program, str(end), *rest])
+    sys.argv = [program, str(end), *rest]
+    script.exit_after_finalization = _end_worker
+    template.main()
+    os._exit(0)

@@ -1,0 +1,78 @@
+"""Jobs on hosts that are network namespaces: by ssh, or with agents that dial in."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+from pathlib import Path
+
+from tests.kit import forks
+from tests.kit.job import Job, Line
+from tests.kit.network import Network
+
+HEARTBEAT_S = 2.0
+QUICK = (
+    *("--heartbeat-timeout", str(HEARTBEAT_S), "--min-interrupt-distance", "0.1", "--join-window", "5"),
+    *("--cooldown-range", "0.2", "0.4", "--orphan-timeout", "20"),
+)
+
+
+def job_on(network: Network, tmp_path: Path, *options: str, **script: object) -> Job:
+    """Run a job with a worker on each of the hosts a, b and c. It trains until the file ``stop`` exists."""
+    hosts = ("-np", "3", "--min-np", "1", "-H", "a:1,b:1,c:1")
+    within = network["d"].storage.enter()
+    return Job(tmp_path, *hosts, *QUICK, *options, within=within, until=tmp_path / "stop", steps=10, **script)
+
+
+def trains_with(job: Job, size: int, count: int = 1) -> Line:
+    """Wait until the ``count``-th world of this size has completed a tick."""
+    event = job.wait_for_event("world_formed", count, size=size)
+    generation = event["generation"]
+    job.wait_for(
+        f"a tick of generation {generation}", lambda: any(c["generation"] >= generation for c in job.log("commit"))
+    )
+    return event
+
+
+def ends_well(job: Job) -> None:
+    job.stop_file.touch()
+    job.finish()
+    job.check_survival()
+    check_no_two_worlds(job)
+
+
+def check_no_two_worlds(job: Job, what: str = "commit") -> None:
+    """Check that after the first tick of a later world, an older world ended at most the tick that was in progress."""
+    ticks: dict[int, dict[int, float]] = {}  # generation -> step -> time at which the last member ended it
+    first: dict[int, float] = {}
+    for line in job.log(what):  # ordered by time
+        ticks.setdefault(line["generation"], {})[line["step"]] = line["time"]
+        first.setdefault(line["generation"], line["time"])
+    later = inf
+    for generation in sorted(ticks, reverse=True):
+        side_by_side = [step for step, last in ticks[generation].items() if last > later]
+        assert len(side_by_side) <= 1, f"generation {generation} went on beside a later one: {side_by_side}"
+        later = min(later, first[generation])
+
+
+PORT = 7077
+
+
+@contextmanager
+def agent(network: Network, name: str, token: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """Run ``elasticrun agent`` on a host, as a batch system does."""
+    command = ("-m", "elasticstate", "agent", "--join", f"d:{PORT}", "--token-file", str(token), *options)
+    process = subprocess.Popen(
+        network.python(name, *command),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=forks.environment(),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        print(f"agent of host {name}:", process.communicate()[1])
